@@ -1,0 +1,75 @@
+"""Typed errors; every message names the argument, its value and the cure."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "AllstepError",
+    "CheckpointError",
+    "CollectiveTimeoutError",
+    "CommunicationError",
+    "DataError",
+    "DisagreementError",
+    "PeerLostError",
+    "UsageError",
+    "nearest_multiples",
+    "nearest_names",
+]
+
+
+class AllstepError(Exception):
+    """Base of all errors that allstep raises on purpose."""
+
+
+class UsageError(AllstepError, ValueError):
+    """An argument is wrong; the message says which, its value and the cure."""
+
+
+class DataError(AllstepError, RuntimeError):
+    """A sample or a file of the data set cannot be read."""
+
+
+class CheckpointError(AllstepError, RuntimeError):
+    """A checkpoint is damaged or does not fit the model."""
+
+
+class CommunicationError(AllstepError, RuntimeError):
+    """Workers could not exchange what they had to say."""
+
+
+class PeerLostError(CommunicationError):
+    """Another worker closed its connection: it failed or was stopped."""
+
+
+class CollectiveTimeoutError(CommunicationError):
+    """A collective did not finish within `timeout_s`."""
+
+
+class DisagreementError(CommunicationError):
+    """Workers passed tensors, names or keys that do not match."""
+
+
+def nearest_names(name: str, valid: Iterable[str]) -> str:
+    """The cure for an unknown name: the closest valid ones, or all of them.
+
+    >>> nearest_names("digit", ["digits", "fashion"])
+    'did you mean `digits`?'
+    >>> nearest_names("xyz", ["digits", "fashion"])
+    'valid: `digits`, `fashion`.'
+    """
+    names = list(valid)
+    close = get_close_matches(name, names)
+    listed = ", ".join(f"`{n}`" for n in close or names)
+    return f"did you mean {listed}?" if close else f"valid: {listed}."
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` around `value`, for messages.
+
+    >>> nearest_multiples(1000, 48)
+    '960, 1008'
+    >>> nearest_multiples(5, 48)
+    '48'
+    """
+    below = value // unit * unit
+    return f"{below}, {below + unit}" if below else str(unit)
