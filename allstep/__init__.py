@@ -1,1 +1,51 @@
-"""allstep scales a PyTorch training from one process to a cluster: the same model on any number of workers."""
+"""allstep scales a PyTorch training from one process to a cluster: the same model on any number of workers.
+
+Nothing is imported before it is used, so that `import allstep` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allstep.comm import Communicator as Communicator
+    from allstep.comm import init as init
+    from allstep.data import scatter as scatter
+    from allstep.exchange import Exchange as Exchange
+    from allstep.exchange import ExchangePolicy as ExchangePolicy
+    from allstep.exchange import attach as attach
+    from allstep.train import Evaluator as Evaluator
+    from allstep.train import Task as Task
+    from allstep.train import TrainOptions as TrainOptions
+    from allstep.train import fit as fit
+    from allstep.train import steps as steps
+
+__version__ = "0.1.0"
+
+_ROOM_OF = {
+    "Communicator": "comm",
+    "init": "comm",
+    "scatter": "data",
+    "Exchange": "exchange",
+    "ExchangePolicy": "exchange",
+    "attach": "exchange",
+    "Evaluator": "train",
+    "Task": "train",
+    "TrainOptions": "train",
+    "fit": "train",
+    "steps": "train",
+}
+_ROOMS = ("comm", "data", "doctor", "errors", "exchange", "nn", "optim", "plan", "recipes", "train")
+
+__all__ = ["__version__", *_ROOM_OF]  # noqa: PLE0604 (the rooms are reached as attributes too)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOM_OF:
+        return getattr(import_module(f"allstep.{_ROOM_OF[name]}"), name)
+    if name in _ROOMS:
+        return import_module(f"allstep.{name}")
+    raise AttributeError(f"module 'allstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS])

@@ -1,0 +1,90 @@
+"""What the loop can be told, whatever the recipe; every field is a flag of `allstep train`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from allstep.errors import UsageError, nearest_multiples
+
+__all__ = ["TrainOptions"]
+
+_AT_LEAST_ONE = (
+    "epochs",
+    "global_batch",
+    "micro_batch",
+    "log_every_steps",
+    "evaluate_every_epochs",
+    "keep_checkpoints",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How long, on which batches, in which precision, and what is kept on disk.
+
+    Raises:
+        UsageError: if a value is out of range or the batches don't fit each other.
+    """
+
+    epochs: int = 5
+    """Passes over the training set."""
+
+    global_batch: int = 128
+    """Samples of one optimizer step, over all workers together."""
+
+    micro_batch: int = 32
+    """Samples that go through the model at once; batch norm and dropout see this unit."""
+
+    drop_last: bool = False
+    """Drop an epoch's last incomplete global batch instead of training on it."""
+
+    seed: int = 0
+    """Start of every random state: initial weights, order, augmentation, dropout."""
+
+    precision: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Compute dtype; bfloat16 and float16 are autocast, float16 with a gradient scaler."""
+
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+    channels_last: bool = False
+    """Keep images and convolution weights in the channels-last layout."""
+
+    clip_norm: float | None = None
+    """Largest L2 norm of the global gradient; longer ones are scaled down to it."""
+
+    loader_workers: int = 0
+    """Processes per worker that read and augment samples; 0 reads in the worker itself."""
+
+    log_every_steps: int = 10
+    """Steps between two lines of metrics.jsonl."""
+
+    evaluate_every_epochs: int = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+
+    checkpoint_every_steps: int | None = None
+    """Steps between two checkpoints; by default one at the end of every epoch."""
+
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints stay on disk."""
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+        if self.global_batch % self.micro_batch:
+            raise UsageError(
+                f"`global_batch` (={self.global_batch}) must be a multiple of `micro_batch`"
+                f" (={self.micro_batch}); nearest:"
+                f" {nearest_multiples(self.global_batch, self.micro_batch)}."
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise UsageError(
+                f"`clip_norm` (={self.clip_norm}) must be positive; leave it out for no clipping."
+            )
+        if self.loader_workers < 0:
+            raise UsageError(f"`loader_workers` (={self.loader_workers}) must be 0 or more.")
+        if self.checkpoint_every_steps is not None and self.checkpoint_every_steps < 1:
+            raise UsageError(
+                f"`checkpoint_every_steps` (={self.checkpoint_every_steps}) must be at least 1;"
+                " leave it out for one checkpoint an epoch."
+            )

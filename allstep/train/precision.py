@@ -1,0 +1,66 @@
+"""The compute dtype of a run: plain, autocast, or autocast with a gradient scaler."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from allstep.train.devices import map_tensors
+
+__all__ = ["Precision"]
+
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision:
+    """What a precision's name means for the model, the data, the loss and the step.
+
+    Args:
+        name: "float32", "float64", "bfloat16" or "float16".
+        device: where the model is.
+        channels_last: whether images and convolution weights are kept channels-last.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, channels_last: bool = False) -> None:
+        self._device = device
+        self._autocast_dtype = _AUTOCAST.get(name)
+        self._dtype = torch.float64 if name == "float64" else torch.float32
+        self._channels_last = channels_last
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "float16")
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """The model on its device, in its dtype and layout (changed in place)."""
+        model.to(self._device, self._dtype)
+        if self._channels_last:
+            # Module.to converts 4-D tensors alone; its overload for layouts is not typed.
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    def prepare_data(self, data: Any) -> Any:
+        """A micro-batch with its floating tensors in the model's dtype and layout."""
+        return map_tensors(data, self._prepare_tensor)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the forward pass runs."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._autocast_dtype)
+
+    def step(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+        """One update from the global gradient in `p.grad`, clipped if asked for."""
+        if clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            clip_grad_norm_(parameters, clip_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def _prepare_tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        if self._channels_last and tensor.dim() == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor

@@ -1,0 +1,72 @@
+"""One optimizer step on one global batch: the file to read first."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allstep.train.precision import Precision
+from allstep.train.steps import Batch
+from allstep.train.task import Task
+
+__all__ = ["TrainStep"]
+
+
+class TrainStep:
+    """What happens with a global batch, the same on any number of workers.
+
+    Each worker runs its micro-batches; `batch.backward` weighs their gradients by samples
+    and exchanges them on the last, so that every worker then makes the same update.
+
+    Args:
+        task: loss and schedule.
+        model: the module to call in the loss; may be the compiled form of the task's.
+        optimizer: over the task's model; its groups' learning rates are the base rates.
+        precision: compute dtype, gradient scaler.
+        clip_norm: largest L2 norm of the global gradient, or None.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: Precision,
+        clip_norm: float | None = None,
+    ) -> None:
+        self._task = task
+        self._model = model
+        self._optimizer = optimizer
+        self._precision = precision
+        self._clip_norm = clip_norm
+        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Makes one update.
+
+        Args:
+            batch: one item of `steps`.
+
+        Returns:
+            This worker's part of the global batch's mean loss, a float64 scalar on the
+            worker's device; the parts' sum over the workers is the mean loss.
+        """
+        self._set_learning_rate(self._task.schedule(batch.step))
+        local_loss = torch.zeros((), dtype=torch.float64)
+        for data in batch:
+            loss = self.local_gradient(batch, data)
+            local_loss = local_loss.to(loss.device) + loss
+        self._precision.step(self._optimizer, self._clip_norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        return local_loss
+
+    def local_gradient(self, batch: Batch, data: object) -> Tensor:
+        """Adds one micro-batch's share to `p.grad`; returns its share of the mean loss."""
+        assert batch.micro_batch is not None
+        with self._precision.autocast():
+            loss = self._task.loss(self._model, self._precision.prepare_data(data))
+        batch.backward(self._precision.scaler.scale(loss))
+        return loss.detach().double() * (batch.micro_batch.num_samples / batch.num_samples)
+
+    def _set_learning_rate(self, multiplier: float) -> None:
+        for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = base_rate * multiplier

@@ -1,0 +1,224 @@
+"""A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from allstep.data import GlobalBatch, MicroBatch
+from allstep.data.random import derive_seed, seed_all
+from allstep.errors import UsageError
+from allstep.exchange import Exchange
+from allstep.train.devices import to_device
+
+__all__ = ["Batch", "steps"]
+
+# Keeps dropout's random numbers apart from those that the data room derives from the same seed.
+_COMPUTE = 0x636F6D70757465
+
+
+class Loader(Protocol):
+    """What `steps` needs of a loader; `allstep.data.loader` makes them."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def global_batches(self) -> Iterator[GlobalBatch]: ...
+
+
+def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterator["Batch"]:
+    """The rest of the epoch, one item a global batch.
+
+    Iterating an item yields this worker's micro-batches, each with its random state set;
+    `item.backward(loss)` weighs the micro-batch's mean loss by its samples, so that
+    `p.grad` ends as the gradient of the mean over the global batch,
+
+        grad = sum_k num_samples_k / num_samples * grad_k
+
+    whichever worker ran micro-batch k. A worker may have several micro-batches, or none.
+    At the end of the epoch batch norm's running statistics are made equal on all workers.
+
+    Args:
+        loader: from `allstep.data.loader`.
+        exchanges: from `allstep.attach`, one for each model. With one, the exchange rides on
+            the last micro-batch's backward pass; with several, it follows the last
+            micro-batch, in the given order, and `backward` may be called several times.
+        replay: keep this worker's part of a global batch, so that it can be iterated again
+            (a second pass draws other random numbers).
+
+    Yields:
+        A `Batch` for each global batch.
+
+    Raises:
+        UsageError: if no exchange is given or the loader can't be cut in global batches.
+
+    Example:
+        >>> import torch, allstep
+        >>> from torch.utils.data import TensorDataset
+        >>> comm = allstep.Communicator.lone()
+        >>> model = torch.nn.Linear(3, 1)
+        >>> exchange = allstep.attach(model, comm)
+        >>> samples = TensorDataset(torch.randn(10, 3), torch.randn(10, 1))
+        >>> loader = allstep.data.loader(samples, comm, global_batch=4, micro_batch=2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for batch in allstep.steps(loader, exchange):
+        ...     for x, y in batch:
+        ...         batch.backward(torch.nn.functional.mse_loss(model(x), y))
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> loader.step
+        3
+    """
+    if not exchanges:
+        raise UsageError("`exchanges` is empty: give `steps` what `allstep.attach` returned.")
+    if not hasattr(loader, "global_batches"):
+        raise UsageError(
+            f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
+            " make it with `allstep.data.loader`."
+        )
+    return _steps(loader, exchanges, replay)
+
+
+def _steps(loader: Loader, exchanges: tuple[Exchange, ...], replay: bool) -> Iterator["Batch"]:
+    for global_batch in loader.global_batches():
+        batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay)
+        yield batch
+        batch.check_finished()
+    for exchange in exchanges:
+        exchange.sync_buffers()
+
+
+class Batch:
+    """This worker's part of one global batch; made by `steps`.
+
+    Attributes:
+        step: optimizer steps before this one.
+        epoch: passes over the data before this one.
+        num_samples: samples of the whole global batch, over all workers.
+        micro_batch: the micro-batch that is being processed, or None outside of the loop.
+        data_wait_s: seconds spent waiting for data so far.
+    """
+
+    def __init__(
+        self, batch: GlobalBatch, exchanges: tuple[Exchange, ...], *, seed: int, replay: bool
+    ) -> None:
+        self.step = batch.step
+        self.epoch = batch.epoch
+        self.num_samples = batch.num_samples
+        self.micro_batch: MicroBatch | None = None
+        self.data_wait_s = 0.0
+        self._source = batch.micro_batches
+        self._kept: list[MicroBatch] | None = [] if replay else None
+        self._exchanges = exchanges
+        self._device = exchanges[0].comm.device
+        self._seed = seed
+        self._num_passes = 0
+        self._exchanged = False
+        self._is_open = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's micro-batches on its device, each with its random state set."""
+        if self._num_passes and self._kept is None:
+            raise UsageError(
+                "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
+            )
+        self._exchanged, self._is_open = False, True
+        with ExitStack() as stack:
+            for exchange in self._exchanges:
+                stack.enter_context(exchange.statistics.step())
+            for micro_batch in self._fetch():
+                with self._running(micro_batch):
+                    yield micro_batch.data
+        if not self._exchanged:
+            self._synchronize()
+        self._num_passes += 1
+        self._is_open = False
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds this micro-batch's share of the global gradient; exchanges on the last.
+
+        Args:
+            loss: scalar; the mean over the micro-batch's samples (a GradScaler's scaled
+                loss is fine).
+
+        Raises:
+            UsageError: outside of the loop over the batch, or for a second loss of the last
+                micro-batch with a single exchange.
+        """
+        micro_batch = self.micro_batch
+        if micro_batch is None:
+            raise UsageError("`backward` belongs inside the loop over the batch's micro-batches.")
+        if self._exchanged:
+            raise UsageError(
+                "`backward` was called twice for the last micro-batch: its gradients have been"
+                " exchanged. Add the losses and call it once."
+            )
+        share = micro_batch.num_samples / self.num_samples
+        if self._exchanges[0].policy.reduction == "mean":
+            share *= self._exchanges[0].comm.size  # the mean over workers divides by it again
+        if share != 1:
+            loss = loss * share
+        if micro_batch.is_last and len(self._exchanges) == 1:
+            self._backward_and_exchange(loss)
+        else:
+            with ExitStack() as stack:
+                for exchange in self._exchanges:
+                    stack.enter_context(exchange.no_sync())
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def check_finished(self) -> None:
+        """Raises if the loop over the micro-batches was left before its end."""
+        if self._is_open:
+            raise UsageError(
+                f"The loop over global batch {self.step} was left before its last micro-batch,"
+                " so that its gradients were never exchanged. Iterate it to the end."
+            )
+
+    def _backward_and_exchange(self, loss: Tensor) -> None:
+        exchange = self._exchanges[0]
+        num_before = exchange.num_exchanges
+        loss.backward()  # type: ignore[no-untyped-call]
+        if exchange.num_exchanges == num_before:  # no parameter of the model was in this graph
+            exchange.synchronize()
+        self._exchanged = True
+
+    def _synchronize(self) -> None:
+        for exchange in self._exchanges:
+            exchange.synchronize()
+        self._exchanged = True
+
+    def _fetch(self) -> Iterator[MicroBatch]:
+        """The micro-batches in order, timed; kept for another pass if asked for."""
+        if self._num_passes and self._kept is not None:
+            yield from self._kept
+            return
+        source = iter(self._source)
+        while True:
+            start_s = time.perf_counter()
+            micro_batch = next(source, None)
+            self.data_wait_s += time.perf_counter() - start_s
+            if micro_batch is None:
+                return
+            data = to_device(micro_batch.data, self._device)
+            micro_batch = replace(micro_batch, data=data)
+            if self._kept is not None:
+                self._kept.append(micro_batch)
+            yield micro_batch
+
+    def _running(self, micro_batch: MicroBatch) -> ExitStack:
+        """Sets what a micro-batch depends on: its random state and its statistics' share."""
+        self.micro_batch = micro_batch
+        parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
+        seed_all(derive_seed(*parts), self._device)
+        stack = ExitStack()
+        for exchange in self._exchanges:
+            share = exchange.comm.size * micro_batch.num_samples / self.num_samples
+            stack.enter_context(exchange.statistics.micro_batch(share))
+        stack.callback(self._clear)
+        return stack
+
+    def _clear(self) -> None:
+        self.micro_batch = None
