@@ -39,6 +39,12 @@ class TrainStep:
         self._precision = precision
         self._clip_norm = clip_norm
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self.first_data: object = None  # a whole micro-batch, for measuring its cost
+
+    @property
+    def learning_rate(self) -> float:
+        """The first group's rate at the last step."""
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def __call__(self, batch: Batch) -> Tensor:
         """Makes one update.
@@ -53,13 +59,15 @@ class TrainStep:
         self._set_learning_rate(self._task.schedule(batch.step))
         local_loss = torch.zeros((), dtype=torch.float64)
         for data in batch:
-            loss = self.local_gradient(batch, data)
+            if self.first_data is None:
+                self.first_data = data
+            loss = self._local_gradient(batch, data)
             local_loss = local_loss.to(loss.device) + loss
         self._precision.step(self._optimizer, self._clip_norm)
         self._optimizer.zero_grad(set_to_none=True)
         return local_loss
 
-    def local_gradient(self, batch: Batch, data: object) -> Tensor:
+    def _local_gradient(self, batch: Batch, data: object) -> Tensor:
         """Adds one micro-batch's share to `p.grad`; returns its share of the mean loss."""
         assert batch.micro_batch is not None
         with self._precision.autocast():

@@ -1,0 +1,183 @@
+"""The training loop: epochs of steps, with evaluation, checkpoints and a way to stop."""
+
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from allstep.comm import Communicator
+from allstep.train.agreement import StopAgreement
+from allstep.train.interrupts import Interrupts
+from allstep.train.meter import Meter
+from allstep.train.metrics import MetricsLog
+from allstep.train.options import TrainOptions
+from allstep.train.progress import Progress
+from allstep.train.report import RunReport
+from allstep.train.run import Run
+from allstep.train.steps import Batch, steps
+from allstep.train.task import Task
+
+__all__ = ["fit"]
+
+
+def fit(
+    task: Task,
+    options: TrainOptions,
+    comm: Communicator,
+    run_dir: Path | str,
+    *,
+    resume: bool = False,
+) -> RunReport:
+    """Trains a task on the workers of `comm`; the result does not depend on their number.
+
+    SIGINT and SIGTERM end the run after the current step with a checkpoint.
+
+    Args:
+        task: model, data, loss, metrics, optimizer.
+        options: epochs, batches, precision, what is kept on disk.
+        comm: the workers; each of them must call this.
+        run_dir: folder for checkpoints and metrics; made if missing.
+        resume: continue from the folder's newest whole checkpoint.
+
+    Returns:
+        The run's numbers, the same on every worker.
+
+    Raises:
+        UsageError: if options or data don't fit.
+        CheckpointError: if there is nothing to resume, or if it is of another model.
+    """
+    run_dir = Path(run_dir)
+    with (
+        closing(Run(task, options, comm, run_dir)) as run,
+        closing(MetricsLog(run_dir, comm)) as log,
+        Interrupts() as interrupts,
+    ):
+        if resume:
+            run.restore()
+        with Progress(run.num_total_steps, comm, epochs=options.epochs) as progress:
+            loop = _Loop(run, options, comm, log, progress, interrupts)
+            loop.run()
+            return loop.report(run_dir)
+
+
+class _Loop:
+    """One pass through `fit`."""
+
+    def __init__(
+        self,
+        run: Run,
+        options: TrainOptions,
+        comm: Communicator,
+        log: MetricsLog,
+        progress: Progress,
+        interrupts: Interrupts,
+    ) -> None:
+        self._run = run
+        self._options = options
+        self._comm = comm
+        self._log = log
+        self._progress = progress
+        self._interrupts = interrupts
+        self._meter = Meter()
+        self._losses = torch.zeros((), dtype=torch.float64)
+        self._num_losses = 0
+        self._metrics: dict[str, float] = {}
+        self._evaluated_step: int | None = None
+        self._saved_step: int | None = None
+        self._interrupted: int | None = None
+
+    def run(self) -> None:
+        """Trains until the last epoch's end or an agreed stop."""
+        loader, options = self._run.loader, self._options
+        while loader.epoch < options.epochs and self._interrupted is None:
+            self._train_epoch()
+            is_last = loader.epoch >= options.epochs
+            if options.checkpoint_every_steps is None or is_last or self._interrupted is not None:
+                self._save()
+            if self._interrupted is None and loader.epoch % options.evaluate_every_epochs == 0:
+                self._evaluate()
+        if self._interrupted is None and self._evaluated_step != loader.step:
+            self._evaluate()
+
+    def _train_epoch(self) -> None:
+        every = self._options.checkpoint_every_steps
+        agreement = StopAgreement(self._comm)
+        for batch in steps(self._run.loader, self._run.exchange):
+            self._train(batch)
+            self._interrupted = agreement(self._interrupts.requested)
+            if self._interrupted is not None:
+                break
+            if every is not None and self._run.loader.step % every == 0:
+                self._save()
+        asked_last = agreement.drain()
+        self._interrupted = self._interrupted or asked_last
+
+    def _train(self, batch: Batch) -> None:
+        exposed_before_s = self._run.exchange.stats().exposed_s
+        with self._meter.step():
+            self._losses = self._losses + self._run.train_step(batch)
+            self._num_losses += 1
+            self._meter.add(
+                num_samples=batch.num_samples,
+                data_wait_s=batch.data_wait_s,
+                exchange_s=self._run.exchange.stats().exposed_s - exposed_before_s,
+            )
+            if self._run.loader.step % self._options.log_every_steps == 0:
+                self._log_loss(batch)
+        self._progress.advance(self._run.loader.step)
+
+    def _log_loss(self, batch: Batch) -> None:
+        """Writes the mean loss since the last line; the one wait for the device in the loop."""
+        loss = float(self._comm.all_reduce(self._losses).item()) / self._num_losses
+        self._losses = torch.zeros((), dtype=torch.float64)
+        self._num_losses = 0
+        samples_per_s = self._meter.samples_per_s
+        learning_rate = self._run.train_step.learning_rate
+        self._log.write(
+            self._run.loader.step,
+            batch.epoch,
+            loss=loss,
+            learning_rate=learning_rate,
+            samples_per_s=samples_per_s,
+        )
+        self._progress.update(self._run.loader.step, batch.epoch, loss, samples_per_s)
+
+    def _save(self) -> None:
+        if self._saved_step != self._run.loader.step:
+            self._run.save()
+            self._saved_step = self._run.loader.step
+
+    def _evaluate(self) -> None:
+        loader = self._run.loader
+        self._metrics = self._run.evaluate()
+        self._evaluated_step = loader.step
+        tagged = {f"test/{name}": value for name, value in self._metrics.items()}
+        self._log.write(loader.step, loader.epoch, **tagged)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
+        self._progress.note(f"epoch {loader.epoch}: {shown}")
+
+    def report(self, run_dir: Path) -> RunReport:
+        """The run's numbers; measures the cost of a sample if the run came to its end."""
+        meter, comm = self._meter, self._comm
+        shares = torch.tensor([meter.samples_per_s, meter.data_share, meter.exchange_share])
+        samples_per_s, data_share, exchange_share = comm.all_reduce(shares, "mean").tolist()
+        flops_per_sample = lone_samples_per_s = None
+        if self._interrupted is None and meter.num_samples:
+            flops_per_sample, seconds = self._run.cost_of_sample()
+            if comm.size > 1:
+                wait_s = meter.data_wait_s * comm.size / meter.num_samples
+                lone_samples_per_s = 1 / (seconds + wait_s)
+        return RunReport(
+            run_dir=run_dir,
+            num_steps=self._run.loader.step,
+            num_epochs=self._run.loader.epoch,
+            metrics=self._metrics,
+            totals=self._run.totals if self._metrics else {},
+            samples_per_s=samples_per_s,
+            data_share=data_share,
+            exchange_share=exchange_share,
+            flops_per_sample=flops_per_sample,
+            lone_samples_per_s=lone_samples_per_s,
+            checkpoint=self._run.last_checkpoint,
+            interrupted=self._interrupted,
+        )

@@ -1,0 +1,82 @@
+"""What one worker alone would do on this machine, measured at the end of a run."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from allstep.comm import Communicator
+from allstep.train.devices import num_cores
+from allstep.train.precision import Precision
+from allstep.train.task import Task
+
+__all__ = ["Probe", "probe"]
+
+_NUM_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Cost of a micro-batch and of an update, on one worker with the machine to itself.
+
+    Attributes:
+        flops: floating-point operations of the micro-batch's forward and backward pass.
+        compute_s: seconds of them.
+        update_s: seconds of the optimizer's step.
+    """
+
+    flops: float
+    compute_s: float
+    update_s: float
+
+
+def probe(task: Task, precision: Precision, comm: Communicator, data: Any) -> Probe:
+    """Runs one micro-batch on a copy of the model, on the last rank while the others wait.
+
+    (The last rank has a micro-batch whenever any has.)
+
+    Args:
+        task: its model is copied; its loss and optimizer are used on the copy.
+        precision: as in the run.
+        comm: all of its workers must call this.
+        data: a micro-batch on this worker's device (used on the last rank only).
+
+    Returns:
+        The same numbers on every worker.
+    """
+    root = comm.size - 1
+    measured = _measure(task, precision, data) if comm.rank == root else None
+    return Probe(*comm.broadcast_object(measured, root=root))
+
+
+def _measure(task: Task, precision: Precision, data: Any) -> tuple[float, float, float]:
+    model = copy.deepcopy(task.model).train()
+    optimizer = task.optimizer(model)
+
+    def compute() -> None:
+        with precision.autocast():
+            loss = task.loss(model, precision.prepare_data(data))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(num_threads, num_cores()))
+    try:
+        with FlopCounterMode(display=False) as counter:
+            compute()
+        compute_s = min(_seconds(compute) for _ in range(_NUM_REPEATS))
+        update_s = min(_seconds(optimizer.step) for _ in range(_NUM_REPEATS))
+    finally:
+        torch.set_num_threads(num_threads)
+    return float(counter.get_total_flops()), compute_s, update_s
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s

@@ -1,0 +1,147 @@
+"""What a run is made of on one worker, and how it is saved, restored and evaluated."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+import allstep.data
+from allstep.comm import Communicator
+from allstep.errors import CheckpointError
+from allstep.exchange import attach
+from allstep.train.checkpoint import Checkpoints, load_model_state, load_optimizer_state
+from allstep.train.evaluator import Evaluator
+from allstep.train.options import TrainOptions
+from allstep.train.precision import Precision
+from allstep.train.probe import probe
+from allstep.train.step import TrainStep
+from allstep.train.task import Task
+
+__all__ = ["Run"]
+
+# What must not change between a run and its resumption.
+_KEPT_OPTIONS = ("seed", "global_batch", "micro_batch", "drop_last", "precision")
+
+
+class Run:
+    """A task put together with a worker's device, data and checkpoints.
+
+    Args:
+        task: what to train.
+        options: how.
+        comm: the workers that train together.
+        run_dir: the run's folder; checkpoints go in `run_dir/checkpoints`.
+    """
+
+    def __init__(
+        self, task: Task, options: TrainOptions, comm: Communicator, run_dir: Path
+    ) -> None:
+        self._task = task
+        self._options = options
+        self._comm = comm
+        self.precision = Precision(
+            options.precision, comm.device, channels_last=options.channels_last
+        )
+        self._model = self.precision.prepare_model(task.model)
+        self._optimizer = task.optimizer(self._model)
+        called_model = torch.compile(self._model) if options.compile else self._model
+        self.train_step = TrainStep(
+            task, called_model, self._optimizer, self.precision, options.clip_norm
+        )
+        self.exchange = attach(self._model, comm, global_batch=options.global_batch)
+        self.loader = allstep.data.loader(
+            task.train_set,
+            comm,
+            global_batch=options.global_batch,
+            micro_batch=options.micro_batch,
+            seed=options.seed,
+            shuffle=not isinstance(task.train_set, IterableDataset),
+            drop_last=options.drop_last,
+            num_workers=options.loader_workers,
+            collate_fn=task.collate_fn,
+            pin_memory=comm.device.type == "cuda",
+        )
+        self._evaluator = Evaluator(
+            lambda model, data: task.metrics(model, self.precision.prepare_data(data)),
+            task.test_set,
+            comm,
+            micro_batch=options.micro_batch,
+            num_workers=options.loader_workers,
+            collate_fn=task.collate_fn,
+        )
+        self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=options.keep_checkpoints)
+        self.last_checkpoint: Path | None = None
+
+    @property
+    def num_total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None for a stream, whose length isn't known."""
+        if isinstance(self._task.train_set, IterableDataset):
+            return None
+        return self._options.epochs * len(self.loader)
+
+    @property
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """(sum, count) of each metric at the last evaluation."""
+        return self._evaluator.totals
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics on the whole test set, each sample counted once. All workers call it."""
+        self.exchange.sync_buffers()
+        with self.precision.autocast():
+            return self._evaluator(self._model)
+
+    def save(self) -> None:
+        """Writes a checkpoint of everything that the next step depends on. All workers call it."""
+        self.exchange.sync_buffers()
+        state = {
+            "options": {name: getattr(self._options, name) for name in _KEPT_OPTIONS},
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "loader": self.loader.state_dict(),
+        }
+        self.last_checkpoint = self._checkpoints.save(self.loader.step, state)
+
+    def restore(self) -> None:
+        """Continues from the newest checkpoint that is whole. All workers call it.
+
+        Raises:
+            CheckpointError: if there is none, or if it is of another model or other options.
+        """
+        loaded = self._checkpoints.load_latest()
+        if loaded is None:
+            raise CheckpointError(
+                f"There is no whole checkpoint in {self._checkpoints.folder}: nothing to resume."
+            )
+        _, state = loaded
+        self._check_options(state["options"])
+        load_model_state(self._model, state["model"])
+        load_optimizer_state(self._optimizer, state["optimizer"])
+        if state["scaler"]:
+            self.precision.scaler.load_state_dict(state["scaler"])
+        self.loader.load_state_dict(state["loader"])
+
+    def cost_of_sample(self) -> tuple[float, float]:
+        """Floating-point operations and seconds of a sample on one worker alone.
+
+        The seconds are those of compute and update, without waiting for data or workers.
+        """
+        options = self._options
+        cost = probe(self._task, self.precision, self._comm, self.train_step.first_data)
+        seconds = cost.compute_s / options.micro_batch + cost.update_s / options.global_batch
+        return cost.flops / options.micro_batch, seconds
+
+    def close(self) -> None:
+        """Stops the loader's processes and takes the exchange's hooks off the model."""
+        self.loader.close()
+        self.exchange.detach()
+
+    def _check_options(self, saved: dict[str, Any]) -> None:
+        for name in _KEPT_OPTIONS:
+            wanted = getattr(self._options, name)
+            if saved[name] != wanted:
+                raise CheckpointError(
+                    f"`{name}` (={wanted}) differs from the checkpoint's (={saved[name]}):"
+                    " the run would not be the same. Resume with the checkpoint's value."
+                )

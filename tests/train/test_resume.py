@@ -1,0 +1,155 @@
+"""kill -9 at any instant, resume, and end with the same bits."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import allstep
+from allstep import Communicator, TrainOptions
+from allstep.comm.threads import run_ranks
+from allstep.errors import CheckpointError
+from tests.helpers import same_model
+from tests.helpers.processes import run_processes, start_processes
+
+NUM_KILLS = 20
+
+
+def options_for(**changes: Any) -> TrainOptions:
+    arguments: dict[str, Any] = {
+        "epochs": same_model.NUM_EPOCHS,
+        "global_batch": same_model.GLOBAL_BATCH,
+        "micro_batch": same_model.MICRO_BATCH,
+        "seed": 11,
+        "precision": "float64",
+        "checkpoint_every_steps": 2,
+        "keep_checkpoints": 2,
+    }
+    return TrainOptions(**arguments | changes)
+
+
+def train(comm: Communicator, run_dir: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Starts the run, or continues it from its newest whole checkpoint."""
+    task = same_model.make_task("adamw")
+    folder = Path(run_dir) / "checkpoints"
+    has_checkpoint = comm.broadcast_object(any(folder.glob("step-*")) if comm.rank == 0 else None)
+    allstep.fit(task, options_for(**changes), comm, Path(run_dir), resume=has_checkpoint)
+    return task.model.state_dict()
+
+
+def train_slowly(comm: Communicator, run_dir: str, changes: dict[str, Any]) -> None:
+    """As `train`, with steps long enough that a kill can hit anywhere in them."""
+    forward = torch.nn.Linear.forward
+
+    def slow_forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
+        time.sleep(0.004)
+        return forward(self, x)
+
+    torch.nn.Linear.forward = slow_forward  # type: ignore[method-assign]
+    train(comm, run_dir, changes)
+
+
+def die_while_saving(comm: Communicator, run_dir: str, changes: dict[str, Any]) -> None:
+    """kill -9 of rank 0 by itself, at one of the moments of a checkpoint's writing."""
+    moment = changes.pop("moment")
+    count = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == moment and comm.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    os.fsync = counted(os.fsync)
+    os.rename = counted(os.rename)
+    os.replace = counted(os.replace)
+    train(comm, run_dir, changes)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    run_dir = str(tmp_path_factory.mktemp("uninterrupted"))
+    result: dict[str, Tensor] = run_processes(2, train, run_dir, {})[0]
+    return result
+
+
+def assert_equal_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_killed_twenty_times_and_resumed(
+    uninterrupted: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Kills of one or of all workers, with loader processes prefetching in every other life."""
+    chance = random.Random(5)
+    run_dir = str(tmp_path)
+    num_killed = 0
+    for attempt in range(NUM_KILLS):
+        changes = {"loader_workers": 2 * (attempt % 2)}
+        if attempt % 4 == 3:
+            changes["moment"] = chance.randrange(1, 8)
+            workers = start_processes(2, die_while_saving, run_dir, changes)
+        else:
+            workers = start_processes(2, train_slowly, run_dir, changes)
+            time.sleep(chance.uniform(0.2, 1.2))
+            workers.kill(chance.randrange(2))
+            if attempt % 2:
+                workers.kill(0)
+                workers.kill(1)
+        workers.join(timeout_s=30)
+        num_killed += -signal.SIGKILL in workers.exit_codes
+    assert num_killed >= NUM_KILLS // 2  # the others had finished, or were not yet at work
+    for result in run_processes(2, train, run_dir, {}):
+        assert_equal_bits(result, uninterrupted)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_resumed_on_another_number_of_workers(
+    num_workers: int, uninterrupted: dict[str, Tensor], tmp_path: Path
+) -> None:
+    run_processes(2, train, str(tmp_path), {"epochs": 2})
+    for result in run_processes(num_workers, train, str(tmp_path), {}):
+        assert same_model.largest_difference(result, uninterrupted) < 1e-10
+
+
+def resume_with(changes: dict[str, Any], run_dir: Path) -> None:
+    options = options_for(**changes)
+    allstep.fit(
+        same_model.make_task("adamw"), options, Communicator.lone(), run_dir, resume=True
+    )
+
+
+def test_resume_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no whole checkpoint in"):
+        resume_with({}, tmp_path)
+
+
+def test_resume_with_another_meaning(tmp_path: Path) -> None:
+    train(Communicator.lone(), str(tmp_path), {"epochs": 1})
+    with pytest.raises(CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"):
+        resume_with({"seed": 12}, tmp_path)
+
+
+def test_every_rank_hears_that_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    def resume(comm: Communicator) -> None:
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+            allstep.fit(
+                same_model.make_task("adamw"), options_for(), comm, tmp_path, resume=True
+            )
+
+    run_ranks(2, resume)

@@ -1,0 +1,163 @@
+"""The same model on any number of workers: the promise that all else serves."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import allstep
+from allstep import Communicator, TrainOptions
+from allstep.comm.threads import run_ranks
+from allstep.data.random import derive_seed
+from tests.helpers import same_model
+from tests.helpers.generators import ThreadGenerator, seed_this_thread, thread_generators  # noqa: F401
+from tests.helpers.processes import run_processes
+
+TOLERANCE = 1e-10
+NUM_WORKERS = (1, 2, 3, 4, 5, 6)
+
+
+def train_with_fit(
+    comm: Communicator, run_dir: str, optimizer: str, *, loader_workers: int = 0
+) -> dict[str, Tensor]:
+    task = same_model.make_task(optimizer)
+    options = TrainOptions(
+        epochs=same_model.NUM_EPOCHS,
+        global_batch=same_model.GLOBAL_BATCH,
+        micro_batch=same_model.MICRO_BATCH,
+        seed=11,
+        precision="float64",
+        loader_workers=loader_workers,
+        keep_checkpoints=1,
+    )
+    allstep.fit(task, options, comm, Path(run_dir))
+    return task.model.state_dict()
+
+
+def train_both_ways(
+    comm: Communicator, run_dir: str, loader_workers: int
+) -> dict[str, dict[str, Tensor]]:
+    """Both optimizers, through `fit` and through a user's own loop."""
+    results = {}
+    for optimizer in same_model.OPTIMIZERS:
+        results[f"fit {optimizer}"] = train_with_fit(
+            comm, f"{run_dir}/{optimizer}", optimizer, loader_workers=loader_workers
+        )
+        results[f"steps {optimizer}"] = same_model.train_with_steps(
+            comm, optimizer, loader_workers=loader_workers
+        )
+    return results
+
+
+def assert_same(
+    ours: dict[str, dict[str, Tensor]], reference: dict[str, dict[str, Tensor]]
+) -> None:
+    for name, state in reference.items():
+        assert same_model.largest_difference(ours[name], state) < TOLERANCE, name
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    run_dir = str(tmp_path_factory.mktemp("reference"))
+    return train_both_ways(Communicator.lone(), run_dir, loader_workers=0)
+
+
+def test_fit_is_the_users_loop(reference: dict[str, dict[str, Tensor]]) -> None:
+    for optimizer in same_model.OPTIMIZERS:
+        ours, theirs = reference[f"fit {optimizer}"], reference[f"steps {optimizer}"]
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("loader_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_same_model_as_processes(
+    num_workers: int,
+    loader_workers: int,
+    reference: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+) -> None:
+    if num_workers == 1 and loader_workers == 0:
+        pytest.skip("this is the reference itself")
+    train = functools.partial(
+        train_both_ways, run_dir=str(tmp_path), loader_workers=loader_workers
+    )
+    for result in run_processes(num_workers, train):
+        assert_same(result, reference)
+
+
+@pytest.mark.parametrize("optimizer", same_model.OPTIMIZERS)
+def test_same_model_as_threads(
+    optimizer: str,
+    thread_generators: type[ThreadGenerator],  # noqa: F811
+) -> None:
+    def train(comm: Communicator) -> dict[str, Tensor]:
+        with thread_generators():
+            return same_model.train_with_steps(comm, optimizer, augment=False)
+
+    reference = train(Communicator.lone())
+    for num_workers in NUM_WORKERS[1:]:
+        for result in run_ranks(num_workers, train):
+            assert same_model.largest_difference(result, reference) < TOLERANCE, num_workers
+
+
+def train_by_hand(
+    comm: Communicator, *, weigh: bool = True, seed_by_rank: bool = False
+) -> dict[str, Tensor]:
+    """The loop that one writes without `steps`, with one mistake or another."""
+    task = same_model.make_task("sgd", augment=False)
+    model, update = task.model, task.optimizer(task.model)
+    exchange = allstep.attach(model, comm)
+    loader = allstep.data.loader(
+        task.train_set,
+        comm,
+        global_batch=same_model.GLOBAL_BATCH,
+        micro_batch=same_model.MICRO_BATCH,
+        seed=11,
+    )
+    while loader.epoch < same_model.NUM_EPOCHS:
+        for batch in loader.global_batches():
+            micro_batches = list(batch.micro_batches)
+            with exchange.no_sync():
+                for order, micro_batch in enumerate(micro_batches):
+                    key = (comm.rank, order) if seed_by_rank else (0, micro_batch.index)
+                    seed_this_thread(derive_seed(batch.step, *key))
+                    share = comm.size * micro_batch.num_samples / batch.num_samples
+                    if not weigh:
+                        share = 1 / len(micro_batches)
+                    (same_model.loss_of(model, micro_batch.data) * share).backward()
+            exchange.synchronize()
+            update.step()
+            update.zero_grad()
+    exchange.sync_buffers()
+    exchange.detach()
+    return model.state_dict()
+
+
+def by_hand_on(num_workers: int, **mistakes: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and buffers of rank 0."""
+
+    def train(comm: Communicator) -> dict[str, Tensor]:
+        with ThreadGenerator():
+            return train_by_hand(comm, **mistakes)
+
+    state = run_ranks(num_workers, train)[0]
+    buffers = {name: value for name, value in state.items() if "running" in name}
+    return {name: value for name, value in state.items() if name not in buffers}, buffers
+
+
+def test_negative_controls() -> None:
+    parameters, statistics = by_hand_on(1)
+    same_parameters, own_statistics = by_hand_on(3)
+    assert same_model.largest_difference(same_parameters, parameters) < TOLERANCE
+    # averaged over workers that each updated theirs after every micro-batch
+    assert same_model.largest_difference(own_statistics, statistics) > 1e-2
+
+    mean_of_means, _ = by_hand_on(3, weigh=False)
+    assert same_model.largest_difference(mean_of_means, parameters) > 1e-2
+
+    alone, _ = by_hand_on(1, seed_by_rank=True)
+    by_rank, _ = by_hand_on(3, seed_by_rank=True)
+    assert same_model.largest_difference(by_rank, alone) > 1e-2
