@@ -1,0 +1,98 @@
+"""The way in: a model, its workers, and a policy make an exchange."""
+
+import logging
+
+import torch
+from torch import nn
+
+from allstep.comm import Communicator
+from allstep.errors import UsageError
+from allstep.exchange.agreement import check_same_tensors
+from allstep.exchange.exchange import Exchange
+from allstep.exchange.hooks import is_hooked
+from allstep.exchange.parameters import ParameterSet
+from allstep.exchange.plain import PlainExchange
+from allstep.exchange.policy import ExchangePolicy
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: nn.Module,
+    comm: Communicator,
+    policy: ExchangePolicy | None = None,
+    *,
+    global_batch: int | None = None,
+) -> Exchange:
+    """Makes a model's gradients the mean over the workers, from now on. Collective.
+
+    Parameters and buffers get rank 0's values, in place. After each backward pass `p.grad` is
+
+        grad = 1/size * sum_r grad_r
+
+    The model, its state dict and the optimizer stay as they are; `Exchange.detach` undoes it.
+    A copy (`copy.deepcopy`) of the model is not attached.
+
+    Args:
+        model: the same on every worker; a compiled one is fine.
+        comm: the workers.
+        policy: how to exchange; the default takes the mean.
+        global_batch: samples of one step over all workers, for the message alone.
+
+    Returns:
+        The exchange.
+
+    Raises:
+        UsageError: if the model is attached already, has no parameters, or `global_batch` isn't
+            positive.
+        DisagreementError: if names, shapes or dtypes differ between workers.
+
+    Example:
+        >>> import torch, allstep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> exchange = allstep.attach(model, allstep.Communicator.lone())
+        >>> model(torch.ones(3, 2)).mean().backward()  # p.grad is exchanged when it returns
+        >>> exchange.detach()
+    """
+    if global_batch is not None and global_batch < 1:
+        raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
+    policy = policy or ExchangePolicy()
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    _refuse_attached(model)
+    if comm.size > 1:
+        tensors = ParameterSet(model).tensors
+        check_same_tensors(comm, tensors)
+        if tensors:
+            with torch.no_grad():
+                comm.broadcast(tuple(t.detach() for t in tensors.values()), root=0)
+    if comm.rank == 0:
+        logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
+    return PlainExchange(model, comm, policy)
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    """No gradient may be exchanged by two."""
+    for name, module in model.named_modules():
+        if is_hooked(module._forward_pre_hooks, Exchange):
+            which = f"`model.{name}`" if name else "`model`"
+            raise UsageError(f"{which} is attached already; call `detach()` of its exchange first.")
+    for name, p in model.named_parameters():
+        if is_hooked(p._post_accumulate_grad_hooks, Exchange):
+            raise UsageError(
+                f"Parameter `{name}` is attached already, with another model that shares it;"
+                " put both models in one `torch.nn.ModuleList` and attach that."
+            )
+
+
+def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -> str:
+    """
+    >>> _announcement(ExchangePolicy(), 4, 8192)
+    'mean over 4 workers; global batch 8,192; learning rate untouched'
+    """
+    workers = "worker" if size == 1 else "workers"
+    batch = (
+        "global batch = the workers' batches together"
+        if global_batch is None
+        else f"global batch {global_batch:,}"
+    )
+    return f"{policy.reduction} over {size} {workers}; {batch}; learning rate untouched"

@@ -1,0 +1,309 @@
+"""What all exchanges share: hooks, the end of backward, parameters that come and go."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError, UsageError
+from allstep.exchange.agreement import agree, digest
+from allstep.exchange.hooks import Hook, Removable
+from allstep.exchange.parameters import ParameterSet, signature
+from allstep.exchange.policy import ExchangePolicy, ExchangeStats
+from allstep.exchange.running_statistics import RunningStatistics
+
+__all__ = ["Exchange"]
+
+
+class Exchange(ABC):
+    """Makes `p.grad` the mean over the workers at the end of each backward pass.
+
+    `allstep.attach` makes one. The model stays as it is, apart from hooks that `detach`
+    removes. A kind of exchange says in `_reduce` how gradients become their mean.
+
+    Attributes:
+        model: the attached model.
+        comm: the workers.
+        policy: how gradients are exchanged.
+        statistics: batch norm's running statistics.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
+        self.model = model
+        self.comm = comm
+        self.policy = policy
+        self._parameters = ParameterSet(model)
+        self.statistics = RunningStatistics(self._parameters, comm)
+        self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
+        self._num_suspended = 0
+        self._running: ref[_EndOfBackward] | None = None
+        self._gradient_hooks: dict[nn.Parameter, list[Removable]] = {}
+        self._module_hooks: list[Removable] = []
+        self._lazy_hooks: list[Removable] = []
+        self._num_exchanges = 0
+        self._sent_bytes = 0
+        self._exchange_s = 0.0
+        before = Hook(self._before_forward, self)
+        self._module_hooks.append(model.register_forward_pre_hook(before))
+        if comm.size > 1:
+            after = Hook(self._after_forward, self)
+            self._module_hooks.append(model.register_forward_hook(after))
+            self._hook_parameters()
+        self._hook_lazy_modules()
+
+    @abstractmethod
+    def _reduce(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Replaces each `p.grad` by its mean over the workers. Collective.
+
+        Args:
+            parameters: the same on every worker; each has a gradient on one worker at least.
+
+        Returns:
+            Bytes handed to the collectives.
+        """
+
+    @property
+    def num_exchanges(self) -> int:
+        """Exchanges of gradients so far."""
+        return self._num_exchanges
+
+    def stats(self) -> ExchangeStats:
+        """What this exchange has done since `attach`."""
+        return ExchangeStats(
+            self._num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
+        )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate in `p.grad`; the next one outside sends all."""
+        self._num_suspended += 1
+        try:
+            yield
+        finally:
+            self._num_suspended -= 1
+
+    def synchronize(self) -> None:
+        """Exchanges what is in `p.grad` now. Collective.
+
+        For a worker whose backward pass reached no parameter, or that ran none, while others
+        exchange at the end of theirs.
+
+        Raises:
+            DisagreementError: if another worker came for something else.
+        """
+        if self.comm.size == 1:
+            return
+        if self._parameters.has_changed():
+            self.sync_parameters()
+        trained = self._parameters.trained
+        self._touched.update(name for name, p in trained.items() if p.grad is not None)
+        self._exchange()
+
+    def sync_buffers(self) -> None:
+        """Makes batch norm's running statistics the mean over the workers. Collective."""
+        if self.comm.size > 1:
+            agree(self.comm, "sum running statistics", 0, ())
+        self.statistics.sync()
+
+    def sync_parameters(self) -> None:
+        """Takes up parameters that joined the model, with rank 0's values. Collective.
+
+        The model's forward does it by itself; it is for parameters that are used without it.
+
+        Raises:
+            DisagreementError: if the workers' models differ.
+        """
+        known = {id(tensor) for tensor in self._parameters.tensors.values()}
+        trained = {id(p) for p in self._gradient_hooks}
+        self._parameters.refresh()
+        self.statistics.refresh()
+        new = [
+            tensor.detach()
+            for name, tensor in self._parameters.tensors.items()
+            if id(tensor) not in known
+            or (name in self._parameters.trained and id(tensor) not in trained)
+        ]
+        if self.comm.size > 1:
+            described = signature(self._parameters.tensors)
+            agree(self.comm, "take up new parameters", digest((described, len(new))), described)
+            if new:
+                self.comm.broadcast(tuple(new), root=0)
+            self._hook_parameters()
+        self._hook_lazy_modules()
+
+    def detach(self) -> None:
+        """Removes all hooks; the model is as it was before `attach`."""
+        for handles in (self._module_hooks, self._lazy_hooks, *self._gradient_hooks.values()):
+            _remove_all(handles)
+        self._gradient_hooks.clear()
+        self.statistics.detach()
+
+    # -- the backward pass -------------------------------------------------------------------
+
+    def _on_gradient(self, name: str, _: Tensor) -> None:
+        self._touched.add(name)
+        if not self._num_suspended:
+            self._end_of_backward().is_needed = True
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        if not self._num_suspended:
+            self._end_of_backward()
+
+    def _end_of_backward(self) -> "_EndOfBackward":
+        """What runs when the backward pass under way ends. [Note: end of backward]
+
+        autograd runs a queued callback at the end of the pass in which it was queued, and
+        keeps it alive until then. So a weak reference tells everything: while it lives, the
+        pass is under way and nothing is to be queued; once it is dead, the pass has ended,
+        also if it ended with an exception.
+
+        Reentrant activation checkpointing runs passes within the pass, and the callback must
+        be queued in the outermost one. A hook on the model's outputs is called there first.
+        """
+        end = self._running() if self._running else None
+        if end is None:
+            end = _EndOfBackward(self._finish_backward)
+            self._running = ref(end)
+            Variable._execution_engine.queue_callback(end)
+        return end
+
+    def _finish_backward(self, is_needed: bool) -> None:
+        self._running = None
+        if is_needed:
+            self._refuse_late_parameters()
+            self._exchange()
+
+    def _exchange(self) -> None:
+        start_s = perf_counter()
+        self._refuse_sparse_gradients()
+        parameters = self._agree_on_parameters()
+        with torch.no_grad():
+            self._sent_bytes += self._reduce(parameters)
+        self._touched.clear()
+        self.statistics.mark_local()
+        self._num_exchanges += 1
+        self._exchange_s += perf_counter() - start_s
+
+    def _agree_on_parameters(self) -> list[nn.Parameter]:
+        """The parameters that any worker has a new gradient for, in the model's order."""
+        trained = self._parameters.trained
+        touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
+        pattern = 0 if all(touched) else digest(touched)
+        if not agree(
+            self.comm, "exchange gradients", self._digest, self._signature, optional=pattern
+        ):
+            flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)
+            touched = [flag > 0 for flag in self.comm.all_reduce(flags, "max").tolist()]
+        return [p for p, is_touched in zip(trained.values(), touched, strict=True) if is_touched]
+
+    # -- errors that all workers get ---------------------------------------------------------
+
+    def _refuse_late_parameters(self) -> None:
+        if not self._parameters.has_changed():
+            return
+        for name, p in self.model.named_parameters():
+            is_late = p.requires_grad and not is_lazy(p) and p not in self._gradient_hooks
+            if is_late and p.grad is not None:
+                self._stop_all(
+                    f"Parameter `{name}` joined the model after `attach` and was used without"
+                    " the model's own forward, so that its values were never made equal."
+                    " Call `exchange.sync_parameters()` on every worker after adding it."
+                )
+
+    def _refuse_sparse_gradients(self) -> None:
+        for name, p in self._parameters.trained.items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                self._stop_all(
+                    f"Parameter `{name}` has a sparse gradient, which can't be exchanged;"
+                    " build its layer with `sparse=False`."
+                )
+
+    def _stop_all(self, message: str) -> None:
+        """Raises here, and on the workers that wait in an exchange. Collective."""
+        try:
+            agree(self.comm, f"stop, because of this mistake: {message}", 0, ())
+        except DisagreementError:
+            raise UsageError(message) from None
+        raise UsageError(message)
+
+    # -- hooks -------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self.comm.size > 1:
+            if self.model.training:
+                self.statistics.mark_local()
+            else:
+                self.statistics.warn_if_local()
+        if torch.is_grad_enabled() and self._parameters.has_changed():
+            self.sync_parameters()
+
+    def _on_lazy_forward(self, module: nn.Module, args: Any) -> None:
+        self._before_forward()
+        self.statistics.before_forward(module, args)
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            outputs = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
+            for tensor in outputs:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+
+    def _hook_lazy_modules(self) -> None:
+        """Lazy modules get their parameters in their first forward: take them up right there."""
+        hook = Hook(self._on_lazy_forward, self)
+        _remove_all(self._lazy_hooks)
+        for module in self._parameters.modules:
+            if any(is_lazy(p) for p in module._parameters.values() if p is not None):
+                self._lazy_hooks.append(module.register_forward_pre_hook(hook))
+
+    def _hook_parameters(self) -> None:
+        """Hooks the trained parameters that aren't yet, and unhooks those that left."""
+        old, self._gradient_hooks = self._gradient_hooks, {}
+        for name, p in self._parameters.trained.items():
+            _remove_all(old.pop(p, []))
+            self._gradient_hooks[p] = self._hook(name, p)
+        for handles in old.values():
+            _remove_all(handles)
+        self._signature = signature(dict(self._parameters.trained))
+        self._digest = digest(self._signature)
+
+    def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
+        on_gradient = Hook(partial(self._on_gradient, name), self)
+        handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
+        if self.policy.reduction == "sum":
+            # Scaled before it is accumulated, so that the mean over workers is their sum, also
+            # where `p.grad` already holds an exchanged gradient.
+            handles.append(p.register_hook(self._scale))  # type: ignore[no-untyped-call]
+        return handles
+
+    def _scale(self, gradient: Tensor) -> Tensor:
+        return gradient * self.comm.size
+
+
+class _EndOfBackward:
+    """Called by autograd when a backward pass ends."""
+
+    def __init__(self, finish: Callable[[bool], None]) -> None:
+        self._finish = finish
+        self.is_needed = False
+
+    def __call__(self) -> None:
+        self._finish(self.is_needed)
+
+
+def _remove_all(handles: list[Removable]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

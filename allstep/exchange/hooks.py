@@ -1,0 +1,46 @@
+"""Hooks that stay with the model they were registered on."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["Hook", "Removable", "is_hooked"]
+
+
+class Removable(Protocol):
+    """What registering a hook returns."""
+
+    def remove(self) -> None: ...
+
+
+class Hook:
+    """A hook on a module or parameter, which a copy of the model does not inherit.
+
+    `copy.deepcopy` and `pickle` take a module's hooks along, and with a bound method all that
+    it refers to: here the exchange, its communicator and the original model. So what is copied
+    of a `Hook` is a function that does nothing.
+
+    Args:
+        function: called with the hook's arguments.
+        owner: who registered it.
+    """
+
+    def __init__(self, function: Callable[..., Any], owner: object) -> None:
+        self._function = function
+        self.owner = owner
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> str:
+        return "nothing"
+
+
+def nothing(*_: Any) -> None:
+    """What is left of a hook in a copy."""
+
+
+def is_hooked(hooks: dict[int, Any] | None, owner: type) -> bool:
+    """Whether one of the hooks belongs to an object of the type `owner`."""
+    return any(
+        isinstance(hook, Hook) and isinstance(hook.owner, owner) for hook in (hooks or {}).values()
+    )

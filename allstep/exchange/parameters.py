@@ -1,0 +1,73 @@
+"""The parameters that take part in an exchange, as the model changes."""
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["ParameterSet", "Signature", "signature"]
+
+Signature = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+def signature(tensors: dict[str, Tensor]) -> Signature:
+    """Name, shape and dtype of each tensor: what workers must agree on."""
+    return tuple(
+        (name, () if is_lazy(t) else tuple(t.shape), "lazy" if is_lazy(t) else str(t.dtype))
+        for name, t in tensors.items()
+    )
+
+
+class ParameterSet:
+    """A model's parameters that require gradients, in the model's order, each once.
+
+    Attributes:
+        trained: name -> parameter that requires a gradient and has a shape.
+        tensors: name -> parameter or buffer that has a shape.
+        modules: all modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.trained: dict[str, nn.Parameter] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.modules: tuple[nn.Module, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes the model as it is now."""
+        self.modules = tuple(self._model.modules())
+        self._take_snapshot()
+        parameters = dict(self._model.named_parameters())
+        self.trained = {n: p for n, p in parameters.items() if p.requires_grad and not is_lazy(p)}
+        named = chain(parameters.items(), self._model.named_buffers())
+        self.tensors = {name: tensor for name, tensor in named if not is_lazy(tensor)}
+        self.lazy = tuple(p for p in parameters.values() if is_lazy(p))
+
+    def _take_snapshot(self) -> None:
+        self._children = tuple(_children(self.modules))
+        self._lengths = tuple(map(len, self._children))
+        items = [(c, key, value) for c in self._children for key, value in c.items()]
+        self._holders = tuple(holder for holder, _, _ in items)
+        self._keys = tuple(key for _, key, _ in items)
+        self._values = tuple(value for _, _, value in items)
+        self._parameters = tuple(v for v in self._values if isinstance(v, nn.Parameter))
+        self._requires_grad = tuple(p.requires_grad for p in self._parameters)
+
+    def has_changed(self) -> bool:
+        """Whether parameters or modules came, went, or changed `requires_grad`; made cheap."""
+        return (
+            tuple(map(len, self._children)) != self._lengths
+            or not all(map(is_, map(dict.get, self._holders, self._keys), self._values))
+            or tuple([p.requires_grad for p in self._parameters]) != self._requires_grad
+            or not all(map(is_lazy, self.lazy))
+        )
+
+
+def _children(modules: tuple[nn.Module, ...]) -> Iterator[dict[str, Any]]:
+    for module in modules:
+        yield module._parameters
+        yield module._modules

@@ -1,0 +1,212 @@
+"""Batch norm's running statistics, the same on any number of workers."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.errors import UsageError
+from allstep.exchange.parameters import ParameterSet
+from allstep.exchange.tracked import TrackedModule, is_tracked
+
+__all__ = ["RunningStatistics"]
+
+
+class RunningStatistics:
+    """Batch norm's running statistics. [Note: linear running statistics]
+
+    They take one exponential-average step per optimizer step, towards the sample-weighted
+    mean of the statistics s_k of that step's micro-batches k, with m the module's momentum:
+
+        R' = (1 - m) R + m sum_k w_k s_k        w_k = samples_k / samples of the global batch
+
+    This is linear, so each worker r keeps a part, B_r, and the parts are summed only when
+    someone looks (`Exchange.sync_buffers`): with share_k = size * w_k, and sums over the
+    worker's own micro-batches,
+
+        B_r' = (1 - m) B_r + m sum_k share_k s_k        R = sum_r B_r / size
+
+    The buffers of the module hold B_r / V_r, where V_r is what the same rule makes of the
+    statistics 1, and R = sum_r B_r / sum_r V_r. V_r is 1 for a worker with an average share,
+    and sum_r V_r = size where every micro-batch calls the module. So the buffers are sensible
+    running statistics at all times, a worker without a micro-batch leaves them alone, and in a
+    net that calls a module for some micro-batches only, the others have no say.
+
+    A module called several times in a micro-batch counts with the mean over its calls.
+    Modules in eval mode are left alone. `num_batches_tracked` counts steps.
+
+    With one equal micro-batch per worker and step, torch's own update is this rule already;
+    there `step` and `micro_batch` may be left out.
+    """
+
+    def __init__(self, parameters: ParameterSet, comm: Communicator) -> None:
+        self._parameters = parameters
+        self._comm = comm
+        self._tracked: tuple[TrackedModule, ...] = ()
+        self._is_in_step = False
+        self._is_active = False  # in a micro-batch
+        self._is_local = False  # the buffers differ between workers
+        self._has_warned = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes up modules that joined the model and drops those that left."""
+        known = {tracked.module: tracked for tracked in self._tracked}
+        modules = [module for module in self._parameters.modules if is_tracked(module)]
+        self._tracked = tuple(known.pop(m) if m in known else TrackedModule(m) for m in modules)
+        for tracked in known.values():
+            tracked.remove()
+        self._activate(self._is_active)
+
+    def detach(self) -> None:
+        """Removes all hooks."""
+        for tracked in self._tracked:
+            tracked.remove()
+        self._tracked = ()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the micro-batches of one optimizer step; at its end the buffers take it in."""
+        for tracked in self._tracked:
+            tracked.start_step()
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+        self._take_in()
+
+    @contextmanager
+    def micro_batch(self, share: float) -> Iterator[None]:
+        """Around the forward (and backward) of one micro-batch.
+
+        Args:
+            share: size * samples of the micro-batch / samples of the global batch.
+
+        Raises:
+            UsageError: outside of `step`.
+        """
+        if not self._is_in_step:
+            raise UsageError("`micro_batch` belongs inside `with statistics.step():`.")
+        self._activate(True)
+        try:
+            yield
+        finally:
+            self._activate(False)
+            for tracked in self._tracked:
+                tracked.give_back()
+        self._add(share)
+
+    def sync(self) -> None:
+        """Makes the buffers the same on all workers: R. Collective."""
+        if self._tracked:
+            if self._comm.size > 1:
+                self._sum_parts()
+            self._count_steps()
+        for tracked in self._tracked:
+            tracked.weight, tracked.num_steps, tracked.num_uses = 1.0, 0, 0
+        self._is_local = False
+
+    def mark_local(self) -> None:
+        """Notes that this worker's buffers have moved on their own."""
+        if not self._is_local:
+            self._is_local = any(tracked.module.training for tracked in self._tracked)
+
+    def warn_if_local(self) -> None:
+        """Warns once, when the model is evaluated before the workers' parts were summed."""
+        if self._is_local and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "The model is evaluated with batch norm statistics that differ between workers;"
+                " call `exchange.sync_buffers()` on every worker first.",
+                stacklevel=2,
+            )
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """What a module's hook would have done had it been registered before this forward."""
+        for tracked in self._tracked:
+            if tracked.module is module:
+                tracked.before_forward(tracked.module, args)
+
+    def _activate(self, is_active: bool) -> None:
+        self._is_active = is_active
+        for tracked in self._tracked:
+            tracked.is_active = is_active
+
+    def _add(self, share: float) -> None:
+        """sums += share * statistics, for the modules that the micro-batch called."""
+        sums: list[Tensor] = []
+        statistics: list[Tensor] = []
+        first: list[Tensor] = []
+        first_statistics: list[Tensor] = []
+        for tracked in self._tracked:
+            if not tracked.num_calls:
+                continue
+            if tracked.share:
+                sums += tracked.sums
+                statistics += tracked.end_micro_batch()
+            else:
+                first += tracked.sums
+                first_statistics += tracked.end_micro_batch()
+            tracked.share += share
+        if sums:
+            torch._foreach_add_(sums, statistics, alpha=share)
+        if first:
+            torch._foreach_copy_(first, first_statistics)
+            torch._foreach_mul_(first, share)
+
+    def _take_in(self) -> None:
+        """One exponential-average step of the buffers and their weights."""
+        groups = defaultdict[tuple[float, float], list[TrackedModule]](list)
+        for tracked in self._tracked:
+            momentum = tracked.momentum()
+            kept = (1 - momentum) * tracked.weight
+            tracked.weight = kept + momentum * tracked.share
+            tracked.num_steps += 1
+            if tracked.share and tracked.weight:
+                tracked.num_uses += 1
+                groups[kept / tracked.weight, momentum / tracked.weight].append(tracked)
+        for (decay, gain), members in groups.items():
+            running = [buffer for tracked in members for buffer in tracked.running]
+            sums = [total for tracked in members for total in tracked.sums]
+            counters = [c for t in members if (c := t.num_batches_tracked) is not None]
+            torch._foreach_mul_(running, decay)
+            torch._foreach_add_(running, sums, alpha=gain)
+            if counters:
+                torch._foreach_add_(counters, 1)
+        self.mark_local()
+
+    def _sum_parts(self) -> None:
+        """R = R_0 + sum_r V_r (R_r - R_0) / sum_r V_r, so that equal parts stay as they are."""
+        running = tuple(buffer for tracked in self._tracked for buffer in tracked.running)
+        base = tuple(buffer.clone() for buffer in running)
+        self._comm.broadcast(base, root=0)
+        weights = torch.tensor([t.weight for t in self._tracked], dtype=torch.float64)
+        total = self._comm.all_reduce(weights.to(self._comm.device, copy=True)).tolist()
+        shares = [
+            t.weight / v if v else 0.0
+            for t, v in zip(self._tracked, total, strict=True)
+            for _ in "mv"
+        ]
+        parts = torch._foreach_sub(running, base)
+        torch._foreach_mul_(parts, shares)
+        self._comm.all_reduce(tuple(parts))
+        torch._foreach_copy_(running, base)
+        torch._foreach_add_(running, parts)
+
+    def _count_steps(self) -> None:
+        """`num_batches_tracked` counts the steps, for modules that any worker used."""
+        counted = [(t, c) for t in self._tracked if (c := t.num_batches_tracked) is not None]
+        if not counted:
+            return
+        before = torch.stack([c - t.num_uses for t, c in counted])
+        is_used = torch.tensor([int(t.num_uses > 0) for t, _ in counted], device=before.device)
+        if self._comm.size > 1:
+            self._comm.all_reduce((before, is_used), "max")
+        for (tracked, counter), n, used in zip(counted, before, is_used, strict=True):
+            counter.copy_(n + used * tracked.num_steps)
