@@ -1,0 +1,140 @@
+"""A group of workers, and what they can say to each other."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from allstep.comm.groups import make_group
+from allstep.comm.objects import ObjectVerbs
+from allstep.comm.tensors import TensorVerbs
+from allstep.comm.topology import Topology
+from allstep.comm.wire import GroupWire, LoneWire
+from allstep.errors import UsageError
+
+__all__ = ["Communicator"]
+
+
+class Communicator(TensorVerbs, ObjectVerbs):
+    """One worker's end of a group of workers; made by `init`, `split` or `lone`.
+
+    Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`
+    with CollectiveTimeoutError, or at once with PeerLostError when another rank failed.
+
+    Attributes:
+        rank, size: this worker's number and how many there are.
+        local_rank, local_size: the same among the workers of this node.
+        node_rank, num_nodes: this node's number and how many there are.
+        device: where this worker computes, and where new tensors arrive.
+        timeout_s: how long a call may take.
+        process_group: torch's group beneath; None for a lone worker.
+
+    >>> with Communicator.lone() as comm:
+    ...     comm.all_gather(torch.ones(2))
+    (tensor([1., 1.]),)
+    """
+
+    @classmethod
+    def lone(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> "Communicator":
+        """The communicator of the only worker; needs no server."""
+        check_timeout(timeout_s)
+        return cls(LoneWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        device: torch.device,
+        timeout_s: float,
+        close: Callable[[], None] = lambda: None,
+    ) -> "Communicator":
+        """A communicator over torch's process group.
+
+        Args:
+            group: whose calls this communicator makes.
+            topology: where this worker is.
+            device: where it computes.
+            timeout_s: how long a call may take.
+            close: called once when the communicator is closed.
+        """
+        return cls(GroupWire(group, timeout_s, close), topology, device)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        flag = torch.zeros(1, device=self._messages.device)
+        self._wire.all_reduce(flag, dist.ReduceOp.SUM, "barrier").wait()
+        flag.item()  # on CUDA the wait above is the stream's alone
+
+    def split(self, color: int | None, key: int = 0) -> "Communicator | None":
+        """Divides the workers into groups, as MPI_Comm_split does; all of them must call it.
+
+        Args:
+            color: workers of equal color form a group; None for a worker that joins none.
+            key: orders the ranks of the new group; equal keys by rank here.
+
+        Returns:
+            The new group's communicator, or None where `color` is None.
+
+        >>> Communicator.lone().split(color=0).size
+        1
+        """
+        for name, value in (("color", color), ("key", key)):
+            if not isinstance(value, int) and not (name == "color" and value is None):
+                raise UsageError(f"`{name}` (={value!r}) must be an int.")
+        group = self.process_group
+        if group is None:
+            return None if color is None else Communicator.lone(self.device, self.timeout_s)
+        store = group.get_group_store()
+        ticket = store.add("allstep/split", 1) if self.rank == 0 else 0
+        entries = self.all_gather_object((color, key, self.node_rank, ticket))
+        if color is None:
+            return None
+        members = sorted(
+            (entry[1], rank) for rank, entry in enumerate(entries) if entry[0] == color
+        )
+        ranks = [rank for _, rank in members]
+        new_rank = ranks.index(self.rank)
+        prefix = f"allstep/split/{entries[0][3]}/{color}"
+        new_group = make_group(
+            PrefixStore(prefix, store),
+            new_rank,
+            len(ranks),
+            device=self.device,
+            timeout_s=self.timeout_s,
+        )
+        topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
+        return Communicator.over(new_group, topology, self.device, self.timeout_s)
+
+    def close(self) -> None:
+        """Leaves the group; ends what `init` or `split` made, never a framework's own group."""
+        self._wire.close(abort=False)
+
+    def abort(self) -> None:
+        """Leaves the group at once, so that ranks who wait for this one fail fast."""
+        self._wire.close(abort=True)
+
+    def __enter__(self) -> "Communicator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, device={self.device})"
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises UsageError unless `timeout_s` is a positive number."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise UsageError(f"`timeout_s` (={timeout_s!r}) must be a positive number of seconds.")

@@ -1,0 +1,72 @@
+"""What every verb needs: who this worker is, its wire, and checks of arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from allstep.comm.messages import Messages
+from allstep.comm.topology import Topology
+from allstep.comm.wire import Wire
+from allstep.errors import UsageError
+
+__all__ = ["Member"]
+
+PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
+
+
+class Member:
+    """One of the workers of a group; see `Communicator`."""
+
+    def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
+        self.rank = wire.rank
+        self.size = wire.size
+        self.local_rank = topology.local_rank
+        self.local_size = topology.local_size
+        self.node_rank = topology.node_rank
+        self.num_nodes = topology.num_nodes
+        self.device = device
+        self.timeout_s = wire.timeout_s
+        self._wire = wire
+        self._messages = Messages(wire, wire.carrier(torch.device("cpu")))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's group beneath; None for a lone worker and after `close`."""
+        return self._wire.group
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _check_root(self, root: int) -> None:
+        if not _is_index(root, self.size):
+            raise UsageError(f"`root` (={root!r}) is no rank; choose one of 0 to {self.size - 1}.")
+
+    def _check_peer(self, name: str, rank: int, tag: int) -> None:
+        if not _is_index(rank, self.size):
+            raise UsageError(
+                f"`{name}` (={rank!r}) is no rank; choose one of 0 to {self.size - 1}."
+            )
+        if rank == self.rank:
+            raise UsageError(
+                f"`{name}` (={rank}) is this rank itself; keep the value instead of sending it."
+            )
+        if not _is_index(tag, PRIVATE_TAG):
+            raise UsageError(
+                f"`tag` (={tag!r}) is out of range; choose one of 0 to {PRIVATE_TAG - 1}."
+            )
+
+    def _check_one_per_rank(self, name: str, xs: Sequence[Any] | None) -> Sequence[Any]:
+        if not isinstance(xs, (tuple, list)):
+            raise UsageError(
+                f"`{name}` is a {type(xs).__name__}; pass a tuple of {self.size}, one a rank."
+            )
+        if len(xs) != self.size:
+            raise UsageError(f"`{name}` has {len(xs)} entries; pass {self.size}, one a rank.")
+        return xs
+
+
+def _is_index(value: object, stop: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < stop

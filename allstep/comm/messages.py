@@ -1,0 +1,134 @@
+"""Bytes of any length between ranks that know nothing of what will come.
+
+[Note: header] A message starts with a header of fixed size: which verb sent it, how long its
+body is, and the body's beginning. Only a body that does not fit takes a second message.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allstep.comm.wire import Posted, Wire
+from allstep.errors import DisagreementError
+
+__all__ = ["Messages"]
+
+_HEADER_BYTES = 256
+_PREFIX_BYTES = 9  # one for the verb, eight for the body's length
+_INLINE_BYTES = _HEADER_BYTES - _PREFIX_BYTES
+_REST_TAG = (1 << 30) + 1  # beyond the tags that users may choose
+_VERBS = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "broadcast_object",
+    "gather",
+    "gather_object",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+    "send_object",
+)
+
+
+class Messages:
+    """Sends and receives byte strings over a wire; see [Note: header]."""
+
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire = wire
+        self.device = device  # where headers and bodies travel from
+
+    def broadcast(self, body: bytes | None, root: int, verb: str) -> bytes:
+        """The root's body, on every rank."""
+        is_root = self._wire.rank == root
+        header = self._seal(body or b"", verb) if is_root else self._empty(_HEADER_BYTES)
+        self._wire.broadcast(header, root, verb).wait()
+        if is_root:
+            rest = self._rest(body or b"")
+            self._wire.broadcast(rest, root, verb).wait()
+            return body or b""
+        num_bytes, start = self._open(header, verb, root)
+        rest = self._empty(num_bytes - len(start))
+        self._wire.broadcast(rest, root, verb).wait()
+        return start + _to_bytes(rest)
+
+    def all_gather(self, body: bytes, verb: str) -> list[bytes]:
+        """Every rank's body, on every rank."""
+        size = self._wire.size
+        headers = self._wire.all_gather(self._seal(body, verb), [_HEADER_BYTES] * size, verb)
+        opened = [self._open(header, verb, rank) for rank, header in enumerate(headers)]
+        sizes_bytes = [num_bytes - len(start) for num_bytes, start in opened]
+        if not any(sizes_bytes):
+            return [start for _, start in opened]
+        rests = self._wire.all_gather(self._rest(body), sizes_bytes, verb)
+        return [start + _to_bytes(rest) for (_, start), rest in zip(opened, rests, strict=True)]
+
+    def all_to_all(self, bodies: Sequence[bytes], verb: str) -> list[bytes]:
+        """A body for each rank against one from each."""
+        size = self._wire.size
+        sealed = [self._seal(body, verb) for body in bodies]
+        headers = self._wire.all_to_all(sealed, [_HEADER_BYTES] * size, verb)
+        opened = [self._open(header, verb, rank) for rank, header in enumerate(headers)]
+        rests = [self._empty(num_bytes - len(start)) for num_bytes, start in opened]
+        posted = [
+            call
+            for rank in range(size)
+            if rank != self._wire.rank
+            for call in (
+                self._wire.send(self._rest(bodies[rank]), rank, _REST_TAG, verb),
+                self._wire.recv(rests[rank], rank, _REST_TAG, verb),
+            )
+        ]
+        rests[self._wire.rank] = self._rest(bodies[self._wire.rank])
+        for call in posted:
+            call.wait()
+        return [start + _to_bytes(rest) for (_, start), rest in zip(opened, rests, strict=True)]
+
+    def send(self, body: bytes, dest: int, tag: int, verb: str) -> list[Posted]:
+        """Posts a body to another rank."""
+        parts = (self._seal(body, verb), self._rest(body))
+        return [self._wire.send(part, dest, tag, verb) for part in parts]
+
+    def recv(self, source: int, tag: int, verb: str) -> bytes:
+        """Waits for a body from another rank."""
+        header = self._empty(_HEADER_BYTES)
+        self._wire.recv(header, source, tag, verb).wait()
+        num_bytes, start = self._open(header, verb, source)
+        rest = self._empty(num_bytes - len(start))
+        self._wire.recv(rest, source, tag, verb).wait()
+        return start + _to_bytes(rest)
+
+    def _seal(self, body: bytes, verb: str) -> Tensor:
+        """The header of a body."""
+        prefix = bytes([_VERBS.index(verb)]) + len(body).to_bytes(8, "little")
+        return self._to_tensor((prefix + body[:_INLINE_BYTES]).ljust(_HEADER_BYTES, b"\0"))
+
+    def _open(self, header: Tensor, verb: str, source: int) -> tuple[int, bytes]:
+        """The length of the whole body and its beginning."""
+        data = _to_bytes(header)
+        num_bytes = int.from_bytes(data[1:_PREFIX_BYTES], "little")
+        if data[0] != _VERBS.index(verb):
+            sent = f"`{_VERBS[data[0]]}`" if data[0] < len(_VERBS) else "something else"
+            raise DisagreementError(
+                f"rank {self._wire.rank} expected `{verb}` where rank {source} called {sent}; "
+                "call the same verbs in the same order on all ranks."
+            )
+        return num_bytes, data[_PREFIX_BYTES:][:num_bytes]
+
+    def _rest(self, body: bytes) -> Tensor:
+        return self._to_tensor(body[_INLINE_BYTES:])
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _to_tensor(self, data: bytes) -> Tensor:
+        return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).to(self.device)
+
+
+def _to_bytes(buffer: Tensor) -> bytes:
+    return buffer.cpu().numpy().tobytes()

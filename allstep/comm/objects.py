@@ -1,0 +1,118 @@
+"""The verbs on plain data; see [Note: safe encoding] in codec.py."""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from allstep.comm.codec import decode, encode
+from allstep.comm.member import PRIVATE_TAG, Member
+from allstep.errors import DisagreementError, UsageError
+
+__all__ = ["ObjectVerbs"]
+
+
+class ObjectVerbs(Member):
+    """Collectives and point-to-point messages of plain data; nothing is ever unpickled.
+
+    An object is None, a bool, int, float, complex, str, bytes, numpy array or scalar, CPU tensor,
+    or a list, tuple, set or dict of objects.
+    """
+
+    def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
+        """The root's object, on all ranks; `obj` of the others is ignored.
+
+        >>> Communicator.lone().broadcast_object({"lr": 0.1})
+        {'lr': 0.1}
+        """
+        self._check_root(root)
+        body = encode(obj) if self.rank == root else None
+        return decode(self._messages.broadcast(body, root, "broadcast_object"))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, on all ranks: a list with one entry a rank."""
+        return [decode(b) for b in self._messages.all_gather(encode(obj), "all_gather_object")]
+
+    def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
+        """Every rank's object, on the root: a list with one entry a rank; None elsewhere."""
+        self._check_root(root)
+        body = encode(obj)
+        if self.rank != root:
+            for call in self._messages.send(body, root, PRIVATE_TAG, "gather_object"):
+                call.wait()
+            return None
+        return [
+            decode(body if rank == root else self._recv_body(rank, PRIVATE_TAG, "gather_object"))
+            for rank in range(self.size)
+        ]
+
+    def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
+        """This rank's entry of the root's `objs`, which has `size` of them."""
+        self._check_root(root)
+        if self.rank != root:
+            return decode(self._recv_body(root, PRIVATE_TAG, "scatter_object"))
+        bodies = [encode(obj) for obj in self._check_one_per_rank("objs", objs)]
+        posted = [
+            call
+            for rank in self._others
+            for call in self._messages.send(bodies[rank], rank, PRIVATE_TAG, "scatter_object")
+        ]
+        for call in posted:
+            call.wait()
+        return decode(bodies[root])
+
+    def send_object(self, obj: Any, dest: int, tag: int = 0) -> None:
+        """Sends an object to another rank, which calls `recv_object`."""
+        self._check_peer("dest", dest, tag)
+        for call in self._messages.send(encode(obj), dest, tag, "send_object"):
+            call.wait()
+
+    def recv_object(self, source: int, tag: int = 0) -> Any:
+        """Receives what another rank sends by `send_object`."""
+        self._check_peer("source", source, tag)
+        return decode(self._recv_body(source, tag, "send_object"))
+
+    def all_reduce_object(self, obj: Any) -> Any:
+        """The sum over ranks, in rank order, on all of them: `obj_0 + obj_1 + ...`.
+
+        Args:
+            obj: whatever has a `+`: numbers, arrays, tensors, lists and texts (which are joined);
+                dicts are added value by value.
+
+        Raises:
+            DisagreementError: if ranks pass dicts of other keys, or what cannot be added.
+
+        >>> Communicator.lone().all_reduce_object({"correct": 3, "total": 4})
+        {'correct': 3, 'total': 4}
+        """
+        everyone = self.all_gather_object(obj)
+        for rank, other in enumerate(everyone):
+            if set(_keys(other)) != set(_keys(obj)):
+                raise DisagreementError(
+                    f"`all_reduce_object`: rank {self.rank} has keys {_keys(obj)}, rank {rank} "
+                    f"{_keys(other)}; pass the same keys on all ranks."
+                )
+        try:
+            return reduce(_add, everyone)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kinds = [type(other).__name__ for other in everyone]
+            raise DisagreementError(
+                f"`all_reduce_object`: the ranks' values cannot be added ({error}); their types "
+                f"are {kinds}."
+            ) from error
+
+    def _recv_body(self, source: int, tag: int, verb: str) -> bytes:
+        return self._messages.recv(source, tag, verb)
+
+
+def _keys(obj: Any) -> list[Any]:
+    return list(obj) if isinstance(obj, dict) else []
+
+
+def _add(left: Any, right: Any) -> Any:
+    if isinstance(left, dict) and isinstance(right, dict):
+        if left.keys() != right.keys():
+            raise ValueError(f"keys {list(left)} and {list(right)}")
+        return {key: _add(left[key], right[key]) for key in left}
+    if left is None or right is None:
+        raise UsageError("`obj` is None on some rank, which cannot be added; pass 0.")
+    return left + right

@@ -1,0 +1,81 @@
+"""Which reductions are possible, and in which form a tensor goes through one."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from allstep.comm.layout import dtype_name
+from allstep.errors import UsageError, nearest_names
+
+__all__ = ["ReduceOp", "check_reduction", "torch_op", "wire_form", "write_back"]
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided at the end, so that integers' and halves' sums are exact
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
+_COMPLEX = {torch.complex64, torch.complex128}
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}  # which no backend reduces itself
+
+
+def check_reduction(tensors: Sequence[Tensor], op: str) -> None:
+    """Raises UsageError if `op` is unknown or means nothing for these dtypes."""
+    if op not in get_args(ReduceOp):
+        raise UsageError(f"`op` (={op!r}) is unknown; {nearest_names(str(op), get_args(ReduceOp))}")
+    for tensor in tensors:
+        _check_dtype(tensor.dtype, op)
+
+
+def _check_dtype(dtype: torch.dtype, op: str) -> None:
+    name = dtype_name(dtype)
+    if dtype == torch.bool:
+        raise UsageError(
+            f"`x` is bool, for which `op` (={op!r}) means nothing; use `max` or `min` on "
+            "`x.to(torch.uint8)`: any and all."
+        )
+    if dtype in _COMPLEX:
+        if op in ("max", "min"):
+            raise UsageError(
+                f"`x` is {name}, which has no order for `op` (={op!r}); use its `.abs()`."
+            )
+    elif dtype in _INTEGERS or dtype in _WIDER:
+        if op == "mean":
+            raise UsageError(
+                f"`x` is {name}, whose mean is no integer; use `sum`, or `x.double()`."
+            )
+    elif dtype not in _FLOATS:
+        raise UsageError(f"`x` is {name}, which cannot be reduced; use `x.float()` or `x.long()`.")
+
+
+def torch_op(op: str) -> dist.ReduceOp.RedOpType:
+    """The backend's operation for `op`."""
+    return _TORCH_OPS[op]
+
+
+def wire_form(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor as a backend can reduce it in place: `tensor` itself where it can."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain.resolve_conj())
+    return plain.to(device=device, dtype=_WIDER.get(plain.dtype, plain.dtype)).contiguous()
+
+
+def write_back(tensor: Tensor, reduced: Tensor, divisor: int) -> Tensor:
+    """Puts a reduced wire form, divided, into `tensor`."""
+    if divisor != 1:
+        reduced.div_(divisor)
+    target = tensor.detach()
+    if reduced.data_ptr() != target.data_ptr() or reduced.dtype != target.dtype:
+        if target.is_complex():
+            target.copy_(torch.view_as_complex(reduced))
+        else:
+            target.copy_(reduced)
+    return tensor

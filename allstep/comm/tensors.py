@@ -1,0 +1,344 @@
+"""The verbs on tensors; shapes, dtypes and structure travel with the values."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from allstep.comm.inbox import Inbox
+from allstep.comm.layout import Layout, Tensors, as_tuple
+from allstep.comm.member import PRIVATE_TAG, Member
+from allstep.comm.pending import Pending
+from allstep.comm.reduction import ReduceOp, check_reduction, torch_op, wire_form, write_back
+from allstep.comm.topology import Topology
+from allstep.comm.wire import Wire
+from allstep.errors import DisagreementError, UsageError, nearest_multiples
+
+__all__ = ["TensorVerbs"]
+
+X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
+
+
+class TensorVerbs(Member):
+    """Collectives and point-to-point messages of tensors and tuples of tensors."""
+
+    def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
+        super().__init__(wire, topology, device)
+        self._carrier = wire.carrier(device)
+        self._inbox: Inbox[Tensors] = Inbox()
+        self._agreed: set[str] = set()
+
+    @overload
+    def all_reduce(self, x: X, op: ReduceOp = ..., *, async_op: Literal[False] = ...) -> X: ...
+    @overload
+    def all_reduce(self, x: X, op: ReduceOp = ..., *, async_op: Literal[True]) -> Pending[X]: ...
+    def all_reduce(self, x: X, op: ReduceOp = "sum", *, async_op: bool = False) -> X | Pending[X]:
+        """Reduces over the ranks, in place, on all of them.
+
+        x = reduction of x_r over ranks r; `mean` is the sum divided by `size`.
+
+        Args:
+            x: tensor or tuple of tensors of equal shapes and dtypes on every rank.
+            op: "sum", "mean" (not of integers), "max" or "min".
+            async_op: return at once; leave `x` alone until the result was waited for.
+
+        Returns:
+            `x` itself; with `async_op` a Pending of it.
+
+        Raises:
+            UsageError: if `op` is unknown or means nothing for a dtype.
+            DisagreementError: if ranks pass other shapes, dtypes or `op`.
+
+        >>> Communicator.lone().all_reduce(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+        """
+        tensors = as_tuple(x)
+        check_reduction(tensors, op)
+        self._agree("all_reduce", tensors, op)
+        reduced = [wire_form(tensor, self._wire.carrier(tensor.device)) for tensor in tensors]
+        posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
+        divisor = self.size if op == "mean" else 1
+
+        def finish(timeout_s: float | None) -> X:
+            for tensor, form, call in zip(tensors, reduced, posted, strict=True):
+                call.wait(timeout_s)
+                write_back(tensor, form, divisor)
+            return x
+
+        return Pending(finish) if async_op else finish(None)
+
+    @overload
+    def reduce_scatter(
+        self, x: Tensor | Sequence[Tensor], op: ReduceOp = ..., *, async_op: Literal[False] = ...
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, x: Tensor | Sequence[Tensor], op: ReduceOp = ..., *, async_op: Literal[True]
+    ) -> Pending[Tensor]: ...
+    def reduce_scatter(
+        self, x: Tensor | Sequence[Tensor], op: ReduceOp = "sum", *, async_op: bool = False
+    ) -> Tensor | Pending[Tensor]:
+        """Reduces over the ranks and leaves each of them its part; `x` stays as it is.
+
+        Args:
+            x: tensor whose dim 0 is a multiple of `size`, or a tuple of `size` tensors, one for
+                each rank; equal shapes and dtypes on every rank.
+            op: "sum", "mean" (not of integers), "max" or "min".
+            async_op: return a Pending at once.
+
+        Raises:
+            UsageError: if `x` cannot be divided, or `op` means nothing for it.
+            DisagreementError: if ranks pass other shapes, dtypes or `op`.
+        """
+        parts = self._parts(x)
+        check_reduction(parts, op)
+        self._agree("reduce_scatter", parts, op)
+        forms = [wire_form(part, self._wire.carrier(part.device)) for part in parts]
+        reduced, posted = self._wire.reduce_scatter(forms, torch_op(op), "reduce_scatter")
+        divisor = self.size if op == "mean" else 1
+        result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+
+        def finish(timeout_s: float | None) -> Tensor:
+            posted.wait(timeout_s)
+            return write_back(result, reduced, divisor)
+
+        return Pending(finish) if async_op else finish(None)
+
+    def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        if not isinstance(x, Tensor):
+            return as_tuple(self._check_one_per_rank("x", x))
+        length = x.shape[0] if x.dim() else 0
+        if x.dim() == 0 or length % self.size:
+            raise UsageError(
+                f"`x` has shape {list(x.shape)}, whose dim 0 must be a multiple of `size` "
+                f"(={self.size}); nearest: {nearest_multiples(length, self.size)}."
+            )
+        return x.chunk(self.size) if length else (x,) * self.size
+
+    def _agree(self, verb: str, tensors: Sequence[Tensor], op: str) -> None:
+        """Compares what the ranks want to reduce, the first time that this rank wants it.
+
+        Backends mix up unequal shapes or end the process, so it is worth a message, once.
+        """
+        devices = ", ".join(sorted({tensor.device.type for tensor in tensors}))
+        wanted = f"{op} of {Layout.of(tensors)} on {devices or 'no device'}"
+        if self.size == 1 or wanted in self._agreed:
+            return
+        everyone = self._messages.all_gather(wanted.encode(), verb)
+        for rank, other in enumerate(everyone):
+            if other != wanted.encode():
+                raise DisagreementError(
+                    f"`{verb}`: rank {self.rank} wants the {wanted}, rank {rank} the "
+                    f"{other.decode(errors='replace')}; pass equal shapes, dtypes and `op`."
+                )
+        self._agreed.add(wanted)
+
+    def all_gather(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """Every rank's `x`, on all ranks.
+
+        Args:
+            x: tensor or tuple of tensors; shapes, dtypes and structure may differ between ranks.
+
+        Returns:
+            One entry a rank, on `x`'s device.
+        """
+        layout = Layout.of(x)
+        headers = self._messages.all_gather(layout.encode(), "all_gather")
+        layouts = [Layout.decode(header) for header in headers]
+        sizes_bytes = [other.num_bytes for other in layouts]
+        buffers = self._wire.all_gather(layout.pack(x, self._carrier), sizes_bytes, "all_gather")
+        device = _device_of(x, self.device)
+        return _unpack_all(layouts, buffers, device)
+
+    def all_to_all(self, xs: Sequence[Tensor | Sequence[Tensor]]) -> tuple[Any, ...]:
+        """Sends `xs[r]` to rank r and returns what each rank sent here.
+
+        Args:
+            xs: `size` tensors or tuples of tensors of any shapes and dtypes.
+
+        Returns:
+            One entry a rank, on the device of `xs`.
+        """
+        xs = self._check_one_per_rank("xs", xs)
+        own = [Layout.of(x, "xs") for x in xs]
+        headers = self._messages.all_to_all([layout.encode() for layout in own], "all_to_all")
+        layouts = [Layout.decode(header) for header in headers]
+        packed = [layout.pack(x, self._carrier) for layout, x in zip(own, xs, strict=True)]
+        sizes_bytes = [layout.num_bytes for layout in layouts]
+        buffers = self._wire.all_to_all(packed, sizes_bytes, "all_to_all")
+        return _unpack_all(layouts, buffers, _device_of(xs[0], self.device))
+
+    def gather(self, x: Tensor | Sequence[Tensor], root: int = 0) -> tuple[Any, ...] | None:
+        """Every rank's `x`, on the root only.
+
+        Args:
+            x: tensor or tuple of tensors; shapes, dtypes and structure may differ between ranks.
+            root: the rank that gets them.
+
+        Returns:
+            On the root one entry a rank, on `x`'s device; None elsewhere.
+        """
+        self._check_root(root)
+        if self.rank != root:
+            self._send(x, root, PRIVATE_TAG, "gather").wait()
+            return None
+        device = _device_of(x, self.device)
+        return tuple(
+            _own_copy(x) if rank == root else _to(self._recv(rank, PRIVATE_TAG, "gather"), device)
+            for rank in range(self.size)
+        )
+
+    def scatter(self, xs: Sequence[Tensor | Sequence[Tensor]] | None = None, root: int = 0) -> Any:
+        """Gives each rank its entry of the root's `xs`.
+
+        Args:
+            xs: on the root `size` tensors or tuples of tensors of any shapes and dtypes; None
+                elsewhere.
+            root: the rank that has them.
+
+        Returns:
+            This rank's entry, on the communicator's device.
+        """
+        self._check_root(root)
+        if self.rank != root:
+            return _to(self._recv(root, PRIVATE_TAG, "scatter"), self.device)
+        xs = self._check_one_per_rank("xs", xs)
+        for x in xs:
+            Layout.of(x, "xs")  # refuses before anything is sent
+        posted = [self._send(xs[rank], rank, PRIVATE_TAG, "scatter") for rank in self._others]
+        for call in posted:
+            call.wait()
+        return _to(_own_copy(xs[root]), self.device)
+
+    @overload
+    def broadcast(self, x: X, root: int = ...) -> X: ...
+    @overload
+    def broadcast(self, x: None = ..., root: int = ...) -> Any: ...
+    def broadcast(self, x: Any = None, root: int = 0) -> Any:
+        """The root's tensors, on all ranks.
+
+        Args:
+            x: on the root what is sent. Elsewhere tensors of the same shapes and dtypes, which
+                are filled in place, or None for new ones.
+            root: the rank that sends.
+
+        Returns:
+            `x` where it was given, else new tensors on the communicator's device.
+
+        Raises:
+            DisagreementError: if a given `x` does not fit what the root sent.
+        """
+        self._check_root(root)
+        if self.rank == root:
+            if x is None:
+                raise UsageError("`x` is None on the root of `broadcast`; pass what it shall send.")
+            layout = Layout.of(x)
+            self._messages.broadcast(layout.encode(), root, "broadcast")
+            self._wire.broadcast(layout.pack(x, self._carrier), root, "broadcast").wait()
+            return x
+        own = None if x is None else Layout.of(x)
+        layout = Layout.decode(self._messages.broadcast(None, root, "broadcast"))
+        buffer = layout.empty_buffer(self._carrier)
+        self._wire.broadcast(buffer, root, "broadcast").wait()
+        if own is None:
+            return _to(layout.unpack(buffer), self.device)
+        if own != layout:  # told only now, so that the other ranks are not left waiting
+            raise DisagreementError(
+                f"`broadcast`: rank {self.rank} gave {own} to fill, the root (rank {root}) sent "
+                f"{layout}; pass equal shapes and dtypes, or None."
+            )
+        for tensor, value in zip(as_tuple(x), as_tuple(layout.unpack(buffer)), strict=True):
+            tensor.detach().copy_(value)
+        return x
+
+    @overload
+    def send(
+        self,
+        x: Tensor | Sequence[Tensor],
+        dest: int,
+        tag: int = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+    @overload
+    def send(
+        self, x: Tensor | Sequence[Tensor], dest: int, tag: int = ..., *, async_op: Literal[True]
+    ) -> Pending[None]: ...
+    def send(
+        self, x: Tensor | Sequence[Tensor], dest: int, tag: int = 0, *, async_op: bool = False
+    ) -> Pending[None] | None:
+        """Sends tensors to another rank, which calls `recv`.
+
+        Args:
+            x: tensor or tuple of tensors of any shapes and dtypes.
+            dest: the rank that receives; not this one.
+            tag: tells messages to the same rank apart (on CUDA their order alone does).
+            async_op: return a Pending at once; leave `x` alone until it was waited for.
+        """
+        self._check_peer("dest", dest, tag)
+        pending = self._send(x, dest, tag, "send")
+        return pending if async_op else pending.wait()
+
+    @overload
+    def recv(self, source: int, tag: int = ..., *, async_op: Literal[False] = ...) -> Any: ...
+    @overload
+    def recv(self, source: int, tag: int = ..., *, async_op: Literal[True]) -> Pending[Any]: ...
+    def recv(self, source: int, tag: int = 0, *, async_op: bool = False) -> Any:
+        """Receives what another rank sends by `send`.
+
+        Args:
+            source: the rank that sends; not this one.
+            tag: as in `send`.
+            async_op: return a Pending at once.
+
+        Returns:
+            A tensor or a tuple of tensors, as sent, on the communicator's device.
+        """
+        self._check_peer("source", source, tag)
+
+        def receive() -> Tensors:
+            return _to(self._recv(source, tag, "send"), self.device)
+
+        if async_op:
+            return self._inbox.start(source, tag, receive)
+        return self._inbox.receive(source, tag, receive)
+
+    def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Pending[None]:
+        layout = Layout.of(x)
+        posted = self._messages.send(layout.encode(), dest, tag, verb)
+        posted.append(self._wire.send(layout.pack(x, self._carrier), dest, tag, verb))
+
+        def finish(timeout_s: float | None) -> None:
+            for call in posted:
+                call.wait(timeout_s)
+
+        return Pending(finish)
+
+    def _recv(self, source: int, tag: int, verb: str) -> Tensors:
+        layout = Layout.decode(self._messages.recv(source, tag, verb))
+        buffer = layout.empty_buffer(self._carrier)
+        self._wire.recv(buffer, source, tag, verb).wait()
+        return layout.unpack(buffer)
+
+
+def _unpack_all(
+    layouts: Sequence[Layout], buffers: Sequence[Tensor], device: torch.device
+) -> tuple[Tensors, ...]:
+    pairs = zip(layouts, buffers, strict=True)
+    return tuple(_to(layout.unpack(buffer), device) for layout, buffer in pairs)
+
+
+def _device_of(x: Tensor | Sequence[Tensor], default: torch.device) -> torch.device:
+    tensors = as_tuple(x)
+    return tensors[0].device if tensors else default
+
+
+def _to(x: Tensors, device: torch.device) -> Tensors:
+    return x.to(device) if isinstance(x, Tensor) else tuple(tensor.to(device) for tensor in x)
+
+
+def _own_copy(x: Tensor | Sequence[Tensor]) -> Tensors:
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    return tuple(tensor.detach().clone() for tensor in x)

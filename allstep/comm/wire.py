@@ -1,0 +1,302 @@
+"""Raw tensors over a process group: every call is posted, and waited for with a deadline.
+
+The only file that calls a process group. Nothing here knows shapes, structures or objects.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from allstep.comm.failures import is_timeout, translated
+from allstep.errors import UsageError
+
+__all__ = ["GroupWire", "LoneWire", "Posted", "Wire"]
+
+_CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
+_ABORT_TAG = (1 << 31) - 1
+
+
+_Start = Callable[[dist.ProcessGroup], dist.Work]
+
+
+class Posted:
+    """Calls under way on a process group, and the tensors that they read and write."""
+
+    def __init__(
+        self,
+        wire: "GroupWire | None" = None,
+        verb: str = "",
+        works: Sequence[dist.Work] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        self._wire = wire
+        self._verb = verb
+        self._works = list(works)
+        self.timeout_s = timeout_s
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for all of them; on CUDA only the current stream waits."""
+        if self._wire is not None:
+            self._wire.wait(self._verb, self._works, timeout_s or self.timeout_s)
+
+
+class Wire(Protocol):
+    """What a communicator needs of the world."""
+
+    rank: int
+    size: int
+    timeout_s: float
+    group: dist.ProcessGroup | None
+
+    def carrier(self, device: torch.device) -> torch.device:
+        """The device that a tensor on `device` must travel from."""
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
+        """Reduces a contiguous tensor in place."""
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
+    ) -> tuple[Tensor, Posted]:
+        """Reduces `size` tensors, one a rank, and keeps this rank's."""
+
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
+        """Fills everyone's buffer with the root's."""
+
+    def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
+        """Everyone's bytes, whose sizes are known."""
+
+    def all_to_all(
+        self, buffers: Sequence[Tensor], sizes_bytes: Sequence[int], verb: str
+    ) -> list[Tensor]:
+        """A buffer for each rank against one from each rank, whose sizes are known."""
+
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+        """Sends bytes to another rank."""
+
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+        """Receives bytes from another rank."""
+
+    def close(self, *, abort: bool) -> None:
+        """Leaves the group; with `abort` so that peers in a call fail at once."""
+
+
+class LoneWire:
+    """The wire of the only worker."""
+
+    rank = 0
+    size = 1
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def carrier(self, device: torch.device) -> torch.device:
+        return device
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
+        return Posted()
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
+    ) -> tuple[Tensor, Posted]:
+        return parts[0].clone(), Posted()
+
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
+        return Posted()
+
+    def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
+        return [buffer.clone()]
+
+    def all_to_all(
+        self, buffers: Sequence[Tensor], sizes_bytes: Sequence[int], verb: str
+    ) -> list[Tensor]:
+        return [buffers[0].clone()]
+
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+        raise AssertionError("a lone worker has nobody to send to")
+
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+        raise AssertionError("a lone worker has nobody to receive from")
+
+    def close(self, *, abort: bool) -> None:
+        pass
+
+
+class GroupWire:
+    """The wire of a process group of torch's; see `Wire` for the verbs."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.timeout_s = timeout_s
+        self._close = close
+        self._device_types = {device.type for device in group._device_types}
+
+    def carrier(self, device: torch.device) -> torch.device:
+        if device.type in self._device_types or not self._device_types:
+            return device
+        other = "cuda" if "cuda" in self._device_types else "cpu"
+        return (
+            torch.device(other, torch.cuda.current_device())
+            if other == "cuda"
+            else torch.device(other)
+        )
+
+    def wait(self, verb: str, works: list[dist.Work], timeout_s: float | None) -> None:
+        """Waits for works that this wire has posted."""
+        deadline_s = timeout_s or self.timeout_s
+        with translated(verb, self.rank, self.size, deadline_s):
+            while works:
+                if timeout_s is None:
+                    works[0].wait()
+                else:
+                    works[0].wait(timedelta(seconds=timeout_s))
+                works.pop(0)
+
+    def _post(self, verb: str, starts: Sequence[_Start]) -> Posted:
+        group = self.group
+        if group is None:
+            raise UsageError(
+                f"`{verb}` was called on a closed communicator; call it before `close()`."
+            )
+        with translated(verb, self.rank, self.size, self.timeout_s):
+            return Posted(self, verb, [start(group) for start in starts])
+
+    def _options(self, kind: type[Any]) -> Any:
+        options = kind()
+        options.timeout = timedelta(seconds=self.timeout_s)
+        return options
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
+        options = self._options(dist.AllreduceOptions)
+        options.reduceOp = op
+        return self._post(verb, [lambda group: group.allreduce([tensor], options)])
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
+    ) -> tuple[Tensor, Posted]:
+        if len({part.numel() for part in parts}) == 1:
+            options = self._options(dist.ReduceScatterOptions)
+            options.reduceOp = op
+            joined = torch.cat([part.reshape(-1) for part in parts])
+            output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+            flat = output.reshape(-1)
+            return output, self._post(
+                verb, [lambda group: group._reduce_scatter_base(flat, joined, options)]
+            )
+        own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+        def reduce_to(root: int) -> _Start:
+            options = self._options(dist.ReduceOptions)
+            options.reduceOp = op
+            options.rootRank = root
+            return lambda group: group.reduce([own[root]], options)
+
+        return own[self.rank], self._post(verb, [reduce_to(root) for root in range(self.size)])
+
+    def _broadcasts(self, buffer: Tensor, root: int) -> list[_Start]:
+        options = self._options(dist.BroadcastOptions)
+        options.rootRank = root
+        options.rootTensor = 0
+
+        def of(chunk: Tensor) -> _Start:
+            return lambda group: group.broadcast([chunk], options)
+
+        return [of(chunk) for chunk in _chunks(buffer)]
+
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
+        return self._post(verb, self._broadcasts(buffer, root))
+
+    def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
+        output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=buffer.device)
+        pieces = list(torch.split(output, list(sizes_bytes)))
+        if len(set(sizes_bytes)) == 1 and output.numel() <= _CHUNK_BYTES:
+            base = buffer.contiguous()
+            options = self._options(AllgatherOptions)
+            self._post(verb, [lambda group: group._allgather_base(output, base, options)]).wait()
+            return pieces
+        pieces[self.rank].copy_(buffer)
+        starts = [
+            start for root, piece in enumerate(pieces) for start in self._broadcasts(piece, root)
+        ]
+        self._post(verb, starts).wait()
+        return pieces
+
+    def all_to_all(
+        self, buffers: Sequence[Tensor], sizes_bytes: Sequence[int], verb: str
+    ) -> list[Tensor]:
+        options = self._options(dist.AllToAllOptions)
+        joined = torch.cat(list(buffers))
+        output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=joined.device)
+        sent_bytes = [buffer.numel() for buffer in buffers]
+        self._post(
+            verb,
+            [
+                lambda group: group.alltoall_base(
+                    output, joined, list(sizes_bytes), sent_bytes, options
+                )
+            ],
+        ).wait()
+        return list(torch.split(output, list(sizes_bytes)))
+
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+        def of(chunk: Tensor) -> _Start:
+            return lambda group: group.send([chunk], dest, tag)
+
+        return self._point_to_point(verb, buffer, of)
+
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+        def of(chunk: Tensor) -> _Start:
+            return lambda group: group.recv([chunk], source, tag)
+
+        return self._point_to_point(verb, buffer, of)
+
+    def _point_to_point(
+        self, verb: str, buffer: Tensor, start_of: Callable[[Tensor], _Start]
+    ) -> Posted:
+        posted = self._post(verb, [start_of(chunk) for chunk in _chunks(buffer)])
+        if (
+            buffer.device.type == "cpu"
+        ):  # unlike collectives, these take their timeout when waited for
+            posted.timeout_s = self.timeout_s
+        return posted
+
+    def close(self, *, abort: bool) -> None:
+        group, self.group = self.group, None
+        if group is None:
+            return
+        if abort:
+            self._break_connections(group)
+        self._close()
+
+    def _break_connections(self, group: dist.ProcessGroup) -> None:
+        """[Note: abort] Gloo closes its connections when nobody holds the group any more, which
+        cannot be known here, or when a call times out. So let one time out: the first that does
+        closes all connections; on one that is closed already a call fails for that reason.
+        """
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        for peer in peers if "cpu" in self._device_types else []:
+            try:
+                group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if is_timeout(error):
+                    break
+        with suppress(RuntimeError):
+            group.abort()
+
+
+def _chunks(buffer: Tensor) -> list[Tensor]:
+    """Pieces that any backend can send; none if there is nothing to send."""
+    return list(torch.split(buffer, _CHUNK_BYTES)) if buffer.numel() else []
