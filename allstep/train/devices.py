@@ -1,0 +1,50 @@
+"""Nested data on a device, and how many cores this process may use."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = ["map_tensors", "num_cores", "to_device"]
+
+
+def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same nesting of dicts, lists and tuples with `function` applied to each tensor.
+
+    >>> map_tensors({"x": (torch.ones(2), "name")}, lambda x: 2 * x)
+    {'x': (tensor([2., 2.]), 'name')}
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, PackedSequence):  # torch wants its batch_sizes on the CPU
+        fields = data._asdict()
+        del fields["batch_sizes"]
+        return data._replace(**map_tensors(fields, function))
+    if isinstance(data, Mapping):
+        return {key: map_tensors(value, function) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, function) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map_tensors(value, function) for value in data)
+    return data
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """The same nested data with its tensors on `device`; pinned memory is copied while we go on.
+
+    Args:
+        data: tensors in dicts, lists and tuples; anything else is left as it is.
+        device: where the tensors shall be.
+    """
+    non_blocking = device.type == "cuda"  # towards the CPU one could read before the copy is done
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
