@@ -1,0 +1,554 @@
+"""Checkpoints: exact round trips, whole or not at all, damage told, the same on every worker."""
+
+import errno
+import logging
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.errors import CheckpointError, UsageError
+from allstep.train import checkpoint_files
+from allstep.train.checkpoint import (
+    Checkpoints,
+    load_model_state,
+    load_optimizer_state,
+    read_checkpoint,
+    verify,
+    write_checkpoint,
+)
+from allstep.train.state_tree import flatten
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal values and types all the way down; tensors bit for bit."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(bits(a), bits(b))
+    elif isinstance(a, dict):
+        assert [(k, type(k)) for k in a] == [(k, type(k)) for k in b]
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, float):
+        assert a.hex() == b.hex()
+    else:
+        assert a == b
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    x = torch.randint(0, 2, shape, generator=generator).to(torch.float32).to(dtype)
+    return x.mT if len(shape) >= 2 and draw(st.booleans()) else x
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary(max_size=9)
+    | tensors()
+)
+keys = st.text(max_size=3) | st.integers() | st.sampled_from(["1", 1, "a/b", "__metadata__", ""])
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(state=states)
+def test_round_trip(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("round") / "step"
+    write_checkpoint(folder, state)
+    assert_same(read_checkpoint(folder), state)
+    shutil.rmtree(folder)
+
+
+def test_names_that_could_clash(tmp_path: Path) -> None:
+    state = {
+        "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)},
+        "a/b": torch.tensor(4),
+        "__metadata__": torch.tensor(5),
+        "": torch.tensor(6),
+        "state": torch.tensor(7),
+    }
+    write_checkpoint(tmp_path / "c", state)
+    assert_same(read_checkpoint(tmp_path / "c"), state)
+
+
+def test_shared_storage_and_special_tensors(tmp_path: Path) -> None:
+    base = torch.arange(12.0)
+    state = {
+        "tied": [base, base, base[3:6], base.view(3, 4).t()],
+        "parameter": nn.Parameter(torch.ones(2)),
+        "expanded": torch.ones(1).expand(5),
+        "conjugate": torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        "ordered": OrderedDict(a=1),
+        "huge": 10**6000,
+    }
+    write_checkpoint(tmp_path / "c", state)
+    found = read_checkpoint(tmp_path / "c")
+    assert_same(found["tied"], state["tied"])
+    assert_same(found["parameter"], torch.ones(2))
+    assert_same(found["expanded"], torch.ones(5))
+    assert_same(found["conjugate"], torch.tensor([1 - 2j], dtype=torch.complex64))
+    assert_same(found["ordered"], {"a": 1})
+    assert found["huge"] == 10**6000
+    assert math.isnan(_round_trip(tmp_path, float("nan")))
+
+
+def _round_trip(tmp_path: Path, state: Any) -> Any:
+    write_checkpoint(tmp_path / "d", state)
+    return read_checkpoint(tmp_path / "d")
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 0
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"loader": {"seen": {1, 2}}}, r"builtins\.set at `loader/seen`"),
+        ({"optimizer": {(1, 2): 3}}, r"key \(1, 2\) at `optimizer`"),
+        ({True: 1}, "key True"),
+        ([object()], r"builtins\.object at `0`"),
+        ({"x": [1j]}, r"complex at `x/0`"),
+        ({"m": torch.zeros(2, dtype=torch.complex128)}, r"complex128 on cpu at `m`"),
+        ({"m": torch.eye(2).to_sparse()}, r"sparse_coo tensor .* at `m`"),
+        ({"m": torch.empty(2, device="meta")}, r"on meta at `m`"),
+        ({"t": "\ud800"}, "no valid Unicode"),
+        (nested(101), "nested deeper than 100 levels"),
+    ],
+)
+def test_what_cannot_be_stored(state: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        write_checkpoint(tmp_path / "c", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", {"x": torch.ones(2), "y": b"\x00"})
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "manifest.json",
+        "tensors.safetensors",
+    ]
+
+
+def a_state(step: int) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((5, 3), float(step)), "bias": torch.zeros(3)},
+        "optimizer": {"state": {0: {"step": torch.tensor(float(step))}}, "rates": (0.1, math.inf)},
+        "step": step,
+    }
+
+
+def saved(folder: Path, *steps: int, keep: int = 3) -> Checkpoints:
+    checkpoints = Checkpoints(folder, Communicator.lone(), keep=keep)
+    for step in steps:
+        checkpoints.save(step, a_state(step))
+    return checkpoints
+
+
+def loaded_step(folder: Path) -> int | None:
+    """The newest whole checkpoint's step, its contents checked."""
+    loaded = Checkpoints(folder, Communicator.lone()).load_latest()
+    if loaded is None:
+        return None
+    step, state = loaded
+    assert_same(state, a_state(step))
+    return step
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 10, 20, 30, 40, keep=2)
+    assert checkpoints.saved_steps() == [40, 30]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
+    assert loaded_step(tmp_path) == 40
+    with pytest.raises(UsageError, match=r"`keep` \(=0\)"):
+        Checkpoints(tmp_path, Communicator.lone(), keep=0)
+
+
+def test_the_same_step_again(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 10)
+    checkpoints.save(10, a_state(10) | {"again": True})
+    loaded = checkpoints.load_latest()
+    assert loaded is not None
+    assert loaded[1]["again"] is True
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    assert loaded_step(tmp_path) is None
+    assert loaded_step(tmp_path / "missing") is None
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    assert loaded_step(tmp_path) is None
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "tensors gone": (
+        lambda f: (f / "tensors.safetensors").unlink(),
+        r"tensors\.safetensors is missing",
+    ),
+    "manifest gone": (lambda f: (f / "manifest.json").unlink(), r"manifest\.json is missing"),
+    "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], r"manifest\.json is missing"),
+    "tensor file flipped": (
+        lambda f: flip(f / "tensors.safetensors", -3),
+        r"tensors\.safetensors does not match its checksum",
+    ),
+    "manifest flipped": (
+        lambda f: flip(f / "manifest.json", 200),
+        r"manifest\.json does not match its checksum",
+    ),
+    "manifest is a folder": (
+        lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").mkdir()),
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_passed_over_with_a_word(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_damage, words = DAMAGES[damage]
+    saved(tmp_path, 100, 120)
+    make_damage(tmp_path / "step-00000120")
+    with pytest.raises(CheckpointError, match=f"step-00000120: {words}"):
+        verify(tmp_path / "step-00000120")
+    with caplog.at_level(logging.WARNING):
+        assert loaded_step(tmp_path) == 100
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step-00000120: ")
+    assert record.getMessage().endswith("; using step-00000100")
+    assert (tmp_path / "step-00000120").exists()
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "manifest.json"])
+def test_every_truncation_and_every_flipped_byte_is_detected(file: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, 7).path(7)
+    data = (folder / file).read_bytes()
+    chance = random.Random(0)
+    for length in [0, 1, len(data) - 1, *chance.sample(range(len(data)), 20)]:
+        (folder / file).write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=file):
+            read_checkpoint(folder)
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << chance.randrange(8)
+        (folder / file).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=file):
+            read_checkpoint(folder)
+    (folder / file).write_bytes(data + b" ")
+    with pytest.raises(CheckpointError, match=file):
+        read_checkpoint(folder)
+    (folder / file).write_bytes(data)
+    assert loaded_step(tmp_path) == 7
+
+
+def test_all_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, 1, 2)
+    for folder in list(tmp_path.iterdir()):
+        flip(folder / "tensors.safetensors", -1)
+    assert loaded_step(tmp_path) is None
+    assert [r.getMessage().endswith("there is no older one") for r in caplog.records] == [True] * 2
+
+
+def test_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1)
+    monkeypatch.setattr("allstep.train.manifest._FORMAT", 0)
+    with pytest.raises(CheckpointError, match="of format 1, this allstep reads format 0"):
+        read_checkpoint(tmp_path / "step-00000001")
+
+
+def test_manifest_that_does_not_fit_its_tensors(tmp_path: Path) -> None:
+    """A seal proves that nothing changed, not that the writer was right."""
+    folder = tmp_path / "c"
+    write_checkpoint(folder, {"x": torch.ones(1)})
+    manifest = verify(folder)
+    manifest.state["dict"]["y"] = {"tensor": "y"}
+    manifest.write(folder)
+    with pytest.raises(CheckpointError, match=r"c: tensors\.safetensors lacks y"):
+        read_checkpoint(folder)
+    manifest.files.clear()
+    manifest.write(folder)
+    with pytest.raises(CheckpointError, match=r"does not list tensors\.safetensors"):
+        read_checkpoint(folder)
+
+
+def test_a_damaged_one_stays_until_a_newer_one_is_complete(tmp_path: Path) -> None:
+    saved(tmp_path, 80, 100, 120, keep=3)
+    flip(tmp_path / "step-00000120" / "tensors.safetensors", -1)
+    checkpoints = Checkpoints(tmp_path, Communicator.lone(), keep=2)
+    assert checkpoints.load_latest() is not None
+    checkpoints.save(110, a_state(110))
+    assert checkpoints.saved_steps() == [120, 110, 100]  # it does not push out a whole one
+    checkpoints.save(130, a_state(130))
+    assert checkpoints.saved_steps() == [130, 110]
+
+
+def test_a_damaged_one_is_replaced_when_the_run_comes_to_its_step_again(tmp_path: Path) -> None:
+    saved(tmp_path, 100, 120)
+    flip(tmp_path / "step-00000120" / "tensors.safetensors", -1)
+    checkpoints = Checkpoints(tmp_path, Communicator.lone())
+    assert checkpoints.load_latest() is not None
+    checkpoints.save(120, a_state(120))
+    assert loaded_step(tmp_path) == 120
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saved(tmp_path, 1, 2, keep=2)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for moment in ("save_file", "_sync", "_put_in_place"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_files, moment, full)
+            with pytest.raises(CheckpointError, match=r"step-00000003.*No space left.*untouched"):
+                checkpoints.save(3, a_state(3))
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "step-00000001",
+            "step-00000002",
+        ]
+        assert loaded_step(tmp_path) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files.os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.save(3, a_state(3))
+    assert checkpoints.saved_steps() == [2, 1]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Any:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_really_full_disk(tiny_disk: Path) -> None:
+    checkpoints = saved(tiny_disk, 1)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        checkpoints.save(2, {"x": torch.zeros(1 << 20)})
+    assert [path.name for path in tiny_disk.iterdir()] == ["step-00000001"]
+    assert loaded_step(tiny_disk) == 1
+
+
+def test_interrupted_writer_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_files, "save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_dead_writers_left(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    host = checkpoint_files.socket.gethostname().replace("-", "_")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    kept = [f".tmp-step-00000009-{host}-{os.getppid()}", ".tmp-step-00000009-elsewhere-1"]
+    swept = [
+        f".tmp-step-00000009-{host}-{dead.pid}",
+        f".tmp-step-00000009-{host}-{os.getpid()}",
+        ".tmp-step-00000009-elsewhere-2",
+    ]
+    for name in [*kept, *swept]:
+        (tmp_path / name).mkdir()
+    long_ago_s = time.time() - 7200
+    os.utime(tmp_path / swept[-1], (long_ago_s, long_ago_s))
+    assert loaded_step(tmp_path) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "step-00000001"])
+
+
+def test_one_moved_aside_comes_back(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / ".old-step-00000002")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".old-step-00000001")
+    assert loaded_step(tmp_path) == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def save_for_ever(folder: str, step: int) -> None:
+    while True:
+        saved(Path(folder), step, keep=2)
+        step += 1
+
+
+@pytest.mark.process
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """kill -9 at random instants of a writer that does nothing but write."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["allstep.train"])
+    chance = random.Random(1)
+    last = 0
+    for _ in range(10):
+        writer = context.Process(target=save_for_ever, args=(str(tmp_path), last + 1))
+        writer.start()
+        while not (tmp_path / f"step-{last + 1:08d}").exists():
+            assert writer.is_alive()
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        writer.kill()
+        writer.join()
+        step = loaded_step(tmp_path)
+        assert step is not None
+        assert step > last
+        last = step
+        assert not list(tmp_path.glob(".*"))
+    assert last > 20
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_workers_load_what_rank_0_reads(size: int, tmp_path: Path) -> None:
+    state = a_state(3) | {"more": [torch.zeros(0), torch.ones((), dtype=torch.bfloat16), b"x"]}
+    state["items"] = {1: (None, True, 2**70), "1": math.nan}
+
+    def save_and_load(comm: Communicator) -> tuple[int, Any] | None:
+        # only rank 0 knows the folder
+        folder = tmp_path if comm.rank == 0 else tmp_path / "missing"
+        checkpoints = Checkpoints(folder, comm)
+        assert checkpoints.load_latest() is None
+        checkpoints.save(3, state)
+        return checkpoints.load_latest()
+
+    for loaded in run_ranks(size, save_and_load):
+        assert loaded is not None
+        assert loaded[0] == 3
+        assert_same(loaded[1], state)
+
+
+def test_many_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allstep.train.checkpoint._MESSAGE_BYTES", 16)
+    saved(tmp_path, 5)
+    for loaded in run_ranks(2, lambda comm: Checkpoints(tmp_path, comm).load_latest()):
+        assert loaded is not None
+        assert_same(loaded[1], a_state(5))
+
+
+def test_state_without_tensors(tmp_path: Path) -> None:
+    def load(comm: Communicator) -> tuple[int, Any] | None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        checkpoints.save(1, {"a": 1})
+        return checkpoints.load_latest()
+
+    assert run_ranks(2, load) == [(1, {"a": 1})] * 2
+
+
+def test_rank_0s_error_reaches_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def load(comm: Communicator) -> str:
+        checkpoints = Checkpoints(tmp_path, comm)
+        if comm.rank == 0:
+            checkpoints.saved_steps = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises((ZeroDivisionError, CheckpointError)) as caught:
+            checkpoints.load_latest()
+        return f"{caught.type.__name__}: {caught.value}"
+
+    assert run_ranks(3, load) == [
+        "ZeroDivisionError: division by zero",
+        *["CheckpointError: rank 0 could not load: division by zero"] * 2,
+    ]
+
+
+def test_model_state_loads() -> None:
+    source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    source(torch.randn(4, 3))
+    load_model_state(target, dict(source.state_dict()))
+    assert_same(dict(target.state_dict()), dict(source.state_dict()))
+
+
+def test_checkpoint_of_another_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    state = {name: torch.zeros(1) for name in (f"layer{i}.weight" for i in range(7))}
+    state["0.weight"] = torch.zeros(3, 2)
+    state["0.bias"] = torch.zeros(4)
+    with pytest.raises(CheckpointError) as caught:
+        load_model_state(model, state)
+    message = str(caught.value)
+    assert "The checkpoint is for another model: missing: 1.weight, 1.bias; " in message
+    assert "layer3.weight, layer4.weight and 2 more; " in message
+    assert "of another shape: 0.bias [4] instead of [3]. " in message
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
+def test_optimizer_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    stored = _round_trip(tmp_path, optimizer.state_dict())
+    restored = torch.optim.AdamW(model.parameters())
+    load_optimizer_state(restored, stored)
+    assert_same(restored.state_dict(), optimizer.state_dict())
+
+    groups = [{"params": [p]} for p in model.parameters()]
+    with pytest.raises(CheckpointError, match="groups have 2 parameters instead of 1, 1"):
+        load_optimizer_state(torch.optim.AdamW(groups), stored)
+
+
+def test_tensor_names_are_paths() -> None:
+    _, found = flatten(a_state(1))
+    assert list(found) == ["model/weight", "model/bias", "optimizer/state/0/step"]
