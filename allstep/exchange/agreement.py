@@ -46,7 +46,7 @@ def agree(
     same = [high == -low for high, low in zip(largest[:3], largest[3:], strict=True)]
     if not (same[0] and same[1]):
         raise DisagreementError(_explain(comm, action, described))
-    return same[2]
+    return bool(same[2])
 
 
 def _explain(comm: Communicator, action: str, described: Signature) -> str:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 from weakref import ref
@@ -265,7 +266,8 @@ class Exchange(ABC):
         hook = Hook(self._on_lazy_forward, self)
         _remove_all(self._lazy_hooks)
         for module in self._parameters.modules:
-            if any(is_lazy(p) for p in module._parameters.values() if p is not None):
+            own = chain(module._parameters.values(), module._buffers.values())
+            if any(is_lazy(tensor) for tensor in own if tensor is not None):
                 self._lazy_hooks.append(module.register_forward_pre_hook(hook))
 
     def _hook_parameters(self) -> None:

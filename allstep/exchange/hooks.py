@@ -31,11 +31,15 @@ class Hook:
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
-    def __reduce__(self) -> str:
-        return "nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied_hook, ()
 
 
-def nothing(*_: Any) -> None:
+def _copied_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
     """What is left of a hook in a copy."""
 
 

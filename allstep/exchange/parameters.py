@@ -1,7 +1,6 @@
 """The parameters that take part in an exchange, as the model changes."""
 
 from collections.abc import Iterator
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -43,9 +42,9 @@ class ParameterSet:
         self._take_snapshot()
         parameters = dict(self._model.named_parameters())
         self.trained = {n: p for n, p in parameters.items() if p.requires_grad and not is_lazy(p)}
-        named = chain(parameters.items(), self._model.named_buffers())
-        self.tensors = {name: tensor for name, tensor in named if not is_lazy(tensor)}
-        self.lazy = tuple(p for p in parameters.values() if is_lazy(p))
+        tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
+        self.tensors = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
+        self.lazy = tuple(tensor for tensor in tensors.values() if is_lazy(tensor))
 
     def _take_snapshot(self) -> None:
         self._children = tuple(_children(self.modules))

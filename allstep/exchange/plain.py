@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allstep.exchange.exchange import Exchange
 
@@ -18,10 +18,14 @@ class PlainExchange(Exchange):
     """
 
     def _reduce(self, parameters: Sequence[nn.Parameter]) -> int:
-        sent_bytes = 0
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            self.comm.all_reduce(p.grad.detach(), "mean")
-            sent_bytes += p.grad.nbytes
-        return sent_bytes
+        gradients = tuple(_gradient(p) for p in parameters)
+        if gradients:
+            self.comm.all_reduce(gradients, "mean")
+        return sum(gradient.nbytes for gradient in gradients)
+
+
+def _gradient(p: nn.Parameter) -> Tensor:
+    """A view of `p.grad`, outside of the graph that `backward(create_graph=True)` leaves."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    return p.grad.detach()

@@ -110,7 +110,7 @@ class TrackedModule:
 
     def before_forward(self, module: _NormBase, _: Any) -> None:
         """Lends the module scratch tensors for the statistics of one call."""
-        if not (self.is_active and module.training):
+        if not (self.is_active and module.training and module.track_running_stats):
             return
         if self.num_calls:
             self._earlier[0].add_(self.scratch[0])

@@ -1,0 +1,237 @@
+"""What `attach` says, checks and leaves of the model; and how it is undone."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.errors import DisagreementError, UsageError
+from allstep.exchange import ExchangePolicy, attach
+from tests.exchange.nets import assert_same, clone, gradients, mlp, states
+
+
+def with_buffers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "policy", "global_batch", "said"),
+    [
+        (1, None, 128, "mean over 1 worker; global batch 128; learning rate untouched"),
+        (4, None, 8192, "mean over 4 workers; global batch 8,192; learning rate untouched"),
+        (
+            2,
+            ExchangePolicy(reduction="sum"),
+            None,
+            "sum over 2 workers; global batch = the workers' batches together;"
+            " learning rate untouched",
+        ),
+    ],
+)
+def test_says_once_what_it_will_do(
+    size: int,
+    policy: ExchangePolicy | None,
+    global_batch: int | None,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="allstep"):
+        run_ranks(size, lambda comm: attach(mlp(), comm, policy, global_batch=global_batch))
+    assert [r.message for r in caplog.records if r.name == "allstep"] == [said]
+
+
+def test_gives_everyone_rank_0s_parameters_and_buffers_in_place() -> None:
+    start = with_buffers()
+
+    def worker(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+        attach(model, comm)
+        after = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+        assert after == before
+        return states(model)
+
+    for actual in run_ranks(3, worker):
+        assert_same(actual, states(start), rtol=0)
+
+
+@pytest.mark.parametrize("policy", [ExchangePolicy(), ExchangePolicy(reduction="sum")])
+def test_detach_leaves_the_model_as_it_was(policy: ExchangePolicy) -> None:
+    start = with_buffers()
+
+    def worker(comm: Communicator) -> Tensor:
+        model = clone(start, comm)
+        keys = list(model.state_dict())
+        exchange = attach(model, comm, policy)
+        assert list(model.state_dict()) == keys
+        model(torch.ones(4, 5)).sum().backward()
+        exchange.detach()
+        for module in model.modules():
+            assert not module._forward_pre_hooks and not module._forward_hooks
+        for p in model.parameters():
+            assert not p._post_accumulate_grad_hooks and not p._backward_hooks
+        assert list(model.state_dict()) == keys
+        model.eval().zero_grad()
+        model(torch.full((1, 5), float(comm.rank))).sum().backward()
+        attach(model, comm, policy)  # and once more
+        return model[0].weight.grad
+
+    first, second = run_ranks(2, worker)
+    assert not first.any() and second.any()  # each has its own
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_is_not_attached(how: str) -> None:
+    start = with_buffers()
+
+    def worker(comm: Communicator) -> None:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        if how == "deepcopy":
+            copied = copy.deepcopy(model)
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            copied = torch.load(file, weights_only=False)
+        if comm.rank == 0:  # alone
+            copied.add_module("late", nn.Linear(1, 1))
+            with exchange.statistics.step(), exchange.statistics.micro_batch(1.0):
+                copied(torch.ones(4, 5)).sum().backward()
+        assert exchange.num_exchanges == 0
+        model(torch.ones(4, 5)).sum().backward()
+        assert exchange.num_exchanges == 1
+
+    run_ranks(2, worker)
+
+
+def test_refuses_a_model_twice() -> None:
+    comm = Communicator.lone()
+    model = mlp()
+    exchange = attach(model, comm)
+    with pytest.raises(UsageError, match=r"`model` is attached already; call `detach\(\)`"):
+        attach(model, comm)
+    with pytest.raises(UsageError, match=r"`model\.0` is attached already"):
+        attach(nn.Sequential(model), comm)
+    exchange.detach()
+    attach(model, comm)
+
+
+def test_refuses_parameters_of_an_attached_model() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        attach(model, comm)
+        with pytest.raises(UsageError, match=r"Parameter `weight` is attached already.*ModuleList"):
+            attach(model[0], comm)
+
+    run_ranks(2, worker)
+
+
+def test_refuses_a_global_batch_below_one() -> None:
+    with pytest.raises(UsageError, match=r"`global_batch` \(=0\) must be at least 1"):
+        attach(mlp(), Communicator.lone(), global_batch=0)
+
+
+def test_refuses_an_unknown_reduction() -> None:
+    with pytest.raises(UsageError, match=r"`reduction` \(='median'\) must be \"mean\" or \"sum\""):
+        ExchangePolicy(reduction="median")
+
+
+def test_names_the_tensor_that_differs_and_the_ranks() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        if comm.rank == 1:
+            model[2] = nn.Linear(7, 4)
+        if comm.rank == 2:
+            model.double().half()
+        with pytest.raises(DisagreementError) as caught:
+            attach(model, comm)
+        assert (
+            "`0.weight` is (7, 5) torch.float64 on ranks 0, 1; (7, 5) torch.float16 on rank 2"
+        ) in str(caught.value)
+
+    run_ranks(3, worker)
+
+
+def test_names_a_missing_buffer() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        if comm.rank == 1:
+            model.register_buffer("extra", torch.zeros(2))
+        with pytest.raises(DisagreementError, match=r"`extra` is missing on rank 0; \(2,\)"):
+            attach(model, comm)
+
+    run_ranks(2, worker)
+
+
+def test_notices_another_order() -> None:
+    def worker(comm: Communicator) -> None:
+        names = ["a", "b"] if comm.rank else ["b", "a"]
+        with pytest.raises(DisagreementError, match="order differs"):
+            attach(nn.ModuleDict({name: nn.Linear(1, 1) for name in names}), comm)
+
+    run_ranks(2, worker)
+
+
+def test_sparse_gradients_are_refused_with_the_cure_on_all_ranks() -> None:
+    def worker(comm: Communicator, rank: int) -> str:
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+        exchange = attach(model, comm)
+        with pytest.raises((UsageError, DisagreementError)) as caught:
+            if comm.rank >= rank:
+                model(torch.tensor([1, 2])).sum().backward()
+            else:
+                exchange.synchronize()
+        return type(caught.value).__name__ + str(caught.value)
+
+    words = r"Parameter `0.weight` has a sparse gradient"
+    for message in run_ranks(2, lambda comm: worker(comm, 0)):
+        assert message.startswith("UsageError") and words in message and "sparse=False" in message
+    other, own = run_ranks(2, lambda comm: worker(comm, 1))
+    assert own.startswith("UsageError") and words in own
+    assert other.startswith("DisagreementError") and words in other and "rank 1" in other
+
+
+def test_different_calls_are_an_error_not_a_hang() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        exchange = attach(model, comm)
+        with pytest.raises(DisagreementError) as caught:
+            if comm.rank:
+                exchange.sync_buffers()
+            else:
+                model(torch.ones(1, 5)).sum().backward()
+        assert "rank 0: exchange gradients; rank 1: sum running statistics" in str(caught.value)
+
+    run_ranks(2, worker)
+
+
+def test_an_attached_model_can_be_collected() -> None:
+    import gc
+    import weakref
+
+    model = mlp()
+    attach(model, Communicator.lone())
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_gradients_before_and_after(policy: ExchangePolicy) -> None:
+    """A gradient from before `attach` takes part in the first exchange that touches it."""
+
+    def worker(comm: Communicator) -> dict[str, Tensor | None]:
+        model = nn.Linear(1, 1, bias=False)
+        model(torch.full((1, 1), float(comm.rank))).sum().backward()
+        exchange = attach(model, comm, policy)
+        exchange.synchronize()
+        return gradients(model)
+
+    for found in run_ranks(3, worker):
+        assert found["weight"].item() == 1.0

@@ -1,0 +1,375 @@
+"""Running statistics are the single process's, on any number of workers."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.errors import UsageError
+from allstep.exchange import Exchange, attach
+from tests.exchange.nets import assert_same, blocks, clone, differs, states
+
+MICRO_BATCH = 8
+NUM_SAMPLES = 12 * MICRO_BATCH - 5  # 12 micro-batches, the last one short
+Forward = Callable[[nn.Module, Tensor, int], Tensor]
+
+
+def conv_net(momentum: float | None = 0.1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3, momentum=momentum),
+        nn.ReLU(),
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+    )
+
+
+def images(num_steps: int = 4) -> Tensor:
+    """Drifting, so that every micro-batch has other statistics."""
+    drift = torch.linspace(0, 1, NUM_SAMPLES).view(1, -1, 1, 1, 1)
+    return torch.randn(num_steps, NUM_SAMPLES, 2, 6, 6) * (1 + drift) + drift
+
+
+def call(model: nn.Module, x: Tensor, index: int) -> Tensor:
+    return model(x)
+
+
+def train(
+    exchange: Exchange, called: nn.Module, batches: Tensor, forward: Forward = call
+) -> dict[str, Tensor]:
+    """Some steps as `allstep.steps` makes them; returns the buffers."""
+    comm = exchange.comm
+    optimizer = torch.optim.SGD(exchange.model.parameters(), 0.05, momentum=0.9)
+    for batch in batches:
+        with exchange.statistics.step(), exchange.no_sync():
+            num_parts = len(batch.split(MICRO_BATCH))
+            first = comm.rank * num_parts // comm.size
+            parts = blocks(batch, MICRO_BATCH, comm.rank, comm.size)
+            for index, part in enumerate(parts, first):
+                share = comm.size * len(part) / len(batch)
+                with exchange.statistics.micro_batch(share):
+                    (forward(called, part, index).square().mean() * share).backward()
+        exchange.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange.sync_buffers()
+    return dict(exchange.model.named_buffers())
+
+
+def run(
+    size: int,
+    start: nn.Module,
+    batches: Tensor,
+    forward: Forward = call,
+    compiled: bool = False,
+) -> list[dict[str, Tensor]]:
+    def worker(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        return train(attach(model, comm), called, batches, forward)
+
+    return run_ranks(size, worker)
+
+
+def first_statistics(start: nn.Sequential, batch: Tensor, size: int = 1) -> tuple[Tensor, Tensor]:
+    """Weighted mean of the first norm's micro-batch statistics, by hand."""
+    mean, var = 0.0, 0.0
+    for part in batch.split(MICRO_BATCH):
+        hidden = start[0](part).detach()
+        weight = len(part) / len(batch)
+        mean = mean + weight * hidden.mean((0, 2, 3))
+        var = var + weight * hidden.var((0, 2, 3), unbiased=True)
+    return mean, var
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_equal_on_any_number_of_workers(size: int) -> None:
+    start, batches = conv_net(), images()
+    expected = run(1, start, batches)[0]
+    assert expected["1.num_batches_tracked"] == len(batches)
+    for actual in run(size, start, batches):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_step_in_closed_form(size: int) -> None:
+    start, batches = conv_net(), images(1)
+    mean, var = first_statistics(start, batches[0])
+    for actual in run(size, start, batches):
+        torch.testing.assert_close(actual["1.running_mean"], 0.1 * mean, rtol=1e-12, atol=0)
+        torch.testing.assert_close(actual["1.running_var"], 0.9 + 0.1 * var, rtol=1e-12, atol=0)
+
+
+def test_naive_rules_differ() -> None:
+    start, batches = conv_net(), images(1)
+    expected = run(1, start, batches)[0]
+
+    def sequential(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        with exchange.no_sync():
+            for part in blocks(batches[0], MICRO_BATCH, comm.rank, comm.size):
+                model(part)
+        exchange.sync_buffers()
+        return dict(model.named_buffers())
+
+    def unweighted(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        with exchange.statistics.step():
+            for part in blocks(batches[0], MICRO_BATCH, comm.rank, comm.size):
+                with exchange.statistics.micro_batch(comm.size / 12):
+                    model(part)
+        exchange.sync_buffers()
+        return dict(model.named_buffers())
+
+    assert differs(run_ranks(2, sequential)[0], expected, by=0.05)
+    assert differs(run_ranks(2, unweighted)[0], expected, by=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_plain_loop_with_one_micro_batch_per_worker_needs_no_step(size: int) -> None:
+    start, batch = conv_net(), images(1)[0, : 2 * MICRO_BATCH]
+
+    def plain(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        for part in blocks(batch, len(batch) // comm.size, comm.rank, comm.size):
+            model(part).mean().backward()
+        exchange.sync_buffers()
+        return dict(model.named_buffers())
+
+    def stepped(comm: Communicator) -> dict[str, Tensor]:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        with exchange.statistics.step():
+            for part in blocks(batch, len(batch) // size, comm.rank, size):
+                with exchange.statistics.micro_batch(1.0):
+                    model(part)
+        exchange.sync_buffers()
+        return dict(model.named_buffers())
+
+    for plain_buffers, stepped_buffers in zip(
+        run_ranks(size, plain), run_ranks(size, stepped), strict=True
+    ):
+        assert_same(plain_buffers, stepped_buffers)
+
+
+def test_workers_without_a_micro_batch() -> None:
+    start, batches = conv_net(), images(3)
+    batches = batches[:, : 2 * MICRO_BATCH + 3]  # three micro-batches for five workers
+    expected = run(1, start, batches)[0]
+    for actual in run(5, start, batches):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_cumulative_average(size: int) -> None:
+    start, batches = conv_net(momentum=None), images()
+    for actual in run(size, start, batches):
+        assert_same(actual, run(1, start, batches)[0])
+    mean, var = first_statistics(start, batches[0])
+    first = run(size, start, batches[:1])[0]
+    torch.testing.assert_close(first["1.running_mean"], mean, rtol=1e-12, atol=0)
+    torch.testing.assert_close(first["1.running_var"], var, rtol=1e-12, atol=0)
+
+
+def test_several_calls_in_a_micro_batch_count_with_their_mean() -> None:
+    start, batches = conv_net(), images()
+
+    def three_calls(model: nn.Module, x: Tensor, index: int) -> Tensor:
+        return model(x) + model(2 * x) + model(x - 1)
+
+    expected = run(1, start, batches, three_calls)[0]
+    for actual in run(3, start, batches, three_calls):
+        assert_same(actual, expected)
+    parts = batches[0].split(MICRO_BATCH)
+    mean = sum(
+        len(part) / NUM_SAMPLES * start[0](x).detach().mean((0, 2, 3)) / 3
+        for part in parts
+        for x in (part, 2 * part, part - 1)
+    )
+    first = run(2, start, batches[:1], three_calls)[0]
+    torch.testing.assert_close(first["1.running_mean"], 0.1 * mean, rtol=1e-12, atol=1e-15)
+
+
+def test_a_module_that_some_micro_batches_skip() -> None:
+    start, batches = conv_net(), images()
+
+    def skipping(model: nn.Module, x: Tensor, index: int) -> Tensor:
+        return model(x) if index % 5 == 0 else model[:4](x)
+
+    expected = run(1, start, batches, skipping)[0]
+    assert not torch.equal(expected["4.running_var"], torch.ones(4))
+    for size in (2, 4, 6):
+        for actual in run(size, start, batches, skipping):
+            assert_same(actual, expected)
+
+
+def test_a_module_that_nobody_calls_stays_as_it_is() -> None:
+    start, batches = conv_net(), images()
+    start[4].running_mean.fill_(1 / 3)
+    for size in (1, 3):
+        for actual in run(size, start, batches, lambda model, x, index: model[:4](x)):
+            assert torch.equal(actual["4.running_mean"], torch.full((4,), 1 / 3))
+            assert actual["4.num_batches_tracked"] == 0
+
+
+def test_frozen_batch_norm_stays_as_it_is() -> None:
+    start, batches = conv_net(), images()
+    start[1].running_mean.fill_(1 / 3)
+    start[1].eval()
+    for size in (1, 3):
+        for actual in run(size, start, batches):
+            assert torch.equal(actual["1.running_mean"], torch.full((3,), 1 / 3))
+            assert actual["1.num_batches_tracked"] == 0
+            assert actual["4.num_batches_tracked"] == len(batches)
+
+
+def test_evaluating_inside_a_micro_batch_sees_the_running_statistics() -> None:
+    model, x = conv_net(), images(1)[0, :8]
+    exchange = attach(model, Communicator.lone())
+    frozen = copy.deepcopy(model).eval()
+    with exchange.statistics.step():
+        with exchange.statistics.micro_batch(1.0):
+            model(x).mean().backward()
+            model.eval()
+            assert torch.equal(model(x), frozen(x))
+            model.train()
+            assert_same(dict(model.named_buffers()), dict(frozen.named_buffers()), rtol=0)
+        assert_same(dict(model.named_buffers()), dict(frozen.named_buffers()), rtol=0)
+    assert differs(dict(model.named_buffers()), dict(frozen.named_buffers()), by=1e-3)
+    assert model[1].momentum == 0.1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(use_reentrant: bool) -> None:
+    start, batches = conv_net(), images()
+
+    def checkpointed(model: nn.Module, x: Tensor, index: int) -> Tensor:
+        x = x.clone().requires_grad_()
+        return checkpoint(model, x, use_reentrant=use_reentrant)
+
+    expected = run(1, start, batches)[0]
+    for size in (1, 2):
+        for actual in run(size, start, batches, checkpointed):
+            assert_same(actual, expected)
+
+
+def test_compiled_model() -> None:
+    start, batches = conv_net(), images(3)
+    batches = batches[:, :-3]  # micro-batches of equal size: one compilation
+    expected = run(1, start, batches)[0]
+    for size in (1, 2):
+        for actual in run(size, start, batches, compiled=True):
+            assert_same(actual, expected)
+
+
+def test_instance_norm_with_running_statistics() -> None:
+    start = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True))
+    batches = images()
+    expected = run(1, start, batches)[0]
+    assert not torch.equal(expected["1.running_mean"], torch.zeros(3))
+    for actual in run(3, start, batches):
+        assert_same(actual, expected)
+
+
+def test_lazy_batch_norm_counts_from_its_first_forward() -> None:
+    batches = images(2)
+
+    def worker(comm: Communicator) -> dict[str, Tensor]:
+        linear = nn.Linear(72, 1)
+        with torch.no_grad():
+            linear.weight.fill_(0.1)
+        model = nn.Sequential(nn.Flatten(), nn.LazyBatchNorm1d(affine=False), linear)
+        return train(attach(model, comm), model, batches)
+
+    expected = run_ranks(1, worker)[0]
+    assert expected["1.num_batches_tracked"] == 2
+    for actual in run_ranks(2, worker):
+        assert_same(actual, expected)
+
+
+def test_a_failed_forward_leaves_the_module_whole() -> None:
+    model = conv_net()
+    exchange = attach(model, Communicator.lone())
+    before = states(model)
+    with (
+        pytest.raises(ValueError, match="expected 4D input"),
+        exchange.statistics.step(),
+        exchange.statistics.micro_batch(1.0),
+    ):
+        model[1](torch.ones(2, 3))
+    assert model[1].momentum == 0.1
+    assert_same(states(model), before, rtol=0)
+    with exchange.statistics.step(), exchange.statistics.micro_batch(1.0):
+        model(images(1)[0, :8])
+    assert model[1].num_batches_tracked == 1
+
+
+def test_warns_once_about_evaluation_with_unsummed_statistics() -> None:
+    start, x = conv_net(), images(1)[0, :8]
+
+    def worker(comm: Communicator) -> None:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        model(x).mean().backward()
+        model.eval()
+        for _ in range(2):
+            model(x)
+        exchange.sync_buffers()
+
+    with pytest.warns(UserWarning, match=r"call `exchange\.sync_buffers\(\)`") as caught:
+        run_ranks(2, worker)
+    assert len(caught) == 2  # once on each worker
+
+
+def test_does_not_warn_when_synced_alone_or_without_batch_norm() -> None:
+    def worker(comm: Communicator, model: nn.Module, sync: bool) -> None:
+        model = clone(model, comm)
+        exchange = attach(model, comm)
+        model(torch.randn(4, 2, 6, 6)).mean().backward()
+        if sync:
+            exchange.sync_buffers()
+        model.eval()(torch.randn(4, 2, 6, 6))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(2, lambda comm: worker(comm, conv_net(), True))
+        run_ranks(1, lambda comm: worker(comm, conv_net(), False))
+        run_ranks(2, lambda comm: worker(comm, nn.Conv2d(2, 2, 3), False))
+
+
+def test_sync_is_idempotent_and_keeps_equal_buffers_exactly() -> None:
+    start = conv_net()
+    start[1].running_mean.copy_(torch.tensor([1 / 3, 0.1, 1e-9]))
+
+    def worker(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = clone(start, comm)
+        exchange = attach(model, comm)
+        exchange.sync_buffers()
+        untouched = states(model)
+        model(images(1)[0, :8])
+        exchange.sync_buffers()
+        first = states(model)
+        exchange.sync_buffers()
+        assert_same(states(model), first, rtol=0)
+        return untouched, first
+
+    for untouched, _ in run_ranks(3, worker):
+        assert_same(untouched, states(start), rtol=0)
+
+
+def test_micro_batch_belongs_inside_step() -> None:
+    exchange = attach(conv_net(), Communicator.lone())
+    with (
+        pytest.raises(UsageError, match=r"`micro_batch` belongs inside"),
+        exchange.statistics.micro_batch(1.0),
+    ):
+        pass
