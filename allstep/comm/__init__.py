@@ -1,6 +1,8 @@
 """A group of workers and what they can say to each other."""
 
 from allstep.comm.communicator import Communicator
+from allstep.comm.initialise import init
 from allstep.comm.pending import Pending
+from allstep.comm.reduction import ReduceOp
 
-__all__ = ["Communicator", "Pending"]
+__all__ = ["Communicator", "Pending", "ReduceOp", "init"]

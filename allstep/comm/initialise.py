@@ -1,0 +1,176 @@
+"""Makes a communicator of whatever started this process."""
+
+import logging
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from allstep.comm.communicator import Communicator, check_timeout
+from allstep.comm.failures import translated
+from allstep.comm.meeting import meet
+from allstep.comm.topology import Topology
+from allstep.env import Launch, read_launch
+from allstep.errors import UsageError
+
+__all__ = ["init"]
+
+
+def init(
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = 300.0,
+) -> Communicator:
+    """The communicator of all workers that torchrun, srun or mpirun started, or of a lone one.
+
+    A process group that a framework has made is used as it is. Otherwise torch.distributed is
+    initialised, so that torch's own calls work too; a lone process needs no server.
+
+    Args:
+        process_group: the workers, where another library has made their group; a DeviceMesh of
+            one dimension will do. None takes torch.distributed's group if it is initialised.
+        device: where this worker computes; None means its share of the GPUs, else the CPU.
+        timeout_s: how long any call may take before it fails.
+
+    Raises:
+        UsageError: if an argument is wrong, or the launcher's variables contradict each other.
+        CollectiveTimeoutError: if not all workers come within `timeout_s`.
+
+    >>> with init(device="cpu") as comm:
+    ...     comm.size
+    1
+    """
+    check_timeout(timeout_s)
+    if process_group is None and dist.is_initialized():
+        process_group = dist.distributed_c10d._get_default_group()
+    if process_group is not None:
+        comm = _join_group(_group_of(process_group), device, timeout_s)
+    else:
+        launch = read_launch()
+        if launch.launcher == "lone":
+            comm = Communicator.lone(choose_device(device, 0, 1), timeout_s)
+        else:
+            comm = _join_launch(launch, device, timeout_s)
+    _set_up_logging(comm.rank)
+    return comm
+
+
+def _group_of(process_group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise UsageError(
+                f"`process_group` is a DeviceMesh of {process_group.ndim} dimensions "
+                f"{process_group.mesh_dim_names or ''}; pass one of them, such as mesh['dp']."
+            )
+        return process_group.get_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(
+            f"`process_group` is a {type(process_group).__name__}; pass a process group of "
+            "torch.distributed whose member this process is, or a DeviceMesh."
+        )
+    return process_group
+
+
+def _join_group(
+    group: dist.ProcessGroup, device: torch.device | str | None, timeout_s: float
+) -> Communicator:
+    """A communicator over a group that was there before."""
+    unknown = Topology(0, 1, 0, 1)
+    probe = Communicator.over(group, unknown, torch.device("cpu"), timeout_s)
+    topology = Topology.from_nodes(probe.all_gather_object(socket.gethostname()), group.rank())
+    device = choose_device(device, topology.local_rank, topology.local_size)
+    comm = Communicator.over(group, topology, device, timeout_s)
+    _check_devices(comm)
+    return comm
+
+
+def _join_launch(
+    launch: Launch, device: torch.device | str | None, timeout_s: float
+) -> Communicator:
+    """Initialises torch.distributed as the launcher says."""
+    device = choose_device(device, launch.local_rank, launch.local_size)
+    with translated("init", launch.rank, launch.size, timeout_s):
+        if launch.launcher == "torchrun":
+            meeting: dict[str, Any] = {"init_method": "env://"}
+        else:
+            store = meet(launch, timeout_s)
+            meeting = {"store": store, "rank": launch.rank, "world_size": launch.size}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+            **meeting,
+        )
+    group = dist.distributed_c10d._get_default_group()
+    topology = Topology(launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
+    comm = Communicator.over(group, topology, device, timeout_s, close=_destroy)
+    if launch.launcher == "openmpi" and launch.num_nodes > 1:
+        nodes = comm.all_gather_object(socket.gethostname())
+        topology = Topology.from_nodes(nodes, launch.rank)
+        comm = Communicator.over(group, topology, device, timeout_s, close=_destroy)
+    _check_devices(comm)
+    return comm
+
+
+def _check_devices(comm: Communicator) -> None:
+    types = comm.all_gather_object(comm.device.type)
+    if len(set(types)) > 1:
+        odd = types.index(next(kind for kind in types if kind != types[0]))
+        raise UsageError(
+            f"`device`: rank 0 computes on {types[0]}, rank {odd} on {types[odd]}; pass `device` "
+            "so that all workers compute on the same kind."
+        )
+
+
+def _destroy() -> None:
+    """Ends the default group that `init` has made, unless the user was faster."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def choose_device(
+    device: torch.device | str | None, local_rank: int, local_size: int
+) -> torch.device:
+    """The device of a worker; on CUDA it becomes the process's current one.
+
+    Args:
+        device: what the user wants; None means CUDA where there is any, "cuda" without a number
+            the GPU of the local rank's number.
+        local_rank, local_size: this worker's number on its node, and how many there are.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"`device` (={device!r}) is no device; pass 'cpu' or 'cuda'.") from error
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if chosen.type != "cuda":
+        raise UsageError(f"`device` (={device!r}) is not supported; pass 'cpu' or 'cuda'.")
+    num_devices = torch.cuda.device_count()
+    index = local_rank if chosen.index is None else chosen.index
+    if index >= num_devices:
+        raise UsageError(
+            f"`device` (={device!r}): local rank {local_rank} of {local_size} needs GPU {index}, "
+            f"but this process sees {num_devices}; start at most {num_devices} workers here, or "
+            "pass device='cpu'."
+        )
+    chosen = torch.device("cuda", index)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _set_up_logging(rank: int) -> None:
+    """Lets rank 0 say what it does, unless the program has its own idea of logging."""
+    logger = logging.getLogger("allstep")
+    if rank == 0 and not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("allstep: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,329 @@
+"""What the launcher says in the environment; the only reader of os.environ.
+
+torchrun wins over mpirun, mpirun over srun (which starts mpirun's own helpers), and a process
+that none of them started is alone.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from allstep.errors import UsageError
+
+__all__ = ["Launch", "read_launch"]
+
+_PORTS = range(20_000, 30_000)  # below the ports that systems hand out by themselves
+_OPENMPI_JOB = (  # each unlike for unlike jobs of a machine; the first are there always
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "OMPI_MCA_orte_hnp_uri",
+    "OMPI_MCA_orte_precondition_transports",
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which of how many workers this process is, and where they meet.
+
+    Attributes:
+        launcher: who started this process.
+        rank, size: number of this worker and of all.
+        local_rank, local_size: the same on this node.
+        node_rank, num_nodes: number of this node and of all.
+        master_addr, master_port: where rank 0 listens; None if no one said (one node).
+        job_id: unlike for jobs that run at the same time.
+    """
+
+    launcher: Literal["torchrun", "slurm", "openmpi", "lone"]
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str | None
+    master_port: int | None
+    job_id: str
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Reads who started this process.
+
+    Args:
+        environ: variables to read; the process's own if None.
+
+    Raises:
+        UsageError: if the variables contradict each other.
+
+    >>> read_launch({}).launcher
+    'lone'
+    >>> read_launch({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
+    1
+    """
+    variables = _Variables(os.environ if environ is None else environ)
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return _read_torchrun(variables)
+    if variables.positive("OMPI_COMM_WORLD_SIZE", 1) > 1:
+        return _read_openmpi(variables)
+    if _is_slurm_step(variables):
+        return _read_slurm(variables)
+    return Launch("lone", 0, 1, 0, 1, 0, 1, None, None, "lone")
+
+
+class _Variables:
+    """Environment variables, read with checks."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._environ.get(name))  # set to nothing counts as not set
+
+    def text(self, name: str) -> str | None:
+        return self._environ.get(name) or None
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number, at least 0."""
+        text = self.text(name)
+        if text is None:
+            if default is None:
+                raise UsageError(f"{name} is not set, but its launcher's other variables are.")
+            return default
+        if not re.fullmatch(r"\d+", text.strip()):
+            raise UsageError(f"{name} (={text!r}) must be a whole number; set it or unset it.")
+        return int(text)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """A whole number, at least 1."""
+        value = self.number(name, default)
+        if value < 1:
+            raise UsageError(f"{name} (={value}) must be at least 1.")
+        return value
+
+    def place(self, rank_name: str, size_name: str, rank: int, size: int) -> tuple[int, int]:
+        """A rank and a size that fit; the defaults where neither is set."""
+        if rank_name not in self and size_name not in self:
+            return rank, size
+        rank, size = self.number(rank_name, rank), self.positive(size_name, size)
+        if rank >= size:
+            raise UsageError(
+                f"{rank_name} (={rank}) must be below {size_name} (={size}); set both as the "
+                "launcher would, or unset them."
+            )
+        return rank, size
+
+    def master(self) -> tuple[str | None, int | None]:
+        port = self.number("MASTER_PORT") if "MASTER_PORT" in self else None
+        if port is not None and not 0 < port < 65_536:
+            raise UsageError(f"MASTER_PORT (={port}) must be a port: 1 to 65535.")
+        return self.text("MASTER_ADDR"), port
+
+
+def _read_torchrun(variables: _Variables) -> Launch:
+    """torchrun's variables, or the same set by hand."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in variables and other not in variables:
+            raise UsageError(
+                f"{name} (={variables.text(name)}) is set, but {other} is not; set both as "
+                f"torchrun does, or unset {name}."
+            )
+    rank, size = variables.place("RANK", "WORLD_SIZE", 0, 1)
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        _check_no_other_launcher(variables, rank, size)
+    local_rank, local_size = variables.place("LOCAL_RANK", "LOCAL_WORLD_SIZE", rank, size)
+    if local_size > size:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE (={local_size}) must not be above WORLD_SIZE (={size}); set both "
+            "as torchrun does, or unset LOCAL_WORLD_SIZE."
+        )
+    node_rank, num_nodes = variables.place(
+        "GROUP_RANK", "GROUP_WORLD_SIZE", rank // local_size, -(-size // local_size)
+    )
+    address, port = variables.master()
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if value is None:
+            raise UsageError(
+                f"RANK (={rank}) and WORLD_SIZE (={size}) are set, but {name} is not; set it to "
+                "where rank 0 listens, or start with torchrun."
+            )
+    job_id = variables.text("TORCHELASTIC_RUN_ID") or "torchrun"
+    return Launch(
+        "torchrun",
+        rank,
+        size,
+        local_rank,
+        local_size,
+        node_rank,
+        num_nodes,
+        address,
+        port,
+        job_id,
+    )
+
+
+def _check_no_other_launcher(variables: _Variables, rank: int, size: int) -> None:
+    """RANK and WORLD_SIZE set by hand must say what mpirun or srun say."""
+    if variables.positive("OMPI_COMM_WORLD_SIZE", 1) > 1:
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    elif _is_slurm_step(variables):
+        names = ("SLURM_PROCID", _slurm_size_name(variables))
+    else:
+        return
+    theirs = variables.number(names[0]), variables.number(names[1])
+    if (rank, size) != theirs:
+        raise UsageError(
+            f"RANK (={rank}) and WORLD_SIZE (={size}) contradict {names[0]} (={theirs[0]}) and "
+            f"{names[1]} (={theirs[1]}); unset RANK and WORLD_SIZE."
+        )
+
+
+def _read_openmpi(variables: _Variables) -> Launch:
+    """The variables of Open MPI's mpirun."""
+    rank, size = variables.place("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", 0, 1)
+    local_rank, local_size = variables.place(
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", rank, size
+    )
+    if local_size > size:
+        raise UsageError(
+            f"OMPI_COMM_WORLD_LOCAL_SIZE (={local_size}) must not be above OMPI_COMM_WORLD_SIZE "
+            f"(={size}); start with mpirun, or unset both."
+        )
+    job_id = "/".join(filter(None, map(variables.text, _OPENMPI_JOB))) or "openmpi"
+    address, port = variables.master()
+    if address is not None and port is None:
+        port = _port_of(job_id)
+    if address is None and local_size < size:
+        raise UsageError(
+            f"mpirun started OMPI_COMM_WORLD_SIZE (={size}) workers, "
+            f"OMPI_COMM_WORLD_LOCAL_SIZE (={local_size}) of them here, and does not say where "
+            "rank 0 is; tell it: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500 ..."
+        )
+    return Launch(
+        "openmpi",
+        rank,
+        size,
+        local_rank,
+        local_size,
+        # A guess: mpirun does not number nodes (its NODE_RANK is a local rank).
+        rank // local_size,
+        -(-size // local_size),
+        address,
+        port if address is not None else None,
+        job_id,
+    )
+
+
+def _slurm_size_name(variables: _Variables) -> str:
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
+
+
+def _is_slurm_step(variables: _Variables) -> bool:
+    """Did srun start this process together with others? A batch script is alone."""
+    has_step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
+    size = variables.number(_slurm_size_name(variables), 1)
+    return "SLURM_PROCID" in variables and has_step and size > 1
+
+
+def _read_slurm(variables: _Variables) -> Launch:
+    """The variables of Slurm's srun."""
+    size_name = _slurm_size_name(variables)
+    rank, size = variables.place("SLURM_PROCID", size_name, 0, 1)
+    hosts_name = _first_set(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    tasks_name = _first_set(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    hosts = expand_node_list(variables.text(hosts_name) or "", hosts_name)
+    tasks = expand_counts(variables.text(tasks_name) or str(size), tasks_name)
+    if sum(tasks) != size:
+        raise UsageError(
+            f"{tasks_name} (={variables.text(tasks_name)}) gives {sum(tasks)} workers, "
+            f"{size_name} says {size}; start with srun, or unset what was set by hand."
+        )
+    node_rank = variables.number("SLURM_NODEID", 0)
+    if node_rank >= len(tasks):
+        raise UsageError(
+            f"SLURM_NODEID (={node_rank}) must be below the {len(tasks)} nodes of {tasks_name} "
+            f"(={variables.text(tasks_name)}); start with srun."
+        )
+    local_size = tasks[node_rank]
+    local_rank = variables.number("SLURM_LOCALID", 0)
+    if local_rank >= local_size:
+        raise UsageError(
+            f"SLURM_LOCALID (={local_rank}) must be below the {local_size} tasks that {tasks_name} "
+            f"(={variables.text(tasks_name)}) gives node {node_rank}; start with srun."
+        )
+    step = variables.text("SLURM_STEP_ID") or variables.text("SLURM_STEPID")
+    job_id = f"{variables.text('SLURM_JOB_ID') or variables.text('SLURM_JOBID') or 0}.{step}"
+    address, port = variables.master()
+    return Launch(
+        "slurm",
+        rank,
+        size,
+        local_rank,
+        local_size,
+        node_rank,
+        len(tasks),
+        address or hosts[0],
+        port or _port_of(job_id),
+        job_id,
+    )
+
+
+def _first_set(variables: _Variables, name: str, fallback: str) -> str:
+    return name if name in variables else fallback
+
+
+def _port_of(job_id: str) -> int:
+    """A port that all workers of a job derive alike, and other jobs hardly."""
+    return _PORTS[zlib.crc32(job_id.encode()) % len(_PORTS)]
+
+
+def expand_node_list(text: str, name: str = "SLURM_JOB_NODELIST") -> list[str]:
+    """The hosts of a Slurm node list.
+
+    >>> expand_node_list("gpu[01-03,07],login1")
+    ['gpu01', 'gpu02', 'gpu03', 'gpu07', 'login1']
+    """
+    hosts = [
+        host
+        for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+        for host in _expand_brackets(item.strip(), text, name)
+    ]
+    if not hosts:
+        raise UsageError(f"{name} (={text!r}) names no host; start with srun, or set MASTER_ADDR.")
+    return hosts
+
+
+def _expand_brackets(item: str, text: str, name: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if match is None:
+        return [item]
+    head, ranges, tail = match.groups()
+    numbers = []
+    for part in ranges.split(","):
+        if not re.fullmatch(r"\d+(-\d+)?", part):
+            raise UsageError(f"{name} (={text!r}) is no Slurm node list; set MASTER_ADDR.")
+        first, _, last = part.partition("-")
+        width = len(first)
+        numbers += [f"{n:0{width}d}" for n in range(int(first), int(last or first) + 1)]
+    return [
+        head + number + rest for number in numbers for rest in _expand_brackets(tail, text, name)
+    ]
+
+
+def expand_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
+    """The numbers of a Slurm list of counts.
+
+    >>> expand_counts("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UsageError(
+                f"{name} (={text!r}) is no Slurm list of counts such as 2(x3),1; start with srun."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
