@@ -1,0 +1,1 @@
+"""The `allstep` command: one small file for each of its commands."""

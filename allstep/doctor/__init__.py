@@ -1,0 +1,1 @@
+"""What a machine can do, measured."""

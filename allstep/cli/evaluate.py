@@ -1,0 +1,50 @@
+"""`allstep evaluate`: a run's newest checkpoint on its whole test set, each sample once."""
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+
+from allstep.cli import run_folder
+from allstep.cli.workers import num_workers_to_start, run_here, start_workers
+from allstep.comm import Communicator
+from allstep.train.run import Run
+
+__all__ = ["evaluate_worker", "run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Evaluates a run; `--workers` need not be what it was trained on."""
+    parser = argparse.ArgumentParser(
+        prog="allstep evaluate",
+        description="Evaluates a run's newest checkpoint.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--workers", metavar="N", type=int, help="workers to start on this machine")
+    known = parser.parse_args(arguments)
+    recipe = run_folder.read_recipe(known.run, argument="run")
+    run_folder.check_has_checkpoint(known.run, argument="run")
+    recipe.check()
+    num_workers = num_workers_to_start(known.workers)
+    if num_workers is None or num_workers == 1:
+        return run_here(lambda comm: evaluate_worker(comm, known.run))
+    return start_workers(num_workers, "evaluate", known.run)
+
+
+def evaluate_worker(comm: Communicator, run_dir: Path) -> int:
+    """What each worker does; rank 0 prints the metrics and what they are made of."""
+    plain = None
+    if comm.rank == 0:
+        plain = run_folder.recipe_to_plain(run_folder.read_recipe(run_dir, argument="run"))
+    recipe = run_folder.recipe_from_plain(comm.broadcast_object(plain))
+    with closing(Run(recipe.task(comm), recipe, comm, run_dir)) as trained:
+        trained.restore()
+        metrics = trained.evaluate()
+        totals = trained.totals
+        step = trained.loader.step
+    if comm.rank == 0:
+        print(f"{run_dir}, step {step}")
+        for name, value in metrics.items():
+            total, count = totals[name]
+            print(f"{name}  {value:.6g}  ({total:.10g} of {count:.10g})")
+    return 0

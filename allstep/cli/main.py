@@ -1,0 +1,85 @@
+"""Picks the command, and turns allstep's own errors into one screen and an exit code."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import FrameType
+
+from allstep import __version__
+from allstep.errors import AllstepError, UsageError, nearest_names
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "train": "train a recipe on any number of workers, or continue a run",
+    "recipes": "list the recipes, or show one with all its fields",
+    "evaluate": "evaluate a run's newest checkpoint on its whole test set",
+}
+# What `train` and `evaluate` start; not for people.
+_WORKER = "worker"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code.
+
+    Args:
+        argv: what follows `allstep`; this process's own arguments when None.
+
+    Returns:
+        0; 1 if a worker failed; 2 for a mistake of the caller's; 130 after Ctrl-C and 143
+        after SIGTERM.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _quiet_signals():
+        try:
+            return _dispatch(arguments)
+        except AllstepError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command == "--version":
+        print(f"allstep {__version__}")
+        return 0
+    if command not in (*_COMMANDS, _WORKER):
+        raise UsageError(f"There is no command `{command}`; {nearest_names(command, _COMMANDS)}")
+    code: int = import_module(f"allstep.cli.{command}").run(rest)
+    return code
+
+
+def _help() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: allstep COMMAND ... | --version | --help",
+            "",
+            *lines,
+            "",
+            "For a start: allstep train digits --workers 2",
+        ]
+    )
+
+
+@contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """Ends this process without a traceback on Ctrl-C, as long as nobody else listens."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, _leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)

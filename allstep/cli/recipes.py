@@ -1,0 +1,41 @@
+"""`allstep recipes`: lists the recipes, or shows one with all its fields."""
+
+import argparse
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from allstep.cli.run_folder import find_recipe
+from allstep.recipes import REGISTRY
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Prints a line for each recipe, or the fields, defaults and help of one."""
+    parser = argparse.ArgumentParser(
+        prog="allstep recipes", description="Lists the recipes, or shows one.", allow_abbrev=False
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show this recipe's fields")
+    name = parser.parse_args(arguments).name
+    if name is None:
+        _print_all()
+    else:
+        _print_one(name)
+    return 0
+
+
+def _print_all() -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, recipe_class in REGISTRY.items():
+        table.add_row(f"[bold]{name}", recipe_class.summary)
+    Console(highlight=False).print(table)
+
+
+def _print_one(name: str) -> None:
+    recipe_class = find_recipe(name)
+    parser = tyro.extras.get_parser(
+        recipe_class, prog=f"allstep train {name}", description=recipe_class.summary
+    )
+    parser.print_help()

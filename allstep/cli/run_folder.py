@@ -1,0 +1,192 @@
+"""A run's folder: `recipe.json`, checkpoints, metrics and, at the end, `report.json`."""
+
+import json
+import shlex
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from allstep import __version__
+from allstep.errors import UsageError, nearest_names
+from allstep.recipes import REGISTRY, Recipe
+
+__all__ = [
+    "check_has_checkpoint",
+    "find_recipe",
+    "forget_report",
+    "has_checkpoint",
+    "has_report",
+    "make_run_dir",
+    "read_recipe",
+    "recipe_from_plain",
+    "recipe_to_plain",
+    "resume_command",
+    "write_recipe",
+    "write_report",
+]
+
+_RECIPE = "recipe.json"
+_REPORT = "report.json"
+
+
+def find_recipe(name: str) -> type[Recipe]:
+    """The recipe of this name.
+
+    Raises:
+        UsageError: if there is none; with the nearest names.
+    """
+    if name not in REGISTRY:
+        raise UsageError(f"There is no recipe `{name}`; {nearest_names(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
+    """Makes the folder of a new run; `runs/RECIPE-DATE-TIME` if none is given.
+
+    Raises:
+        UsageError: if `run_dir` holds a run already, or can't be made.
+    """
+    if run_dir is not None:
+        if (run_dir / _RECIPE).exists():
+            raise UsageError(
+                f"`run_dir` (={run_dir}) holds a run already: continue it with"
+                f" `allstep train --resume {run_dir}`, or choose another folder."
+            )
+        _mkdir(run_dir, exist_ok=True)
+        return run_dir
+    stem = Path("runs") / f"{recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
+    attempt = 1
+    while True:
+        path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
+        try:
+            _mkdir(path, exist_ok=False)
+        except FileExistsError:
+            attempt += 1
+        else:
+            return path
+
+
+def _mkdir(path: Path, *, exist_ok: bool) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+        raise UsageError(f"`run_dir` (={path}) is a file; give a folder.") from None
+    except OSError as error:
+        raise UsageError(
+            f"`run_dir` (={path}) can't be made ({error.strerror}); choose another folder."
+        ) from None
+
+
+def recipe_to_plain(recipe: Recipe) -> dict[str, Any]:
+    """Name and all fields of a recipe as plain data."""
+    values = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+    return {"recipe": recipe.name, "allstep": __version__, "fields": plain}
+
+
+def recipe_from_plain(plain: dict[str, Any]) -> Recipe:
+    """The inverse of `recipe_to_plain`.
+
+    Raises:
+        UsageError: if the recipe or one of its fields doesn't exist (any more).
+    """
+    recipe_class = find_recipe(plain["recipe"])
+    hints = get_type_hints(recipe_class)
+    known = {field.name for field in fields(recipe_class)}
+    unknown = sorted(set(plain["fields"]) - known)
+    if unknown:
+        raise UsageError(
+            f"`{unknown[0]}` is no field of recipe `{recipe_class.name}`;"
+            f" the run was made by allstep {plain['allstep']}, this is {__version__}."
+        )
+    return recipe_class(
+        **{name: _restored(value, hints[name]) for name, value in plain["fields"].items()}
+    )
+
+
+def _restored(value: Any, hint: Any) -> Any:
+    """Undoes what JSON can't keep: tuples became lists, paths became strings."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if isinstance(value, str) and Path in kinds:
+        return Path(value)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def write_recipe(run_dir: Path, recipe: Recipe) -> None:
+    """Writes `recipe.json`."""
+    text = json.dumps(recipe_to_plain(recipe), indent=2)
+    (run_dir / _RECIPE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_recipe(run_dir: Path, *, argument: str) -> Recipe:
+    """The recipe of an existing run.
+
+    Args:
+        run_dir: the run's folder.
+        argument: what the caller names it, for messages.
+
+    Raises:
+        UsageError: if the folder holds no run, or no checkpoint.
+    """
+    if not run_dir.is_dir():
+        raise UsageError(f"`{argument}` (={run_dir}) is no folder; {_list_runs(run_dir)}")
+    path = run_dir / _RECIPE
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        recipe = recipe_from_plain(plain)
+    except FileNotFoundError:
+        raise UsageError(
+            f"`{argument}` (={run_dir}) has no {_RECIPE}: it is no run of `allstep train`."
+        ) from None
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None
+    return recipe
+
+
+def check_has_checkpoint(run_dir: Path, *, argument: str) -> None:
+    """Raises UsageError if the run has no checkpoint to start from."""
+    if not has_checkpoint(run_dir):
+        raise UsageError(
+            f"`{argument}` (={run_dir}) has no checkpoint:"
+            " it ended before the first one was written; train it anew."
+        )
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether there is something to continue from."""
+    return any((run_dir / "checkpoints").glob("step-*"))
+
+
+def _list_runs(run_dir: Path) -> str:
+    siblings = [
+        str(path.parent) for path in run_dir.parent.glob(f"*/{_RECIPE}") if path.parent != run_dir
+    ]
+    return nearest_names(str(run_dir), siblings) if siblings else "see `runs/` for your runs."
+
+
+def resume_command(run_dir: Path, num_workers: int) -> str:
+    """The command line that continues a run."""
+    workers = f" --workers {num_workers}" if num_workers > 1 else ""
+    return f"allstep train --resume {shlex.quote(str(run_dir))}{workers}"
+
+
+def write_report(run_dir: Path, report: dict[str, Any]) -> None:
+    """Writes `report.json`."""
+    text = json.dumps(report, indent=2, default=str)
+    (run_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
+
+
+def forget_report(run_dir: Path) -> None:
+    """Deletes the report of an earlier, interrupted part of the run."""
+    (run_dir / _REPORT).unlink(missing_ok=True)
+
+
+def has_report(run_dir: Path) -> bool:
+    """Whether the workers came to their end and told what the run came to."""
+    return (run_dir / _REPORT).exists()

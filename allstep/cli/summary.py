@@ -1,0 +1,99 @@
+"""What a run came to, on one screen, with one next step."""
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from allstep.cli.run_folder import resume_command
+from allstep.comm import Communicator
+from allstep.doctor.gemm import measure_gemm_flops
+from allstep.plan.advice import RunNumbers, next_step
+from allstep.recipes import Recipe
+from allstep.train.devices import num_cores
+from allstep.train.report import RunReport
+
+__all__ = ["Summary", "summarize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What the report alone doesn't know.
+
+    Attributes:
+        workers: how many trained together.
+        gemm_flops_per_s: matrix-multiply peak of all workers together, as measured now.
+        mfu: share of it that training reached.
+        next_step: one piece of advice.
+    """
+
+    workers: int
+    gemm_flops_per_s: float | None
+    mfu: float | None
+    next_step: str
+
+    def show(self, report: RunReport) -> None:
+        """Prints the run's numbers: a table on a terminal, plain lines elsewhere."""
+        rows = _rows(report, self)
+        console = Console(highlight=False, soft_wrap=True)
+        if console.is_terminal:
+            table = Table.grid(padding=(0, 2))
+            for label, value in rows:
+                table.add_row(f"[bold]{label}", value)
+            console.print(table, soft_wrap=False)
+        else:
+            for label, value in rows:
+                print(f"{label}: {value}")
+
+
+def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
+    """Measures the machine's peak and draws the conclusions. All workers call it."""
+    peak = mfu = None
+    if report.flops_per_sample is not None:
+        peak = measure_gemm_flops(comm, getattr(torch, recipe.precision))
+        mfu = report.flops_per_sample * report.samples_per_s / peak
+    numbers = RunNumbers(
+        workers=comm.size,
+        samples_per_s=report.samples_per_s,
+        lone_samples_per_s=report.lone_samples_per_s,
+        data_share=report.data_share,
+        exchange_share=report.exchange_share,
+        mfu=mfu,
+        global_batch=recipe.global_batch,
+        micro_batch=recipe.micro_batch,
+        loader_workers=recipe.loader_workers,
+        num_cores=num_cores(),
+        num_gpus=torch.cuda.device_count(),
+        resume_command=resume_command(report.run_dir, comm.size) if report.interrupted else None,
+    )
+    return Summary(workers=comm.size, gemm_flops_per_s=peak, mfu=mfu, next_step=next_step(numbers))
+
+
+def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
+    rows = [(name, _metric(report, name)) for name in report.metrics]
+    plural = "s" if summary.workers > 1 else ""
+    rows.append(
+        ("speed", f"{report.samples_per_s:,.0f} samples/s on {summary.workers} worker{plural}")
+    )
+    if summary.mfu is not None and summary.gemm_flops_per_s is not None:
+        peak = f"{summary.gemm_flops_per_s / 1e9:,.0f} GFLOP/s"
+        rows.append(("MFU", f"{summary.mfu:.1%} of the measured matrix-multiply peak ({peak})"))
+    rows.append(
+        (
+            "waiting",
+            f"{report.data_share:.1%} for data, {report.exchange_share:.1%} for the exchange",
+        )
+    )
+    if report.checkpoint is not None:
+        rows.append(("checkpoint", str(report.checkpoint)))
+    rows.append(("run", str(report.run_dir)))
+    rows.append(("next", summary.next_step))
+    return rows
+
+
+def _metric(report: RunReport, name: str) -> str:
+    total, count = report.totals[name]
+    if total == int(total) and 0 <= total <= count:  # a count of right answers
+        return f"{report.metrics[name]:.2%} ({total:.0f} of {count:.0f})"
+    return f"{report.metrics[name]:.4f}"

@@ -1,0 +1,144 @@
+"""`allstep train`: starts local workers, or joins those that a launcher has started."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, make_dataclass
+from pathlib import Path
+
+import tyro
+from tyro.conf import OmitArgPrefixes
+
+from allstep.cli import run_folder
+from allstep.cli.workers import num_workers_to_start, run_here, start_workers
+from allstep.comm import Communicator
+from allstep.env import read_launch
+from allstep.errors import UsageError
+from allstep.recipes import REGISTRY, Recipe
+
+__all__ = ["run", "train_worker"]
+
+_USAGE = """\
+usage: allstep train RECIPE [--workers N] [--run-dir DIR] [flags of the recipe]
+       allstep train RECIPE --help
+       allstep train --resume RUN [--workers N]
+
+recipes: {recipes}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How many workers, and where the run is kept."""
+
+    workers: int | None = None
+    """Workers to start on this machine; by default one for each GPU, or one."""
+
+    run_dir: Path | None = None
+    """Folder for checkpoints and metrics; by default runs/RECIPE-DATE-TIME."""
+
+
+def run(arguments: list[str]) -> int:
+    """Trains the named recipe, or continues the run given with `--resume`."""
+    if any(a == "--resume" or a.startswith("--resume=") for a in arguments):
+        return _resume(arguments)
+    if not arguments or arguments[0].startswith("-"):
+        is_help = bool(arguments) and arguments[0] in ("-h", "--help")
+        print(_USAGE.format(recipes=", ".join(REGISTRY)), file=None if is_help else sys.stderr)
+        return 0 if is_help else 2
+    options, recipe = _parse(*arguments)
+    recipe.check()
+    num_workers = num_workers_to_start(options.workers)
+
+    def start() -> tuple[Recipe, Path]:
+        run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
+        run_folder.write_recipe(run_dir, recipe)
+        return recipe, run_dir
+
+    if num_workers is None or num_workers == 1:
+        return run_here(lambda comm: train_worker(comm, start, resume=False))
+    _, run_dir = start()
+    return _train_on(num_workers, run_dir, resume=False)
+
+
+def _parse(name: str, *flags: str) -> tuple[LaunchOptions, Recipe]:
+    recipe_class = run_folder.find_recipe(name)
+    command_line = make_dataclass(
+        "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
+    )
+    parsed = tyro.cli(
+        command_line,
+        args=flags,
+        prog=f"allstep train {name}",
+        description=f"{name}: {recipe_class.summary}",
+        config=(OmitArgPrefixes,),
+        console_outputs=read_launch().rank == 0,
+    )
+    return parsed.launch, parsed.recipe
+
+
+def _resume(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="allstep train", allow_abbrev=False)
+    parser.add_argument("--resume", metavar="RUN", type=Path, required=True)
+    parser.add_argument("--workers", metavar="N", type=int)
+    known, others = parser.parse_known_args(arguments)
+    if others:
+        listed = ", ".join(f"`{word}`" for word in others if not word.lstrip("-").isdigit())
+        raise UsageError(
+            f"{listed} can't be given with `--resume`: the recipe and its fields come from"
+            f" {known.resume}/recipe.json. Only `--workers` may differ."
+        )
+    recipe = _read_run(known.resume)
+    recipe.check()
+    num_workers = num_workers_to_start(known.workers)
+    if num_workers is None or num_workers == 1:
+        start = lambda: (_read_run(known.resume), known.resume)  # noqa: E731
+        return run_here(lambda comm: train_worker(comm, start, resume=True))
+    return _train_on(num_workers, known.resume, resume=True)
+
+
+def _read_run(run_dir: Path) -> Recipe:
+    recipe = run_folder.read_recipe(run_dir, argument="resume")
+    run_folder.check_has_checkpoint(run_dir, argument="resume")
+    return recipe
+
+
+def _train_on(num_workers: int, run_dir: Path, *, resume: bool) -> int:
+    """Starts local workers; says how to continue if they didn't come to their end."""
+    run_folder.forget_report(run_dir)
+    code = start_workers(num_workers, "resume" if resume else "train", run_dir)
+    if code not in (0, 2) and not run_folder.has_report(run_dir):
+        if run_folder.has_checkpoint(run_dir):
+            command = run_folder.resume_command(run_dir, num_workers)
+            print(f"The run can be continued: {command}", file=sys.stderr)
+        else:
+            print("No checkpoint had been written yet.", file=sys.stderr)
+    return code
+
+
+def train_worker(
+    comm: Communicator, start: Callable[[], tuple[Recipe, Path]], *, resume: bool
+) -> int:
+    """What each worker does; returns its exit code.
+
+    Args:
+        comm: this worker's communicator.
+        start: gives the recipe and the run's folder; called on rank 0 only, which alone
+            touches the disk.
+        resume: continue from the newest checkpoint.
+    """
+    from allstep.cli.summary import summarize
+    from allstep.train import fit
+
+    plain: tuple[object, str] | None = None
+    if comm.rank == 0:
+        recipe, run_dir = start()
+        run_folder.forget_report(run_dir)
+        plain = run_folder.recipe_to_plain(recipe), str(run_dir)
+    received = comm.broadcast_object(plain)
+    recipe, run_dir = run_folder.recipe_from_plain(received[0]), Path(received[1])
+    report = fit(recipe.task(comm), recipe, comm, run_dir, resume=resume)
+    summary = summarize(report, recipe, comm)
+    if comm.rank == 0:
+        run_folder.write_report(run_dir, {**asdict(report), **asdict(summary)})
+        summary.show(report)
+    return 128 + report.interrupted if report.interrupted else 0

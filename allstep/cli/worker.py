@@ -1,0 +1,27 @@
+"""`allstep worker`: what `train` and `evaluate` start, once for each worker; not for people."""
+
+from pathlib import Path
+
+from allstep.cli import run_folder
+from allstep.cli.workers import run_here
+
+__all__ = ["run"]
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one worker of a run whose folder exists."""
+    action, folder = arguments
+    run_dir = Path(folder)
+    if action == "evaluate":
+        from allstep.cli.evaluate import evaluate_worker
+
+        return run_here(lambda comm: evaluate_worker(comm, run_dir))
+    from allstep.cli.train import train_worker
+
+    return run_here(
+        lambda comm: train_worker(
+            comm,
+            lambda: (run_folder.read_recipe(run_dir, argument="run"), run_dir),
+            resume=action == "resume",
+        )
+    )

@@ -1,0 +1,210 @@
+"""One worker fails, all stop: who reports what, and how a worker leaves at once.
+
+[Note: one fails, all stop]
+A worker that fails writes its error file, prints its traceback and exits without unwinding
+anything else; its sockets close, so peers in a collective fail too. The launcher notices the
+death and sends SIGTERM to the others, the same signal that a preempted machine sends. The
+two are told apart by looking at the peers of this node: if one has an error file or is gone,
+the signal means «end at once», else «save a checkpoint and end». A thread of its own looks
+at signals as they come, for Python's handlers wait until the main thread is back from a long
+matrix product or a collective.
+"""
+
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+import allstep.comm
+from allstep.comm import Communicator
+from allstep.env import Launch, read_error_file, read_launch
+from allstep.errors import AllstepError, CommunicationError, DisagreementError
+from allstep.train.interrupts import REPEAT_S, SIGNALS
+
+__all__ = ["FAILED", "PEER_LOST", "USAGE", "message_of", "run_worker"]
+
+FAILED = 1
+USAGE = 2
+# A worker that ends only because another one did.
+PEER_LOST = 75
+
+_POLL_S = 0.5
+
+
+def run_worker(body: Callable[[Communicator], int]) -> int:
+    """Runs a worker's body with a communicator; if it fails, the whole process ends at once.
+
+    Args:
+        body: returns the exit code; called with this worker's communicator.
+
+    Returns:
+        What `body` returned, after all workers came to its end.
+    """
+    guard = _Guard(read_launch())
+    guard.start()
+    try:
+        with allstep.comm.init() as comm:
+            guard.meet(comm)
+            code = body(comm)
+            comm.barrier()
+        return code
+    except SystemExit:
+        raise
+    except BaseException as error:
+        guard.fail(error)
+    finally:
+        guard.stop()
+
+
+def message_of(error: AllstepError) -> str:
+    """The message alone, also of an error that a loader's process wrapped in its traceback.
+
+    >>> message_of(AllstepError("no such file"))
+    'no such file'
+    """
+    text = str(error)
+    if not text.startswith("Caught ") or "Original Traceback" not in text:
+        return text
+    return text.rpartition(f"{type(error).__name__}: ")[2].strip()
+
+
+class _Guard:
+    """Watches signals, the parent and the peers of one worker process."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._error_file = read_error_file()
+        self._peer_pids: list[int] = []
+        self._parent_pid = os.getppid()
+        self._requested_at_s: float | None = None
+        self._leaving = threading.RLock()  # a signal may come while leaving
+        self._previous_handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._read_fd, self._write_fd = os.pipe()
+
+    def start(self) -> None:
+        os.set_blocking(self._write_fd, False)
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._leave_on_signal)
+        threading.Thread(target=self._watch, name="allstep-guard", daemon=True).start()
+
+    def stop(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        os.close(self._write_fd)  # ends the thread
+
+    def meet(self, comm: Communicator) -> None:
+        """Learns the process ids of this node's workers. All workers call it."""
+        places = comm.all_gather_object([comm.node_rank, os.getpid()])
+        self._peer_pids = [
+            pid for node, pid in places if node == comm.node_rank and pid != os.getpid()
+        ]
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Reports the exception that is being handled, once among all workers, and leaves."""
+        if isinstance(error, KeyboardInterrupt):
+            self._leave(128 + signal.SIGINT)
+        if isinstance(error, CommunicationError) and not isinstance(error, DisagreementError):
+            if not self._peer_fails_soon():
+                print(f"{self._prefix}{message_of(error)}", file=sys.stderr)
+            self._leave(PEER_LOST)
+        is_first = self._claim_report()
+        if self._error_file is not None and isinstance(error, Exception):
+            get_error_handler().record_exception(error)
+        is_usage = isinstance(error, AllstepError)
+        if is_first:
+            text = f"error: {message_of(error)}\n" if is_usage else self._headed_traceback()
+            print(text, end="", file=sys.stderr, flush=True)
+        self._leave(USAGE if is_usage else FAILED)
+
+    @property
+    def _prefix(self) -> str:
+        return f"[rank {self._launch.rank}] " if self._launch.size > 1 else ""
+
+    def _headed_traceback(self) -> str:
+        header = f"[rank {self._launch.rank}] failed:\n" if self._launch.size > 1 else ""
+        return header + traceback.format_exc()
+
+    def _claim_report(self) -> bool:
+        """True for the first failing worker of a launcher: a bug often fails them all alike."""
+        if self._error_file is None:
+            return True
+        try:
+            (self._error_file.parent.parent / "reported").touch(exist_ok=False)
+        except OSError:
+            return False
+        return True
+
+    def _peer_failed(self) -> bool:
+        """Whether a worker of this node has failed or is gone."""
+        if self._error_file is not None:
+            for file in self._error_file.parent.parent.glob(f"*/{self._error_file.name}"):
+                if file != self._error_file:
+                    return True
+        return not all(_exists(pid) for pid in self._peer_pids)
+
+    def _peer_fails_soon(self) -> bool:
+        """The same, giving a dying peer (and the launcher that reaps it) a moment."""
+        deadline_s = time.monotonic() + 2 * _POLL_S
+        while not (failed := self._peer_failed()) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S / 10)
+        return failed
+
+    def _watch(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read_fd], [], [], _POLL_S)
+            if ready:
+                numbers = os.read(self._read_fd, 64)
+                if not numbers:
+                    os.close(self._read_fd)
+                    return
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._react(signal.Signals(number))
+            elif self._launch.launcher != "lone" and os.getppid() != self._parent_pid:
+                self._leave(PEER_LOST)  # the launcher is gone
+
+    def _react(self, number: signal.Signals) -> None:
+        now_s = time.monotonic()
+        if self._peer_failed():
+            self._leave(PEER_LOST)
+        if signal.getsignal(number) == self._leave_on_signal:  # nobody answers requests now
+            self._leave(128 + number)
+        if self._requested_at_s is None:
+            self._requested_at_s = now_s
+        elif now_s - self._requested_at_s > REPEAT_S:
+            self._leave(128 + number)
+
+    def _leave_on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._leave(PEER_LOST if self._peer_failed() else 128 + number)
+
+    def _leave(self, code: int) -> NoReturn:
+        """Ends this process and its loaders now, whatever other threads are doing."""
+        self._leaving.acquire()  # the first thread to leave decides the code
+        for child in multiprocessing.active_children():
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            if stream.isatty():
+                stream.write("\x1b[?25h")  # a progress bar hides the cursor
+            stream.flush()
+        os._exit(code)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
