@@ -1,0 +1,34 @@
+"""Trainings ready to run; each is a frozen dataclass whose fields are flags of `allstep train`."""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
+from allstep.recipes.base import Recipe
+
+__all__ = ["REGISTRY", "Recipe"]
+
+
+class _Registry(Mapping[str, type[Recipe]]):
+    """Recipes by name; a recipe's module is imported when it is asked for."""
+
+    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> type[Recipe]:
+        module, recipe = self._places[name]
+        found: type[Recipe] = getattr(import_module(module), recipe)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+REGISTRY: Mapping[str, type[Recipe]] = _Registry(
+    {
+        "digits": ("allstep.recipes.digits", "Digits"),
+    }
+)
+"""The recipes that come with allstep, by name."""

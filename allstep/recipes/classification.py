@@ -1,0 +1,61 @@
+"""Loss and metrics that the recipes with pictures share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own habit)
+from torch import Tensor, nn
+
+from allstep.train.task import Metrics
+
+__all__ = ["Classifier"]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Cross-entropy and accuracy of a model on uint8 pictures, normalised on the device.
+
+    Args:
+        mean: of each channel, in units of the uint8 values.
+        std: standard deviation of each channel, in the same units.
+        label_smoothing: share of the target spread over all classes in training, 0 to 1.
+        top_k: also count how often the label is among the k best; 0 for no.
+    """
+
+    mean: Sequence[float]
+    std: Sequence[float]
+    label_smoothing: float = 0.0
+    top_k: int = 0
+
+    def normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """(images - mean) / std per channel, [batch, channel, height, width] in `dtype`."""
+        mean = torch.tensor(self.mean, dtype=dtype, device=images.device).view(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=dtype, device=images.device).view(-1, 1, 1)
+        return (images.to(dtype) - mean) / std
+
+    def logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        """The model's answer, [batch, class], computed in the dtype of its parameters."""
+        logits: Tensor = model(self.normalise(images, next(model.parameters()).dtype))
+        return logits
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy of (images, labels)."""
+        images, labels = batch
+        return F.cross_entropy(
+            self.logits(model, images), labels, label_smoothing=self.label_smoothing
+        )
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
+        """Sums and counts of `accuracy` and `loss` (nats, unsmoothed), and of `top_k`'s."""
+        images, labels = batch
+        logits = self.logits(model, images)
+        count = len(labels)
+        metrics: dict[str, tuple[float | Tensor, float | Tensor]] = {
+            "accuracy": ((logits.argmax(1) == labels).sum(), count),
+            "loss": (F.cross_entropy(logits, labels, reduction="sum"), count),
+        }
+        if self.top_k:
+            best = logits.topk(min(self.top_k, logits.shape[1]), dim=1).indices
+            metrics[f"top{self.top_k}"] = ((best == labels[:, None]).sum(), count)
+        return metrics
