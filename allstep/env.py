@@ -9,11 +9,12 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from allstep.errors import UsageError
 
-__all__ = ["Launch", "read_launch"]
+__all__ = ["Launch", "read_error_file", "read_launch", "read_num_threads"]
 
 _PORTS = range(20_000, 30_000)  # below the ports that systems hand out by themselves
 _OPENMPI_JOB = (  # each unlike for unlike jobs of a machine; the first are there always
@@ -71,6 +72,22 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     if _is_slurm_step(variables):
         return _read_slurm(variables)
     return Launch("lone", 0, 1, 0, 1, 0, 1, None, None, "lone")
+
+
+def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where torchrun's agent looks for what made this worker fail; None without an agent."""
+    path = _Variables(os.environ if environ is None else environ).text("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path is not None else None
+
+
+def read_num_threads(environ: Mapping[str, str] | None = None) -> int | None:
+    """The threads that the user (or torchrun) wants in each worker; None if no one said.
+
+    >>> read_num_threads({"OMP_NUM_THREADS": "4"})
+    4
+    """
+    variables = _Variables(os.environ if environ is None else environ)
+    return variables.positive("OMP_NUM_THREADS") if "OMP_NUM_THREADS" in variables else None
 
 
 class _Variables:
