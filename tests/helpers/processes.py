@@ -1,0 +1,183 @@
+"""Ranks as real processes, which can be killed."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from allstep.comm import init
+from allstep.errors import PeerLostError
+
+__all__ = ["RemoteError", "Workers", "run_processes", "start_processes"]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed.device_mesh", "allstep.comm.initialise"])
+
+
+_GRACE_S = 5.0
+
+
+class RemoteError(RuntimeError):
+    """A rank raised; the message is its traceback."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank came to: a result, or a traceback and how likely it is no cause (0 to 2)."""
+
+    rank: int
+    value: Any
+    severity: int | None = None
+
+
+class Workers:
+    """Processes that run `fn(comm, *args)`, one a rank; a context manager that leaves none behind."""
+
+    def __init__(
+        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> None:
+        # The parent serves the store, as torchrun's agent does: no port is guessed or raced for.
+        self._store = TCPStore(
+            "127.0.0.1", 0, n, True, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+        self._pipes: list[Connection] = []
+        self._processes: list[ForkServerProcess] = []
+        for rank in range(n):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_work,
+                args=(rank, n, self._store.port, timeout_s, theirs, fn, args),
+                name=f"rank {rank}",
+                daemon=False,  # may start DataLoader workers of its own
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """By rank: None while it runs, negative if a signal ended it."""
+        return [process.exitcode for process in self._processes]
+
+    def kill(self, *ranks: int, signal_number: int = signal.SIGKILL) -> None:
+        """Sends a signal to some ranks; to all if none is named."""
+        for rank in ranks or range(len(self._processes)):
+            if self._processes[rank].is_alive():
+                os.kill(self.pids[rank], signal_number)
+
+    def join(self, timeout_s: float = 60.0) -> list[int | None]:
+        """Waits until all have ended; TimeoutError, and all killed, if that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        if None in self.exit_codes:
+            stuck = [rank for rank, code in enumerate(self.exit_codes) if code is None]
+            self.close()
+            raise TimeoutError(f"ranks {stuck} did not end within {timeout_s:g} s")
+        return self.exit_codes
+
+    def results(self, timeout_s: float = 60.0) -> list[Any]:
+        """What the ranks returned; RemoteError with the causing traceback if one raised or died."""
+        deadline = time.monotonic() + timeout_s
+        outcomes: dict[int, _Outcome] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting:
+            ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                outcomes[rank] = self._receive(rank, pipe)
+                if outcomes[rank].severity is not None:  # the others' words may say more
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        failures = [outcome for outcome in outcomes.values() if outcome.severity is not None]
+        if failures:
+            worst = min(failures, key=lambda outcome: outcome.severity or 0)
+            raise RemoteError(f"on rank {worst.rank}:\n{worst.value}")
+        if waiting:
+            raise TimeoutError(
+                f"ranks {sorted(waiting.values())} returned nothing within {timeout_s:g} s"
+            )
+        self.join(_GRACE_S)
+        return [outcomes[rank].value for rank in range(len(self._processes))]
+
+    def _receive(self, rank: int, pipe: Connection) -> "_Outcome":
+        try:
+            outcome: _Outcome = pipe.recv()
+        except EOFError:
+            self._processes[rank].join(_GRACE_S)
+            return _Outcome(rank, f"it died (exit code {self.exit_codes[rank]})", severity=1)
+        return outcome
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        self.kill()
+        for process in self._processes:
+            process.join(10)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def start_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Workers:
+    """Starts n processes that run `fn(comm, *args)`; `fn` is importable, results are picklable."""
+    return Workers(n, fn, args, timeout_s)
+
+
+def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Runs `fn(comm, *args)` in n processes and returns the results, by rank."""
+    with start_processes(n, fn, *args, timeout_s=timeout_s) as workers:
+        return workers.results(timeout_s)
+
+
+def _work(
+    rank: int,
+    size: int,
+    port: int,
+    timeout_s: float,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """A child's life: what torchrun would set, the communicator, the function."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="tests",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    try:
+        with init(device="cpu", timeout_s=timeout_s) as comm:
+            result = fn(comm, *args)
+            comm.barrier()
+    except BaseException as error:
+        severity = 2 if isinstance(error, PeerLostError) else 0
+        pipe.send(_Outcome(rank, traceback.format_exc(), severity))
+        raise SystemExit(1) from None
+    pipe.send(_Outcome(rank, result))
