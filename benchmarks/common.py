@@ -1,0 +1,121 @@
+"""What the benchmarks share: fair timing, intervals, and results that say where they come from."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and the interval that holds the true one with about 95 % confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Median and its 95 % interval from order statistics; assumes no distribution.
+
+    The interval is between the j-th smallest and j-th largest value, with the largest j for
+    which a fair coin thrown n times shows fewer than j heads in at most 2.5 % of the cases.
+
+    >>> estimate([3.0, 1.0, 2.0, 5.0, 4.0, 7.0, 6.0])
+    Estimate(median=4.0, low=1.0, high=7.0)
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    below, term, j = 0.0, 0.5**n, 0
+    while below + term <= 0.025:
+        below += term
+        term *= (n - j) / (j + 1)
+        j += 1
+    j = max(j, 1)
+    return Estimate(statistics.median(ordered), ordered[j - 1], ordered[n - j])
+
+
+def ratio(values: Sequence[float], base: Sequence[float]) -> Estimate:
+    """Values over base, repeat by repeat, so that a slow moment of the machine cancels.
+
+    >>> ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]).median
+    2.0
+    """
+    return estimate([value / other for value, other in zip(values, base, strict=True)])
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]], repeats: int, *, warmups: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each repeat; all of them take turns, in alternating order."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(-warmups, repeats):
+        names = list(variants) if repeat % 2 else list(reversed(variants))
+        for name in names:
+            start_s = time.perf_counter()
+            variants[name]()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - start_s)
+    return seconds
+
+
+def circumstances() -> dict[str, Any]:
+    """Machine, versions and date."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "machine": {
+            "processor": _processor(),
+            "num_cpus": len(os.sched_getaffinity(0)),
+            "num_threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "system": f"{platform.system()} {platform.release()}",
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "numpy", "allstep")},
+        },
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write_results(name: str, results: Mapping[str, Any]) -> Path:
+    """Writes `results/<name>.json` with the circumstances."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**circumstances(), **results}, indent=2) + "\n")
+    return path
+
+
+def print_headline(**numbers: float) -> None:
+    """The last line: one JSON object with the numbers that the benchmark is about."""
+    print(json.dumps({name: round(value, 4) for name, value in numbers.items()}), flush=True)
