@@ -48,7 +48,7 @@ class Layout:
     """Structure, dtypes and shapes of a tensor or a tuple of tensors.
 
     >>> Layout.of((torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)))
-    Layout(float32[2, 3], int64[])
+    (float32[2, 3], int64[])
     """
 
     is_tuple: bool
@@ -73,7 +73,7 @@ class Layout:
     def __repr__(self) -> str:
         specs = zip(self.dtypes, self.shapes, strict=True)
         listed = ", ".join(f"{dtype_name(dtype)}{list(shape)}" for dtype, shape in specs)
-        return f"Layout({listed}{',' if self.is_tuple and len(self.shapes) == 1 else ''})"
+        return f"({listed})" if self.is_tuple else listed
 
     def encode(self) -> bytes:
         """As bytes, for a header."""
@@ -118,6 +118,8 @@ class Layout:
 
     def unpack(self, buffer: Tensor) -> Tensors:
         """The inverse of `pack`: tensors that are views of `buffer`."""
+        if self.dtypes and buffer.storage_offset() % max(dtype.itemsize for dtype in self.dtypes):
+            buffer = buffer.clone()  # a view must be aligned
         tensors = []
         offset = 0
         for dtype, shape, size in zip(self.dtypes, self.shapes, self._sizes_bytes, strict=True):

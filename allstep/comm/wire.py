@@ -3,8 +3,8 @@
 The only file that calls a process group. Nothing here knows shapes, structures or objects.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from allstep.comm.failures import is_timeout, translated
-from allstep.errors import UsageError
+from allstep.comm.roll_call import call_roll, report
+from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 __all__ = ["GroupWire", "LoneWire", "Posted", "Wire"]
 
@@ -142,22 +143,23 @@ class GroupWire:
         self.size = group.size()
         self.timeout_s = timeout_s
         self._close = close
-        self._device_types = {device.type for device in group._device_types}
+        self._store = group.get_group_store()
+        self._device_types = {
+            device.type
+            for device in group._device_types
+            if device.type == "cpu" or group._get_backend(device).name() != "gloo"
+        }
 
     def carrier(self, device: torch.device) -> torch.device:
-        if device.type in self._device_types or not self._device_types:
+        if device.type in self._device_types:
             return device
-        other = "cuda" if "cuda" in self._device_types else "cpu"
-        return (
-            torch.device(other, torch.cuda.current_device())
-            if other == "cuda"
-            else torch.device(other)
-        )
+        if device.type == "cuda" or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def wait(self, verb: str, works: list[dist.Work], timeout_s: float | None) -> None:
-        """Waits for works that this wire has posted."""
-        deadline_s = timeout_s or self.timeout_s
-        with translated(verb, self.rank, self.size, deadline_s):
+        """Waits for works that this wire has posted, and takes the finished off the list."""
+        with self._explained(verb, timeout_s):
             while works:
                 if timeout_s is None:
                     works[0].wait()
@@ -171,8 +173,23 @@ class GroupWire:
             raise UsageError(
                 f"`{verb}` was called on a closed communicator; call it before `close()`."
             )
-        with translated(verb, self.rank, self.size, self.timeout_s):
+        with self._explained(verb, None):
             return Posted(self, verb, [start(group) for start in starts])
+
+    @contextmanager
+    def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
+        """Typed errors for what fails inside; after the group's own timeout with a roll call."""
+        try:
+            with translated(verb, self.rank, self.size, timeout_s or self.timeout_s):
+                yield
+        except PeerLostError:
+            report(self._store, self.rank, verb)
+            raise
+        except CollectiveTimeoutError as error:
+            if timeout_s is not None and timeout_s < self.timeout_s:
+                raise  # the caller may wait again
+            where = call_roll(self._store, self.rank, self.size, verb)
+            raise CollectiveTimeoutError(f"{error} {where}".rstrip()) from error.__cause__
 
     def _options(self, kind: type[Any]) -> Any:
         options = kind()

@@ -41,7 +41,7 @@ class _Outcome:
 
 
 class Workers:
-    """Processes that run `fn(comm, *args)`, one a rank; a context manager that leaves none behind."""
+    """Processes that run `fn(comm, *args)`, one a rank; as a context manager it leaves none."""
 
     def __init__(
         self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
