@@ -1,0 +1,212 @@
+"""How far a run is: one clean bar on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Column
+
+from allstep.comm import Communicator
+
+__all__ = ["Progress"]
+
+_LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What is shown."""
+
+    num_steps: int
+    epoch: int
+    loss: float
+    samples_per_s: float
+
+
+class Progress:
+    """Shows how far training is, on rank 0 and on stderr; a context manager.
+
+    On a terminal a bar; elsewhere a line whenever an epoch or ten seconds have passed.
+
+    Args:
+        num_total_steps: optimizer steps of the whole run; None if that is not known.
+        comm: the workers.
+        epochs: passes over the data of the whole run; None if that is not known.
+    """
+
+    def __init__(
+        self, num_total_steps: int | None, comm: Communicator, *, epochs: int | None = None
+    ) -> None:
+        self._display: _Display = _Nothing()
+        if comm.rank == 0:
+            workers = f"{comm.size} worker{'s' if comm.size > 1 else ''}"
+            kind = _Bar if sys.stderr.isatty() else _Lines
+            self._display = kind(sys.stderr, num_total_steps, epochs, workers)
+
+    def __enter__(self) -> Self:
+        self._display.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._display.stop()
+
+    def advance(self, num_steps: int) -> None:
+        """Moves the bar.
+
+        Args:
+            num_steps: optimizer steps done since the run's start.
+        """
+        self._display.advance(num_steps)
+
+    def update(self, num_steps: int, epoch: int, loss: float, samples_per_s: float) -> None:
+        """Moves the bar and shows new numbers.
+
+        Args:
+            num_steps: optimizer steps done since the run's start.
+            epoch: whole passes over the data before this step.
+            loss: mean training loss since the last update.
+            samples_per_s: of all workers together.
+        """
+        self._display.update(_Status(num_steps, epoch, loss, samples_per_s))
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._display.note(text)
+
+
+class _Display(Protocol):
+    """One way to show it."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def advance(self, num_steps: int) -> None: ...
+
+    def update(self, status: _Status) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class _Nothing:
+    """What ranks other than 0 show."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def advance(self, num_steps: int) -> None:
+        pass
+
+    def update(self, status: _Status) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class _Bar:
+    """One line of a terminal that is drawn again and again; columns give way when it is narrow."""
+
+    def __init__(
+        self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
+    ) -> None:
+        self._num_total_steps = num_total_steps
+        self._epochs = epochs
+        self._progress = RichProgress(
+            _column("{task.fields[position]}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
+            _column("{task.fields[numbers]}"),
+            _column(workers),
+            TimeRemainingColumn(compact=True),
+            console=Console(file=stream, highlight=False),
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=num_total_steps, position="", numbers="")
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def advance(self, num_steps: int) -> None:
+        self._progress.update(self._task, completed=num_steps)
+
+    def update(self, status: _Status) -> None:
+        self._progress.update(
+            self._task,
+            completed=status.num_steps,
+            position=_position(status, self._num_total_steps, self._epochs),
+            numbers=_numbers(status),
+        )
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False)
+
+
+class _Lines:
+    """Plain lines, for files and pipes."""
+
+    def __init__(
+        self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
+    ) -> None:
+        self._stream = stream
+        self._num_total_steps = num_total_steps
+        self._epochs = epochs
+        self._workers = workers
+        self._printed: _Status | None = None
+        self._printed_s = 0.0
+        self._latest: _Status | None = None
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        if self._latest is not None and self._latest != self._printed:
+            self._print(self._latest)
+
+    def advance(self, num_steps: int) -> None:
+        pass
+
+    def update(self, status: _Status) -> None:
+        self._latest = status
+        is_new_epoch = self._printed is None or self._printed.epoch != status.epoch
+        if is_new_epoch or time.monotonic() - self._printed_s >= _LINE_EVERY_S:
+            self._print(status)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def _print(self, status: _Status) -> None:
+        position = _position(status, self._num_total_steps, self._epochs)
+        self.note(f"{position}  {_numbers(status)}  {self._workers}")
+        self._printed = status
+        self._printed_s = time.monotonic()
+
+
+def _column(text: str) -> TextColumn:
+    column = Column(no_wrap=True, overflow="ellipsis")
+    return TextColumn(text, markup=False, table_column=column)
+
+
+def _position(status: _Status, num_total_steps: int | None, epochs: int | None) -> str:
+    epoch = f"epoch {status.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
+    total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
+    return f"{epoch}  step {status.num_steps:,}{total}"
+
+
+def _numbers(status: _Status) -> str:
+    return f"loss {status.loss:.4f}  {status.samples_per_s:,.0f} samples/s"

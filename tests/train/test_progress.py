@@ -1,0 +1,98 @@
+"""Progress: one clean bar on a terminal of any width, few plain lines elsewhere."""
+
+import io
+import re
+import sys
+import time
+
+import pytest
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.train.progress import Progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    with Progress(300, Communicator.lone(), epochs=3) as progress:
+        for step in range(1, 301):
+            progress.advance(step)
+            clock[0] += 0.3
+            progress.update(step, (step - 1) // 100, 1 / step, 1234.5)
+            if step % 100 == 0:
+                progress.note(f"epoch {step // 100}: accuracy [0.5]")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert lines[0] == "epoch 1/3  step 1/300  loss 1.0000  1,234 samples/s  1 worker"
+    assert [line for line in lines if "accuracy" in line] == [
+        f"epoch {i}: accuracy [0.5]" for i in (1, 2, 3)
+    ]
+    shown = [int(match[1]) for match in re.finditer(r"step (\d+)/", captured.err)]
+    assert shown == [1, 35, 69, 101, 135, 169, 201, 235, 269, 300]
+
+
+def test_the_last_numbers_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(None, Communicator.lone()) as progress:
+        progress.update(10, 0, 0.5, 1.0)
+    assert capsys.readouterr().err == "epoch 1  step 10  loss 0.5000  1 samples/s  1 worker\n"
+
+
+def on_terminal(
+    monkeypatch: pytest.MonkeyPatch, width: int, num_total_steps: int | None = 100
+) -> str:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(num_total_steps, Communicator.lone(), epochs=2) as progress:
+        progress.update(40, 0, 0.125, 5000)
+        progress.note("epoch 1: [accuracy] 0.9")
+        progress.advance(50)
+        progress.update(100, 1, 0.0625, 6000)
+    return terminal.getvalue()
+
+
+def test_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_terminal(monkeypatch, 120)
+    for part in ("epoch 2/2", "step 100/100", "loss 0.0625", "6,000 samples/s", "1 worker", "━"):
+        assert part in text
+    assert "epoch 1: [accuracy] 0.9" in text
+
+
+@pytest.mark.parametrize("width", [1, 5, 20, 40, 60, 80, 200])
+@pytest.mark.parametrize("num_total_steps", [100, None])
+def test_bar_is_one_line_at_any_width(
+    width: int, num_total_steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = on_terminal(monkeypatch, width, num_total_steps)
+    last_frame = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("\r")[-1].rstrip("\n")
+    assert "\n" not in last_frame
+    assert len(last_frame) <= width
+
+
+def test_only_rank_0_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    def show(comm: Communicator) -> None:
+        with Progress(5, comm, epochs=1) as progress:
+            progress.advance(4)
+            progress.update(5, 0, 1.0, 2.0)
+            progress.note("done")
+
+    run_ranks(3, show)
+    assert capsys.readouterr().err.splitlines() == [
+        "epoch 1/1  step 5/5  loss 1.0000  2 samples/s  3 workers",
+        "done",
+    ]
