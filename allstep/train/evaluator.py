@@ -1,0 +1,239 @@
+"""Metrics on a whole test set, each sample counted exactly once on any number of workers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from allstep.comm import Communicator
+from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.errors import DisagreementError, UsageError
+from allstep.train.devices import to_device
+from allstep.train.task import Metrics
+
+__all__ = ["Evaluator"]
+
+# Keep an evaluation's random numbers apart from those of training with the same seed.
+_SAMPLE = 0x73616D706C65
+_COMPUTE = 0x6576616C
+
+
+class Evaluator:
+    """Measures a model on a test set that is shared out over the workers.
+
+        metric = sum over all micro-batches of sum / sum of count    (nan if nothing was counted)
+
+    The test set is cut in the same micro-batches on any number of workers, so that integer
+    counts are the same to the last digit and other sums up to float64 rounding. Random
+    transforms draw from (seed, sample), and nobody else's random state is disturbed.
+
+    Args:
+        metrics: `(model, micro_batch) -> {name: (sum, count)}`, numbers or one-element tensors;
+            the names must be the same for every micro-batch.
+        dataset: map-style, the same on every worker.
+        comm: the workers; each of them must call the evaluator.
+        micro_batch: samples that go through the model at once.
+        num_workers: processes per worker that read samples; 0 reads in the worker itself.
+        collate_fn: samples -> micro-batch; torch's default when None.
+        seed: start of every random state.
+
+    Attributes:
+        totals: (sum, count) of each metric at the last call.
+
+    Raises:
+        UsageError: if the test set is empty or has no length, or a number is out of range.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> samples = TensorDataset(torch.tensor([1.0, 2.0, 6.0]))
+    >>> def metrics(model, batch):
+    ...     return {"mean": (model(batch[0]).sum(), len(batch[0]))}
+    >>> evaluator = Evaluator(metrics, samples, Communicator.lone(), micro_batch=2)
+    >>> evaluator(nn.Identity())
+    {'mean': 3.0}
+    >>> evaluator.totals
+    {'mean': (9.0, 3.0)}
+    """
+
+    def __init__(
+        self,
+        metrics: Callable[[nn.Module, Any], Metrics],
+        dataset: Dataset[Any],
+        comm: Communicator,
+        *,
+        micro_batch: int,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if micro_batch < 1:
+            raise UsageError(f"`micro_batch` (={micro_batch}) must be at least 1.")
+        if num_workers < 0:
+            raise UsageError(f"`num_workers` (={num_workers}) must be 0 or more.")
+        self.totals: dict[str, tuple[float, float]] = {}
+        self._metrics = metrics
+        self._dataset = dataset
+        self._comm = comm
+        self._num_workers = num_workers
+        self._collate_fn = collate_fn
+        self._seed = seed
+        self._cut = _cut(_length(dataset), micro_batch)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Measures the model; all workers call it.
+
+        Args:
+            model: on `comm.device`; put in eval mode meanwhile, each module's own mode is restored.
+                Worker-dependent buffers must be made equal before (`exchange.sync_buffers()`).
+
+        Returns:
+            sum / count of each metric, the same on every worker.
+
+        Raises:
+            UsageError: if a metric is no pair of numbers.
+            DisagreementError: on every worker, if the metrics' names differ.
+        """
+        sums = _Sums(self._comm.device)
+        with preserved_random_state(), _evaluating(model):
+            for index, data in self._micro_batches():
+                seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
+                sums.add(self._metrics(model, to_device(data, self._comm.device)))
+        names = _agreed_names(self._comm, sums.name_sets)
+        totals = self._comm.all_reduce(sums.of(names)).tolist()
+        self.totals = {name: (a, b) for name, (a, b) in zip(names, totals, strict=True)}
+        return {name: a / b if b else float("nan") for name, (a, b) in self.totals.items()}
+
+    def _micro_batches(self) -> Iterator[tuple[int, Any]]:
+        """This worker's contiguous block of micro-batches, with their index in the whole set."""
+        rank, size, num_cut = self._comm.rank, self._comm.size, len(self._cut)
+        first = rank * num_cut // size
+        own = self._cut[first : (rank + 1) * num_cut // size]
+        return enumerate(self._fetch(own), start=first)
+
+    def _fetch(self, own: list[range]) -> Iterator[Any]:
+        dataset = self._dataset
+        if type(dataset) is TensorDataset and self._collate_fn is None:
+            return (list(dataset[samples.start : samples.stop]) for samples in own)
+        loader = DataLoader(
+            _SeededSamples(dataset, self._seed),
+            batch_sampler=[list(samples) for samples in own],
+            num_workers=self._num_workers if own else 0,
+            collate_fn=self._collate_fn,
+            pin_memory=self._comm.device.type == "cuda",
+        )
+        return iter(loader)
+
+
+class _SeededSamples(Dataset[Any]):
+    """A data set whose samples draw the same random numbers whoever reads them."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitem__(self, index: int) -> Any:
+        seed_all(derive_seed(self._seed, _SAMPLE, index), torch.device("cpu"))
+        return self._dataset[index]
+
+
+class _Sums:
+    """(sum, count) of each metric so far, in float64, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.name_sets: list[list[str]] = []  # each different one that was seen
+        self._device = device
+        self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
+
+    def add(self, metrics: Metrics) -> None:
+        """Adds one micro-batch's."""
+        names = list(metrics)
+        if not any(set(names) == set(seen) for seen in self.name_sets):
+            self.name_sets.append(names)
+        for name, pair in metrics.items():
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise UsageError(
+                    f"`metrics` gave {pair!r} for `{name}`; it must be a pair (sum, count)."
+                )
+            total, count = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total + _number(name, pair[0]), count + _number(name, pair[1])
+
+    def of(self, names: list[str]) -> Tensor:
+        """The sums of these metrics, 0 for those that this worker has none of: [metric, 2]."""
+        numbers = [number for name in names for number in self._sums.get(name, (0.0, 0.0))]
+        tensors = [torch.as_tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
+        return torch.stack(tensors).reshape(-1, 2) if tensors else torch.zeros(0, 2)
+
+
+def _number(name: str, value: Any) -> float | Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return value.detach().reshape(()).to(torch.float64)
+        given = f"a tensor of shape {list(value.shape)}"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            given = repr(value)
+    raise UsageError(
+        f"`metrics` gave {given} for `{name}`; sum and count must be numbers or one-element "
+        "tensors."
+    )
+
+
+def _agreed_names(comm: Communicator, name_sets: list[list[str]]) -> list[str]:
+    """The metrics' names, if all workers that had samples gave the same."""
+    by_rank: list[list[list[str]]] = list(comm.all_gather_object(name_sets))
+    given = [names for seen in by_rank for names in seen]
+    names = given[0]
+    if any(set(other) != set(names) for other in given):
+        listed = "; ".join(
+            f"rank {rank} gave {' and then '.join(_quoted(names) for names in seen)}"
+            for rank, seen in enumerate(by_rank)
+            if seen
+        )
+        raise DisagreementError(
+            f"The names of `metrics` differ: {listed}. Give the same names for every micro-batch, "
+            "with (0, 0) for what it has none of."
+        )
+    return names
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    try:
+        num_samples = len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise UsageError(
+            f"`dataset` (a {type(dataset).__name__}) has no length; the evaluator needs a "
+            "map-style data set, so that each sample is counted once."
+        ) from error
+    if num_samples == 0:
+        raise UsageError("`dataset` is empty; give the evaluator at least one sample.")
+    return num_samples
+
+
+def _cut(num_samples: int, micro_batch: int) -> list[range]:
+    """The samples in micro-batches; the last may be short."""
+    return [
+        range(start, min(start + micro_batch, num_samples))
+        for start in range(0, num_samples, micro_batch)
+    ]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; afterwards each module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        # not inference mode: its tensors clash with compiled modules and with later training
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
