@@ -43,8 +43,8 @@ def attach(
         The exchange.
 
     Raises:
-        UsageError: if the model is attached already, has no parameters, or `global_batch` isn't
-            positive.
+        UsageError: if the model or one of its parameters is attached already, or `global_batch`
+            isn't positive.
         DisagreementError: if names, shapes or dtypes differ between workers.
 
     Example:

@@ -1,23 +1,22 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from time import perf_counter
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree, digest
+from allstep.exchange.backward import BackwardPass
 from allstep.exchange.hooks import Hook, Removable
 from allstep.exchange.parameters import ParameterSet, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
@@ -47,7 +46,7 @@ class Exchange(ABC):
         self.statistics = RunningStatistics(self._parameters, comm)
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
-        self._running: ref[_EndOfBackward] | None = None
+        self._backward_pass = BackwardPass(self._finish_backward)
         self._gradient_hooks: dict[nn.Parameter, list[Removable]] = {}
         self._module_hooks: list[Removable] = []
         self._lazy_hooks: list[Removable] = []
@@ -106,8 +105,7 @@ class Exchange(ABC):
             return
         if self._parameters.has_changed():
             self.sync_parameters()
-        trained = self._parameters.trained
-        self._touched.update(name for name, p in trained.items() if p.grad is not None)
+        self._touch_all()
         self._exchange()
 
     def sync_buffers(self) -> None:
@@ -140,6 +138,7 @@ class Exchange(ABC):
             if new:
                 self.comm.broadcast(tuple(new), root=0)
             self._hook_parameters()
+            self._touch_all()  # names may have moved; to exchange a gradient again changes nothing
         self._hook_lazy_modules()
 
     def detach(self) -> None:
@@ -154,35 +153,19 @@ class Exchange(ABC):
     def _on_gradient(self, name: str, _: Tensor) -> None:
         self._touched.add(name)
         if not self._num_suspended:
-            self._end_of_backward().is_needed = True
+            self._backward_pass.request()
 
     def _on_output_gradient(self, _: Tensor) -> None:
         if not self._num_suspended:
-            self._end_of_backward()
+            self._backward_pass.enter()
 
-    def _end_of_backward(self) -> "_EndOfBackward":
-        """What runs when the backward pass under way ends. [Note: end of backward]
+    def _touch_all(self) -> None:
+        trained = self._parameters.trained
+        self._touched = {name for name, p in trained.items() if p.grad is not None}
 
-        autograd runs a queued callback at the end of the pass in which it was queued, and
-        keeps it alive until then. So a weak reference tells everything: while it lives, the
-        pass is under way and nothing is to be queued; once it is dead, the pass has ended,
-        also if it ended with an exception.
-
-        Reentrant activation checkpointing runs passes within the pass, and the callback must
-        be queued in the outermost one. A hook on the model's outputs is called there first.
-        """
-        end = self._running() if self._running else None
-        if end is None:
-            end = _EndOfBackward(self._finish_backward)
-            self._running = ref(end)
-            Variable._execution_engine.queue_callback(end)
-        return end
-
-    def _finish_backward(self, is_needed: bool) -> None:
-        self._running = None
-        if is_needed:
-            self._refuse_late_parameters()
-            self._exchange()
+    def _finish_backward(self) -> None:
+        self._refuse_late_parameters()
+        self._exchange()
 
     def _exchange(self) -> None:
         start_s = perf_counter()
@@ -258,7 +241,7 @@ class Exchange(ABC):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             outputs = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
             for tensor in outputs:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
     def _hook_lazy_modules(self) -> None:
@@ -292,17 +275,6 @@ class Exchange(ABC):
 
     def _scale(self, gradient: Tensor) -> Tensor:
         return gradient * self.comm.size
-
-
-class _EndOfBackward:
-    """Called by autograd when a backward pass ends."""
-
-    def __init__(self, finish: Callable[[bool], None]) -> None:
-        self._finish = finish
-        self.is_needed = False
-
-    def __call__(self) -> None:
-        self._finish(self.is_needed)
 
 
 def _remove_all(handles: list[Removable]) -> None:

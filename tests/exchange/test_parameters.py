@@ -166,3 +166,18 @@ def test_has_changed_notices_every_kind_of_change() -> None:
     model(torch.ones(1, 2)).sum().backward()
     model.to(torch.float32)
     assert not changed()
+
+
+def test_names_that_move_lose_no_gradient(policy: ExchangePolicy) -> None:
+    def worker(comm: Communicator) -> float:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False))
+        with torch.no_grad():
+            model[0].weight.fill_(1.0)
+        exchange = attach(model, comm, policy)
+        with exchange.no_sync():
+            model(torch.full((1, 1), float(comm.rank))).sum().backward()
+        model.insert(0, nn.Identity())
+        model(torch.full((1, 1), 2.0 * comm.rank)).sum().backward()
+        return model[1].weight.grad.item()
+
+    assert run_ranks(3, worker) == [3.0, 3.0, 3.0]

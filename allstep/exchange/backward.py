@@ -1,0 +1,61 @@
+"""The end of a backward pass, as seen from the hooks that are called during it."""
+
+from collections.abc import Callable
+from weakref import ref
+
+from torch.autograd import Variable
+
+__all__ = ["BackwardPass"]
+
+
+class BackwardPass:
+    """Calls a function at the end of each backward pass that asked for it. [Note: end of backward]
+
+    autograd runs a queued callback at the end of the pass in which it was queued, and keeps it
+    alive until then. So a weak reference to it tells everything: while it lives, the pass is
+    under way; once it is dead, the pass has ended, also if it ended with an exception.
+
+    Reentrant activation checkpointing runs passes within the pass, and the callback must be
+    queued in the outermost one, or it would run before the outermost has ended. A hook on the
+    model's outputs is called in that one, before any hook inside: it calls `enter`.
+
+    Args:
+        finish: called without arguments.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self._end: ref[_End] | None = None
+
+    def enter(self) -> None:
+        """A backward pass is under way, which may be the outermost of several."""
+        self._current()
+
+    def request(self) -> None:
+        """Has `finish` called at the end of the pass under way, once."""
+        self._current().is_requested = True
+
+    def _current(self) -> "_End":
+        end = self._end() if self._end else None
+        if end is None:
+            end = _End(self)
+            self._end = ref(end)
+            Variable._execution_engine.queue_callback(end)
+        return end
+
+    def finish(self, is_requested: bool) -> None:
+        """What autograd calls; a traceback could keep the callback alive, so forget it first."""
+        self._end = None
+        if is_requested:
+            self._finish()
+
+
+class _End:
+    """The callback of one pass."""
+
+    def __init__(self, backward_pass: BackwardPass) -> None:
+        self._backward_pass = backward_pass
+        self.is_requested = False
+
+    def __call__(self) -> None:
+        self._backward_pass.finish(self.is_requested)
