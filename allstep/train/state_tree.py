@@ -110,7 +110,7 @@ class _Flattener:
     def encode(self, value: Any, path: tuple[str | int, ...]) -> Any:
         if len(path) > _MAX_DEPTH:
             raise UsageError(
-                f"`state` is nested deeper than {_MAX_DEPTH} at `{_name(path)[:60]}…`."
+                f"`state` is nested deeper than {_MAX_DEPTH} levels at `{_name(path)[:60]}…`."
             )
         kind = type(value)
         if value is None or kind is bool:

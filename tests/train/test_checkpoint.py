@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -238,13 +239,23 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def replace_manifest_by_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensors gone": (
         lambda f: (f / "tensors.safetensors").unlink(),
         r"tensors\.safetensors is missing",
     ),
     "manifest gone": (lambda f: (f / "manifest.json").unlink(), r"manifest\.json is missing"),
-    "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], r"manifest\.json is missing"),
+    "empty folder": (empty, r"manifest\.json is missing"),
     "tensor file flipped": (
         lambda f: flip(f / "tensors.safetensors", -3),
         r"tensors\.safetensors does not match its checksum",
@@ -253,10 +264,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: flip(f / "manifest.json", 200),
         r"manifest\.json does not match its checksum",
     ),
-    "manifest is a folder": (
-        lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").mkdir()),
-        "cannot be read",
-    ),
+    "manifest is a folder": (replace_manifest_by_folder, "cannot be read"),
 }
 
 
@@ -366,7 +374,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         assert loaded_step(tmp_path) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoints.save(3, a_state(3))
     assert checkpoints.saved_steps() == [2, 1]
@@ -403,7 +411,7 @@ def test_interrupted_writer_cleans_up(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_dead_writers_left(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    host = checkpoint_files.socket.gethostname().replace("-", "_")
+    host = socket.gethostname().replace("-", "_")
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     kept = [f".tmp-step-00000009-{host}-{os.getppid()}", ".tmp-step-00000009-elsewhere-1"]
@@ -438,7 +446,7 @@ def save_for_ever(folder: str, step: int) -> None:
 def test_killed_while_writing(tmp_path: Path) -> None:
     """kill -9 at random instants of a writer that does nothing but write."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["allstep.train"])
+    context.set_forkserver_preload(["allstep.train", "hypothesis", "pytest"])
     chance = random.Random(1)
     last = 0
     for _ in range(10):
