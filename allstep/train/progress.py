@@ -123,10 +123,12 @@ class _Bar:
     def __init__(
         self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
     ) -> None:
-        self._num_total_steps = num_total_steps
         self._epochs = epochs
+        self._has_moved = False
+        total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
         self._progress = RichProgress(
-            _column("{task.fields[position]}"),
+            _column("{task.fields[epoch]}"),
+            _column("step {task.completed:,}" + total),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
             _column("{task.fields[numbers]}"),
             _column(workers),
@@ -134,7 +136,7 @@ class _Bar:
             console=Console(file=stream, highlight=False),
             expand=True,
         )
-        self._task = self._progress.add_task("", total=num_total_steps, position="", numbers="")
+        self._task = self._progress.add_task("", total=num_total_steps, epoch="", numbers="")
 
     def start(self) -> None:
         self._progress.start()
@@ -143,15 +145,16 @@ class _Bar:
         self._progress.stop()
 
     def advance(self, num_steps: int) -> None:
-        self._progress.update(self._task, completed=num_steps)
+        if self._has_moved:
+            self._progress.update(self._task, completed=num_steps)
+        else:  # steps done before a resumption say nothing about the time that the rest takes
+            self._progress.reset(self._task, completed=num_steps)
+            self._has_moved = True
 
     def update(self, status: _Status) -> None:
-        self._progress.update(
-            self._task,
-            completed=status.num_steps,
-            position=_position(status, self._num_total_steps, self._epochs),
-            numbers=_numbers(status),
-        )
+        self.advance(status.num_steps)
+        epoch = _epoch(status, self._epochs)
+        self._progress.update(self._task, epoch=epoch, numbers=_numbers(status))
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False)
@@ -164,7 +167,7 @@ class _Lines:
         self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
     ) -> None:
         self._stream = stream
-        self._num_total_steps = num_total_steps
+        self._total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
         self._epochs = epochs
         self._workers = workers
         self._printed: _Status | None = None
@@ -191,8 +194,9 @@ class _Lines:
         print(text, file=self._stream, flush=True)
 
     def _print(self, status: _Status) -> None:
-        position = _position(status, self._num_total_steps, self._epochs)
-        self.note(f"{position}  {_numbers(status)}  {self._workers}")
+        epoch = _epoch(status, self._epochs)
+        step = f"step {status.num_steps:,}{self._total}"
+        self.note(f"{epoch}  {step}  {_numbers(status)}  {self._workers}")
         self._printed = status
         self._printed_s = time.monotonic()
 
@@ -202,10 +206,8 @@ def _column(text: str) -> TextColumn:
     return TextColumn(text, markup=False, table_column=column)
 
 
-def _position(status: _Status, num_total_steps: int | None, epochs: int | None) -> str:
-    epoch = f"epoch {status.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
-    total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
-    return f"{epoch}  step {status.num_steps:,}{total}"
+def _epoch(status: _Status, epochs: int | None) -> str:
+    return f"epoch {status.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
 
 
 def _numbers(status: _Status) -> str:

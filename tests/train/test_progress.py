@@ -84,6 +84,22 @@ def test_bar_is_one_line_at_any_width(
     assert len(last_frame) <= width
 
 
+def test_steps_before_a_resumption_do_not_shorten_the_rest(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(1000, Communicator.lone()) as progress:
+        for step in range(901, 911):
+            progress.advance(step)
+            clock[0] += 1.0
+    assert "step 910/1,000" in terminal.getvalue()
+    assert "01:30" in terminal.getvalue().split("\r")[-1]  # 90 steps of a second
+
+
 def test_only_rank_0_shows(capsys: pytest.CaptureFixture[str]) -> None:
     def show(comm: Communicator) -> None:
         with Progress(5, comm, epochs=1) as progress:
