@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from allstep.comm import Communicator
+from allstep.data.fetch import FetchMicroBatch
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import DisagreementError, UsageError
 from allstep.train.devices import to_device
@@ -74,11 +75,10 @@ class Evaluator:
             raise UsageError(f"`num_workers` (={num_workers}) must be 0 or more.")
         self.totals: dict[str, tuple[float, float]] = {}
         self._metrics = metrics
-        self._dataset = dataset
         self._comm = comm
         self._num_workers = num_workers
-        self._collate_fn = collate_fn
         self._seed = seed
+        self._fetch = FetchMicroBatch(dataset, derive_seed(seed, _SAMPLE), collate_fn)
         self._cut = _cut(_length(dataset), micro_batch)
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Evaluator:
             DisagreementError: on every worker, if the metrics' names differ.
         """
         sums = _Sums(self._comm.device)
-        with preserved_random_state(), _evaluating(model):
+        with _preserved_random_state(self._comm.device), _evaluating(model):
             for index, data in self._micro_batches():
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
@@ -110,32 +110,15 @@ class Evaluator:
         rank, size, num_cut = self._comm.rank, self._comm.size, len(self._cut)
         first = rank * num_cut // size
         own = self._cut[first : (rank + 1) * num_cut // size]
-        return enumerate(self._fetch(own), start=first)
-
-    def _fetch(self, own: list[range]) -> Iterator[Any]:
-        dataset = self._dataset
-        if type(dataset) is TensorDataset and self._collate_fn is None:
-            return (list(dataset[samples.start : samples.stop]) for samples in own)
         loader = DataLoader(
-            _SeededSamples(dataset, self._seed),
-            batch_sampler=[list(samples) for samples in own],
+            self._fetch,
+            sampler=[(0, list(samples)) for samples in own],
+            batch_size=None,
             num_workers=self._num_workers if own else 0,
-            collate_fn=self._collate_fn,
+            collate_fn=_as_it_is,
             pin_memory=self._comm.device.type == "cuda",
         )
-        return iter(loader)
-
-
-class _SeededSamples(Dataset[Any]):
-    """A data set whose samples draw the same random numbers whoever reads them."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, index: int) -> Any:
-        seed_all(derive_seed(self._seed, _SAMPLE, index), torch.device("cpu"))
-        return self._dataset[index]
+        return enumerate(loader, start=first)
 
 
 class _Sums:
@@ -223,6 +206,18 @@ def _cut(num_samples: int, micro_batch: int) -> list[range]:
         range(start, min(start + micro_batch, num_samples))
         for start in range(0, num_samples, micro_batch)
     ]
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
+
+
+@contextmanager
+def _preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Puts all random states back as they were, those of `device` included."""
+    devices = [device] if device.type == "cuda" else []
+    with preserved_random_state(), torch.random.fork_rng(devices):
+        yield
 
 
 @contextmanager
