@@ -1,5 +1,6 @@
 """Starts local workers under torchrun's elastic agent and says what became of them."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -7,7 +8,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -39,6 +40,7 @@ def launch_workers(num_workers: int, command: Sequence[str]) -> int:
         try:
             launch(*command)
         except ChildFailedError as error:
+            _end_groups(error.failures.values())
             return _explain(error.failures)
         except SignalException as error:
             return 128 + error.sigval
@@ -71,6 +73,16 @@ def _config(num_workers: int, log_dir: str) -> LaunchConfig:
         logs_specs=DefaultLogsSpecs(log_dir=log_dir),  # holds the workers' error files
         **{name: value for name, value in newer.items() if name in known},
     )
+
+
+def _end_groups(failures: Iterable[ProcessFailure]) -> None:
+    """Kills the loaders of workers that had no time to do it themselves.
+
+    The agent starts each worker in a session, and so in a process group, of its own.
+    """
+    for failure in failures:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(failure.pid, signal.SIGKILL)
 
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> int:

@@ -86,7 +86,7 @@ class _Guard:
         self._peer_pids: list[int] = []
         self._parent_pid = os.getppid()
         self._requested_at_s: float | None = None
-        self._leaving = threading.RLock()  # a signal may come while leaving
+        self._leaving = threading.Lock()  # whoever takes it decides the exit code
         self._previous_handlers = {number: signal.getsignal(number) for number in SIGNALS}
         self._read_fd, self._write_fd = os.pipe()
 
@@ -112,12 +112,13 @@ class _Guard:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Reports the exception that is being handled, once among all workers, and leaves."""
+        self._leaving.acquire()
         if isinstance(error, KeyboardInterrupt):
-            self._leave(128 + signal.SIGINT)
+            self._end(128 + signal.SIGINT)
         if isinstance(error, CommunicationError) and not isinstance(error, DisagreementError):
             if not self._peer_fails_soon():
                 print(f"{self._prefix}{message_of(error)}", file=sys.stderr)
-            self._leave(PEER_LOST)
+            self._end(PEER_LOST)
         is_first = self._claim_report()
         if self._error_file is not None and isinstance(error, Exception):
             get_error_handler().record_exception(error)
@@ -125,7 +126,7 @@ class _Guard:
         if is_first:
             text = f"error: {message_of(error)}\n" if is_usage else self._headed_traceback()
             print(text, end="", file=sys.stderr, flush=True)
-        self._leave(USAGE if is_usage else FAILED)
+        self._end(USAGE if is_usage else FAILED)
 
     @property
     def _prefix(self) -> str:
@@ -186,11 +187,17 @@ class _Guard:
             self._leave(128 + number)
 
     def _leave_on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._leave(PEER_LOST if self._peer_failed() else 128 + number)
+        if self._leaving.acquire(blocking=False):  # else it interrupts this thread's leaving
+            self._end(PEER_LOST if self._peer_failed() else 128 + number)
 
     def _leave(self, code: int) -> NoReturn:
+        self._leaving.acquire()
+        self._end(code)
+
+    def _end(self, code: int) -> NoReturn:
         """Ends this process and its loaders now, whatever other threads are doing."""
-        self._leaving.acquire()  # the first thread to leave decides the code
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler raises
         for child in multiprocessing.active_children():
             child.kill()
         for stream in (sys.stdout, sys.stderr):

@@ -1,0 +1,145 @@
+"""A training that goes wrong on purpose: `python faults.py WORKERS FAULT MARKS`.
+
+Each worker makes a file named after its rank in the folder MARKS when it is about to go
+wrong, so that a test knows when to look.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from allstep.cli.launch import launch_workers
+from allstep.comm import Communicator
+from allstep.errors import DataError, UsageError
+from allstep.train.failures import run_worker
+from allstep.train.interrupts import Interrupts
+
+
+def main() -> int:
+    if "RANK" in os.environ:
+        return run_worker(body)
+    num_workers = int(sys.argv[1])
+    if num_workers > 1:
+        return launch_workers(num_workers, sys.argv)
+    return run_worker(body)
+
+
+def body(comm: Communicator) -> int:
+    fault, marks = sys.argv[2], Path(sys.argv[3])
+    with Interrupts() as interrupts:
+        (marks / str(comm.rank)).write_text(str(os.getpid()))
+        if fault == "work_until_asked":
+            code = work_until_asked(comm, interrupts)
+        else:
+            FAULTS[fault](comm)
+            code = 0
+        (marks / f"{comm.rank}.done").touch()
+        return code
+
+
+def work_until_asked(comm: Communicator, interrupts: Interrupts) -> int:
+    agreed = 0
+    while not agreed:
+        time.sleep(0.05)
+        agreed = int(comm.all_reduce(torch.tensor([interrupts.requested or 0]), "max").item())
+    return 128 + agreed
+
+
+class Stuck(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(60)
+        return index
+
+
+class Broken(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise RuntimeError("a sample that can't be read")
+        if index > 4 and get_worker_info() is not None:
+            time.sleep(60)
+        return index
+
+
+def raise_in_collective(comm: Communicator) -> None:
+    if comm.rank == comm.size - 1:
+        time.sleep(0.3)
+        raise ZeroDivisionError("on purpose")
+    comm.all_reduce(torch.ones(3))
+
+
+def raise_everywhere(comm: Communicator) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+def raise_while_peers_compute(comm: Communicator) -> None:
+    if comm.rank == comm.size - 1:
+        time.sleep(0.3)
+        raise ZeroDivisionError("on purpose")
+    a = torch.ones(9000, 9000)
+    while True:
+        a @ a
+
+
+def raise_in_loader(comm: Communicator) -> None:
+    if comm.rank == comm.size - 1:
+        for _ in DataLoader(Broken(), batch_size=1, num_workers=2):
+            pass
+    comm.all_reduce(torch.ones(3))
+
+
+def raise_usage(comm: Communicator) -> None:
+    raise UsageError("`width` (=0) must be at least 1.")
+
+
+def raise_data_error(comm: Communicator) -> None:
+    if comm.rank == 0:
+        raise DataError("cat.jpg is no image.")
+    comm.barrier()
+
+
+def hang_in_collective(comm: Communicator) -> None:
+    if comm.rank > 0:
+        time.sleep(60)
+    comm.all_reduce(torch.ones(3))
+
+
+def hang_in_compute(comm: Communicator) -> None:
+    a = torch.ones(9000, 9000)
+    while True:
+        a @ a
+
+
+def hang_in_loader(comm: Communicator) -> None:
+    next(iter(DataLoader(Stuck(), num_workers=2)))
+
+
+FAULTS = {
+    function.__name__: function
+    for function in (
+        raise_in_collective,
+        raise_everywhere,
+        raise_while_peers_compute,
+        raise_in_loader,
+        raise_usage,
+        raise_data_error,
+        hang_in_collective,
+        hang_in_compute,
+        hang_in_loader,
+    )
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
