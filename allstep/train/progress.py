@@ -1,5 +1,6 @@
 """How far a run is: one clean bar on a terminal, a line now and then elsewhere."""
 
+import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -118,13 +119,22 @@ class _Nothing:
 
 
 class _Bar:
-    """One line of a terminal that is drawn again and again; columns give way when it is narrow."""
+    """One line of a terminal that is drawn again and again; columns give way when it is narrow.
+
+    Log lines, like notes, appear above it.
+    """
 
     def __init__(
         self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
     ) -> None:
+        self._stream = stream
         self._epochs = epochs
         self._has_moved = False
+        self._log_handlers = [
+            handler
+            for handler in logging.getLogger("allstep").handlers
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+        ]
         total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
         self._progress = RichProgress(
             _column("{task.fields[epoch]}"),
@@ -140,9 +150,13 @@ class _Bar:
 
     def start(self) -> None:
         self._progress.start()
+        for handler in self._log_handlers:  # rich has put a stream of its own there
+            handler.setStream(sys.stderr)
 
     def stop(self) -> None:
         self._progress.stop()
+        for handler in self._log_handlers:
+            handler.setStream(self._stream)
 
     def advance(self, num_steps: int) -> None:
         if self._has_moved:

@@ -1,6 +1,7 @@
 """Progress: one clean bar on a terminal of any width, few plain lines elsewhere."""
 
 import io
+import logging
 import re
 import sys
 import time
@@ -98,6 +99,27 @@ def test_steps_before_a_resumption_do_not_shorten_the_rest(
             clock[0] += 1.0
     assert "step 910/1,000" in terminal.getvalue()
     assert "01:30" in terminal.getvalue().split("\r")[-1]  # 90 steps of a second
+
+
+def test_log_lines_appear_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    handler = logging.StreamHandler(terminal)
+    logger = logging.getLogger("allstep")
+    logger.addHandler(handler)
+    try:
+        with Progress(10, Communicator.lone()) as progress:
+            progress.update(1, 0, 0.5, 1.0)
+            logger.warning("step-00000120: damaged")
+        assert handler.stream is terminal
+    finally:
+        logger.removeHandler(handler)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).split("\n")
+    assert [line.split("\r")[-1] for line in lines if "damaged" in line] == [
+        "step-00000120: damaged"
+    ]
 
 
 def test_only_rank_0_shows(capsys: pytest.CaptureFixture[str]) -> None:
