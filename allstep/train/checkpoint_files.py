@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from allstep import __version__
 from allstep.errors import CheckpointError
 from allstep.train.manifest import FileDigest, Manifest
 from allstep.train.state_tree import flatten, tensor_names, unflatten
@@ -145,7 +145,7 @@ def _write_files(folder: Path, skeleton: Any, tensors: dict[str, Tensor], step: 
     manifest = Manifest(
         step=step,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        allstep=_own_version(),
+        allstep=__version__,
         torch=str(torch.__version__),
         files={_TENSORS: FileDigest.of(folder / _TENSORS)},
         state=skeleton,
@@ -212,10 +212,3 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path.name}: {error}") from error
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path.name}: cannot be read ({error})") from error
-
-
-def _own_version() -> str:
-    try:
-        return version("allstep")
-    except PackageNotFoundError:
-        return "unknown"
