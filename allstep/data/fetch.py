@@ -1,0 +1,76 @@
+"""Samples to micro-batches, each sample with a random state of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from allstep.data.random import derive_seed, preserved_random_state, seed_all
+
+__all__ = ["Collate", "FetchMicroBatch", "Key", "fetch_sample"]
+
+Collate = Callable[[list[Any]], Any]
+Key = tuple[int, Sequence[int]]  # (epoch, indices of samples)
+
+
+def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> Any:
+    """One sample, drawn with the random state of (seed, epoch, index).
+
+    So an augmentation draws the same numbers on any number of workers and loader processes.
+    """
+    seed_all(derive_seed(seed, epoch, index))
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"while fetching sample {index} of the data set")
+        raise
+
+
+class FetchMicroBatch(Dataset[Any]):
+    """A data set of micro-batches: its keys are (epoch, indices of samples).
+
+    Args:
+        dataset: map-style.
+        seed: of the samples' random states.
+        collate_fn: samples -> micro-batch; torch's default when None.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Collate | None) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._collate = collate_fn or default_collate
+        # Tensors are indexed in one go: nothing in them can be random.
+        self._tensors = _tensors_of(dataset) if collate_fn is None else None
+
+    def __getitem__(self, key: Key) -> Any:
+        epoch, indices = key
+        if self._tensors is not None:
+            tensors, positions = self._tensors
+            chosen = torch.as_tensor(indices)
+            chosen = chosen if positions is None else positions[chosen]
+            return [tensor[chosen] for tensor in tensors]
+        if get_worker_info() is not None:
+            return self._collate_samples(epoch, indices)
+        with preserved_random_state():
+            return self._collate_samples(epoch, indices)
+
+    def _collate_samples(self, epoch: int, indices: Sequence[int]) -> Any:
+        return self._collate(
+            [fetch_sample(self._dataset, self._seed, epoch, int(index)) for index in indices]
+        )
+
+
+def _tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[Tensor], Tensor | None] | None:
+    """The tensors of a TensorDataset, or of a Subset of one with its indices; else None."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is not Subset:
+        return None
+    inner = _tensors_of(dataset.dataset)
+    if inner is None:
+        return None
+    tensors, positions = inner
+    chosen = torch.as_tensor(dataset.indices)
+    return tensors, chosen if positions is None else positions[chosen]

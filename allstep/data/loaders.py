@@ -1,0 +1,109 @@
+"""A loader for any data set, the same global batches on any number of workers."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.utils.data import Dataset, IterableDataset
+
+from allstep.comm import Communicator
+from allstep.data.fetch import Collate
+from allstep.data.map_loader import MapLoader
+from allstep.data.processes import LoaderProcesses
+from allstep.data.streams import StreamLoader
+from allstep.errors import UsageError, nearest_names
+
+__all__ = ["loader"]
+
+_STREAMS = ("replicated", "sharded")
+
+
+def loader(
+    dataset: Dataset[Any],
+    comm: Communicator,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    seed: int = 0,
+    shuffle: bool | None = None,
+    drop_last: bool = False,
+    stream: Literal["replicated", "sharded"] = "replicated",
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    multiprocessing_context: Any = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+) -> MapLoader | StreamLoader:
+    """Cuts a data set in global batches and hands each worker its micro-batches of them.
+
+    All workers follow one order, seeded by (seed, epoch); which of them runs a micro-batch
+    changes nothing in it. Each sample is fetched with the random state of (seed, epoch,
+    sample), so that random transforms draw the same on any number of workers and processes.
+
+    Args:
+        dataset: map-style, or an IterableDataset (a stream).
+        comm: the workers that share the data.
+        global_batch: samples of one optimizer step, over all workers.
+        micro_batch: samples that go through the model at once; divides `global_batch`.
+        seed: start of all random states.
+        shuffle: another order in each epoch; by default True, and False for a stream, which
+            has its own order.
+        drop_last: skip an epoch's last incomplete global batch.
+        stream: "replicated" if every worker reads the same stream, "sharded" if each reads
+            a part of its own, of any length.
+        collate_fn: list of samples -> micro-batch; torch's default when None.
+        num_workers, pin_memory, prefetch_factor, multiprocessing_context, worker_init_fn:
+            as in torch.utils.data.DataLoader, for each worker.
+
+    Returns:
+        A loader for `allstep.steps`.
+
+    Raises:
+        UsageError: if an argument is out of range or doesn't fit the others.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> samples = TensorDataset(torch.arange(6))
+        >>> batches = loader(
+        ...     samples, Communicator.lone(), global_batch=4, micro_batch=2, shuffle=False
+        ... ).global_batches()
+        >>> [[micro_batch.data for micro_batch in batch.micro_batches] for batch in batches]
+        [[[tensor([0, 1])], [tensor([2, 3])]], [[tensor([4, 5])]]]
+    """
+    processes = LoaderProcesses(
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        multiprocessing_context=multiprocessing_context,
+        worker_init_fn=worker_init_fn,
+    )
+    if stream not in _STREAMS:
+        raise UsageError(f"`stream` (={stream!r}): {nearest_names(str(stream), _STREAMS)}")
+    if not isinstance(dataset, IterableDataset):
+        return MapLoader(
+            dataset,
+            comm,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            shuffle=shuffle is None or shuffle,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            processes=processes,
+        )
+    if shuffle:
+        raise UsageError(
+            "`shuffle` (=True) needs a map-style `dataset`; shuffle inside the stream instead."
+        )
+    return StreamLoader(
+        dataset,
+        comm,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=seed,
+        drop_last=drop_last,
+        is_sharded=stream == "sharded",
+        collate_fn=collate_fn,
+        processes=processes,
+    )
