@@ -10,8 +10,9 @@ import allstep.data
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError
 from allstep.exchange import attach
-from allstep.train.checkpoint import Checkpoints, load_model_state, load_optimizer_state
+from allstep.train.checkpoint import Checkpoints
 from allstep.train.evaluator import Evaluator
+from allstep.train.load_state import load_model_state, load_optimizer_state
 from allstep.train.options import TrainOptions
 from allstep.train.precision import Precision
 from allstep.train.probe import probe

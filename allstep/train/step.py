@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allstep.train.precision import Precision
-from allstep.train.steps import Batch
+from allstep.train.batch import Batch
 from allstep.train.task import Task
 
 __all__ = ["TrainStep"]

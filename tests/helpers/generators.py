@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import allstep.train.steps
+from importlib import import_module
 
 _own = threading.local()
 
@@ -38,5 +38,5 @@ def seed_this_thread(seed: int, device: object = None) -> None:
 @pytest.fixture
 def thread_generators(monkeypatch: pytest.MonkeyPatch) -> type[ThreadGenerator]:
     """`steps` seeds the thread's own generator; enter the mode in each rank's function."""
-    monkeypatch.setattr(allstep.train.steps, "seed_all", seed_this_thread)
+    monkeypatch.setattr(import_module("allstep.train.batch"), "seed_all", seed_this_thread)
     return ThreadGenerator
