@@ -1,0 +1,44 @@
+"""The example gives the same numbers alone, under torchrun and under mpirun."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = str(ROOT / "examples" / "own_loop.py")
+pytestmark = pytest.mark.process
+
+
+def run(*command: str) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    return run(sys.executable, SCRIPT)
+
+
+def test_alone_it_learns(alone):
+    assert float(alone.split()[2].rstrip(",")) > 0.9
+
+
+@pytest.mark.parametrize("num_workers", ["2", "3"])
+def test_torchrun_gives_the_same(alone, num_workers):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_workers]
+    assert run(sys.executable, *torchrun, SCRIPT) == alone
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")
+def test_mpirun_gives_the_same(alone):
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    mpirun = ["mpirun", *root, "--oversubscribe", "-n", "2"]
+    assert run(*mpirun, sys.executable, SCRIPT) == alone
