@@ -39,8 +39,9 @@ def dtype_of_name(name: str) -> torch.dtype:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's values as flat uint8; a view of them where they are contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A lone element counts as contiguous whatever its stride says, but not to `view`.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)

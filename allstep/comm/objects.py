@@ -6,7 +6,7 @@ from typing import Any
 
 from allstep.comm.codec import decode, encode
 from allstep.comm.member import PRIVATE_TAG, Member
-from allstep.errors import DisagreementError, UsageError
+from allstep.errors import DisagreementError
 
 __all__ = ["ObjectVerbs"]
 
@@ -113,6 +113,4 @@ def _add(left: Any, right: Any) -> Any:
         if left.keys() != right.keys():
             raise ValueError(f"keys {list(left)} and {list(right)}")
         return {key: _add(left[key], right[key]) for key in left}
-    if left is None or right is None:
-        raise UsageError("`obj` is None on some rank, which cannot be added; pass 0.")
     return left + right

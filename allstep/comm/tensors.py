@@ -274,7 +274,7 @@ class TensorVerbs(Member):
             x: tensor or tuple of tensors of any shapes and dtypes.
             dest: the rank that receives; not this one.
             tag: tells messages to the same rank apart (on CUDA their order alone does).
-            async_op: return a Pending at once; leave `x` alone until it was waited for.
+            async_op: return a Pending at once, which must be waited for; leave `x` alone till then.
         """
         self._check_peer("dest", dest, tag)
         pending = self._send(x, dest, tag, "send")
