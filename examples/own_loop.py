@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 
-EPOCHS = 4
+EPOCHS = 6
 
 
 def data() -> tuple[TensorDataset, TensorDataset]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -56,7 +57,7 @@ def _silence_elastic() -> None:
 
 def _config(num_workers: int, log_dir: str) -> LaunchConfig:
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    newer = {
+    newer: dict[str, Any] = {
         "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
         "signals_to_handle": "SIGTERM,SIGINT",  # nohup's ignored SIGHUP stays ignored
     }

@@ -9,6 +9,7 @@ from importlib import import_module
 from types import FrameType
 
 from allstep import __version__
+from allstep.env import read_launch
 from allstep.errors import AllstepError, UsageError, nearest_names
 
 __all__ = ["main"]
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _dispatch(arguments)
         except AllstepError as error:
-            print(f"error: {error}", file=sys.stderr)
+            if _speaks():
+                print(f"error: {error}", file=sys.stderr)
             return 2
 
 
@@ -53,6 +55,14 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(f"There is no command `{command}`; {nearest_names(command, _COMMANDS)}")
     code: int = import_module(f"allstep.cli.{command}").run(rest)
     return code
+
+
+def _speaks() -> bool:
+    """Whether this is rank 0; other workers of a launcher would say the same."""
+    try:
+        return read_launch().rank == 0
+    except UsageError:  # the environment contradicts itself
+        return True
 
 
 def _help() -> str:

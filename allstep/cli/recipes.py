@@ -1,6 +1,7 @@
 """`allstep recipes`: lists the recipes, or shows one with all its fields."""
 
 import argparse
+import contextlib
 
 import tyro
 from rich.console import Console
@@ -35,7 +36,10 @@ def _print_all() -> None:
 
 def _print_one(name: str) -> None:
     recipe_class = find_recipe(name)
-    parser = tyro.extras.get_parser(
-        recipe_class, prog=f"allstep train {name}", description=recipe_class.summary
-    )
-    parser.print_help()
+    with contextlib.suppress(SystemExit):  # which follows the help
+        tyro.cli(
+            recipe_class,
+            args=["--help"],
+            prog=f"allstep train {name}",
+            description=recipe_class.summary,
+        )

@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, make_dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes
 
 from allstep.cli import run_folder
-from allstep.cli.workers import num_workers_to_start, run_here, start_workers
+from allstep.cli.workers import num_workers_to_start, run_here, speaking_once, start_workers
 from allstep.comm import Communicator
-from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.recipes import REGISTRY, Recipe
 
@@ -65,14 +65,14 @@ def _parse(name: str, *flags: str) -> tuple[LaunchOptions, Recipe]:
     command_line = make_dataclass(
         "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
     )
-    parsed = tyro.cli(
-        command_line,
-        args=flags,
-        prog=f"allstep train {name}",
-        description=f"{name}: {recipe_class.summary}",
-        config=(OmitArgPrefixes,),
-        console_outputs=read_launch().rank == 0,
-    )
+    with speaking_once():
+        parsed: Any = tyro.cli(
+            command_line,
+            args=flags,
+            prog=f"allstep train {name}",
+            description=f"{name}: {recipe_class.summary}",
+            config=(OmitArgPrefixes,),
+        )
     return parsed.launch, parsed.recipe
 
 

@@ -1,6 +1,8 @@
 """Where workers come from: this command's own launcher, another launcher, or this process."""
 
-from collections.abc import Callable
+import contextlib
+import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +14,7 @@ from allstep.errors import UsageError
 from allstep.train.devices import num_cores
 from allstep.train.failures import run_worker
 
-__all__ = ["num_workers_to_start", "run_here", "start_workers"]
+__all__ = ["num_workers_to_start", "run_here", "speaking_once", "start_workers"]
 
 Action = Literal["train", "resume", "evaluate"]
 
@@ -56,6 +58,17 @@ def run_here(body: Callable[[Communicator], int]) -> int:
         return body(comm)
 
     return run_worker(with_threads)
+
+
+@contextlib.contextmanager
+def speaking_once() -> Iterator[None]:
+    """Drops what is printed inside on all ranks but 0, which all would print alike."""
+    with contextlib.ExitStack() as stack:
+        if read_launch().rank > 0:
+            nowhere = io.StringIO()
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
 
 
 def _share_cores(num_local_workers: int) -> None:

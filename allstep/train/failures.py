@@ -10,6 +10,7 @@ at signals as they come, for Python's handlers wait until the main thread is bac
 matrix product or a collective.
 """
 
+import atexit
 import multiprocessing
 import os
 import select
@@ -47,15 +48,19 @@ def run_worker(body: Callable[[Communicator], int]) -> int:
         body: returns the exit code; called with this worker's communicator.
 
     Returns:
-        What `body` returned, after all workers came to its end.
+        What `body` returned, after all workers came to its end; a worker that a launcher has
+        started doesn't return but exits with this code.
     """
-    guard = _Guard(read_launch())
+    launch = read_launch()
+    guard = _Guard(launch)
     guard.start()
     try:
         with allstep.comm.init() as comm:
             guard.meet(comm)
             code = body(comm)
             comm.barrier()
+        if launch.launcher != "lone":
+            _exit(code)
         return code
     except SystemExit:
         raise
@@ -75,6 +80,17 @@ def message_of(error: AllstepError) -> str:
     if not text.startswith("Caught ") or "Original Traceback" not in text:
         return text
     return text.rpartition(f"{type(error).__name__}: ")[2].strip()
+
+
+def _exit(code: int) -> NoReturn:
+    """Exits as `sys.exit` does, but without taking the interpreter apart.
+
+    A thread of the backend that still lets go of a tensor then would abort the process.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Guard:
@@ -122,11 +138,12 @@ class _Guard:
         is_first = self._claim_report()
         if self._error_file is not None and isinstance(error, Exception):
             get_error_handler().record_exception(error)
-        is_usage = isinstance(error, AllstepError)
         if is_first:
-            text = f"error: {message_of(error)}\n" if is_usage else self._headed_traceback()
+            text = self._headed_traceback()
+            if isinstance(error, AllstepError):
+                text = f"error: {message_of(error)}\n"
             print(text, end="", file=sys.stderr, flush=True)
-        self._end(USAGE if is_usage else FAILED)
+        self._end(USAGE if isinstance(error, AllstepError) else FAILED)
 
     @property
     def _prefix(self) -> str:

@@ -1,0 +1,231 @@
+"""Commands and bad input: one screen, exit code 2, no worker started."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import allstep
+from allstep.cli import workers
+from allstep.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def said(capsys):
+    """Runs a command line that must fail with exit code 2; returns what it says, in one line."""
+
+    def run(*arguments: str) -> str:
+        try:
+            code = main(arguments)
+        except SystemExit as stop:
+            code = stop.code
+        assert code == 2
+        text = capsys.readouterr().err
+        assert len(text.splitlines()) < 25
+        assert "Traceback" not in text
+        return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+    return run
+
+
+def make_run(name="digits", *, fields=None, checkpoint=True) -> Path:
+    """A run's folder, as far as the command line looks before it starts workers."""
+    run_dir = Path("runs/a")
+    run_dir.mkdir(parents=True)
+    recipe = {"recipe": name, "allstep": "0.0.9", "fields": fields or {}}
+    (run_dir / "recipe.json").write_text(json.dumps(recipe))
+    if checkpoint:
+        (run_dir / "checkpoints" / "step-00000003").mkdir(parents=True)
+    return run_dir
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"allstep {allstep.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["train", "--help"]])
+def test_help(arguments, capsys):
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("usage: allstep")
+
+
+def test_a_recipes_help_names_every_field_and_the_launch_flags(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "digits", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--workers", "--run-dir", "--global-batch", "--precision", "--dropout"):
+        assert flag in text
+
+
+def test_recipes_are_listed(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(allstep.recipes.REGISTRY)
+
+
+def test_a_recipe_is_shown_with_defaults_and_help(capsys):
+    assert main(["recipes", "digits"]) == 0
+    text = capsys.readouterr().out
+    assert "--micro-batch" in text
+    assert "(default: 16)" in text
+
+
+def test_nothing_is_a_short_usage(capsys):
+    assert main([]) == 2
+    assert "train" in capsys.readouterr().out
+
+
+def test_train_without_a_recipe_lists_them(said):
+    assert "recipes: digits" in said("train")
+    assert "recipes: digits" in said("train", "--workers", "2")
+
+
+def test_an_unknown_command_gets_the_nearest(said):
+    assert said("trian") == "error: There is no command `trian`; did you mean `train`?"
+
+
+@pytest.mark.parametrize("command", ["train", "recipes"])
+def test_an_unknown_recipe_gets_the_nearest(said, command):
+    message = said(command, "digit")
+    assert message == "error: There is no recipe `digit`; did you mean `digits`?"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--epochs", "many"], "Error parsing --epochs: invalid literal for int()"),
+        (["--precision", "float8"], "invalid choice 'float8'"),
+        (["--microbatch", "4"], "Unrecognized options: --microbatch"),
+        (["--epochs", "0"], "`epochs` (=0) must be at least 1."),
+        (
+            ["--global-batch", "1000", "--micro-batch", "48"],
+            "`global_batch` (=1000) must be a multiple of `micro_batch` (=48); nearest: 960, 1008.",
+        ),
+        (["--workers", "0"], "`workers` (=0) must be at least 1."),
+        (["--workers", "two"], "Error parsing --workers"),
+    ],
+)
+def test_a_bad_flag_is_explained(said, flags, message):
+    assert message in said("train", "digits", *flags)
+    assert not Path("runs").exists()
+
+
+def test_more_workers_than_gpus_are_refused(said, monkeypatch):
+    monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 2)
+    message = said("train", "digits", "--workers", "3")
+    assert message == "error: `workers` (=3) exceeds this machine's GPUs (2)."
+
+
+def test_a_launcher_that_contradicts_itself(said, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert "WORLD_SIZE" in said("train", "digits")
+
+
+def test_workers_that_contradict_the_launcher(said, monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    message = said("train", "digits", "--workers", "3")
+    assert message == (
+        "error: `workers` (=3) contradicts torchrun, which started 2: leave `--workers` out."
+    )
+
+
+@pytest.mark.parametrize("arguments", [["digits", "--epochs", "many"], ["digit"]])
+def test_only_rank_0_explains(monkeypatch, capsys, arguments):
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        code = main(["train", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_folder_that_is_taken(said):
+    run_dir = make_run()
+    message = said("train", "digits", "--run-dir", str(run_dir), "--workers", "2")
+    assert message == (
+        "error: `run_dir` (=runs/a) holds a run already: continue it with"
+        " `allstep train --resume runs/a`, or choose another folder."
+    )
+
+
+def test_a_run_folder_that_is_a_file(said):
+    Path("a").touch()
+    message = said("train", "digits", "--run-dir", "a", "--workers", "2")
+    assert message == "error: `run_dir` (=a) is a file; give a folder."
+
+
+def test_a_run_folder_that_cannot_be_made(said):
+    Path("a").touch()
+    message = said("train", "digits", "--run-dir", "a/b", "--workers", "2")
+    assert message == (
+        "error: `run_dir` (=a/b) can't be made (Not a directory); choose another folder."
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"), [("train --resume", "resume"), ("evaluate", "run")]
+)
+class TestExistingRun:
+    def test_no_folder(self, said, command, argument):
+        make_run()
+        message = said(*command.split(), "runs/b")
+        assert message == f"error: `{argument}` (=runs/b) is no folder; did you mean `runs/a`?"
+
+    def test_no_folder_and_no_other(self, said, command, argument):
+        message = said(*command.split(), "runs/b")
+        assert message == f"error: `{argument}` (=runs/b) is no folder; see `runs/` for your runs."
+
+    def test_no_recipe(self, said, command, argument):
+        Path("runs/b").mkdir(parents=True)
+        message = said(*command.split(), "runs/b")
+        assert message == (
+            f"error: `{argument}` (=runs/b) has no recipe.json: it is no run of `allstep train`."
+        )
+
+    def test_no_checkpoint(self, said, command, argument):
+        make_run(checkpoint=False)
+        message = said(*command.split(), "runs/a")
+        assert message == (
+            f"error: `{argument}` (=runs/a) has no checkpoint: it ended before the first one was"
+            " written; train it anew."
+        )
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"recipe": "digits", "fields": 3}'])
+    def test_damaged(self, said, command, argument, text):
+        (make_run() / "recipe.json").write_text(text)
+        message = said(*command.split(), "runs/a")
+        assert message == "error: runs/a/recipe.json is damaged: it doesn't hold a recipe."
+
+    def test_unknown_recipe(self, said, command, argument):
+        make_run("digitz")
+        message = said(*command.split(), "runs/a")
+        assert message == "error: There is no recipe `digitz`; did you mean `digits`?"
+
+    def test_unknown_field(self, said, command, argument):
+        make_run(fields={"wideness": 3})
+        assert said(*command.split(), "runs/a") == (
+            "error: `wideness` is no field of recipe `digits`; the run was made by"
+            f" allstep 0.0.9, this is {allstep.__version__}."
+        )
+
+
+def test_recipe_flags_are_refused_at_resume(said):
+    make_run()
+    message = said("train", "digits", "--resume", "runs/a", "--epochs", "3", "--workers", "2")
+    assert message == (
+        "error: `digits`, `--epochs` can't be given with `--resume`: the recipe and its fields"
+        " come from runs/a/recipe.json. Only `--workers` may differ."
+    )
