@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from allstep.comm.codec import decode, encode
 from allstep.comm.groups import make_group
 from allstep.comm.objects import ObjectVerbs
 from allstep.comm.tensors import TensorVerbs
@@ -85,21 +86,19 @@ class Communicator(TensorVerbs, ObjectVerbs):
             if not isinstance(value, int) and not (name == "color" and value is None):
                 raise UsageError(f"`{name}` (={value!r}) must be an int.")
         group = self.process_group
-        if group is None:
-            return None if color is None else Communicator.lone(self.device, self.timeout_s)
-        store = group.get_group_store()
-        ticket = store.add("allstep/split", 1) if self.rank == 0 else 0
-        entries = self.all_gather_object((color, key, self.node_rank, ticket))
+        store = None if group is None else group.get_group_store()
+        ticket = store.add("allstep/split", 1) if store is not None and self.rank == 0 else 0
+        message = encode((color, key, self.node_rank, ticket))
+        entries = [decode(other) for other in self._messages.all_gather(message, "split")]
         if color is None:
             return None
-        members = sorted(
-            (entry[1], rank) for rank, entry in enumerate(entries) if entry[0] == color
-        )
-        ranks = [rank for _, rank in members]
+        if store is None:
+            return Communicator.lone(self.device, self.timeout_s)
+        ranks = [rank for rank in range(self.size) if entries[rank][0] == color]
+        ranks.sort(key=lambda rank: entries[rank][1])
         new_rank = ranks.index(self.rank)
-        prefix = f"allstep/split/{entries[0][3]}/{color}"
         new_group = make_group(
-            PrefixStore(prefix, store),
+            PrefixStore(f"allstep/split/{entries[0][3]}/{color}", store),
             new_rank,
             len(ranks),
             device=self.device,

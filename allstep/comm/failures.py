@@ -17,7 +17,7 @@ _LOST = (
     "remote process exited",
     "was aborted",
     "communicator was abort",
-    "socket",
+    "socketprogress",
 )
 _TIMED_OUT = ("timed out", "timeout")
 

@@ -33,6 +33,7 @@ _VERBS = (
     "scatter_object",
     "send",
     "send_object",
+    "split",
 )
 
 
@@ -94,11 +95,11 @@ class Messages:
         parts = (self._seal(body, verb), self._rest(body))
         return [self._wire.send(part, dest, tag, verb) for part in parts]
 
-    def recv(self, source: int, tag: int, verb: str) -> bytes:
-        """Waits for a body from another rank."""
+    def recv(self, source: int, tag: int, verb: str, sent_by: str) -> bytes:
+        """Waits for a body that another rank sends by the verb `sent_by`."""
         header = self._empty(_HEADER_BYTES)
         self._wire.recv(header, source, tag, verb).wait()
-        num_bytes, start = self._open(header, verb, source)
+        num_bytes, start = self._open(header, sent_by, source)
         rest = self._empty(num_bytes - len(start))
         self._wire.recv(rest, source, tag, verb).wait()
         return start + _to_bytes(rest)

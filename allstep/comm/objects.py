@@ -40,16 +40,17 @@ class ObjectVerbs(Member):
             for call in self._messages.send(body, root, PRIVATE_TAG, "gather_object"):
                 call.wait()
             return None
-        return [
-            decode(body if rank == root else self._recv_body(rank, PRIVATE_TAG, "gather_object"))
-            for rank in range(self.size)
-        ]
+        verb = "gather_object"
+        bodies = {rank: self._messages.recv(rank, PRIVATE_TAG, verb, verb) for rank in self._others}
+        bodies[root] = body
+        return [decode(bodies[rank]) for rank in range(self.size)]
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0) -> Any:
         """This rank's entry of the root's `objs`, which has `size` of them."""
         self._check_root(root)
         if self.rank != root:
-            return decode(self._recv_body(root, PRIVATE_TAG, "scatter_object"))
+            verb = "scatter_object"
+            return decode(self._messages.recv(root, PRIVATE_TAG, verb, verb))
         bodies = [encode(obj) for obj in self._check_one_per_rank("objs", objs)]
         posted = [
             call
@@ -69,7 +70,7 @@ class ObjectVerbs(Member):
     def recv_object(self, source: int, tag: int = 0) -> Any:
         """Receives what another rank sends by `send_object`."""
         self._check_peer("source", source, tag)
-        return decode(self._recv_body(source, tag, "send_object"))
+        return decode(self._messages.recv(source, tag, "recv_object", "send_object"))
 
     def all_reduce_object(self, obj: Any) -> Any:
         """The sum over ranks, in rank order, on all of them: `obj_0 + obj_1 + ...`.
@@ -99,9 +100,6 @@ class ObjectVerbs(Member):
                 f"`all_reduce_object`: the ranks' values cannot be added ({error}); their types "
                 f"are {kinds}."
             ) from error
-
-    def _recv_body(self, source: int, tag: int, verb: str) -> bytes:
-        return self._messages.recv(source, tag, verb)
 
 
 def _keys(obj: Any) -> list[Any]:

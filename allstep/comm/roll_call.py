@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import Store
 
 __all__ = ["call_roll", "report"]
 
-_GRACE_S = 1.0  # ranks that waited together fail about together
+_GRACE_S = 0.5  # ranks that waited together fail about together
 _POLL_S = 0.02
 
 

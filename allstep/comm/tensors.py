@@ -183,11 +183,12 @@ class TensorVerbs(Member):
         if self.rank != root:
             self._send(x, root, PRIVATE_TAG, "gather").wait()
             return None
+        received = {
+            rank: self._recv(rank, PRIVATE_TAG, "gather", "gather") for rank in self._others
+        }
+        received[root] = _own_copy(x)
         device = _device_of(x, self.device)
-        return tuple(
-            _own_copy(x) if rank == root else _to(self._recv(rank, PRIVATE_TAG, "gather"), device)
-            for rank in range(self.size)
-        )
+        return tuple(_to(received[rank], device) for rank in range(self.size))
 
     def scatter(self, xs: Sequence[Tensor | Sequence[Tensor]] | None = None, root: int = 0) -> Any:
         """Gives each rank its entry of the root's `xs`.
@@ -202,7 +203,7 @@ class TensorVerbs(Member):
         """
         self._check_root(root)
         if self.rank != root:
-            return _to(self._recv(root, PRIVATE_TAG, "scatter"), self.device)
+            return _to(self._recv(root, PRIVATE_TAG, "scatter", "scatter"), self.device)
         xs = self._check_one_per_rank("xs", xs)
         for x in xs:
             Layout.of(x, "xs")  # refuses before anything is sent
@@ -298,7 +299,7 @@ class TensorVerbs(Member):
         self._check_peer("source", source, tag)
 
         def receive() -> Tensors:
-            return _to(self._recv(source, tag, "send"), self.device)
+            return _to(self._recv(source, tag, "recv", "send"), self.device)
 
         if async_op:
             return self._inbox.start(source, tag, receive)
@@ -315,8 +316,8 @@ class TensorVerbs(Member):
 
         return Pending(finish)
 
-    def _recv(self, source: int, tag: int, verb: str) -> Tensors:
-        layout = Layout.decode(self._messages.recv(source, tag, verb))
+    def _recv(self, source: int, tag: int, verb: str, sent_by: str) -> Tensors:
+        layout = Layout.decode(self._messages.recv(source, tag, verb, sent_by))
         buffer = layout.empty_buffer(self._carrier)
         self._wire.recv(buffer, source, tag, verb).wait()
         return layout.unpack(buffer)

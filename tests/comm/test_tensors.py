@@ -368,7 +368,5 @@ def test_a_tensor_sent_to_a_rank_that_expects_an_object():
         else:
             comm.recv_object(0)
 
-    with pytest.raises(
-        DisagreementError, match="expected `send_object` where rank 0"
-    ):
+    with pytest.raises(DisagreementError, match="expected `send_object` where rank 0"):
         run_ranks(2, work)

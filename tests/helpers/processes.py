@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -82,14 +83,21 @@ class Workers:
                 os.kill(self.pids[rank], signal_number)
 
     def join(self, timeout_s: float = 60.0) -> list[int | None]:
-        """Waits until all have ended; TimeoutError, and all killed, if that takes too long."""
-        deadline = time.monotonic() + timeout_s
-        for process in self._processes:
-            process.join(max(deadline - time.monotonic(), 0))
-        if None in self.exit_codes:
-            stuck = [rank for rank, code in enumerate(self.exit_codes) if code is None]
-            self.close()
-            raise TimeoutError(f"ranks {stuck} did not end within {timeout_s:g} s")
+        """Waits until all have ended, and returns their exit codes.
+
+        As torchrun does, it kills those who go on some seconds after another has failed: they
+        may be waiting for it to join them. TimeoutError, and all killed, after `timeout_s`.
+        """
+        deadline = failed_deadline = time.monotonic() + timeout_s
+        while running := [p for p in self._processes if p.exitcode is None]:
+            if any(self.exit_codes) and failed_deadline == deadline:
+                failed_deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() >= failed_deadline:
+                self.close()
+                break
+            wait([p.sentinel for p in running], failed_deadline - time.monotonic())
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{[p.name for p in running]} did not end within {timeout_s:g} s")
         return self.exit_codes
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:
@@ -119,7 +127,7 @@ class Workers:
 
     def _receive(self, rank: int, pipe: Connection) -> "_Outcome":
         try:
-            outcome: _Outcome = pipe.recv()
+            outcome: _Outcome = pickle.loads(pipe.recv_bytes())
         except EOFError:
             self._processes[rank].join(_GRACE_S)
             return _Outcome(rank, f"it died (exit code {self.exit_codes[rank]})", severity=1)
@@ -178,6 +186,11 @@ def _work(
             comm.barrier()
     except BaseException as error:
         severity = 2 if isinstance(error, PeerLostError) else 0
-        pipe.send(_Outcome(rank, traceback.format_exc(), severity))
+        _send(pipe, _Outcome(rank, traceback.format_exc(), severity))
         raise SystemExit(1) from None
-    pipe.send(_Outcome(rank, result))
+    _send(pipe, _Outcome(rank, result))
+
+
+def _send(pipe: Connection, outcome: _Outcome) -> None:
+    """By value: torch would share tensors through this process, which is about to end."""
+    pipe.send_bytes(pickle.dumps(outcome))

@@ -1,0 +1,251 @@
+"""Groups within groups, ends, timeouts and failures."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from allstep.comm import Communicator, Pending
+from allstep.comm.failures import translated
+from allstep.comm.roll_call import call_roll
+from allstep.comm.threads import run_ranks
+from allstep.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerLostError,
+    UsageError,
+)
+
+
+def test_split_orders_by_key_then_rank_and_none_joins_nothing():
+    def work(comm):
+        color = None if comm.rank == 4 else comm.rank % 2
+        part = comm.split(color, key=-comm.rank if comm.rank < 4 else 0)
+        if part is None:
+            return None
+        return part.rank, part.size, part.all_gather_object(comm.rank)
+
+    even, odd = [2, 0], [3, 1, 5]  # keys: 0, -1, -2, -3, none, 0
+    expected = [(1, 2, even), (1, 3, odd), (0, 2, even), (0, 3, odd), None, (2, 3, odd)]
+    assert run_ranks(6, work) == expected
+
+
+def test_a_split_of_a_split_knows_its_nodes_and_works():
+    def work(comm):
+        half = comm.split(comm.rank // 4)
+        pair = half.split(half.rank % 2)
+        again = half.split(half.rank % 2)  # the same question twice: another group
+        total = pair.all_reduce(torch.tensor(comm.rank)).item()
+        assert again.all_gather_object(comm.rank) == pair.all_gather_object(comm.rank)
+        comm.barrier()
+        return total, pair.node_rank, pair.num_nodes, pair.local_rank, pair.local_size
+
+    results = run_ranks(8, work, local_size=2)
+    assert [r[0] for r in results] == [2, 4, 2, 4, 10, 12, 10, 12]
+    first, second = (0, 2, 0, 1), (1, 2, 0, 1)
+    assert [r[1:] for r in results] == [first, first, second, second] * 2
+
+
+def test_split_by_node():
+    def work(comm):
+        node = comm.split(comm.node_rank)
+        return node.rank == comm.local_rank and node.size == node.local_size == comm.local_size
+
+    assert all(run_ranks(6, work, local_size=3))
+
+
+def test_split_of_a_lone_worker():
+    comm = Communicator.lone()
+    assert comm.split(None) is None
+    assert comm.split(3).all_reduce(torch.ones(1)).item() == 1
+
+
+@pytest.mark.parametrize("arguments", [("red",), (0, "first"), (0, None)])
+def test_split_refuses_what_is_no_number(arguments):
+    with pytest.raises(UsageError, match=r"`(color|key)` \(=.*\) must be an int"):
+        Communicator.lone().split(*arguments)
+
+
+def test_close_ends_a_communicator():
+    def work(comm):
+        part = comm.split(0)
+        assert part.process_group is not None
+        with part:
+            part.barrier()
+        assert part.process_group is None
+        part.close()
+        with pytest.raises(UsageError, match="`all_reduce` was called on a closed communicator"):
+            part.all_reduce(torch.ones(1))
+        with pytest.raises(UsageError, match="`split` was called on a closed communicator"):
+            part.split(0)
+        comm.barrier()
+
+    run_ranks(2, work)
+
+
+def test_a_context_left_by_an_error_aborts():
+    def work(comm):
+        with comm:
+            if comm.rank == 1:
+                raise KeyError("mine")
+            comm.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(3, work)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_a_rank_that_raises_ends_the_others_at_once(n):
+    seen: list[BaseException] = []
+
+    def work(comm):
+        if comm.rank == 1:
+            raise ZeroDivisionError("rank 1")
+        try:
+            while True:
+                comm.barrier()
+        except CommunicationError as error:
+            seen.append(error)
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="rank 1") as caught:
+        run_ranks(n, work, timeout_s=60)
+    assert time.monotonic() - start < 5
+    assert caught.value.__notes__ == [f"on rank 1 of {n}"]
+    assert [type(error) for error in seen] == [PeerLostError] * (n - 1)
+    assert "`barrier` on rank" in str(seen[0])
+    assert "first error among the other ranks" in str(seen[0])
+
+
+def test_ranks_that_wait_for_messages_of_a_failed_rank_end_too():
+    def work(comm):
+        if comm.rank == 0:
+            raise ZeroDivisionError
+        comm.recv(0)
+
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(3, work, timeout_s=60)
+
+
+def test_a_late_rank_is_named():
+    late = threading.Event()
+
+    def work(comm):
+        if comm.rank == 2:
+            late.wait(20)
+            return
+        try:
+            if comm.rank == 0:
+                comm.all_reduce(torch.ones(2))
+            else:
+                comm.barrier()
+        finally:
+            late.set()
+
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        run_ranks(3, work, timeout_s=0.3)
+    message = str(caught.value)
+    assert "did not finish within 0.3 s" in message
+    assert "raise `timeout_s`" in message
+    assert "missing: rank 2." in message
+
+
+@pytest.mark.parametrize(
+    ("verb", "call"),
+    [
+        ("recv", lambda comm: comm.recv(1)),
+        ("recv", lambda comm: comm.recv(1, async_op=True).wait()),
+        ("send", lambda comm: comm.send(torch.zeros(1 << 22), 1)),
+        ("gather", lambda comm: comm.gather(torch.zeros(1))),
+        ("broadcast_object", lambda comm: comm.broadcast_object(root=1)),
+        ("all_to_all", lambda comm: comm.all_to_all([torch.zeros(1)] * 2)),
+        ("reduce_scatter", lambda comm: comm.reduce_scatter(torch.zeros(2))),
+        ("split", lambda comm: comm.split(0)),
+    ],
+)
+def test_every_verb_ends_after_timeout_s(verb, call):
+    late = threading.Event()
+
+    def work(comm):
+        if comm.rank == 1:
+            late.wait(20)
+            return
+        try:
+            call(comm)
+        finally:
+            late.set()
+
+    with pytest.raises(CollectiveTimeoutError, match=f"`{verb}` on rank 0 of 2"):
+        run_ranks(2, work, timeout_s=0.3)
+
+
+def test_a_pending_reduction_may_be_waited_for_again():
+    go = threading.Event()
+
+    def work(comm):
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        if comm.rank == 1:
+            go.wait(20)
+        pending = comm.all_reduce(x, async_op=True)
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"within 0\.05 s"):
+                pending.wait(timeout_s=0.05)
+            go.set()
+        return pending.wait().tolist()
+
+    assert run_ranks(2, work) == [[4, 4, 4]] * 2
+
+
+def test_a_pending_receive_may_be_waited_for_again():
+    go = threading.Event()
+
+    def work(comm):
+        if comm.rank == 1:
+            go.wait(20)
+            comm.send(torch.ones(1), 0)
+            return
+        pending = comm.recv(1, async_op=True)
+        with pytest.raises(CollectiveTimeoutError, match=r"`recv` from rank 1.*0\.05 s.*again"):
+            pending.wait(timeout_s=0.05)
+        go.set()
+        assert pending.wait().item() == 1
+
+    run_ranks(2, work)
+
+
+def test_a_pending_gives_its_result_again():
+    calls: list[float | None] = []
+
+    def finish(timeout_s):
+        calls.append(timeout_s)
+        return len(calls)
+
+    pending = Pending(finish)
+    assert [pending.wait(3), pending.wait()] == [1, 1]
+    assert calls == [3]
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, None])
+def test_timeout_s_must_be_positive(timeout_s):
+    with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be a positive number"):
+        Communicator.lone(timeout_s=timeout_s)
+
+
+def test_other_errors_of_a_backend_pass_as_they_are():
+    with pytest.raises(RuntimeError, match="out of cheese"), translated("x", 0, 1, 1.0):
+        raise RuntimeError("out of cheese")
+
+
+class DeadStore:
+    def set(self, key, value):
+        raise RuntimeError("gone")
+
+    def check(self, keys):
+        raise RuntimeError("gone")
+
+
+def test_a_roll_call_on_a_dead_store_says_nothing():
+    assert call_roll(DeadStore(), 0, 2, "barrier") == ""

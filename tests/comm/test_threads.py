@@ -1,0 +1,67 @@
+"""Ranks as threads."""
+
+import pytest
+import torch
+
+from allstep.comm.threads import run_ranks
+from allstep.errors import CommunicationError, DisagreementError, UsageError
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_results_come_by_rank(n):
+    assert run_ranks(n, lambda comm: (comm.rank, comm.size)) == [(r, n) for r in range(n)]
+
+
+def test_nodes_are_played():
+    def work(comm):
+        return comm.node_rank, comm.num_nodes, comm.local_rank, comm.local_size
+
+    assert run_ranks(4, work, local_size=2) == [
+        (0, 2, 0, 2),
+        (0, 2, 1, 2),
+        (1, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+
+
+def test_a_rank_may_end_before_the_others():
+    def work(comm):
+        x = comm.all_reduce(torch.ones(1))
+        for _ in range(20):
+            if comm.rank == 1:
+                comm.send(x, 2)
+            if comm.rank == 2:
+                comm.recv(1)
+        return x.item()
+
+    assert run_ranks(3, work) == [3, 3, 3]
+
+
+def test_the_cause_comes_before_its_consequences():
+    def work(comm):
+        if comm.rank == 0:
+            raise DisagreementError("a consequence that came first")
+        try:
+            comm.barrier()
+        except CommunicationError:
+            if comm.rank == 2:
+                raise KeyError("the cause") from None
+            raise
+
+    with pytest.raises(KeyError, match="the cause") as caught:
+        run_ranks(3, work)
+    assert caught.value.__notes__ == ["on rank 2 of 3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, r"`n` \(=0\) must be at least 1"),
+        ({"n": 5, "local_size": 2}, r"`n` \(=5\) must be a multiple of `local_size` \(=2\).*4, 6"),
+        ({"n": 5, "local_size": 0}, r"multiple of `local_size` \(=0\)"),
+        ({"n": 1, "timeout_s": 0}, r"`timeout_s` \(=0\)"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        run_ranks(fn=lambda comm: None, **arguments)
