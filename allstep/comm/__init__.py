@@ -3,6 +3,6 @@
 from allstep.comm.communicator import Communicator
 from allstep.comm.initialise import init
 from allstep.comm.pending import Pending
-from allstep.comm.reduction import ReduceOp
+from allstep.comm.reduce_ops import ReduceOp
 
 __all__ = ["Communicator", "Pending", "ReduceOp", "init"]

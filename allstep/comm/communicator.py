@@ -8,17 +8,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from allstep.comm.codec import decode, encode
+from allstep.comm.group_wire import GroupWire
 from allstep.comm.groups import make_group
+from allstep.comm.movements import MovementVerbs
 from allstep.comm.objects import ObjectVerbs
-from allstep.comm.tensors import TensorVerbs
+from allstep.comm.reductions import ReductionVerbs
 from allstep.comm.topology import Topology
-from allstep.comm.wire import GroupWire, LoneWire
+from allstep.comm.wire import LoneWire
 from allstep.errors import UsageError
 
 __all__ = ["Communicator"]
 
 
-class Communicator(TensorVerbs, ObjectVerbs):
+class Communicator(ReductionVerbs, MovementVerbs, ObjectVerbs):
     """One worker's end of a group of workers; made by `init`, `split` or `lone`.
 
     Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`

@@ -1,6 +1,5 @@
 """Makes process groups on a store, without touching torch's global state."""
 
-import socket
 from datetime import timedelta
 
 import torch
@@ -47,8 +46,3 @@ def _add_nccl(
     group.bound_device_id = device
     group._register_backend(torch.device("cuda"), _BackendType.NCCL, nccl)
     group._set_default_backend(_BackendType.NCCL)
-
-
-def host_name() -> str:
-    """What this machine is called by the others."""
-    return socket.gethostname()

@@ -21,6 +21,7 @@ class ObjectVerbs(Member):
     def broadcast_object(self, obj: Any = None, root: int = 0) -> Any:
         """The root's object, on all ranks; `obj` of the others is ignored.
 
+        >>> from allstep.comm import Communicator
         >>> Communicator.lone().broadcast_object({"lr": 0.1})
         {'lr': 0.1}
         """
@@ -82,6 +83,7 @@ class ObjectVerbs(Member):
         Raises:
             DisagreementError: if ranks pass dicts of other keys, or what cannot be added.
 
+        >>> from allstep.comm import Communicator
         >>> Communicator.lone().all_reduce_object({"correct": 3, "total": 4})
         {'correct': 3, 'total': 4}
         """

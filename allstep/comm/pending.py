@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from allstep.errors import UsageError
+
 __all__ = ["Pending"]
 
 T = TypeVar("T")
@@ -29,6 +31,8 @@ class Pending(Generic[T]):
             CollectiveTimeoutError: if it took longer.
             PeerLostError: if another worker failed meanwhile.
         """
+        if timeout_s is not None and not timeout_s > 0:
+            raise UsageError(f"`timeout_s` (={timeout_s!r}) must be a positive number of seconds.")
         if self._finish is not None:
             self._result = self._finish(timeout_s)
             self._finish = None

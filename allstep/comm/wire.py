@@ -1,54 +1,31 @@
-"""Raw tensors over a process group: every call is posted, and waited for with a deadline.
+"""What a communicator needs of the world: raw tensors to and from other ranks.
 
-The only file that calls a process group. Nothing here knows shapes, structures or objects.
+Nothing here knows shapes, structures or objects.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
-from allstep.comm.failures import is_timeout, translated
-from allstep.comm.roll_call import call_roll, report
-from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
-
-__all__ = ["GroupWire", "LoneWire", "Posted", "Wire"]
-
-_CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
-_ABORT_TAG = (1 << 31) - 1
-
-
-_Start = Callable[[dist.ProcessGroup], dist.Work]
+__all__ = ["LoneWire", "Posted", "Wire"]
 
 
 class Posted:
-    """Calls under way on a process group, and the tensors that they read and write."""
+    """A call under way, and a way to wait for it."""
 
-    def __init__(
-        self,
-        wire: "GroupWire | None" = None,
-        verb: str = "",
-        works: Sequence[dist.Work] = (),
-        timeout_s: float | None = None,
-    ) -> None:
-        self._wire = wire
-        self._verb = verb
-        self._works = list(works)
-        self.timeout_s = timeout_s
+    def __init__(self, wait: Callable[[float | None], None] = lambda timeout_s: None) -> None:
+        self._wait = wait
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for all of them; on CUDA only the current stream waits."""
-        if self._wire is not None:
-            self._wire.wait(self._verb, self._works, timeout_s or self.timeout_s)
+        """Waits for at most `timeout_s`, the wire's if None; on CUDA only the stream waits."""
+        self._wait(timeout_s)
 
 
 class Wire(Protocol):
-    """What a communicator needs of the world."""
+    """Posts calls to other ranks and waits for them; `verb` names the call in errors."""
 
     rank: int
     size: int
@@ -127,193 +104,3 @@ class LoneWire:
 
     def close(self, *, abort: bool) -> None:
         pass
-
-
-class GroupWire:
-    """The wire of a process group of torch's; see `Wire` for the verbs."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout_s: float,
-        close: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.group: dist.ProcessGroup | None = group
-        self.rank = group.rank()
-        self.size = group.size()
-        self.timeout_s = timeout_s
-        self._close = close
-        self._store = group.get_group_store()
-        self._device_types = {
-            device.type
-            for device in group._device_types
-            if device.type == "cpu" or group._get_backend(device).name() != "gloo"
-        }
-
-    def carrier(self, device: torch.device) -> torch.device:
-        if device.type in self._device_types:
-            return device
-        if device.type == "cuda" or not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def wait(self, verb: str, works: list[dist.Work], timeout_s: float | None) -> None:
-        """Waits for works that this wire has posted, and takes the finished off the list."""
-        with self._explained(verb, timeout_s):
-            while works:
-                if timeout_s is None:
-                    works[0].wait()
-                else:
-                    works[0].wait(timedelta(seconds=timeout_s))
-                works.pop(0)
-
-    def _post(self, verb: str, starts: Sequence[_Start]) -> Posted:
-        group = self.group
-        if group is None:
-            raise UsageError(
-                f"`{verb}` was called on a closed communicator; call it before `close()`."
-            )
-        with self._explained(verb, None):
-            return Posted(self, verb, [start(group) for start in starts])
-
-    @contextmanager
-    def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
-        """Typed errors for what fails inside; after the group's own timeout with a roll call."""
-        try:
-            with translated(verb, self.rank, self.size, timeout_s or self.timeout_s):
-                yield
-        except PeerLostError:
-            report(self._store, self.rank, verb)
-            raise
-        except CollectiveTimeoutError as error:
-            if timeout_s is not None and timeout_s < self.timeout_s:
-                raise  # the caller may wait again
-            where = call_roll(self._store, self.rank, self.size, verb)
-            raise CollectiveTimeoutError(f"{error} {where}".rstrip()) from error.__cause__
-
-    def _options(self, kind: type[Any]) -> Any:
-        options = kind()
-        options.timeout = timedelta(seconds=self.timeout_s)
-        return options
-
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
-        options = self._options(dist.AllreduceOptions)
-        options.reduceOp = op
-        return self._post(verb, [lambda group: group.allreduce([tensor], options)])
-
-    def reduce_scatter(
-        self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
-    ) -> tuple[Tensor, Posted]:
-        if len({part.numel() for part in parts}) == 1:
-            options = self._options(dist.ReduceScatterOptions)
-            options.reduceOp = op
-            joined = torch.cat([part.reshape(-1) for part in parts])
-            output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
-            flat = output.reshape(-1)
-            return output, self._post(
-                verb, [lambda group: group._reduce_scatter_base(flat, joined, options)]
-            )
-        own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
-
-        def reduce_to(root: int) -> _Start:
-            options = self._options(dist.ReduceOptions)
-            options.reduceOp = op
-            options.rootRank = root
-            return lambda group: group.reduce([own[root]], options)
-
-        return own[self.rank], self._post(verb, [reduce_to(root) for root in range(self.size)])
-
-    def _broadcasts(self, buffer: Tensor, root: int) -> list[_Start]:
-        options = self._options(dist.BroadcastOptions)
-        options.rootRank = root
-        options.rootTensor = 0
-
-        def of(chunk: Tensor) -> _Start:
-            return lambda group: group.broadcast([chunk], options)
-
-        return [of(chunk) for chunk in _chunks(buffer)]
-
-    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
-        return self._post(verb, self._broadcasts(buffer, root))
-
-    def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
-        output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=buffer.device)
-        pieces = list(torch.split(output, list(sizes_bytes)))
-        if len(set(sizes_bytes)) == 1 and output.numel() <= _CHUNK_BYTES:
-            base = buffer.contiguous()
-            options = self._options(AllgatherOptions)
-            self._post(verb, [lambda group: group._allgather_base(output, base, options)]).wait()
-            return pieces
-        pieces[self.rank].copy_(buffer)
-        starts = [
-            start for root, piece in enumerate(pieces) for start in self._broadcasts(piece, root)
-        ]
-        self._post(verb, starts).wait()
-        return pieces
-
-    def all_to_all(
-        self, buffers: Sequence[Tensor], sizes_bytes: Sequence[int], verb: str
-    ) -> list[Tensor]:
-        options = self._options(dist.AllToAllOptions)
-        joined = torch.cat(list(buffers))
-        output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=joined.device)
-        sent_bytes = [buffer.numel() for buffer in buffers]
-        self._post(
-            verb,
-            [
-                lambda group: group.alltoall_base(
-                    output, joined, list(sizes_bytes), sent_bytes, options
-                )
-            ],
-        ).wait()
-        return list(torch.split(output, list(sizes_bytes)))
-
-    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
-        def of(chunk: Tensor) -> _Start:
-            return lambda group: group.send([chunk], dest, tag)
-
-        return self._point_to_point(verb, buffer, of)
-
-    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
-        def of(chunk: Tensor) -> _Start:
-            return lambda group: group.recv([chunk], source, tag)
-
-        return self._point_to_point(verb, buffer, of)
-
-    def _point_to_point(
-        self, verb: str, buffer: Tensor, start_of: Callable[[Tensor], _Start]
-    ) -> Posted:
-        posted = self._post(verb, [start_of(chunk) for chunk in _chunks(buffer)])
-        if (
-            buffer.device.type == "cpu"
-        ):  # unlike collectives, these take their timeout when waited for
-            posted.timeout_s = self.timeout_s
-        return posted
-
-    def close(self, *, abort: bool) -> None:
-        group, self.group = self.group, None
-        if group is None:
-            return
-        if abort:
-            self._break_connections(group)
-        self._close()
-
-    def _break_connections(self, group: dist.ProcessGroup) -> None:
-        """[Note: abort] Gloo closes its connections when nobody holds the group any more, which
-        cannot be known here, or when a call times out. So let one time out: the first that does
-        closes all connections; on one that is closed already a call fails for that reason.
-        """
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        for peer in peers if "cpu" in self._device_types else []:
-            try:
-                group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if is_timeout(error):
-                    break
-        with suppress(RuntimeError):
-            group.abort()
-
-
-def _chunks(buffer: Tensor) -> list[Tensor]:
-    """Pieces that any backend can send; none if there is nothing to send."""
-    return list(torch.split(buffer, _CHUNK_BYTES)) if buffer.numel() else []

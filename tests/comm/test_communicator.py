@@ -226,6 +226,8 @@ def test_a_pending_gives_its_result_again():
     pending = Pending(finish)
     assert [pending.wait(3), pending.wait()] == [1, 1]
     assert calls == [3]
+    with pytest.raises(UsageError, match=r"`timeout_s` \(=0\) must be a positive number"):
+        pending.wait(timeout_s=0)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, None])

@@ -218,7 +218,7 @@ def test_many_tensors_need_a_long_header():
 
 
 def test_messages_above_the_backends_limit_go_in_pieces(monkeypatch):
-    monkeypatch.setattr("allstep.comm.wire._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("allstep.comm.group_wire._CHUNK_BYTES", 1000)
     x = torch.arange(1003)
 
     def work(comm):

@@ -1,0 +1,134 @@
+"""The verbs that reduce tensors over the ranks."""
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from allstep.comm.layout import Layout, as_tuple
+from allstep.comm.member import Member
+from allstep.comm.pending import Pending
+from allstep.comm.reduce_ops import ReduceOp, check_reduction, torch_op, wire_form, write_back
+from allstep.comm.topology import Topology
+from allstep.comm.wire import Wire
+from allstep.errors import DisagreementError, UsageError, nearest_multiples
+
+__all__ = ["ReductionVerbs"]
+
+X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
+
+
+class ReductionVerbs(Member):
+    """Reductions of tensors of equal shapes and dtypes on all ranks."""
+
+    def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
+        super().__init__(wire, topology, device)
+        self._agreed: set[object] = set()
+
+    @overload
+    def all_reduce(self, x: X, op: ReduceOp = ..., *, async_op: Literal[False] = ...) -> X: ...
+    @overload
+    def all_reduce(self, x: X, op: ReduceOp = ..., *, async_op: Literal[True]) -> Pending[X]: ...
+    def all_reduce(self, x: X, op: ReduceOp = "sum", *, async_op: bool = False) -> X | Pending[X]:
+        """Reduces over the ranks, in place, on all of them.
+
+        x = reduction of x_r over ranks r; `mean` is the sum divided by `size`.
+
+        Args:
+            x: tensor or tuple of tensors of equal shapes and dtypes on every rank.
+            op: "sum", "mean" (not of integers), "max" or "min".
+            async_op: return at once; leave `x` alone until the result was waited for.
+
+        Returns:
+            `x` itself; with `async_op` a Pending of it.
+
+        Raises:
+            UsageError: if `op` is unknown or means nothing for a dtype.
+            DisagreementError: if ranks pass other shapes, dtypes or `op`.
+
+        >>> from allstep.comm import Communicator
+        >>> Communicator.lone().all_reduce(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+        """
+        tensors = as_tuple(x)
+        check_reduction(tensors, op)
+        self._agree("all_reduce", tensors, op)
+        reduced = [wire_form(tensor, self._wire.carrier(tensor.device)) for tensor in tensors]
+        posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
+        divisor = self.size if op == "mean" else 1
+
+        def finish(timeout_s: float | None) -> X:
+            for tensor, form, call in zip(tensors, reduced, posted, strict=True):
+                call.wait(timeout_s)
+                write_back(tensor, form, divisor)
+            return x
+
+        return Pending(finish) if async_op else finish(None)
+
+    @overload
+    def reduce_scatter(
+        self, x: Tensor | Sequence[Tensor], op: ReduceOp = ..., *, async_op: Literal[False] = ...
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, x: Tensor | Sequence[Tensor], op: ReduceOp = ..., *, async_op: Literal[True]
+    ) -> Pending[Tensor]: ...
+    def reduce_scatter(
+        self, x: Tensor | Sequence[Tensor], op: ReduceOp = "sum", *, async_op: bool = False
+    ) -> Tensor | Pending[Tensor]:
+        """Reduces over the ranks and leaves each of them its part; `x` stays as it is.
+
+        Args:
+            x: tensor whose dim 0 is a multiple of `size`, or a tuple of `size` tensors, one for
+                each rank; equal shapes and dtypes on every rank.
+            op: "sum", "mean" (not of integers), "max" or "min".
+            async_op: return a Pending at once.
+
+        Raises:
+            UsageError: if `x` cannot be divided, or `op` means nothing for it.
+            DisagreementError: if ranks pass other shapes, dtypes or `op`.
+        """
+        parts = self._parts(x)
+        check_reduction(parts, op)
+        self._agree("reduce_scatter", parts, op)
+        forms = [wire_form(part, self._wire.carrier(part.device)) for part in parts]
+        reduced, posted = self._wire.reduce_scatter(forms, torch_op(op), "reduce_scatter")
+        divisor = self.size if op == "mean" else 1
+        result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
+
+        def finish(timeout_s: float | None) -> Tensor:
+            posted.wait(timeout_s)
+            return write_back(result, reduced, divisor)
+
+        return Pending(finish) if async_op else finish(None)
+
+    def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        if not isinstance(x, Tensor):
+            return as_tuple(self._check_one_per_rank("x", x))
+        length = x.shape[0] if x.dim() else 0
+        if x.dim() == 0 or length % self.size:
+            raise UsageError(
+                f"`x` has shape {list(x.shape)}, whose dim 0 must be a multiple of `size` "
+                f"(={self.size}); nearest: {nearest_multiples(length, self.size)}."
+            )
+        return x.chunk(self.size) if length else (x,) * self.size
+
+    def _agree(self, verb: str, tensors: Sequence[Tensor], op: str) -> None:
+        """Compares what the ranks want to reduce, the first time that this rank wants it.
+
+        Backends mix up unequal shapes or end the process, so it is worth a message, once.
+        """
+        signature = (verb, op, *((x.shape, x.dtype, x.device.type) for x in tensors))
+        if self.size == 1 or signature in self._agreed:
+            return
+        devices = ", ".join(sorted({tensor.device.type for tensor in tensors}))
+        wanted = f"{op} of {Layout.of(tensors)} on {devices or 'no device'}"
+        everyone = self._messages.all_gather(wanted.encode(), verb)
+        for rank, other in enumerate(everyone):
+            if other != wanted.encode():
+                raise DisagreementError(
+                    f"`{verb}`: rank {self.rank} wants the {wanted}, rank {rank} the "
+                    f"{other.decode(errors='replace')}; pass equal shapes, dtypes and `op`."
+                )
+        self._agreed.add(signature)
