@@ -6,6 +6,6 @@ from allstep.train.loop import fit as fit
 from allstep.train.metrics import MetricsLog as MetricsLog
 from allstep.train.options import TrainOptions as TrainOptions
 from allstep.train.report import RunReport as RunReport
-from allstep.train.steps import Batch as Batch
-from allstep.train.steps import steps as steps
+from allstep.train.batch import Batch as Batch
+from allstep.train.batch import steps as steps
 from allstep.train.task import Task as Task

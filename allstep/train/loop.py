@@ -14,7 +14,7 @@ from allstep.train.options import TrainOptions
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
 from allstep.train.run import Run
-from allstep.train.steps import Batch, steps
+from allstep.train.batch import Batch, steps
 from allstep.train.task import Task
 
 __all__ = ["fit"]
@@ -43,7 +43,7 @@ def fit(
         The run's numbers, the same on every worker.
 
     Raises:
-        UsageError: if options or data don't fit.
+        UsageError: if options or data don't fit, or if the folder holds another run.
         CheckpointError: if there is nothing to resume, or if it is of another model.
     """
     run_dir = Path(run_dir)
@@ -54,6 +54,8 @@ def fit(
     ):
         if resume:
             run.restore()
+        else:
+            run.refuse_old_checkpoints()
         with Progress(run.num_total_steps, comm, epochs=options.epochs) as progress:
             loop = _Loop(run, options, comm, log, progress, interrupts)
             loop.run()

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch import nn
 
-import allstep.data
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError
+from allstep.data import MapLoader, loader
+from allstep.errors import CheckpointError, UsageError
 from allstep.exchange import attach
 from allstep.train.checkpoint import Checkpoints
 from allstep.train.evaluator import Evaluator
@@ -46,18 +46,19 @@ class Run:
         )
         self._model = self.precision.prepare_model(task.model)
         self._optimizer = task.optimizer(self._model)
-        called_model = torch.compile(self._model) if options.compile else self._model
+        called_model: nn.Module = self._model
+        if options.compile:
+            called_model = torch.compile(self._model)  # type: ignore[assignment]
         self.train_step = TrainStep(
             task, called_model, self._optimizer, self.precision, options.clip_norm
         )
         self.exchange = attach(self._model, comm, global_batch=options.global_batch)
-        self.loader = allstep.data.loader(
+        self.loader = loader(
             task.train_set,
             comm,
             global_batch=options.global_batch,
             micro_batch=options.micro_batch,
             seed=options.seed,
-            shuffle=not isinstance(task.train_set, IterableDataset),
             drop_last=options.drop_last,
             num_workers=options.loader_workers,
             collate_fn=task.collate_fn,
@@ -70,6 +71,7 @@ class Run:
             micro_batch=options.micro_batch,
             num_workers=options.loader_workers,
             collate_fn=task.collate_fn,
+            seed=options.seed,
         )
         self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=options.keep_checkpoints)
         self.last_checkpoint: Path | None = None
@@ -77,7 +79,7 @@ class Run:
     @property
     def num_total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None for a stream, whose length isn't known."""
-        if isinstance(self._task.train_set, IterableDataset):
+        if not isinstance(self.loader, MapLoader):
             return None
         return self._options.epochs * len(self.loader)
 
@@ -103,6 +105,20 @@ class Run:
             "loader": self.loader.state_dict(),
         }
         self.last_checkpoint = self._checkpoints.save(self.loader.step, state)
+
+    def refuse_old_checkpoints(self) -> None:
+        """Raises on every worker if the folder holds another run's checkpoints.
+
+        Raises:
+            UsageError: naming the folder and the newest step.
+        """
+        steps = self._checkpoints.saved_steps() if self._comm.rank == 0 else []
+        newest = self._comm.broadcast_object(max(steps, default=None), root=0)
+        if newest is not None:
+            raise UsageError(
+                f"`run_dir`: {self._checkpoints.folder} holds a run's checkpoints (the newest of"
+                f" step {newest}); resume that run, or take another folder."
+            )
 
     def restore(self) -> None:
         """Continues from the newest checkpoint that is whole. All workers call it.

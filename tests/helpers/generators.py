@@ -25,7 +25,8 @@ class ThreadGenerator(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.native_dropout.default:
             raise NotImplementedError("native_dropout takes no generator; use processes")
-        if any(argument.name == "generator" for argument in func._schema.arguments):
+        takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
+        if takes_one and kwargs.get("generator") is None:
             kwargs["generator"] = _own.generator
         return func(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import allstep
 from allstep import Communicator, TrainOptions
 from allstep.comm.threads import run_ranks
-from allstep.errors import CheckpointError
+from allstep.errors import CheckpointError, UsageError
 from tests.helpers import same_model
 from tests.helpers.processes import run_processes, start_processes
 
@@ -143,6 +143,12 @@ def test_resume_with_another_meaning(tmp_path: Path) -> None:
     train(Communicator.lone(), str(tmp_path), {"epochs": 1})
     with pytest.raises(CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"):
         resume_with({"seed": 12}, tmp_path)
+
+
+def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
+    train(Communicator.lone(), str(tmp_path), {"epochs": 1})
+    with pytest.raises(UsageError, match=r"holds a run's checkpoints .* step 4"):
+        allstep.fit(same_model.make_task("adamw"), options_for(), Communicator.lone(), tmp_path)
 
 
 def test_every_rank_hears_that_there_is_nothing_to_resume(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""A command whose whole family of processes is watched."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+START_S = 60.0
+
+
+class Launched:
+    """`python *arguments` in a process of its own, with what it prints."""
+
+    def __init__(self, *arguments: object, cwd: Path | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+        )
+        self.output = self.errors = ""
+
+    @property
+    def code(self) -> int | None:
+        return self.process.returncode
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + START_S
+        while not happened():
+            assert time.monotonic() < deadline_s, "it never happened"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def workers(self) -> list[psutil.Process]:
+        """The launcher's direct children, in the order of their start."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted(children, key=lambda child: child.pid)
+
+    def finish(self, within_s: float) -> None:
+        """Waits for the end; all processes of the family must be gone by then."""
+        parent = psutil.Process(self.process.pid)
+        family = [parent, *parent.children(recursive=True)]
+        deadline_s = time.monotonic() + within_s
+        try:
+            self.output, self.errors = self.process.communicate(timeout=within_s)
+            _, alive = psutil.wait_procs(family, timeout=max(0.5, deadline_s - time.monotonic()))
+            assert not alive
+        finally:
+            for process in family:
+                if process.is_running():
+                    process.kill()
