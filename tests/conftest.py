@@ -1,0 +1,45 @@
+"""What all tests share: one thread each, no leaks, and a reason for every skip."""
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Ranks are threads or processes on few cores; more threads inside each only fight.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "allstep", deadline=None, max_examples=25, derandomize=True, database=None
+)
+settings.load_profile("allstep")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {"gpu": _no_gpu(), "net": _no_net()}
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason and marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "needs CUDA"
+
+
+def _no_net() -> str | None:
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "needs iproute2's ip and tc"
+    return None if os.geteuid() == 0 else "needs root"
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype_does_not_leak() -> Iterator[None]:
+    yield
+    leaked = torch.get_default_dtype()
+    if leaked != torch.float32:
+        torch.set_default_dtype(torch.float32)
+        pytest.fail(f"The test left torch's default dtype at {leaked}.")
