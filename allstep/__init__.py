@@ -1,4 +1,4 @@
-"""allstep scales a PyTorch training from one process to a cluster: the same model on any number of workers.
+"""Scale a PyTorch training from one process to a cluster: one model, any number of workers.
 
 Nothing is imported before it is used, so that `import allstep` costs nothing.
 """
@@ -36,7 +36,7 @@ _ROOM_OF = {
 }
 _ROOMS = ("comm", "data", "doctor", "errors", "exchange", "nn", "optim", "plan", "recipes", "train")
 
-__all__ = ["__version__", *_ROOM_OF]  # noqa: PLE0604 (the rooms are reached as attributes too)
+__all__ = ["__version__", *_ROOM_OF]
 
 
 def __getattr__(name: str) -> Any:

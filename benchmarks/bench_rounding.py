@@ -86,7 +86,9 @@ def main() -> None:
         alone = parameters_after(1, dtype, steps)
         for num_workers in NUM_WORKERS:
             together = parameters_after(num_workers, dtype, steps)
-            moved = [((a - b).norm() / a.norm()).item() for a, b in zip(alone, together, strict=True)]
+            moved = [
+                ((a - b).norm() / a.norm()).item() for a, b in zip(alone, together, strict=True)
+            ]
             cells = " | ".join(f"{m:.1e}" for m in moved)
             lines.append(f"| {str(dtype).removeprefix('torch.')} | {num_workers} v. 1 | {cells} |")
     print("\n".join(lines))

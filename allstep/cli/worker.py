@@ -1,21 +1,26 @@
 """`allstep worker`: what `train` and `evaluate` start, once for each worker; not for people."""
 
+import os
 from pathlib import Path
-
-from allstep.cli import run_folder
-from allstep.cli.workers import run_here
 
 __all__ = ["run"]
 
 
 def run(arguments: list[str]) -> int:
     """Runs one worker of a run whose folder exists."""
-    action, folder = arguments
+    action, folder, launcher_pid = arguments
+    if os.getppid() != int(launcher_pid):  # it was interrupted before it knew its children
+        return 1
+
+    from allstep.cli import run_folder
+    from allstep.cli.workers import run_here
+
     run_dir = Path(folder)
     if action == "evaluate":
         from allstep.cli.evaluate import evaluate_worker
 
         return run_here(lambda comm: evaluate_worker(comm, run_dir))
+
     from allstep.cli.train import train_worker
 
     return run_here(

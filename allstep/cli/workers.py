@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -47,7 +48,8 @@ def start_workers(num_workers: int, action: Action, run_dir: Path) -> int:
     """Starts workers on this machine for a run whose folder exists; returns the exit code."""
     from allstep.cli.launch import launch_workers
 
-    return launch_workers(num_workers, ["-m", "allstep", "worker", action, str(run_dir)])
+    command = ["-m", "allstep", "worker", action, str(run_dir), str(os.getpid())]
+    return launch_workers(num_workers, command)
 
 
 def run_here(body: Callable[[Communicator], int]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import numpy as np
 import torch
 from torch import Tensor

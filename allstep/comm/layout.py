@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import torch
 from torch import Tensor
 
@@ -23,8 +23,7 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """
-    >>> dtype_name(torch.bfloat16)
+    """>>> dtype_name(torch.bfloat16)
     'bfloat16'
     """
     return str(dtype).removeprefix("torch.")

@@ -42,8 +42,7 @@ def call_roll(store: Store, rank: int, size: int, verb: str) -> str:
 
 
 def _sentence(verbs: dict[int, str], size: int) -> str:
-    """
-    >>> _sentence({0: "barrier", 2: "barrier"}, 4)
+    """>>> _sentence({0: "barrier", 2: "barrier"}, 4)
     'Waiting: ranks 0, 2 in `barrier`; missing: ranks 1, 3.'
     """
     if not verbs:

@@ -39,7 +39,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
         device: where the model runs.
     """
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 (augmentations draw from the global state)
+    np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

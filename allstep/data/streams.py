@@ -187,9 +187,7 @@ class StreamLoader:
             self._num_samples += num_samples
             self._parts.num_done += 1
             micro_batches = _as_micro_batches(part)
-            yield GlobalBatch(
-                step, self.epoch, num_samples, micro_batches, len(part.micro_batches)
-            )
+            yield GlobalBatch(step, self.epoch, num_samples, micro_batches, len(part.micro_batches))
             part, counts = next_part, next_counts
         self.epoch += 1
         self._parts.num_done = 0

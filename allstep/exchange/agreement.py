@@ -93,8 +93,7 @@ def first_difference(described: Sequence[Sequence[tuple[str, ...]]]) -> str:
 
 
 def _ranks(values: Sequence[str], value: str) -> str:
-    """
-    >>> _ranks(["x", "y", "x"], "x")
+    """>>> _ranks(["x", "y", "x"], "x")
     'ranks 0, 2'
     """
     ranks = [str(rank) for rank, v in enumerate(values) if v == value]

@@ -85,8 +85,7 @@ def _refuse_attached(model: nn.Module) -> None:
 
 
 def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -> str:
-    """
-    >>> _announcement(ExchangePolicy(), 4, 8192)
+    """>>> _announcement(ExchangePolicy(), 4, 8192)
     'mean over 4 workers; global batch 8,192; learning rate untouched'
     """
     workers = "worker" if size == 1 else "workers"

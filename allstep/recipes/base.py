@@ -63,7 +63,7 @@ class Recipe(TrainOptions, ABC):
                 f" (={self.epochs})."
             )
 
-    def check(self) -> None:  # noqa: B027 (most recipes have nothing to look for)
+    def check(self) -> None:
         """Looks for what the recipe needs; cheap, meant to run before any worker starts.
 
         Raises:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (torch's own habit)
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from allstep.train.task import Metrics

@@ -7,6 +7,7 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.train.agreement import StopAgreement
+from allstep.train.batch import Batch, steps
 from allstep.train.interrupts import Interrupts
 from allstep.train.meter import Meter
 from allstep.train.metrics import MetricsLog
@@ -14,7 +15,6 @@ from allstep.train.options import TrainOptions
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
 from allstep.train.run import Run
-from allstep.train.batch import Batch, steps
 from allstep.train.task import Task
 
 __all__ = ["fit"]

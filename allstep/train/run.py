@@ -73,7 +73,9 @@ class Run:
             collate_fn=task.collate_fn,
             seed=options.seed,
         )
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=options.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints", comm, keep=options.keep_checkpoints
+        )
         self.last_checkpoint: Path | None = None
 
     @property

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.train.precision import Precision
 from allstep.train.batch import Batch
+from allstep.train.precision import Precision
 from allstep.train.task import Task
 
 __all__ = ["TrainStep"]

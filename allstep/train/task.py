@@ -37,5 +37,5 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     metrics: Callable[[nn.Module, Any], Metrics]
     optimizer: Callable[[nn.Module], Optimizer]
-    schedule: Callable[[int], float] = lambda step: 1.0  # noqa: E731
+    schedule: Callable[[int], float] = lambda step: 1.0
     collate_fn: Callable[[list[Any]], Any] | None = None

@@ -1,57 +1,31 @@
 """One worker fails, all stop; Ctrl-C and SIGTERM end a run; nothing stays behind."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.helpers.launched import Launched
+
 pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).parent / "faults.py"
-START_S = 60.0
 STOP_S = 5.0
 
 
-class Launched:
-    """A run of `faults.py` whose processes are watched."""
+class Faulty(Launched):
+    """A run of `faults.py`."""
 
     def __init__(self, num_workers: int, fault: str, marks: Path) -> None:
-        self.num_workers, self.marks = num_workers, marks
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(num_workers), fault, str(marks)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__(SCRIPT, num_workers, fault, marks)
+        self._files = [marks / str(rank) for rank in range(num_workers)]
 
     def pids(self) -> list[int]:
         """Process ids of the workers, as soon as all of them are about to go wrong."""
-        files = [self.marks / str(rank) for rank in range(self.num_workers)]
-        deadline_s = time.monotonic() + START_S
-        while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < deadline_s and self.process.poll() is None
-            time.sleep(0.02)
-        return [int(file.read_text()) for file in files]
-
-    def finish(self, within_s: float) -> str:
-        """Waits for the end; all processes must be gone by then. Returns stderr."""
-        family = [psutil.Process(self.process.pid)]
-        family += family[0].children(recursive=True)
-        start_s = time.monotonic()
-        try:
-            _, errors = self.process.communicate(timeout=within_s)
-            rest_s = max(0.5, within_s - (time.monotonic() - start_s))
-            _, alive = psutil.wait_procs(family, timeout=rest_s)
-            assert not alive
-        finally:
-            for process in family:
-                if process.is_running():
-                    process.kill()
-        return errors
+        self.wait_until(lambda: all(file.exists() and file.read_text() for file in self._files))
+        return [int(file.read_text()) for file in self._files]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +38,13 @@ class Launched:
     ],
 )
 def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error):
-    run = Launched(2, fault, tmp_path)
+    run = Faulty(2, fault, tmp_path)
     run.pids()
-    errors = run.finish(within_s=STOP_S)
-    assert run.process.returncode == 1
-    assert errors.count("] failed:\n") == 1
-    assert errors.count(f"\n{error}\n") == 1
-    assert errors.count("in run_worker") == 1
+    run.finish(within_s=STOP_S)
+    assert run.code == 1
+    assert run.errors.count("] failed:\n") == 1
+    assert run.errors.count(f"\n{error}\n") == 1
+    assert run.errors.count("in run_worker") == 1
     assert not list(tmp_path.glob("*.done"))
 
 
@@ -83,32 +57,33 @@ def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error
 )
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_an_own_error_is_one_line_and_exit_code_2(tmp_path, fault, message, num_workers):
-    run = Launched(num_workers, fault, tmp_path)
+    run = Faulty(num_workers, fault, tmp_path)
     run.pids()
-    assert run.finish(within_s=STOP_S) == message
-    assert run.process.returncode == 2
+    run.finish(within_s=STOP_S)
+    assert run.errors == message
+    assert run.code == 2
 
 
 def test_a_lone_worker_fails_with_a_plain_traceback(tmp_path):
-    run = Launched(1, "raise_everywhere", tmp_path)
+    run = Faulty(1, "raise_everywhere", tmp_path)
     run.pids()
-    errors = run.finish(within_s=STOP_S)
-    assert run.process.returncode == 1
-    assert errors.startswith("Traceback")
-    assert errors.count("ZeroDivisionError: on purpose") == 1
+    run.finish(within_s=STOP_S)
+    assert run.code == 1
+    assert run.errors.startswith("Traceback")
+    assert run.errors.count("ZeroDivisionError: on purpose") == 1
 
 
 @pytest.mark.parametrize("fault", ["hang_in_collective", "hang_in_compute", "hang_in_loader"])
 def test_a_killed_worker_is_named_and_its_peers_end(tmp_path, fault):
-    run = Launched(3, fault, tmp_path)
+    run = Faulty(3, fault, tmp_path)
     psutil.Process(run.pids()[1]).kill()
-    errors = run.finish(within_s=STOP_S)
-    assert errors == "error: worker 1 was killed by SIGKILL (out of memory?)\n"
-    assert run.process.returncode == 1
+    run.finish(within_s=STOP_S)
+    assert run.errors == "error: worker 1 was killed by SIGKILL (out of memory?)\n"
+    assert run.code == 1
 
 
 def test_workers_end_when_their_launcher_is_killed(tmp_path):
-    run = Launched(2, "hang_in_loader", tmp_path)
+    run = Faulty(2, "hang_in_loader", tmp_path)
     run.pids()
     family = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
@@ -120,30 +95,32 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_signal_lets_every_worker_finish(tmp_path, number, num_workers):
-    run = Launched(num_workers, "work_until_asked", tmp_path)
+    run = Faulty(num_workers, "work_until_asked", tmp_path)
     run.pids()
     run.process.send_signal(number)
-    assert run.finish(within_s=STOP_S) == ""
-    assert run.process.returncode == 128 + number
+    run.finish(within_s=STOP_S)
+    assert run.errors == ""
+    assert run.code == 128 + number
     assert len(list(tmp_path.glob("*.done"))) == num_workers
 
 
 def test_a_signal_to_one_worker_ends_the_run_with_its_exit_code(tmp_path):
-    run = Launched(2, "work_until_asked", tmp_path)
+    run = Faulty(2, "work_until_asked", tmp_path)
     psutil.Process(run.pids()[1]).send_signal(signal.SIGTERM)
-    assert run.finish(within_s=STOP_S) == ""
-    assert run.process.returncode == 128 + signal.SIGTERM
+    run.finish(within_s=STOP_S)
+    assert run.errors == ""
+    assert run.code == 128 + signal.SIGTERM
     assert len(list(tmp_path.glob("*.done"))) == 2
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_second_signal_ends_what_does_not_answer(tmp_path, num_workers):
-    run = Launched(num_workers, "hang_in_loader", tmp_path)
+    run = Faulty(num_workers, "hang_in_loader", tmp_path)
     run.pids()
     run.process.send_signal(signal.SIGINT)
     time.sleep(2.5)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGINT)
     run.finish(within_s=STOP_S)
-    assert run.process.returncode == 128 + signal.SIGINT
+    assert run.code == 128 + signal.SIGINT
     assert not list(tmp_path.glob("*.done"))

@@ -5,13 +5,12 @@ passes the thread's own generator to every operator that takes one.
 """
 
 import threading
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from importlib import import_module
 
 _own = threading.local()
 

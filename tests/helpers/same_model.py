@@ -47,7 +47,7 @@ def _make_model() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(
-            # No bias: batch norm cancels it, and Adam would blow the rounding of its zero gradient up.
+            # No bias: its gradient is zero but for rounding, which Adam would blow up.
             nn.Conv2d(2, 4, 3, bias=False),
             nn.BatchNorm2d(4),
             nn.ReLU(),
@@ -119,7 +119,8 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """Largest difference of any tensor, relative to the largest entry of that tensor."""
     assert a.keys() == b.keys()
     return max(
-        ((a[k].double() - b[k].double()).abs().max() / a[k].double().abs().max().clamp(min=1e-3))
-        .item()
+        (
+            (a[k].double() - b[k].double()).abs().max() / a[k].double().abs().max().clamp(min=1e-3)
+        ).item()
         for k in a
     )

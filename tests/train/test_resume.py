@@ -91,9 +91,7 @@ def assert_equal_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Non
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_killed_twenty_times_and_resumed(
-    uninterrupted: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_killed_twenty_times_and_resumed(uninterrupted: dict[str, Tensor], tmp_path: Path) -> None:
     """Kills of one or of all workers, with loader processes prefetching in every other life."""
     chance = random.Random(5)
     run_dir = str(tmp_path)
@@ -129,9 +127,7 @@ def test_resumed_on_another_number_of_workers(
 
 def resume_with(changes: dict[str, Any], run_dir: Path) -> None:
     options = options_for(**changes)
-    allstep.fit(
-        same_model.make_task("adamw"), options, Communicator.lone(), run_dir, resume=True
-    )
+    allstep.fit(same_model.make_task("adamw"), options, Communicator.lone(), run_dir, resume=True)
 
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
@@ -141,7 +137,9 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
 
 def test_resume_with_another_meaning(tmp_path: Path) -> None:
     train(Communicator.lone(), str(tmp_path), {"epochs": 1})
-    with pytest.raises(CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"):
+    with pytest.raises(
+        CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"
+    ):
         resume_with({"seed": 12}, tmp_path)
 
 
@@ -154,8 +152,6 @@ def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
 def test_every_rank_hears_that_there_is_nothing_to_resume(tmp_path: Path) -> None:
     def resume(comm: Communicator) -> None:
         with pytest.raises(CheckpointError, match="no whole checkpoint"):
-            allstep.fit(
-                same_model.make_task("adamw"), options_for(), comm, tmp_path, resume=True
-            )
+            allstep.fit(same_model.make_task("adamw"), options_for(), comm, tmp_path, resume=True)
 
     run_ranks(2, resume)

@@ -81,9 +81,7 @@ def test_same_model_as_processes(
 ) -> None:
     if num_workers == 1 and loader_workers == 0:
         pytest.skip("this is the reference itself")
-    train = functools.partial(
-        train_both_ways, run_dir=str(tmp_path), loader_workers=loader_workers
-    )
+    train = functools.partial(train_both_ways, run_dir=str(tmp_path), loader_workers=loader_workers)
     for result in run_processes(num_workers, train):
         assert_same(result, reference)
 

@@ -1,0 +1,137 @@
+"""Whole runs by the command line: train, resume, evaluate, and what ends them early."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launched import Launched
+
+pytestmark = pytest.mark.process
+
+STOP_S = 5.0
+RUN_S = 100.0
+SHORT = ["--epochs", "1", "--warmup-epochs", "0"]
+LONG = ["--epochs", "12", "--log-every-steps", "1", "--width", "8"]
+NUM_LONG_STEPS = 12 * 15
+
+
+class Command(Launched):
+    """`allstep *arguments` in a folder of its own."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        super().__init__("-m", "allstep", *arguments, cwd=folder)
+        self.folder = folder
+
+    def to_the_end(self) -> str:
+        self.finish(within_s=RUN_S)
+        assert self.code == 0, self.errors
+        return self.output
+
+    def trains(self) -> bool:
+        files = list(self.folder.glob("run/metrics.jsonl"))
+        return bool(files) and files[0].read_text().count("\n") > 3
+
+
+def report(run_dir: Path) -> dict:
+    return json.loads((run_dir / "report.json").read_text())
+
+
+def test_a_run_on_two_workers_and_its_evaluation_on_one(tmp_path):
+    output = Command(tmp_path, "train", "digits", "--workers", 2, *SHORT).to_the_end()
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("digits-2")
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {"recipe.json", "report.json", "metrics.jsonl", "tensorboard", "checkpoints"}
+    labels = [line.partition(": ")[0] for line in output.splitlines()]
+    assert labels == ["accuracy", "loss", "speed", "MFU", "waiting", "checkpoint", "run", "next"]
+    numbers = report(run_dir)
+    assert numbers["workers"] == 2
+    assert numbers["num_steps"] == 15
+    assert 0 < numbers["mfu"] < 1
+    assert numbers["interrupted"] is None
+    assert json.loads((run_dir / "recipe.json").read_text())["fields"]["epochs"] == 1
+
+    evaluated = Command(tmp_path, "evaluate", run_dir).to_the_end()
+    correct, count = (int(number) for number in numbers["totals"]["accuracy"])
+    assert f"({correct} of {count})" in evaluated
+    assert count == 360
+
+
+def test_evaluation_on_two_workers_is_the_same(tmp_path):
+    Command(tmp_path, "train", "digits", "--run-dir", "run", *SHORT).to_the_end()
+    alone = Command(tmp_path, "evaluate", "run").to_the_end()
+    together = Command(tmp_path, "evaluate", "run", "--workers", 2).to_the_end()
+    accuracy = next(line for line in alone.splitlines() if line.startswith("accuracy"))
+    assert accuracy in together.splitlines()
+
+
+def test_workers_of_torchrun_join(tmp_path):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = Launched("-m", *torchrun, "-m", "allstep", "train", "digits", *SHORT, cwd=tmp_path)
+    run.finish(within_s=RUN_S)
+    assert run.code == 0, run.errors
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert report(run_dir)["workers"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("num_workers", "num_resumed"), [(1, 2), (2, 1)])
+def test_an_interrupted_run_continues_on_other_workers(tmp_path, number, num_workers, num_resumed):
+    run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", num_workers, *LONG)
+    run.wait_until(run.trains)
+    run.process.send_signal(number)
+    run.finish(within_s=2 * STOP_S)
+    assert run.code == 128 + number
+    assert "Traceback" not in run.errors
+    assert "the run was interrupted; continue it with `allstep train --resume run" in run.output
+    numbers = report(tmp_path / "run")
+    assert numbers["interrupted"] == number
+    assert 0 < numbers["num_steps"] < NUM_LONG_STEPS
+    assert Path(tmp_path, numbers["checkpoint"]).name == f"step-{numbers['num_steps']:08d}"
+
+    Command(tmp_path, "train", "--resume", "run", "--workers", num_resumed).to_the_end()
+    numbers = report(tmp_path / "run")
+    assert numbers["interrupted"] is None
+    assert numbers["num_steps"] == NUM_LONG_STEPS
+
+
+def test_a_killed_worker_ends_the_run_which_says_how_to_continue(tmp_path):
+    run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", 2, *LONG)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    run.wait_until(lambda: run.trains() and len(list(checkpoints.glob("step-*"))) > 0)
+    run.workers()[1].kill()
+    run.finish(within_s=STOP_S)
+    assert run.code == 1
+    assert run.errors.splitlines()[-2:] == [
+        "error: worker 1 was killed by SIGKILL (out of memory?)",
+        "The run can be continued: allstep train --resume run --workers 2",
+    ]
+    Command(tmp_path, "train", "--resume", "run").to_the_end()
+    assert report(tmp_path / "run")["num_steps"] == NUM_LONG_STEPS
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, num_workers):
+    Command(tmp_path, "train", "digits", "--run-dir", "run", *SHORT).to_the_end()
+    path = tmp_path / "run" / "recipe.json"
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps({**plain, "fields": {**plain["fields"], "width": 8}}))
+    run = Command(tmp_path, "train", "--resume", "run", "--workers", num_workers)
+    run.finish(within_s=RUN_S)
+    assert run.code == 2
+    assert "features.0.weight" in run.errors
+    assert run.errors.count("error: ") == 1
+    assert "Traceback" not in run.errors
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path, num_workers):
+    run = Command(tmp_path, "train", "digits", "--workers", num_workers, *LONG)
+    time.sleep(1.5)
+    run.process.send_signal(signal.SIGINT)
+    run.finish(within_s=STOP_S)
+    assert run.code == 128 + signal.SIGINT
+    assert "Traceback" not in run.errors
