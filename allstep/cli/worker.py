@@ -8,8 +8,9 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Runs one worker of a run whose folder exists."""
-    action, folder, launcher_pid = arguments
-    if os.getppid() != int(launcher_pid):  # it was interrupted before it knew its children
+    action, folder, pid = arguments
+    launcher_pid = int(pid)
+    if os.getppid() != launcher_pid:  # it was interrupted before it knew its children
         return 1
 
     from allstep.cli import run_folder
@@ -19,7 +20,7 @@ def run(arguments: list[str]) -> int:
     if action == "evaluate":
         from allstep.cli.evaluate import evaluate_worker
 
-        return run_here(lambda comm: evaluate_worker(comm, run_dir))
+        return run_here(lambda comm: evaluate_worker(comm, run_dir), launcher_pid)
 
     from allstep.cli.train import train_worker
 
@@ -28,5 +29,6 @@ def run(arguments: list[str]) -> int:
             comm,
             lambda: (run_folder.read_recipe(run_dir, argument="run"), run_dir),
             resume=action == "resume",
-        )
+        ),
+        launcher_pid,
     )

@@ -52,14 +52,14 @@ def start_workers(num_workers: int, action: Action, run_dir: Path) -> int:
     return launch_workers(num_workers, command)
 
 
-def run_here(body: Callable[[Communicator], int]) -> int:
+def run_here(body: Callable[[Communicator], int], launcher_pid: int | None = None) -> int:
     """Runs `body`, which returns an exit code, as a worker in this process."""
 
     def with_threads(comm: Communicator) -> int:
         _share_cores(comm.local_size)
         return body(comm)
 
-    return run_worker(with_threads)
+    return run_worker(with_threads, launcher_pid=launcher_pid)
 
 
 @contextlib.contextmanager

@@ -41,18 +41,19 @@ PEER_LOST = 75
 _POLL_S = 0.5
 
 
-def run_worker(body: Callable[[Communicator], int]) -> int:
+def run_worker(body: Callable[[Communicator], int], *, launcher_pid: int | None = None) -> int:
     """Runs a worker's body with a communicator; if it fails, the whole process ends at once.
 
     Args:
         body: returns the exit code; called with this worker's communicator.
+        launcher_pid: the process whose end ends this worker too; by default its parent now.
 
     Returns:
         What `body` returned, after all workers came to its end; a worker that a launcher has
         started doesn't return but exits with this code.
     """
     launch = read_launch()
-    guard = _Guard(launch)
+    guard = _Guard(launch, launcher_pid or os.getppid())
     guard.start()
     try:
         with allstep.comm.init() as comm:
@@ -96,11 +97,11 @@ def _exit(code: int) -> NoReturn:
 class _Guard:
     """Watches signals, the parent and the peers of one worker process."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, launcher_pid: int) -> None:
         self._launch = launch
         self._error_file = read_error_file()
         self._peer_pids: list[int] = []
-        self._parent_pid = os.getppid()
+        self._launcher_pid = launcher_pid
         self._requested_at_s: float | None = None
         self._leaving = threading.Lock()  # whoever takes it decides the exit code
         self._previous_handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -189,7 +190,7 @@ class _Guard:
                 for number in numbers:
                     if number in SIGNALS:
                         self._react(signal.Signals(number))
-            elif self._launch.launcher != "lone" and os.getppid() != self._parent_pid:
+            elif self._launch.launcher != "lone" and os.getppid() != self._launcher_pid:
                 self._leave(PEER_LOST)  # the launcher is gone
 
     def _react(self, number: signal.Signals) -> None:

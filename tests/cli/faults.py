@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+import allstep
 from allstep.cli.launch import launch_workers
 from allstep.comm import Communicator
 from allstep.errors import DataError, UsageError
@@ -33,7 +35,10 @@ def body(comm: Communicator) -> int:
     fault, marks = sys.argv[2], Path(sys.argv[3])
     with Interrupts() as interrupts:
         (marks / str(comm.rank)).write_text(str(os.getpid()))
-        if fault == "work_until_asked":
+        if fault.startswith("fit_"):
+            fit_badly(comm, fault, marks)
+            code = 0
+        elif fault == "work_until_asked":
             code = work_until_asked(comm, interrupts)
         else:
             FAULTS[fault](comm)
@@ -48,6 +53,51 @@ def work_until_asked(comm: Communicator, interrupts: Interrupts) -> int:
         time.sleep(0.05)
         agreed = int(comm.all_reduce(torch.tensor([interrupts.requested or 0]), "max").item())
     return 128 + agreed
+
+
+def fit_badly(comm: Communicator, fault: str, marks: Path) -> None:
+    """A training of which the last worker fails in its second step, its loaders being busy."""
+    is_bad = comm.rank == comm.size - 1
+    num_losses = 0
+
+    def loss(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
+        nonlocal num_losses
+        num_losses += 1
+        if fault == "fit_raise_in_loss" and is_bad and num_losses == 2:
+            raise ZeroDivisionError("on purpose")
+        return model(data).mean()
+
+    model = nn.Linear(1, 1)
+    samples = Slow(broken=fault == "fit_raise_in_loader" and is_bad)
+    task = allstep.Task(
+        model=model,
+        train_set=samples,
+        test_set=samples,
+        loss=loss,
+        metrics=lambda model, data: {"loss": (0.0, len(data))},
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    options = allstep.TrainOptions(epochs=1, global_batch=4, micro_batch=1, loader_workers=2)
+    allstep.fit(task, options, comm, marks / "run")
+
+
+class Slow(Dataset):
+    """Samples of which some take very long, or can't be read."""
+
+    def __init__(self, *, broken: bool) -> None:
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 4 == 3:
+            time.sleep(0.2)
+        if self._broken and index % 8 == 5:
+            raise RuntimeError("a sample that can't be read")
+        if index % 8 == 7:
+            time.sleep(0.5 if not self._broken else 60)
+        return torch.ones(1)
 
 
 class Stuck(Dataset):

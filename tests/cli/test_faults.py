@@ -35,6 +35,8 @@ class Faulty(Launched):
         ("raise_everywhere", "ZeroDivisionError: on purpose"),
         ("raise_while_peers_compute", "ZeroDivisionError: on purpose"),
         ("raise_in_loader", "RuntimeError: a sample that can't be read"),
+        ("fit_raise_in_loss", "ZeroDivisionError: on purpose"),
+        ("fit_raise_in_loader", "RuntimeError: a sample that can't be read"),
     ],
 )
 def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error):
