@@ -73,7 +73,7 @@ def attach(
 def _refuse_attached(model: nn.Module) -> None:
     """No gradient may be exchanged by two."""
     for name, module in model.named_modules():
-        if is_hooked(module._forward_pre_hooks, Exchange):
+        if is_hooked(module._state_dict_pre_hooks, Exchange):
             which = f"`model.{name}`" if name else "`model`"
             raise UsageError(f"{which} is attached already; call `detach()` of its exchange first.")
     for name, p in model.named_parameters():

@@ -17,7 +17,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree, digest
 from allstep.exchange.backward import BackwardPass
-from allstep.exchange.hooks import Hook, Removable
+from allstep.exchange.hooks import FunctionHook, Hook, Removable
 from allstep.exchange.parameters import ParameterSet, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.running_statistics import RunningStatistics
@@ -53,10 +53,12 @@ class Exchange(ABC):
         self._num_exchanges = 0
         self._sent_bytes = 0
         self._exchange_s = 0.0
-        before = Hook(self._before_forward, self)
-        self._module_hooks.append(model.register_forward_pre_hook(before))
+        mark = Hook(self)  # on an event that costs nothing in a step
+        self._module_hooks.append(model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
         if comm.size > 1:
-            after = Hook(self._after_forward, self)
+            before = FunctionHook(self, self._before_forward)
+            after = FunctionHook(self, self._after_forward)
+            self._module_hooks.append(model.register_forward_pre_hook(before))
             self._module_hooks.append(model.register_forward_hook(after))
             self._hook_parameters()
         self._hook_lazy_modules()
@@ -246,7 +248,7 @@ class Exchange(ABC):
 
     def _hook_lazy_modules(self) -> None:
         """Lazy modules get their parameters in their first forward: take them up right there."""
-        hook = Hook(self._on_lazy_forward, self)
+        hook = FunctionHook(self, self._on_lazy_forward)
         _remove_all(self._lazy_hooks)
         for module in self._parameters.modules:
             own = chain(module._parameters.values(), module._buffers.values())
@@ -265,7 +267,7 @@ class Exchange(ABC):
         self._digest = digest(self._signature)
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
-        on_gradient = Hook(partial(self._on_gradient, name), self)
+        on_gradient = FunctionHook(self, partial(self._on_gradient, name))
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
         if self.policy.reduction == "sum":
             # Scaled before it is accumulated, so that the mean over workers is their sum, also

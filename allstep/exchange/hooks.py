@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Hook", "Removable", "is_hooked"]
+__all__ = ["FunctionHook", "Hook", "Removable", "is_hooked"]
 
 
 class Removable(Protocol):
@@ -20,19 +20,28 @@ class Hook:
     of a `Hook` is a function that does nothing.
 
     Args:
-        function: called with the hook's arguments.
         owner: who registered it.
     """
 
-    def __init__(self, function: Callable[..., Any], owner: object) -> None:
-        self._function = function
+    def __init__(self, owner: object) -> None:
         self.owner = owner
 
     def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+        """Does nothing: a mark that the owner was here."""
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _copied_hook, ()
+
+
+class FunctionHook(Hook):
+    """A hook that calls a function."""
+
+    def __init__(self, owner: object, function: Callable[..., Any]) -> None:
+        super().__init__(owner)
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
 
 def _copied_hook() -> Callable[..., None]:

@@ -52,6 +52,8 @@ class RunningStatistics:
         self._is_active = False  # in a micro-batch
         self._is_local = False  # the buffers differ between workers
         self._has_warned = False
+        self._sums: list[Tensor] = []
+        self._scratch: list[Tensor] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -61,7 +63,11 @@ class RunningStatistics:
         self._tracked = tuple(known.pop(m) if m in known else TrackedModule(m) for m in modules)
         for tracked in known.values():
             tracked.remove()
-        self._activate(self._is_active)
+        self._list_tensors()
+        if self._is_active:
+            for tracked in self._tracked:
+                if not tracked.is_active:
+                    tracked.enter()
 
     def detach(self) -> None:
         """Removes all hooks."""
@@ -72,8 +78,14 @@ class RunningStatistics:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the micro-batches of one optimizer step; at its end the buffers take it in."""
+        if self._comm.size == 1 and self._parameters.has_changed():
+            self._parameters.refresh()  # several workers notice it together, in a forward
+            self.refresh()
         for tracked in self._tracked:
             tracked.start_step()
+        self._list_tensors()
+        if self._sums:
+            torch._foreach_zero_(self._sums)
         self._is_in_step = True
         try:
             yield
@@ -93,13 +105,15 @@ class RunningStatistics:
         """
         if not self._is_in_step:
             raise UsageError("`micro_batch` belongs inside `with statistics.step():`.")
-        self._activate(True)
+        self._is_active = True
+        for tracked in self._tracked:
+            tracked.enter()
         try:
             yield
         finally:
-            self._activate(False)
+            self._is_active = False
             for tracked in self._tracked:
-                tracked.give_back()
+                tracked.leave()
         self._add(share)
 
     def sync(self) -> None:
@@ -133,32 +147,24 @@ class RunningStatistics:
             if tracked.module is module:
                 tracked.before_forward(tracked.module, args)
 
-    def _activate(self, is_active: bool) -> None:
-        self._is_active = is_active
-        for tracked in self._tracked:
-            tracked.is_active = is_active
+    def _list_tensors(self) -> None:
+        self._sums = [total for tracked in self._tracked for total in tracked.sums]
+        self._scratch = [last for tracked in self._tracked for last in tracked.scratch]
 
     def _add(self, share: float) -> None:
         """sums += share * statistics, for the modules that the micro-batch called."""
-        sums: list[Tensor] = []
-        statistics: list[Tensor] = []
-        first: list[Tensor] = []
-        first_statistics: list[Tensor] = []
+        sums, scratch = self._sums, self._scratch
         for tracked in self._tracked:
-            if not tracked.num_calls:
-                continue
-            if tracked.share:
-                sums += tracked.sums
-                statistics += tracked.end_micro_batch()
-            else:
-                first += tracked.sums
-                first_statistics += tracked.end_micro_batch()
+            if tracked.num_calls > 1:
+                tracked.average_calls()
+        called = [tracked for tracked in self._tracked if tracked.num_calls]
+        if len(called) < len(self._tracked):
+            sums = [total for tracked in called for total in tracked.sums]
+            scratch = [last for tracked in called for last in tracked.scratch]
+        if called:
+            torch._foreach_add_(sums, scratch, alpha=share)
+        for tracked in called:
             tracked.share += share
-        if sums:
-            torch._foreach_add_(sums, statistics, alpha=share)
-        if first:
-            torch._foreach_copy_(first, first_statistics)
-            torch._foreach_mul_(first, share)
 
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""

@@ -20,14 +20,16 @@ def is_tracked(module: nn.Module) -> TypeGuard[_NormBase]:
 
 
 class TrackedModule:
-    """Takes the statistics of a module's training forwards while `is_active`.
+    """Takes the statistics of a module's training forwards in a micro-batch.
 
-    During such a forward the module has scratch tensors for its running statistics and
+    During such a forward the module has scratch tensors for its running statistics, and
     momentum 1, so that it leaves the statistics of exactly that call there. It never holds
     them at any other time, so that evaluating the module, or saving it, is always right.
-    The hooks are traceable by torch.compile.
+    The hooks are traceable by torch.compile; what is called in every forward is kept short,
+    because after a convolution nothing of it is in the processor's caches.
 
     Attributes:
+        is_active: inside a micro-batch.
         scratch: mean and variance of the last call.
         num_calls: calls in this micro-batch.
         sums: sums of share * statistics over this step's micro-batches.
@@ -44,12 +46,13 @@ class TrackedModule:
         self.weight = 1.0
         self.num_steps = 0
         self.num_uses = 0
-        self._own: tuple[Tensor | None, ...] | None = None
+        self.own: tuple[Tensor | None, ...] | None = None  # the module's, while scratch is lent
         self._own_momentum: float | None = None
         self._allocate()
+        self.before_forward = _BeforeForward(self)
         self._handles: list[Removable] = [
-            module.register_forward_pre_hook(Hook(self.before_forward, self)),
-            module.register_forward_hook(Hook(self._after_forward, self)),
+            module.register_forward_pre_hook(self.before_forward),
+            module.register_forward_hook(_AfterForward(self)),
         ]
 
     def remove(self) -> None:
@@ -80,64 +83,81 @@ class TrackedModule:
         return 1 / (int(counter) - self.num_uses + self.num_steps + 1)
 
     def start_step(self) -> None:
-        """Forgets what the last step left."""
-        mean = self.scratch[0]
-        if mean.device != self.running[0].device or mean.dtype != self.running[0].dtype:
+        """Forgets what the last step left; the sums are zeroed by the caller."""
+        mean, scratch = self.running[0], self.scratch[0]
+        if mean.device != scratch.device or mean.dtype != scratch.dtype:
             self._allocate()  # the model was moved
-        self.num_calls, self.share = 0, 0.0
+        self.share = 0.0
 
-    def end_micro_batch(self) -> tuple[Tensor, Tensor]:
-        """The statistics of this micro-batch: the mean over its calls."""
-        num_calls, self.num_calls = self.num_calls, 0
-        if num_calls == 1:
-            return self.scratch
-        for total, last in zip(self._earlier, self.scratch, strict=True):
-            last.add_(total).div_(num_calls)
-        torch._foreach_zero_(self._earlier)
-        return self.scratch
+    def enter(self) -> None:
+        """A micro-batch begins."""
+        self.num_calls = 0
+        self._own_momentum = self.module.momentum
+        self.module.__dict__["momentum"] = 1.0  # nn.Module.__setattr__ is ten times as slow
+        self.is_active = True
 
-    def give_back(self) -> None:
-        """Undoes what a forward that raised has left."""
-        if self._own is not None:
-            self._swap_back()
+    def leave(self) -> None:
+        """A micro-batch ends, perhaps because a forward has raised."""
+        self.is_active = False
+        self.module.__dict__["momentum"] = self._own_momentum
+        if self.own is not None:
+            self.give_back(self.own)
+
+    def average_calls(self) -> None:
+        """Makes `scratch` the mean over this micro-batch's calls."""
+        for total, last in zip(self.earlier, self.scratch, strict=True):
+            last.add_(total).div_(self.num_calls)
+
+    def give_back(self, own: tuple[Tensor | None, ...]) -> None:
+        """Takes the scratch tensors back."""
+        buffers = self.module._buffers
+        buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"] = own
+        self.own = None
 
     def _allocate(self) -> None:
         mean, var = self.running
         self.scratch = (torch.zeros_like(mean), torch.zeros_like(var))
         self.sums = (torch.zeros_like(mean), torch.zeros_like(var))
-        self._earlier = (torch.zeros_like(mean), torch.zeros_like(var))
-        self._counter = torch.zeros((), dtype=torch.long, device=mean.device)
+        self.earlier = (torch.zeros_like(mean), torch.zeros_like(var))
+        counter = torch.zeros((), dtype=torch.long, device=mean.device)
+        self.lent = (*self.scratch, counter)
 
-    def before_forward(self, module: _NormBase, _: Any) -> None:
-        """Lends the module scratch tensors for the statistics of one call."""
-        if not (self.is_active and module.training and module.track_running_stats):
+
+class _BeforeForward(Hook):
+    """Lends the module scratch tensors for the statistics of one call."""
+
+    owner: TrackedModule
+
+    def __call__(self, module: _NormBase, _: Any) -> None:
+        tracked = self.owner
+        if not (tracked.is_active and module.training and module.track_running_stats):
             return
-        if self.num_calls:
-            self._earlier[0].add_(self.scratch[0])
-            self._earlier[1].add_(self.scratch[1])
+        if tracked.num_calls == 1:
+            tracked.earlier[0].copy_(tracked.scratch[0])
+            tracked.earlier[1].copy_(tracked.scratch[1])
+        elif tracked.num_calls:
+            tracked.earlier[0].add_(tracked.scratch[0])
+            tracked.earlier[1].add_(tracked.scratch[1])
         buffers = module._buffers
-        self._own_momentum = module.momentum
-        self._own = (
+        tracked.own = (
             buffers["running_mean"],
             buffers["running_var"],
             buffers["num_batches_tracked"],
         )
-        buffers["running_mean"], buffers["running_var"] = self.scratch
-        buffers["num_batches_tracked"] = self._counter
-        module.momentum = 1.0
-
-    def _after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if self._own is not None:
-            self._swap_back()
-            self.num_calls += 1
-
-    def _swap_back(self) -> None:
-        assert self._own is not None
-        buffers = self.module._buffers
         (
             buffers["running_mean"],
             buffers["running_var"],
             buffers["num_batches_tracked"],
-        ) = self._own
-        self.module.momentum = self._own_momentum
-        self._own = None
+        ) = tracked.lent
+
+
+class _AfterForward(Hook):
+    """Takes them back."""
+
+    owner: TrackedModule
+
+    def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        tracked = self.owner
+        if tracked.own is not None:
+            tracked.give_back(tracked.own)
+            tracked.num_calls += 1

@@ -73,6 +73,7 @@ def test_detach_leaves_the_model_as_it_was(policy: ExchangePolicy) -> None:
         exchange.detach()
         for module in model.modules():
             assert not module._forward_pre_hooks and not module._forward_hooks
+            assert not module._state_dict_pre_hooks
         for p in model.parameters():
             assert not p._post_accumulate_grad_hooks and not p._backward_hooks
         assert list(model.state_dict()) == keys
