@@ -1,24 +1,32 @@
 """Samples to micro-batches, each sample with a random state of its own."""
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 
-__all__ = ["Collate", "FetchMicroBatch", "Key", "fetch_sample"]
+__all__ = ["RANDOM_STATE_LOCK", "Collate", "FetchMicroBatch", "Key", "fetch_sample"]
 
 Collate = Callable[[list[Any]], Any]
-Key = tuple[int, Sequence[int]]  # (epoch, indices of samples)
+Key = tuple[int, Sequence[int] | NDArray[np.int64]]  # (epoch, indices of samples)
+
+# The random states belong to the process: workers that are its threads take turns with them.
+# A loader's process never waits for it, as it may have been copied from the parent locked.
+RANDOM_STATE_LOCK = Lock()
 
 
 def fetch_sample(dataset: Dataset[Any], seed: int, epoch: int, index: int) -> Any:
     """One sample, drawn with the random state of (seed, epoch, index).
 
     So an augmentation draws the same numbers on any number of workers and loader processes.
+    An exception keeps its type; its traceback ends with the sample's index.
     """
     seed_all(derive_seed(seed, epoch, index))
     try:
@@ -53,10 +61,10 @@ class FetchMicroBatch(Dataset[Any]):
             return [tensor[chosen] for tensor in tensors]
         if get_worker_info() is not None:
             return self._collate_samples(epoch, indices)
-        with preserved_random_state():
+        with RANDOM_STATE_LOCK, preserved_random_state():
             return self._collate_samples(epoch, indices)
 
-    def _collate_samples(self, epoch: int, indices: Sequence[int]) -> Any:
+    def _collate_samples(self, epoch: int, indices: Sequence[int] | NDArray[np.int64]) -> Any:
         return self._collate(
             [fetch_sample(self._dataset, self._seed, epoch, int(index)) for index in indices]
         )
@@ -72,5 +80,5 @@ def _tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[Tensor], Tensor | None]
     if inner is None:
         return None
     tensors, positions = inner
-    chosen = torch.as_tensor(dataset.indices)
+    chosen = torch.as_tensor(dataset.indices, dtype=torch.int64)
     return tensors, chosen if positions is None else positions[chosen]

@@ -49,8 +49,8 @@ def loader(
         shuffle: another order in each epoch; by default True, and False for a stream, which
             has its own order.
         drop_last: skip an epoch's last incomplete global batch.
-        stream: "replicated" if every worker reads the same stream, "sharded" if each reads
-            a part of its own, of any length.
+        stream: "replicated" if every worker reads the same stream, which gives the same model
+            on any number of workers; "sharded" if each reads a part of its own, of any length.
         collate_fn: list of samples -> micro-batch; torch's default when None.
         num_workers, pin_memory, prefetch_factor, multiprocessing_context, worker_init_fn:
             as in torch.utils.data.DataLoader, for each worker.

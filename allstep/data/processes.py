@@ -1,21 +1,38 @@
-"""torch's DataLoader as both loaders use it: every item is ready-made by the data set."""
+"""torch's DataLoader as all loaders use it: every item is ready-made by the data set."""
 
+import atexit
+import os
 import signal
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from allstep.data.random import derive_seed
+from allstep.data.sampler import check_integer
 from allstep.errors import UsageError
 
-__all__ = ["LoaderProcesses"]
+__all__ = ["Items", "LoaderProcesses"]
+
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderProcesses:
     """How a worker reads its samples: in how many processes, and what they do.
+
+    [Note: fork] The default start method is torch's, which on Linux is fork. It starts two
+    processes in 0.03 s where forkserver and spawn import torch in each of them first (3 s);
+    it shares a data set in memory instead of copying it, takes lambdas, and needs no
+    `if __name__ == "__main__"`. Its danger, a lock that another thread held, is small: the
+    thread that forks is the one that draws random numbers and computes. A data set that
+    itself uses CUDA or threads needs `multiprocessing_context="forkserver"`.
 
     Raises:
         UsageError: if the values contradict each other.
@@ -28,49 +45,89 @@ class LoaderProcesses:
     worker_init_fn: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_workers < 0:
-            raise UsageError(f"`num_workers` (={self.num_workers}) must be 0 or more.")
-        if self.prefetch_factor is not None and self.num_workers == 0:
-            raise UsageError(
-                f"`prefetch_factor` (={self.prefetch_factor}) needs processes that prefetch;"
-                " set `num_workers` to 1 or more."
-            )
+        check_integer("num_workers", self.num_workers, 0)
+        if self.prefetch_factor is not None:
+            check_integer("prefetch_factor", self.prefetch_factor, 1)
+        for name in ("prefetch_factor", "multiprocessing_context", "worker_init_fn"):
+            value = getattr(self, name)
+            if value is not None and self.num_workers == 0:
+                raise UsageError(
+                    f"`{name}` (={value!r}) needs loader processes; set `num_workers` to 1 or more."
+                )
 
-    def loader(
-        self, dataset: Dataset[Any], keys: Iterable[Any] | None, *, persistent: bool
-    ) -> DataLoader[Any]:
-        """A DataLoader that hands `dataset`'s items on as they are.
+    def start(
+        self, dataset: Dataset[Any], keys: Iterable[Any] | None = None, *, seed: int
+    ) -> "Items":
+        """Starts to read.
 
         Args:
             dataset: makes collated items.
-            keys: what to ask a map-style data set for, anew at each iteration.
-            persistent: whether the processes live on from one iteration to the next.
+            keys: what to ask a map-style data set for, in order.
+            seed: of random numbers that nobody else seeds, such as in `worker_init_fn`.
         """
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=keys,
-            num_workers=self.num_workers,
-            collate_fn=_as_it_is,
-            pin_memory=self.pin_memory,
-            prefetch_factor=self.prefetch_factor,
-            persistent_workers=persistent and self.num_workers > 0,
-            multiprocessing_context=self.multiprocessing_context if self.num_workers else None,
-            worker_init_fn=_WorkerInit(self.worker_init_fn),
-            # DataLoader draws from it at each iteration; not from the global random state.
-            generator=torch.Generator(),
+        return Items(
+            DataLoader(
+                dataset,
+                batch_size=None,
+                sampler=keys,
+                num_workers=self.num_workers,
+                collate_fn=_as_it_is,
+                pin_memory=self.pin_memory,
+                prefetch_factor=self.prefetch_factor,
+                multiprocessing_context=self.multiprocessing_context,
+                worker_init_fn=_Start(self.worker_init_fn),
+                # DataLoader draws from it; not from the global random state.
+                generator=torch.Generator().manual_seed(derive_seed(seed)),
+            )
         )
+
+
+class Items(Iterator[Any]):
+    """The items of a DataLoader, until closed.
+
+    The loader's processes ignore the signal by which Python would end them at exit, so an
+    open one is closed there.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._iterator: Any = iter(loader)
+        self._at_exit = partial(_close, ref(self))
+        atexit.register(self._at_exit)
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            raise UsageError(
+                "The loader was closed or set to another position after it handed out this batch;"
+                " take the next one from `global_batches()`."
+            )
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Ends the processes; one that doesn't answer is killed."""
+        iterator, self._iterator = self._iterator, None
+        atexit.unregister(self._at_exit)
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+            for process in iterator._workers:
+                process.kill()
+
+
+def _close(items: Callable[[], Items | None]) -> None:
+    alive = items()
+    if alive is not None:
+        alive.close()
 
 
 def _as_it_is(item: Any) -> Any:
     return item
 
 
-class _WorkerInit:
+class _Start:
     """Runs first in each loader process.
 
     Launchers send SIGINT and SIGTERM to whole process groups. The training process decides
-    what they mean; its loaders go on until it closes them or is gone.
+    what they mean; its loaders go on until it closes them or is gone. They must not outlive it:
+    a forked one holds copies of its sockets, from which peers learn that it is gone.
     """
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
@@ -79,5 +136,12 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Thread(target=_end_with, args=(os.getppid(),), name="parent watch", daemon=True).start()
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
+
+
+def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_POLL_S)
+    os._exit(1)

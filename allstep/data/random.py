@@ -4,11 +4,15 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from operator import index
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-__all__ = ["derive_seed", "preserved_random_state", "seed_all"]
+__all__ = ["derive_permutation", "derive_seed", "preserved_random_state", "seed_all"]
+
+_64_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 def derive_seed(*parts: int) -> int:
@@ -20,19 +24,38 @@ def derive_seed(*parts: int) -> int:
     Returns:
         An integer of 63 bits.
 
-    >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2)
-    True
+    >>> derive_seed(0, 1, 2)
+    4450782424123420391
     >>> derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
     False
     """
-    message = b"".join((part & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") for part in parts)
+    message = b"".join((index(part) & _64_BITS).to_bytes(8, "little") for part in parts)
     return int.from_bytes(blake2b(message, digest_size=8).digest(), "little") >> 1
+
+
+def derive_permutation(num_samples: int, *parts: int) -> NDArray[np.int64]:
+    """A permutation of `range(num_samples)` that depends on all of `parts`.
+
+    It sorts random numbers, whose low bits are replaced by what is permuted. Only numpy's
+    raw random numbers are promised to stay the same from one release to the next, and a run
+    must be resumable after an update; it is also faster than numpy's own permutation.
+
+    >>> derive_permutation(5, 0, 1)
+    array([4, 3, 1, 0, 2])
+    """
+    low = np.uint64((1 << num_samples.bit_length()) - 1)
+    keys = np.random.Philox(derive_seed(*parts)).random_raw(num_samples)
+    keys &= ~low
+    keys |= np.arange(num_samples, dtype=np.uint64)
+    keys.sort()
+    keys &= low
+    return keys.view(np.int64)
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
     """Sets the random states of python, numpy, torch's CPU and, if it is CUDA, of `device`.
 
-    torch.manual_seed would do the same for all devices at once, at eighty times the cost.
+    torch.manual_seed sets those of all devices, at eighty times the cost.
 
     Args:
         seed: from `derive_seed`.
@@ -42,8 +65,9 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # it makes the generators
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[number].manual_seed(seed)
 
 
 @contextmanager

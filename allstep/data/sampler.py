@@ -1,23 +1,29 @@
 """Which sample is in which micro-batch, and which worker runs it: integers alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from allstep.data.random import derive_seed
+from allstep.data.random import derive_permutation
 from allstep.errors import UsageError, nearest_multiples
 
-__all__ = ["GlobalBatchPlan", "GlobalBatchSampler", "MicroBatchPlan", "check_batches", "local_part"]
+__all__ = ["GlobalBatchPlan", "GlobalBatchSampler", "check_batches", "check_integer", "local_part"]
+
+
+def check_integer(name: str, value: object, minimum: int) -> None:
+    """Raises UsageError unless `value` is an integer and large enough."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise UsageError(f"`{name}` (={value!r}) must be an integer.")
+    if value < minimum:
+        raise UsageError(f"`{name}` (={value}) must be at least {minimum}.")
 
 
 def check_batches(global_batch: int, micro_batch: int) -> None:
     """Raises UsageError unless global batches can be cut in whole micro-batches."""
-    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
-        if value < 1:
-            raise UsageError(f"`{name}` (={value}) must be at least 1.")
+    check_integer("global_batch", global_batch, 1)
+    check_integer("micro_batch", micro_batch, 1)
     if global_batch % micro_batch:
         raise UsageError(
             f"`global_batch` (={global_batch}) must be a multiple of `micro_batch`"
@@ -34,33 +40,22 @@ def local_part(num_micro_batches: int, rank: int, size: int) -> range:
     return range(rank * num_micro_batches // size, (rank + 1) * num_micro_batches // size)
 
 
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """Samples that go through the model at once.
-
-    Attributes:
-        index: place in its global batch, from 0.
-        indices: of the samples in the data set.
-    """
-
-    index: int
-    indices: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GlobalBatchPlan:
-    """Samples of one optimizer step.
+    """Where the samples of one optimizer step lie in their epoch.
 
     Attributes:
         epoch: passes over the data before this one.
-        num_samples: in all of its micro-batches.
-        micro_batches: in order, whichever workers run them.
-        next_position: samples consumed once this batch is done.
+        offset: samples of the epoch before this batch.
+        num_samples: of the batch.
+        num_micro_batches: that it is cut in; the last may be short.
+        next_position: samples consumed once this batch is done, over all epochs.
     """
 
     epoch: int
+    offset: int
     num_samples: int
-    micro_batches: Sequence[MicroBatchPlan]
+    num_micro_batches: int
     next_position: int
 
 
@@ -84,9 +79,10 @@ class GlobalBatchSampler:
     Raises:
         UsageError: if there are no samples, or if the batches don't fit.
 
-    >>> sampler = GlobalBatchSampler(10, global_batch=4, micro_batch=2, shuffle=False)
-    >>> [micro_batch.indices.tolist() for micro_batch in sampler.plan(8).micro_batches]
-    [[8, 9]]
+    >>> sampler = GlobalBatchSampler(10, global_batch=4, micro_batch=2, seed=3)
+    >>> plan = sampler.plan(4)
+    >>> [sampler.indices(plan, index) for index in range(plan.num_micro_batches)]
+    [array([7, 3]), array([8, 4])]
     """
 
     def __init__(
@@ -113,7 +109,8 @@ class GlobalBatchSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
-        self._permutation = lru_cache(maxsize=1)(self._permute)
+        # Loaders that read ahead ask for the next epoch's while this one's is still in use.
+        self._order = lru_cache(maxsize=2)(self._make_order)
 
     def __len__(self) -> int:
         """Global batches of an epoch."""
@@ -132,16 +129,22 @@ class GlobalBatchSampler:
     def plan(self, position: int) -> GlobalBatchPlan:
         """The global batch that starts at a settled `position`."""
         epoch, offset = divmod(position, self.num_samples)
-        indices = self._permutation(epoch)[offset : offset + self._global_batch]
-        micro_batches = [
-            MicroBatchPlan(start // self._micro_batch, indices[start : start + self._micro_batch])
-            for start in range(0, len(indices), self._micro_batch)
-        ]
-        next_position = self.settle(position + len(indices))
-        return GlobalBatchPlan(epoch, len(indices), micro_batches, next_position)
+        num_samples = min(self._global_batch, self.num_samples - offset)
+        return GlobalBatchPlan(
+            epoch,
+            offset,
+            num_samples,
+            num_micro_batches=-(-num_samples // self._micro_batch),
+            next_position=self.settle(position + num_samples),
+        )
 
-    def _permute(self, epoch: int) -> NDArray[np.int64]:
+    def indices(self, plan: GlobalBatchPlan, micro_batch_index: int) -> NDArray[np.int64]:
+        """The samples of one micro-batch, as indices into the data set."""
+        start = plan.offset + micro_batch_index * self._micro_batch
+        end = min(start + self._micro_batch, plan.offset + plan.num_samples)
+        return self._order(plan.epoch)[start:end]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(self.num_samples)
-        generator = np.random.Generator(np.random.PCG64(derive_seed(self._seed, epoch)))
-        return generator.permutation(self.num_samples)
+        return derive_permutation(self.num_samples, self._seed, epoch)

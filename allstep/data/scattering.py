@@ -1,14 +1,15 @@
 """A data set split over the workers, for loops that don't use global batches."""
 
 from collections.abc import Sized
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from allstep.comm import Communicator
-from allstep.data.random import derive_seed
+from allstep.data.random import derive_permutation
 from allstep.errors import UsageError
 
 __all__ = ["scatter"]
@@ -27,7 +28,7 @@ def scatter(
 
     Args:
         dataset: map-style; with `root`, what the others pass is not looked at.
-        comm: the workers.
+        comm: the workers; each of them must call this.
         shuffle: split a permutation seeded by `seed`, instead of the set's own order.
         seed: of the permutation.
         equal_length: make the parts equally long by repeating the first samples at the end.
@@ -35,26 +36,30 @@ def scatter(
             numpy arrays and plain data). None if every worker has it.
 
     Returns:
-        A part; lengths differ by at most one.
+        A part; lengths differ by at most one. With `root` it is held in memory.
 
     Raises:
-        UsageError: if the data set is empty, or `root` is no rank.
+        UsageError: if the data set is empty or has no length, or `root` is no rank.
 
     >>> len(scatter(range(10), Communicator.lone()))
     10
     """
     if root is None:
+        num_samples = _check_length(_length(dataset), dataset)
+        indices = _indices(num_samples, comm.size, shuffle, seed, equal_length)
         assert dataset is not None
-        indices = _indices(len(cast(Sized, dataset)), comm.size, shuffle, seed, equal_length)
         return Subset(dataset, indices[comm.rank].tolist())
     if not 0 <= root < comm.size:
         raise UsageError(f"`root` (={root}) must be a rank, 0 to {comm.size - 1}.")
+    # The root's mistake must end every worker, not leave the others waiting.
+    num_samples = comm.broadcast_object(_length(dataset), root=root)
+    num_samples = _check_length(num_samples, dataset)
     parts = None
     if comm.rank == root:
         assert dataset is not None
-        indices = _indices(len(cast(Sized, dataset)), comm.size, shuffle, seed, equal_length)
-        parts = [[dataset[int(index)] for index in part] for part in indices]
-    return _Samples(comm.scatter_object(parts, root=root))
+        indices = _indices(num_samples, comm.size, shuffle, seed, equal_length)
+        parts = [_packed(dataset, part) for part in indices]
+    return _unpacked(comm.scatter_object(parts, root=root))
 
 
 class _Samples(Dataset[Any]):
@@ -70,14 +75,38 @@ class _Samples(Dataset[Any]):
         return self._samples[index]
 
 
+def _packed(dataset: Dataset[Any], indices: NDArray[np.int64]) -> dict[str, Any]:
+    """Samples as plain data; those of a TensorDataset as whole tensors."""
+    if type(dataset) is TensorDataset:
+        chosen = torch.from_numpy(indices)
+        return {"tensors": [tensor[chosen].cpu() for tensor in dataset.tensors]}
+    return {"samples": [dataset[index] for index in indices.tolist()]}
+
+
+def _unpacked(packed: dict[str, Any]) -> Dataset[Any]:
+    if "tensors" in packed:
+        return TensorDataset(*packed["tensors"])
+    return _Samples(packed["samples"])
+
+
+def _length(dataset: Dataset[Any] | None) -> int | None:
+    return len(dataset) if isinstance(dataset, Sized) else None
+
+
+def _check_length(num_samples: int | None, dataset: object) -> int:
+    if num_samples is None:
+        raise UsageError(
+            f"`dataset` (a {type(dataset).__name__}) has no length; give a map-style set."
+        )
+    if num_samples == 0:
+        raise UsageError("`dataset` is empty: there is nothing to split.")
+    return num_samples
+
+
 def _indices(
     num_samples: int, size: int, shuffle: bool, seed: int, equal_length: bool
 ) -> list[NDArray[np.int64]]:
-    if num_samples == 0:
-        raise UsageError("`dataset` is empty: there is nothing to split.")
-    order = np.arange(num_samples)
-    if shuffle:
-        order = np.random.Generator(np.random.PCG64(derive_seed(seed))).permutation(num_samples)
+    order = derive_permutation(num_samples, seed) if shuffle else np.arange(num_samples)
     if equal_length:
         order = np.resize(order, -(-num_samples // size) * size)
     return np.array_split(order, size)

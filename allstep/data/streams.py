@@ -8,124 +8,35 @@ all-reduce of a batch is started one batch ahead, so that no step waits for it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset
 
 from allstep.comm import Communicator, Pending
+from allstep.data.base import GlobalBatchLoader
 from allstep.data.batches import GlobalBatch, MicroBatch
 from allstep.data.fetch import Collate
-from allstep.data.processes import LoaderProcesses
-from allstep.data.random import derive_seed, preserved_random_state, seed_all
-from allstep.data.sampler import check_batches, local_part
+from allstep.data.processes import Items, LoaderProcesses
+from allstep.data.sampler import local_part
+from allstep.data.stream_parts import Part, StreamParts
 from allstep.errors import DisagreementError, UsageError
 
 __all__ = ["StreamLoader"]
 
-
-@dataclass(frozen=True)
-class _Part:
-    """What a worker has for one global batch.
-
-    Attributes:
-        num_samples: of this worker (sharded), or of the whole global batch (replicated).
-        micro_batches: (index, number of samples, collated samples) of each.
-    """
-
-    num_samples: int
-    micro_batches: list[tuple[int, int, Any]]
+_NOTHING = Part(0, [])
 
 
-_NOTHING = _Part(0, [])
+class StreamLoader(GlobalBatchLoader):
+    """The loader of an IterableDataset; see `allstep.data.loader`.
 
+    A stream is resumed by reading and throwing away what was consumed of its epoch. A
+    replicated one can be resumed on any number of workers; a sharded one, within an epoch, only
+    on the same number with the same batches.
 
-class _Parts(IterableDataset[_Part]):
-    """A stream of samples as a stream of this worker's parts of global batches.
-
-    With several loader processes each gives every so many-th part, in turn. A replicated
-    stream is read whole by each of them; a sharded one is split by the data set itself, as
-    torch's get_worker_info lets it.
-    """
-
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        *,
-        slots: range,
-        num_slots: int,
-        micro_batch: int,
-        is_sharded: bool,
-        seed: int,
-        collate_fn: Collate | None,
-    ) -> None:
-        self._dataset = dataset
-        self._slots = slots
-        self._num_slots = num_slots
-        self._micro_batch = micro_batch
-        self._is_sharded = is_sharded
-        self._seed = seed
-        self._collate = collate_fn or default_collate
-        self.epoch = 0
-        self.num_done = 0  # parts of the epoch that are behind us
-
-    def __iter__(self) -> Iterator[_Part]:
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._is_sharded:
-            num_done = (self.num_done - worker + num_workers - 1) // num_workers
-            parts = islice(self._parts(worker), num_done, None)
-        else:
-            parts = islice(self._parts(0), self.num_done + worker, None, num_workers)
-        if info is not None:
-            yield from parts
-            return
-        while True:
-            with preserved_random_state():
-                part = next(parts, None)
-            if part is None:
-                return
-            yield part
-
-    def _parts(self, worker: int) -> Iterator[_Part]:
-        samples = self._samples(worker)
-        num_read = len(self._slots) if self._is_sharded else self._num_slots
-        while True:
-            block = list(islice(samples, num_read * self._micro_batch))
-            if not block:
-                return
-            yield _Part(len(block), list(self._cut(block)))
-
-    def _samples(self, worker: int) -> Iterator[Any]:
-        """The samples, each drawn with a random state of its own."""
-        salt = (self._slots.start, worker) if self._is_sharded else ()
-        stream, index = iter(self._dataset), 0
-        while True:
-            seed_all(derive_seed(self._seed, self.epoch, index, *salt))
-            try:
-                sample = next(stream)
-            except StopIteration:
-                return
-            yield sample
-            index += 1
-
-    def _cut(self, block: list[Any]) -> Iterator[tuple[int, int, Any]]:
-        first_slot = self._slots.start if self._is_sharded else 0
-        for slot in self._slots:
-            start = (slot - first_slot) * self._micro_batch
-            samples = block[start : start + self._micro_batch]
-            if samples:
-                yield slot, len(samples), self._collate(samples)
-
-
-class StreamLoader:
-    """Hands out this worker's part of each global batch of a stream.
-
-    See `allstep.data.loader`; the attributes are those of `MapLoader`. A stream is resumed by
-    reading past what was consumed; a sharded one on the same number of workers only.
+    A replicated stream's short last batch has its micro-batches where a whole one has them,
+    instead of sharing them out evenly: a worker need not keep samples that may become its own.
     """
 
     def __init__(
@@ -141,7 +52,7 @@ class StreamLoader:
         collate_fn: Collate | None,
         processes: LoaderProcesses,
     ) -> None:
-        check_batches(global_batch, micro_batch)
+        super().__init__(comm, global_batch=global_batch, micro_batch=micro_batch, seed=seed)
         num_slots = global_batch // micro_batch
         if is_sharded and num_slots < comm.size:
             raise UsageError(
@@ -149,111 +60,113 @@ class StreamLoader:
                 " workers, each with a stream of its own; use"
                 f" {comm.size * micro_batch} or more."
             )
-        self.comm = comm
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.seed = seed
-        self.step = 0
-        self.epoch = 0
-        self._num_samples = 0
         self._drop_last = drop_last
         self._is_sharded = is_sharded
-        self._parts = _Parts(
+        self._processes = processes
+        self._parts = StreamParts(
             dataset,
             slots=local_part(num_slots, comm.rank, comm.size),
             num_slots=num_slots,
             micro_batch=micro_batch,
             is_sharded=is_sharded,
+            drop_last=drop_last,
             seed=seed,
             collate_fn=collate_fn,
         )
-        # Processes would keep the position that they were started with: new ones each epoch.
-        self._loader = processes.loader(self._parts, None, persistent=False)
+        self._items: Items | None = None
+        self._ahead: tuple[Part, Pending[Tensor]] | None = None
+        self._epoch = 0
+        self._epoch_samples = 0
+        self._epoch_steps = 0
+        self._num_samples = 0
 
-    def global_batches(self) -> Iterator[GlobalBatch]:
-        """The rest of the current epoch; a batch counts as consumed when it is handed out.
-
-        Raises:
-            DisagreementError: if a replicated stream is not the same on all workers.
-        """
-        self._parts.epoch = self.epoch
-        parts = iter(self._loader)
-        part, counts = self._announce(next(parts, _NOTHING))
-        while num_samples := self._num_agreed(part, counts):
-            if self._drop_last and num_samples < self.global_batch:
-                break
-            next_part, next_counts = self._announce(next(parts, _NOTHING))
-            step, self.step = self.step, self.step + 1
-            self._num_samples += num_samples
-            self._parts.num_done += 1
-            micro_batches = _as_micro_batches(part)
-            yield GlobalBatch(step, self.epoch, num_samples, micro_batches, len(part.micro_batches))
-            part, counts = next_part, next_counts
-        self.epoch += 1
-        self._parts.num_done = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of the only worker.
-
-        Raises:
-            UsageError: if there are several workers, whose shares might be unequal.
-        """
-        if self.comm.size > 1:
-            raise UsageError(
-                f"A stream's workers ({self.comm.size}) may end with unequal shares, which a"
-                " plain loop would weigh wrongly; use `allstep.steps`."
-            )
-        return (micro.data for batch in self.global_batches() for micro in batch.micro_batches)
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the stream so far."""
+        return self._epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands; `samples` counts since the start, `batches` in this epoch."""
+        """Where the data stands: `samples` consumed and `steps` made since the start, and more."""
         return {
             "samples": self._num_samples,
             "steps": self.step,
-            "epoch": self.epoch,
-            "batches": self._parts.num_done,
+            "epoch": self._epoch,
+            "epoch_samples": self._epoch_samples,
+            "epoch_steps": self._epoch_steps,
             "workers": self.comm.size,
+            "global_batch": self.global_batch,
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a `state_dict`, by reading past what was consumed.
+        """Goes on from a `state_dict`; all workers call it.
 
         Raises:
-            UsageError: if the state has no such keys, or if a sharded stream had another
-                number of workers.
+            UsageError: if a key is missing or a value impossible, or if a sharded stream would
+                go on within an epoch with other workers or another global batch.
         """
-        for key in ("samples", "steps", "epoch", "batches", "workers"):
-            if state.get(key, -1) < 0:
-                raise UsageError(
-                    f"`state` (={dict(state)}) has no valid `{key}`; give what `state_dict` gave."
-                )
-        if self._is_sharded and state["workers"] != self.comm.size:
-            raise UsageError(
-                f"`state` is of {state['workers']} workers with a stream each; {self.comm.size}"
-                f" have other streams. Resume on {state['workers']} workers."
-            )
+        self._check_state(state, *self.state_dict())
+        if self._is_sharded and state["epoch_steps"]:
+            for name, value in (("workers", self.comm.size), ("global_batch", self.global_batch)):
+                if state[name] != value:
+                    raise UsageError(
+                        f'`state["{name}"]` (={state[name]}) must be {value} to go on within an'
+                        " epoch of a sharded stream; resume as it was, or at an epoch's start."
+                    )
+        self.close()
         self._num_samples, self.step = state["samples"], state["steps"]
-        self.epoch, self._parts.num_done = state["epoch"], state["batches"]
+        self._epoch = state["epoch"]
+        self._epoch_samples, self._epoch_steps = state["epoch_samples"], state["epoch_steps"]
 
     def close(self) -> None:
-        """There is nothing to end: the processes of an epoch end with it."""
+        """Ends the loader's processes; asked for more, it starts new ones."""
+        self._ahead = None
+        if self._items is not None:
+            self._items.close()
+            self._items = None
 
-    def __enter__(self) -> Self:
-        return self
+    def _next_batch(self) -> GlobalBatch | None:
+        """The next batch; the one after it is read and announced first."""
+        part, counts = self._ahead or self._read()
+        num_samples = self._num_agreed(part, counts)
+        if num_samples == 0 or (self._drop_last and num_samples < self.global_batch):
+            self.close()
+            self._epoch, self._epoch_samples, self._epoch_steps = self._epoch + 1, 0, 0
+            return None
+        self._ahead = self._read()
+        step, self.step = self.step, self.step + 1
+        self._num_samples += num_samples
+        self._epoch_samples += num_samples
+        self._epoch_steps += 1
+        micro_batches = _as_micro_batches(part)
+        return GlobalBatch(step, self._epoch, num_samples, micro_batches, len(part.micro_batches))
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _announce(self, part: _Part) -> tuple[_Part, Pending[Tensor]]:
-        """Starts to tell the others how many samples there are; see [Note: end of data]."""
-        count = part.num_samples
+    def _read(self) -> tuple[Part, Pending[Tensor]]:
+        """This worker's part of the following batch, and how many samples all of them have."""
+        try:
+            if self._items is None:
+                self._items = self._open()
+            part = next(self._items, _NOTHING)
+        except BaseException:
+            self.close()
+            raise
         # Of a replicated stream all must say the same: the largest and minus the smallest do.
-        told = torch.tensor([count] if self._is_sharded else [count, -count])
-        if self._is_sharded:
-            return part, self.comm.all_reduce(told, "sum", async_op=True)
-        return part, self.comm.all_reduce(told, "max", async_op=True)
+        num = part.num_samples
+        counts = torch.tensor([num] if self._is_sharded else [num, -num])
+        return part, self.comm.all_reduce(
+            counts, "sum" if self._is_sharded else "max", async_op=True
+        )
 
-    def _num_agreed(self, part: _Part, counts: Pending[Tensor]) -> int:
+    def _open(self) -> Items:
+        """Begins the epoch, or goes on within it."""
+        self._parts.epoch = self._epoch
+        self._parts.num_skipped = self._epoch_samples
+        items = self._processes.start(self._parts, seed=self.seed)
+        if self._is_sharded:
+            for _ in range(self._epoch_steps):
+                next(items, None)
+        return items
+
+    def _num_agreed(self, part: Part, counts: Pending[Tensor]) -> int:
         largest, *negated_smallest = counts.wait().tolist()
         if negated_smallest and largest != -negated_smallest[0]:
             found = self.comm.all_gather_object(part.num_samples)
@@ -264,8 +177,11 @@ class StreamLoader:
             )
         return int(largest)
 
+    def _may_end_short(self) -> bool:
+        return not self._drop_last
 
-def _as_micro_batches(part: _Part) -> Iterator[MicroBatch]:
+
+def _as_micro_batches(part: Part) -> Iterator[MicroBatch]:
     last = len(part.micro_batches) - 1
     for order, (index, num_samples, data) in enumerate(part.micro_batches):
         yield MicroBatch(index, num_samples, data, order == last)
