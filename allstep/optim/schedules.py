@@ -1,5 +1,6 @@
 """Learning-rate schedules: pure functions from the step to a multiplier of the learning rate."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -111,7 +112,7 @@ def step_decay(milestones: Sequence[int], factor: float = 0.1, warmup_steps: int
     _check_warmup(warmup_steps)
     if not 0 < factor <= 1:
         raise UsageError(f"`factor` (={factor}) must be above 0 and at most 1; 0.1 is usual.")
-    if any(late <= early for early, late in zip(steps, steps[1:], strict=False)):
+    if any(late <= early for early, late in itertools.pairwise(steps)):
         raise UsageError(f"`milestones` (={steps}) must increase; sort them and drop repeats.")
     if steps and steps[0] < warmup_steps:
         raise UsageError(

@@ -125,18 +125,18 @@ def test_rank_0_says_what_it_does_unless_the_program_logs_itself(monkeypatch):
 
 
 def launch(rank, size=2, **changes):
-    fields = dict(
-        launcher="openmpi",
-        rank=rank,
-        size=size,
-        local_rank=rank,
-        local_size=size,
-        node_rank=0,
-        num_nodes=1,
-        master_addr=None,
-        master_port=None,
-        job_id="a job",
-    )
+    fields = {
+        "launcher": "openmpi",
+        "rank": rank,
+        "size": size,
+        "local_rank": rank,
+        "local_size": size,
+        "node_rank": 0,
+        "num_nodes": 1,
+        "master_addr": None,
+        "master_port": None,
+        "job_id": "a job",
+    }
     return Launch(**(fields | changes))
 
 
