@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
@@ -52,8 +52,6 @@ class RunningStatistics:
         self._is_active = False  # in a micro-batch
         self._is_local = False  # the buffers differ between workers
         self._has_warned = False
-        self._sums: list[Tensor] = []
-        self._scratch: list[Tensor] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -63,7 +61,6 @@ class RunningStatistics:
         self._tracked = tuple(known.pop(m) if m in known else TrackedModule(m) for m in modules)
         for tracked in known.values():
             tracked.remove()
-        self._list_tensors()
         if self._is_active:
             for tracked in self._tracked:
                 if not tracked.is_active:
@@ -83,9 +80,6 @@ class RunningStatistics:
             self.refresh()
         for tracked in self._tracked:
             tracked.start_step()
-        self._list_tensors()
-        if self._sums:
-            torch._foreach_zero_(self._sums)
         self._is_in_step = True
         try:
             yield
@@ -114,7 +108,8 @@ class RunningStatistics:
             self._is_active = False
             for tracked in self._tracked:
                 tracked.leave()
-        self._add(share)
+        for tracked in self._tracked:
+            tracked.keep(share)
 
     def sync(self) -> None:
         """Makes the buffers the same on all workers: R. Collective."""
@@ -147,42 +142,26 @@ class RunningStatistics:
             if tracked.module is module:
                 tracked.before_forward(tracked.module, args)
 
-    def _list_tensors(self) -> None:
-        self._sums = [total for tracked in self._tracked for total in tracked.sums]
-        self._scratch = [last for tracked in self._tracked for last in tracked.scratch]
-
-    def _add(self, share: float) -> None:
-        """sums += share * statistics, for the modules that the micro-batch called."""
-        sums, scratch = self._sums, self._scratch
-        for tracked in self._tracked:
-            if tracked.num_calls > 1:
-                tracked.average_calls()
-        called = [tracked for tracked in self._tracked if tracked.num_calls]
-        if len(called) < len(self._tracked):
-            sums = [total for tracked in called for total in tracked.sums]
-            scratch = [last for tracked in called for last in tracked.scratch]
-        if called:
-            torch._foreach_add_(sums, scratch, alpha=share)
-        for tracked in called:
-            tracked.share += share
-
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""
-        groups = defaultdict[tuple[float, float], list[TrackedModule]](list)
+        groups = defaultdict[tuple[float, ...], list[TrackedModule]](list)
         for tracked in self._tracked:
             momentum = tracked.momentum()
             kept = (1 - momentum) * tracked.weight
-            tracked.weight = kept + momentum * tracked.share
+            tracked.weight = kept + momentum * sum(tracked.shares)
             tracked.num_steps += 1
-            if tracked.share and tracked.weight:
+            if tracked.shares and tracked.weight:
                 tracked.num_uses += 1
-                groups[kept / tracked.weight, momentum / tracked.weight].append(tracked)
-        for (decay, gain), members in groups.items():
+                gain = momentum / tracked.weight
+                shares = (gain * share for share in tracked.shares)
+                groups[kept / tracked.weight, *shares].append(tracked)
+        for (decay, *gains), members in groups.items():
             running = [buffer for tracked in members for buffer in tracked.running]
-            sums = [total for tracked in members for total in tracked.sums]
-            counters = [c for t in members if (c := t.num_batches_tracked) is not None]
             torch._foreach_mul_(running, decay)
-            torch._foreach_add_(running, sums, alpha=gain)
+            for slot, gain in enumerate(gains):
+                kept_in_slot = [x for tracked in members for x in tracked.slots[slot][:2]]
+                torch._foreach_add_(running, kept_in_slot, alpha=gain)
+            counters = [c for t in members if (c := t.num_batches_tracked) is not None]
             if counters:
                 torch._foreach_add_(counters, 1)
         self.mark_local()

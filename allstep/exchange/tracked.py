@@ -11,6 +11,8 @@ from allstep.exchange.hooks import Hook, Removable
 
 __all__ = ["TrackedModule", "is_tracked"]
 
+_MAX_SLOTS = 16  # micro-batches whose statistics are kept apart
+
 
 def is_tracked(module: nn.Module) -> TypeGuard[_NormBase]:
     """Whether the module keeps running statistics (and has got its shape)."""
@@ -30,10 +32,9 @@ class TrackedModule:
 
     Attributes:
         is_active: inside a micro-batch.
-        scratch: mean and variance of the last call.
         num_calls: calls in this micro-batch.
-        sums: sums of share * statistics over this step's micro-batches.
-        share: sum of their shares.
+        lent: mean, variance and counter for this micro-batch's calls.
+        shares: of this step's micro-batches that called the module; `slots` has their statistics.
         weight: share of this worker's history in the running statistics.
         num_steps: steps since the last sync. num_uses: those that used the module here.
     """
@@ -42,7 +43,7 @@ class TrackedModule:
         self.module = module
         self.is_active = False
         self.num_calls = 0
-        self.share = 0.0
+        self.shares: list[float] = []
         self.weight = 1.0
         self.num_steps = 0
         self.num_uses = 0
@@ -83,14 +84,21 @@ class TrackedModule:
         return 1 / (int(counter) - self.num_uses + self.num_steps + 1)
 
     def start_step(self) -> None:
-        """Forgets what the last step left; the sums are zeroed by the caller."""
-        mean, scratch = self.running[0], self.scratch[0]
+        """Forgets what the last step left."""
+        mean, scratch = self.running[0], self.lent[0]
         if mean.device != scratch.device or mean.dtype != scratch.dtype:
             self._allocate()  # the model was moved
-        self.share = 0.0
+        self.shares = []
 
     def enter(self) -> None:
         """A micro-batch begins."""
+        slot = len(self.shares)
+        if slot == _MAX_SLOTS:
+            self._merge_slots()
+            slot = 1
+        if slot == len(self.slots):
+            self.slots.append(self._new_slot())
+        self.lent = self.slots[slot]
         self.num_calls = 0
         self._own_momentum = self.module.momentum
         self.module.__dict__["momentum"] = 1.0  # nn.Module.__setattr__ is ten times as slow
@@ -103,10 +111,13 @@ class TrackedModule:
         if self.own is not None:
             self.give_back(self.own)
 
-    def average_calls(self) -> None:
-        """Makes `scratch` the mean over this micro-batch's calls."""
-        for total, last in zip(self.earlier, self.scratch, strict=True):
-            last.add_(total).div_(self.num_calls)
+    def keep(self, share: float) -> None:
+        """Keeps the statistics of the micro-batch that has ended: the mean over its calls."""
+        if self.num_calls > 1:
+            for total, last in zip(self.earlier, self.lent, strict=False):
+                last.add_(total).div_(self.num_calls)
+        if self.num_calls:
+            self.shares.append(share)
 
     def give_back(self, own: tuple[Tensor | None, ...]) -> None:
         """Takes the scratch tensors back."""
@@ -115,12 +126,23 @@ class TrackedModule:
         self.own = None
 
     def _allocate(self) -> None:
+        self.slots = [self._new_slot()]
+        self.lent = self.slots[0]
+        self.earlier = self._new_slot()[:2]
+
+    def _new_slot(self) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = self.running
-        self.scratch = (torch.zeros_like(mean), torch.zeros_like(var))
-        self.sums = (torch.zeros_like(mean), torch.zeros_like(var))
-        self.earlier = (torch.zeros_like(mean), torch.zeros_like(var))
         counter = torch.zeros((), dtype=torch.long, device=mean.device)
-        self.lent = (*self.scratch, counter)
+        return torch.zeros_like(mean), torch.zeros_like(var), counter
+
+    def _merge_slots(self) -> None:
+        """Makes the first slot the weighted mean of all."""
+        total = sum(self.shares)
+        for i in range(2):
+            merged = self.slots[0][i].mul_(self.shares[0] / total)
+            for share, slot in zip(self.shares[1:], self.slots[1:], strict=True):
+                merged.add_(slot[i], alpha=share / total)
+        self.shares = [total]
 
 
 class _BeforeForward(Hook):
@@ -133,11 +155,11 @@ class _BeforeForward(Hook):
         if not (tracked.is_active and module.training and module.track_running_stats):
             return
         if tracked.num_calls == 1:
-            tracked.earlier[0].copy_(tracked.scratch[0])
-            tracked.earlier[1].copy_(tracked.scratch[1])
+            tracked.earlier[0].copy_(tracked.lent[0])
+            tracked.earlier[1].copy_(tracked.lent[1])
         elif tracked.num_calls:
-            tracked.earlier[0].add_(tracked.scratch[0])
-            tracked.earlier[1].add_(tracked.scratch[1])
+            tracked.earlier[0].add_(tracked.lent[0])
+            tracked.earlier[1].add_(tracked.lent[1])
         buffers = module._buffers
         tracked.own = (
             buffers["running_mean"],

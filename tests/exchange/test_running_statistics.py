@@ -199,6 +199,16 @@ def test_several_calls_in_a_micro_batch_count_with_their_mean() -> None:
     torch.testing.assert_close(first["1.running_mean"], 0.1 * mean, rtol=1e-12, atol=1e-15)
 
 
+def test_more_micro_batches_than_are_kept_apart() -> None:
+    start, batches = conv_net(), torch.randn(2, 45 * MICRO_BATCH - 3, 2, 6, 6)
+    mean, var = first_statistics(start, batches[0])
+    for size in (1, 2):  # 45, and 22 and 23 micro-batches
+        first = run(size, start, batches[:1])[0]
+        torch.testing.assert_close(first["1.running_mean"], 0.1 * mean, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(first["1.running_var"], 0.9 + 0.1 * var, rtol=1e-12, atol=0)
+    assert_same(run(2, start, batches)[1], run(1, start, batches)[0], rtol=1e-11)
+
+
 def test_a_module_that_some_micro_batches_skip() -> None:
     start, batches = conv_net(), images()
 

@@ -1,0 +1,155 @@
+"""What `attach` and `steps` cost one worker, against the same loop in bare torch.
+
+    python benchmarks/bench_overhead.py [--quick]
+
+A step of the recipe `fashion` (batch 128) with one micro-batch and with four of 32, on random
+pictures of the same shape. "tensors": micro-batches cut beforehand, so that only `attach` and
+`steps` differ. "loader": `allstep.data.loader` against torch's `DataLoader`, both in the
+process. The loops take turns step by step.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from common import Estimate, estimate, interleave, print_headline, ratio, write_results
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import allstep
+from allstep import recipes
+from allstep.data import GlobalBatch, MicroBatch
+from allstep.train import Task
+
+GLOBAL_BATCH = 128
+STEPS_PER_EPOCH = 20
+WARMUPS = 5
+TARGET_PCT = 2.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Global batches in memory, cut in micro-batches: what `steps` needs of a loader."""
+
+    batches: list[list[tuple[Tensor, Tensor]]]
+    seed: int = 0
+
+    def global_batches(self) -> Iterator[GlobalBatch]:
+        for step, parts in enumerate(self.batches):
+            micro_batches = (
+                MicroBatch(index, len(part[1]), part, index == len(parts) - 1)
+                for index, part in enumerate(parts)
+            )
+            num_samples = sum(len(part[1]) for part in parts)
+            yield GlobalBatch(step, 0, num_samples, micro_batches, len(parts))
+
+
+def fashion_task(samples: TensorDataset) -> Task:
+    """The recipe's model, loss and optimizer on other samples, so that no download is needed."""
+    recipe = recipes.REGISTRY["fashion"]
+    raise NotImplementedError(recipe)
+
+
+def bare_loop(task: Task, model: nn.Module, epoch: Callable[[], Iterable]) -> Iterator[None]:
+    """What a user writes without allstep, one step at a time."""
+    optimizer = task.optimizer(model)
+    while True:
+        for parts in epoch():
+            for part in parts:
+                loss = task.loss(model, part)
+                (loss * (len(part[1]) / GLOBAL_BATCH)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def allstep_loop(task: Task, model: nn.Module, loader: object) -> Iterator[None]:
+    """The same with `attach` and `steps`."""
+    optimizer = task.optimizer(model)
+    exchange = allstep.attach(model, allstep.Communicator.lone())
+    while True:
+        for batch in allstep.steps(loader, exchange):
+            for part in batch:
+                batch.backward(task.loss(model, part))
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def grouped(loader: DataLoader, num_micro_batches: int) -> Iterator[Iterator]:
+    """A `DataLoader`'s micro-batches, so many to a step."""
+    iterator = iter(loader)
+    for _ in range(len(loader) // num_micro_batches):
+        yield (next(iterator) for _ in range(num_micro_batches))
+
+
+def measure(micro_batch: int, repeats: int) -> dict[str, tuple[Estimate, Estimate]]:
+    """Name of the comparison -> seconds of a bare step; allstep's step over the bare one."""
+    num_samples = STEPS_PER_EPOCH * GLOBAL_BATCH
+    x = torch.randint(0, 256, (num_samples, 1, 28, 28), dtype=torch.uint8)
+    samples = TensorDataset(x, torch.randint(0, 10, (num_samples,)))
+    task = fashion_task(samples)
+    parts = list(zip(*(tensor.split(micro_batch) for tensor in samples.tensors), strict=True))
+    num_parts = GLOBAL_BATCH // micro_batch
+    batches = [parts[i : i + num_parts] for i in range(0, len(parts), num_parts)]
+    torch_loader = DataLoader(samples, micro_batch, shuffle=True)
+    loader = allstep.data.loader(
+        samples, allstep.Communicator.lone(), global_batch=GLOBAL_BATCH, micro_batch=micro_batch
+    )
+
+    def model() -> nn.Module:
+        return copy.deepcopy(task.model)
+
+    loops = {
+        "bare tensors": bare_loop(task, model(), lambda: batches),
+        "tensors": allstep_loop(task, model(), Cut(batches)),
+        "bare loader": bare_loop(task, model(), lambda: grouped(torch_loader, num_parts)),
+        "loader": allstep_loop(task, model(), loader),
+    }
+    seconds = interleave(
+        {name: loop.__next__ for name, loop in loops.items()}, repeats, warmups=WARMUPS
+    )
+    return {
+        name: (estimate(seconds[f"bare {name}"]), ratio(seconds[name], seconds[f"bare {name}"]))
+        for name in ("tensors", "loader")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="about a minute on two cores")
+    parser.add_argument("--threads", type=int, help="of torch; default: torch's own choice")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    repeats = 60 if arguments.quick else 400
+
+    table = Table("micro-batches", "against", "bare step, ms", "overhead, %", title="One worker")
+    results = {}
+    for micro_batch in (GLOBAL_BATCH, GLOBAL_BATCH // 4):
+        for name, (bare_s, slower) in measure(micro_batch, repeats).items():
+            num_micro_batches = GLOBAL_BATCH // micro_batch
+            pct, low, high = (100 * (r - 1) for r in (slower.median, slower.low, slower.high))
+            row = f"{pct:.2f} [{low:.2f}, {high:.2f}]"
+            table.add_row(str(num_micro_batches), name, f"{1e3 * bare_s.median:.2f}", row)
+            results[f"{name}_{num_micro_batches}"] = {
+                "bare_step_s": bare_s.median,
+                "overhead_pct": pct,
+                "interval_pct": [low, high],
+            }
+    Console().print(table)
+    worst_pct = max(result["overhead_pct"] for result in results.values())
+    path = write_results(
+        "bench_overhead",
+        {"repeats": repeats, "target_pct": TARGET_PCT, "rows": results},
+    )
+    print(f"target: at most {TARGET_PCT} %; written to {path.name}")
+    print_headline(overhead_pct=worst_pct)
+
+
+if __name__ == "__main__":
+    main()
