@@ -1,9 +1,10 @@
-# Everything a fresh machine needs is set up by the targets themselves.
+# Every target sets up what it needs, in .venv; what is there already is not installed again.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: train test lint docs clean
 
@@ -22,23 +23,27 @@ lint: $(VENV)/lint.stamp
 	$(BIN)/mkdocs build --strict --quiet
 
 docs: $(VENV)/lint.stamp
-	$(BIN)/mkdocs serve
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis .setup.lock
+	rm -rf $(VENV) .setup.lock site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# A stamp says that an extra is installed as pyproject.toml and constraints.txt want it.
-$(VENV)/lint.stamp: EXTRAS := test,lint,docs
-$(VENV)/test.stamp: EXTRAS := test
+# A stamp says that an extra is installed as these files want it; the package's own has the version.
 $(VENV)/recipes.stamp: EXTRAS := recipes
+$(VENV)/test.stamp: EXTRAS := test
+$(VENV)/lint.stamp: EXTRAS := test,lint,docs
 
-$(VENV)/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(LOCK) $(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	touch $@
+$(VENV)/%.stamp: pyproject.toml constraints.txt allstep/__init__.py | $(BIN)/pip
+	@echo "Installing allstep[$(EXTRAS)] in $(VENV); the first time it takes a few minutes."
+	@$(LOCK) $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
 
-$(BIN)/python:
-	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11)' || \
-		{ echo 'allstep needs Python 3.11 or newer: apt-get install python3.11'; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' || \
-		{ echo 'Python lacks ensurepip: apt-get install python3-venv'; exit 1; }
-	$(LOCK) $(PYTHON) -m venv $(VENV)
+# pip is the last thing that venv makes.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "allstep needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "This Python can't make a .venv: apt-get install python3-venv"; exit 1; }
+	@$(LOCK) sh -c 'test -x $@ || "$(PYTHON)" -m venv $(VENV)'

@@ -1,0 +1,153 @@
+"""The package as a whole: its version, its door, its layers, its documents."""
+
+import ast
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import metadata, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import allstep
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_version_is_written_once() -> None:
+    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert "version" not in PYPROJECT["project"]
+    written = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "allstep").rglob("*.py")
+        if re.search(r"^__version__\s*=", path.read_text(), re.MULTILINE)
+    ]
+    assert written == ["allstep/__init__.py"]
+
+
+def test_installed_version_is_this_one() -> None:
+    assert version("allstep") == allstep.__version__
+    assert metadata("allstep")["License-Expression"] == "Apache-2.0"
+
+
+def test_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == allstep.__version__
+
+
+def test_door_imports_nothing_by_itself() -> None:
+    loaded = run_python("import allstep, json, sys; print(json.dumps(sorted(sys.modules)))")
+    names = json.loads(loaded)
+    heavy = {"torch", "numpy", "rich", "tyro", "tensorboard"}
+    assert heavy.isdisjoint(names)
+    assert [name for name in names if name.startswith("allstep")] == ["allstep"]
+
+
+def test_import_has_no_side_effects() -> None:
+    """Neither the door nor the rooms touch torch's state, logging, signals or threads."""
+    code = """
+import logging, os, signal, threading
+import torch
+def state():
+    return (
+        dict(os.environ), torch.get_default_dtype(), torch.get_num_threads(),
+        torch.random.get_rng_state().tolist(), torch.distributed.is_initialized(),
+        logging.getLogger().handlers[:], logging.getLogger("allstep").handlers[:],
+        signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM),
+        threading.active_count(), os.listdir(),
+    )
+before = state()
+import allstep, allstep.cli.main
+for name in dir(allstep):
+    getattr(allstep, name)
+for name in allstep.recipes.REGISTRY:
+    allstep.recipes.REGISTRY[name]
+assert state() == before
+"""
+    run_python(code)
+
+
+@pytest.mark.parametrize("name", allstep.__all__)
+def test_door_leads_to_each_name(name: str) -> None:
+    assert getattr(allstep, name) is getattr(allstep, name)
+    assert name in dir(allstep)
+
+
+def test_door_refuses_an_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'atach'"):
+        allstep.atach  # noqa: B018
+
+
+def test_type_checkers_see_the_same_door() -> None:
+    """What is imported for type checkers alone is what `__getattr__` finds."""
+    tree = ast.parse((ROOT / "allstep" / "__init__.py").read_text())
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    found = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in guard.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(found) >= set(allstep.__all__) - {"__version__"}
+    for name, (module, original) in found.items():
+        assert module is not None
+        if module == "allstep":
+            assert getattr(allstep, name) is importlib.import_module(f"allstep.{original}")
+        else:
+            assert getattr(allstep, name) is getattr(importlib.import_module(module), original)
+
+
+def test_layers_hold() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_constraints_fit_the_requirements() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pinned = {_canonical(name): number for name, number in pinned.items()}
+    project = PYPROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "allstep":
+            number = pinned[_canonical(requirement.name)]
+            assert requirement.specifier.contains(number), requirement
+
+
+def test_constraints_name_versions_that_a_registry_has() -> None:
+    """A local version such as 2.13.0+cpu is on one machine alone."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    for line in lines:
+        assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line)
+
+
+def test_package_is_typed() -> None:
+    assert (ROOT / "allstep" / "py.typed").exists()
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
