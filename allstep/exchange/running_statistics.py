@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -87,8 +87,7 @@ class RunningStatistics:
             self._is_in_step = False
         self._take_in()
 
-    @contextmanager
-    def micro_batch(self, share: float) -> Iterator[None]:
+    def micro_batch(self, share: float) -> AbstractContextManager[None]:
         """Around the forward (and backward) of one micro-batch.
 
         Args:
@@ -99,17 +98,19 @@ class RunningStatistics:
         """
         if not self._is_in_step:
             raise UsageError("`micro_batch` belongs inside `with statistics.step():`.")
+        return _MicroBatch(self, share)
+
+    def enter(self) -> None:
+        """A micro-batch begins."""
         self._is_active = True
         for tracked in self._tracked:
             tracked.enter()
-        try:
-            yield
-        finally:
-            self._is_active = False
-            for tracked in self._tracked:
-                tracked.leave()
+
+    def leave(self, share: float | None) -> None:
+        """A micro-batch ends; without a share if it failed."""
+        self._is_active = False
         for tracked in self._tracked:
-            tracked.keep(share)
+            tracked.leave(share)
 
     def sync(self) -> None:
         """Makes the buffers the same on all workers: R. Collective."""
@@ -195,3 +196,17 @@ class RunningStatistics:
             self._comm.all_reduce((before, is_used), "max")
         for (tracked, counter), n, used in zip(counted, before, is_used, strict=True):
             counter.copy_(n + used * tracked.num_steps)
+
+
+class _MicroBatch(AbstractContextManager[None]):
+    """What `micro_batch` returns; it runs so often that a generator would be felt."""
+
+    def __init__(self, statistics: RunningStatistics, share: float) -> None:
+        self._statistics = statistics
+        self._share = share
+
+    def __enter__(self) -> None:
+        self._statistics.enter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._statistics.leave(self._share if kind is None else None)

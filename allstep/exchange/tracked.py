@@ -104,20 +104,17 @@ class TrackedModule:
         self.module.__dict__["momentum"] = 1.0  # nn.Module.__setattr__ is ten times as slow
         self.is_active = True
 
-    def leave(self) -> None:
-        """A micro-batch ends, perhaps because a forward has raised."""
+    def leave(self, share: float | None) -> None:
+        """A micro-batch ends: keeps its statistics, the mean over its calls, unless it failed."""
         self.is_active = False
         self.module.__dict__["momentum"] = self._own_momentum
         if self.own is not None:
-            self.give_back(self.own)
-
-    def keep(self, share: float) -> None:
-        """Keeps the statistics of the micro-batch that has ended: the mean over its calls."""
-        if self.num_calls > 1:
-            for total, last in zip(self.earlier, self.lent, strict=False):
-                last.add_(total).div_(self.num_calls)
-        if self.num_calls:
+            self.give_back(self.own)  # a forward has raised
+        if share is not None and self.num_calls:
             self.shares.append(share)
+            if self.num_calls > 1:
+                for total, last in zip(self.earlier, self.lent, strict=False):
+                    last.add_(total).div_(self.num_calls)
 
     def give_back(self, own: tuple[Tensor | None, ...]) -> None:
         """Takes the scratch tensors back."""
