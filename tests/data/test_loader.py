@@ -1,213 +1,321 @@
-"""Map-style loading: the same micro-batches, bit for bit, whoever fetches them."""
+"""The loader of map-style sets: the same contents on any number of workers, from any position."""
 
-import random
-import signal
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import allstep
 from allstep import Communicator
 from allstep.comm.threads import run_ranks
-from allstep.data import MapLoader
+from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import UsageError
-from tests.data.sets import Broken, Noisy
+from tests.data.sets import Augmented, Content, Seat, contents, draw, equal, indices, union
 from tests.helpers.processes import run_processes
 
-NUM_SAMPLES = 45  # five global batches of 8, and one of 5
-
-Found = dict[tuple[int, int], tuple[list[int], Tensor]]  # (step, micro-batch) -> samples
+NUM_SAMPLES = 22  # two global batches of 4 micro-batches of 2, and one of 3 micro-batches
 
 
-def make_loader(comm: Communicator, **changes: Any) -> MapLoader:
-    arguments: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "seed": 3} | changes
-    loader = allstep.data.loader(Noisy(NUM_SAMPLES), comm, **arguments)
-    assert isinstance(loader, MapLoader)
-    return loader
+def make_loader(comm: Any = None, dataset: Any = None, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "seed": 5} | changes
+    return allstep.data.loader(
+        Augmented(NUM_SAMPLES) if dataset is None else dataset, comm or Seat(0, 1), **arguments
+    )
 
 
-def read(comm: Communicator, num_epochs: int = 2, num_workers: int = 0, **state: int) -> Found:
-    """What this worker gets, by place."""
-    found: Found = {}
+def on_workers(size: int, num_epochs: int = 1, **changes: Any) -> Content:
+    """The union of all workers' micro-batches."""
+    parts: list[Content] = []
+    for rank in range(size):
+        with make_loader(Seat(rank, size), **changes) as loader:
+            for _ in range(num_epochs):
+                parts.append(contents(loader))
+            assert loader.epoch == num_epochs
+    return union(parts)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_same_contents_on_any_number_of_workers(size: int, drop_last: bool) -> None:
+    reference = on_workers(1, num_epochs=2, drop_last=drop_last)
+    assert equal(on_workers(size, num_epochs=2, drop_last=drop_last), reference)
+    num_seen = sum(map(len, indices(reference)))
+    assert num_seen == 2 * (16 if drop_last else NUM_SAMPLES)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_same_contents_from_loader_processes(size: int) -> None:
+    assert equal(on_workers(size, num_epochs=2, num_workers=2), on_workers(1, num_epochs=2))
+
+
+def read_two_epochs(comm: Communicator, num_workers: int) -> Content:
     with make_loader(comm, num_workers=num_workers) as loader:
-        if state:
-            loader.load_state_dict(state)
-        while loader.epoch < num_epochs:
-            for batch in loader.global_batches():
-                micro_batches = list(batch.micro_batches)
-                assert len(micro_batches) == batch.num_local_micro_batches
-                assert [m.is_last for m in micro_batches[:-1]] == [False] * len(micro_batches[:-1])
-                for micro in micro_batches:
-                    indices, numbers = micro.data
-                    assert micro.num_samples == len(indices)
-                    found[batch.step, micro.index] = (indices.tolist(), numbers)
-                assert not micro_batches or micro_batches[-1].is_last
-    return found
-
-
-def assert_same(found: Found, expected: Found) -> None:
-    assert found.keys() == expected.keys()
-    for place, (indices, numbers) in expected.items():
-        assert found[place][0] == indices
-        assert torch.equal(found[place][1], numbers)
-
-
-def together(parts: list[Found]) -> Found:
-    merged: Found = {}
-    for part in parts:
-        assert not merged.keys() & part.keys()
-        merged |= part
-    return merged
+        return union([contents(loader), contents(loader)])
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("size", "num_workers"), [(1, 2), (2, 0), (3, 1), (5, 0)])
-def test_the_same_samples_with_the_same_augmentation(size: int, num_workers: int) -> None:
-    expected = read(Communicator.lone())
-    assert_same(together(run_processes(size, read, 2, num_workers)), expected)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_same_contents_on_ranks_that_are_processes(num_workers: int) -> None:
+    parts = run_processes(2, read_two_epochs, num_workers)
+    assert equal(union(parts), on_workers(1, num_epochs=2))
 
 
-def test_augmentation_without_a_state_for_each_sample_differs() -> None:
-    """The control: the data set itself does draw anew each time."""
-    assert not torch.equal(Noisy(1)[0][1], Noisy(1)[0][1])
+def test_same_contents_on_ranks_that_are_threads() -> None:
+    parts = run_ranks(3, lambda comm: contents(make_loader(comm)))
+    assert equal(union(parts), on_workers(1))
 
 
-def test_epochs_differ_in_order_and_augmentation() -> None:
-    found = read(Communicator.lone())
-    first = {i: n for (step, _), (s, ns) in found.items() if step < 6 for i, n in zip(s, ns)}
-    second = {i: n for (step, _), (s, ns) in found.items() if step >= 6 for i, n in zip(s, ns)}
-    assert first.keys() == second.keys() == set(range(NUM_SAMPLES))
-    assert not any(torch.equal(first[i], second[i]) for i in first)
+class Unseeded(Dataset[tuple[Tensor, int]]):
+    """Draws from a generator of its own, as if nobody had seeded the sample."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(3, generator=self._generator), index
 
 
-@pytest.mark.parametrize("num_done", [1, 4, 6, 9])
-def test_resumed_on_another_number_of_workers(num_done: int) -> None:
-    expected = read(Communicator.lone())
-    loader = make_loader(Communicator.lone())
-    for _ in range(num_done):
-        next(iter(loader.global_batches()))
-    state = loader.state_dict()
-    assert state["steps"] == num_done
-    rest = {place: samples for place, samples in expected.items() if place[0] >= num_done}
-    found = together([read(FakeRank(rank, 3), **state) for rank in range(3)])
-    assert_same(found, rest)
+def test_negative_control_without_random_state_of_the_sample() -> None:
+    one, three = (on_workers(size, dataset=Unseeded()) for size in (1, 3))
+    assert indices(one) == indices(three)
+    assert not equal(one, three)
 
 
-class FakeRank(Communicator):
-    """A rank on its own: a map-style loader says nothing to the others."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._place = (rank, size)
-
-    rank = property(lambda self: self._place[0])  # type: ignore[assignment]
-    size = property(lambda self: self._place[1])  # type: ignore[assignment]
-
-
-def test_what_is_not_asked_for_is_passed_over() -> None:
-    comm = Communicator.lone()
-    expected = read(comm, num_epochs=1)
-    for batch in make_loader(comm).global_batches():
-        first = next(batch.micro_batches)
-        assert first.data[0].tolist() == expected[batch.step, 0][0]
+def test_epochs_and_seeds_draw_other_numbers() -> None:
+    loader = make_loader(shuffle=False)
+    first, second = contents(loader), contents(loader)
+    other_seed = contents(make_loader(shuffle=False, seed=6))
+    values = [torch.cat([x for x, _ in found.values()]) for found in (first, second, other_seed)]
+    assert indices(first) == indices(second)
+    assert not (values[0] == values[1]).any()
+    assert not (values[0] == values[2]).any()
 
 
-def test_the_random_state_outside_is_left_alone() -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    expected = draw()
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    read(Communicator.lone(), num_epochs=1)
-    assert draw() == expected
+def test_random_state_around_is_left_alone() -> None:
+    with preserved_random_state():
+        seed_all(4)
+        expected = [draw(), draw()]
+        seed_all(4)
+        found = [draw()]
+        contents(make_loader())
+        found.append(draw())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_tensors_are_indexed_at_once_and_alike() -> None:
-    samples = TensorDataset(torch.arange(NUM_SAMPLES), torch.rand(NUM_SAMPLES))
-    comm = Communicator.lone()
-    subset = Subset(Subset(samples, list(range(40))), list(range(39, -1, -1)))
-    for dataset in (samples, subset):
-        fast = allstep.data.loader(dataset, comm, global_batch=8, micro_batch=4)
-        slow = allstep.data.loader(
-            dataset, comm, global_batch=8, micro_batch=4, collate_fn=torch.utils.data.default_collate
-        )
-        for a, b in zip(fast.global_batches(), slow.global_batches(), strict=True):
-            for x, y in zip(a.micro_batches, b.micro_batches, strict=True):
-                assert all(map(torch.equal, x.data, y.data))
-
-
-def test_plain_loop() -> None:
-    def read_plainly(comm: Communicator) -> list[list[int]]:
-        loader = make_loader(comm, global_batch=4, micro_batch=2, drop_last=True)
-        return [indices.tolist() for indices, _ in loader]
-
-    parts = run_ranks(2, read_plainly)
-    assert [len(part) for part in parts] == [11, 11]
-    assert len({i for part in parts for micro in part for i in micro}) == 44
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, r"`global_batch` \(=8\) must be 2 workers x `micro_batch` \(=2\) = 4"),
-        ({"global_batch": 4}, r"last global batch has 1 of 4 samples.*`drop_last=True`"),
-    ],
+@settings(max_examples=40)
+@given(
+    num_steps=st.integers(0, 7),
+    size_before=st.integers(1, 4),
+    size_after=st.integers(1, 5),
+    drop_last=st.booleans(),
 )
-def test_plain_loop_with_unequal_shares(changes: dict[str, int], message: str) -> None:
-    def start(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=message):
-            iter(make_loader(comm, **changes))
+def test_resume_on_another_number_of_workers(
+    num_steps: int, size_before: int, size_after: int, drop_last: bool
+) -> None:
+    reference = on_workers(1, num_epochs=3, drop_last=drop_last)
+    loader = make_loader(Seat(size_before - 1, size_before), drop_last=drop_last)
+    batches = (batch for _ in range(3) for batch in loader.global_batches())
+    for _ in range(num_steps):
+        next(batches)
+    parts = []
+    for rank in range(size_after):
+        resumed = make_loader(Seat(rank, size_after), drop_last=drop_last)
+        resumed.load_state_dict(loader.state_dict())
+        assert resumed.step == num_steps
+        while resumed.epoch < 3:
+            parts.append(contents(resumed))
+    rest = {key: value for key, value in reference.items() if key[0] >= num_steps}
+    assert equal(union(parts), rest)
 
-    run_ranks(2, start)
+
+def test_resume_with_another_global_batch() -> None:
+    whole = indices(contents(make_loader(global_batch=2)))
+    loader = make_loader(global_batch=8)
+    next(loader.global_batches())
+    smaller = make_loader(global_batch=4)
+    smaller.load_state_dict(loader.state_dict())
+    assert indices(contents(smaller)) == whole[4:]
+
+
+def test_position_counts_what_was_handed_out() -> None:
+    with make_loader(num_workers=2, prefetch_factor=4) as loader:
+        assert (loader.position, loader.step, loader.epoch) == (0, 0, 0)
+        batches = loader.global_batches()
+        next(batches)
+        assert loader.state_dict() == {"samples": 8, "steps": 1}
+        next(batches)
+        next(batches)
+        assert loader.state_dict() == {"samples": NUM_SAMPLES, "steps": 3}
+        assert loader.epoch == 1
+        assert next(batches, None) is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_that_fails_is_named(num_workers: int) -> None:
-    loader = allstep.data.loader(
-        Broken(), Communicator.lone(), global_batch=4, micro_batch=4, num_workers=num_workers
-    )
-    with pytest.raises(OSError, match="disk on fire") as caught, loader:
+def test_a_loop_may_be_left_and_begun_again(num_workers: int) -> None:
+    with make_loader(num_workers=num_workers) as loader:
+        found = []
         for batch in loader.global_batches():
-            list(batch.micro_batches)
-    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-    assert "while fetching sample 5" in told
+            next(batch.micro_batches)  # the other three are thrown away
+            break
+        found.append(indices(contents(loader)))
+        loader.load_state_dict({"samples": 8, "steps": 1})
+        found.append(indices(contents(loader)))
+    assert found == [indices(on_workers(1))[4:]] * 2
 
 
-def _signals(worker_id: int) -> None:
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+def test_a_closed_loader_says_so_to_who_holds_its_batch() -> None:
+    loader = make_loader()
+    batch = next(loader.global_batches())
+    next(batch.micro_batches)
+    loader.close()
+    with pytest.raises(UsageError, match=r"closed or set to another position.*global_batches"):
+        next(batch.micro_batches)
 
 
-@pytest.mark.process
-def test_loader_processes_leave_signals_to_the_training_process() -> None:
-    loader = make_loader(Communicator.lone(), num_workers=1, worker_init_fn=_signals)
-    with loader:
-        assert len(list(loader.global_batches())) == len(loader) == 6
+def test_empty_shares_take_part() -> None:
+    batch = next(make_loader(Seat(0, 5)).global_batches())
+    assert batch.num_local_micro_batches == 0
+    assert list(batch.micro_batches) == []
+    assert batch.num_samples == 8
+
+
+TENSORS = TensorDataset(torch.arange(NUM_SAMPLES) * 10, torch.arange(NUM_SAMPLES))
+
+
+class Singly(Dataset[Any]):
+    """Hides that the samples are tensors."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+
+@pytest.mark.parametrize(
+    "dataset", [TENSORS, Subset(TENSORS, [5, 3, 8]), Subset(Subset(TENSORS, range(9)), [4, 2])]
+)
+def test_tensors_in_one_go_are_those_gathered_singly(dataset: Dataset[Any]) -> None:
+    fast, slow = (
+        contents(make_loader(dataset=dataset)),
+        contents(make_loader(dataset=Singly(dataset))),
+    )
+    assert equal(fast, slow)
+
+
+def test_tensors_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(allstep.data.fetch, "seed_all", fail)
+    assert len(contents(make_loader(dataset=TENSORS))) == 11
+
+
+def test_collate_fn_is_honoured_for_tensors_too() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return [-value for value in default_collate(samples)]
+
+    plain = contents(make_loader(dataset=TENSORS))
+    negated = contents(make_loader(dataset=TENSORS, collate_fn=collate))
+    assert all(torch.equal(-plain[key][0], negated[key][0]) for key in plain)
+
+
+class Broken(Augmented):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 13:
+            raise FileNotFoundError("photo.jpg")
+        return super().__getitem__(index)
+
+
+def test_an_error_names_the_sample() -> None:
+    with pytest.raises(FileNotFoundError, match=r"photo\.jpg") as caught:
+        contents(make_loader(dataset=Broken(), shuffle=False))
+    assert caught.value.__notes__ == ["while fetching sample 13 of the data set"]
+
+
+def test_an_error_in_a_process_names_the_sample() -> None:
+    with (
+        make_loader(dataset=Broken(), shuffle=False, num_workers=2) as loader,
+        pytest.raises(FileNotFoundError, match=r"(?s)photo\.jpg.*while fetching sample 13 of"),
+    ):
+        contents(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_after_an_error_the_order_is_kept(num_workers: int) -> None:
+    with make_loader(dataset=Broken(), shuffle=False, num_workers=num_workers) as loader:
+        with pytest.raises(FileNotFoundError):
+            contents(loader)
+        assert indices(contents(loader)) == [[16, 17], [18, 19], [20, 21]]
+
+
+def test_plain_loop() -> None:
+    parts = [list(make_loader(Seat(rank, 2), micro_batch=4, drop_last=True)) for rank in range(2)]
+    assert [len(part) for part in parts] == [2, 2]
+    seen = torch.cat([y for part in parts for _, y in part]).tolist()
+    assert sorted(seen) == sorted(set(seen))
+    assert len(seen) == 16
+    assert [len(y) for _, y in make_loader(micro_batch=8)] == [8, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (1, {}, r"`global_batch` \(=8\) must be 1 workers x `micro_batch` \(=2\) = 2 .*steps"),
+        (3, {"micro_batch": 4}, r"\(=8\) must be 3 workers x `micro_batch` \(=4\) = 12"),
+        (2, {"micro_batch": 4}, r"may be short.*2 workers.*`allstep\.steps`, or `drop_last=True`"),
+    ],
+)
+def test_plain_loop_refuses_unequal_shares(
+    size: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        iter(make_loader(Seat(0, size), **changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_workers": -1}, r"`num_workers` \(=-1\) must be 0 or more"),
-        ({"prefetch_factor": 2}, r"`prefetch_factor` \(=2\) needs processes"),
-        ({"stream": "shard"}, "`stream`.*did you mean `sharded`"),
-        ({"micro_batch": 3}, "nearest: 6, 9"),
+        ({"num_workers": -1}, r"`num_workers` \(=-1\) must be at least 0"),
+        ({"prefetch_factor": 2}, r"`prefetch_factor` \(=2\) needs loader processes.*`num_workers`"),
+        ({"prefetch_factor": 0, "num_workers": 1}, r"`prefetch_factor` \(=0\) must be at least 1"),
+        ({"multiprocessing_context": "spawn"}, r"`multiprocessing_context` \(='spawn'\) needs"),
+        ({"stream": "split"}, r"`stream` \(='split'\): .*`replicated`"),
+        ({"seed": 0.5}, r"`seed` \(=0\.5\) must be an integer"),
+        ({"dataset": []}, r"`dataset` is empty"),
+        ({"dataset": iter([1])}, r"`dataset` \(a list_iterator\) has no `__len__`"),
+        ({"global_batch": 9}, r"multiple of `micro_batch` \(=2\); nearest: 8, 10"),
     ],
 )
-def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
+def test_messages(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make_loader(Communicator.lone(), **changes)
+        make_loader(**changes)
 
 
-@pytest.mark.parametrize("state", [{}, {"samples": 3}, {"samples": -1, "steps": 0}])
-def test_wrong_state(state: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="no valid `s"):
-        make_loader(Communicator.lone()).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"samples": 1}, r"`state` \(=\{'samples': 1\}\) has no `steps`"),
+        ({"samples": -1, "steps": 0}, r'`state\["samples"\]` \(=-1\) must be at least 0'),
+        ({"samples": 0.0, "steps": 0}, r'`state\["samples"\]` \(=0\.0\) must be an integer'),
+    ],
+)
+def test_state_messages(state: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_loader().load_state_dict(state)
+
+
+def test_length() -> None:
+    assert len(make_loader()) == 3
+    assert len(make_loader(drop_last=True)) == 2
+    assert len(make_loader(Communicator.lone(), range(8))) == 1

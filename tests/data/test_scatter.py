@@ -1,6 +1,11 @@
+"""A data set split over the workers, held by all of them or by one."""
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -9,47 +14,77 @@ from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 
 
-def samples(num_samples: int) -> TensorDataset:
-    return TensorDataset(torch.arange(num_samples))
+def parts_of(size: int, dataset: Any, **arguments: Any) -> list[list[Any]]:
+    def part(comm: Communicator) -> list[Any]:
+        own = allstep.data.scatter(dataset, comm, **arguments)
+        return [own[i] for i in range(len(own))]
+
+    return run_ranks(size, part)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("root", [None, 1])
-def test_parts_cover_the_set(root: int | None, shuffle: bool) -> None:
-    def split(comm: Communicator) -> list[int]:
-        dataset = samples(11) if root in (None, comm.rank) else None
-        part = allstep.scatter(dataset, comm, shuffle=shuffle, seed=4, root=root)
-        return [int(part[i][0]) for i in range(len(part))]
+def test_blocks_in_order() -> None:
+    assert parts_of(3, range(7)) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert parts_of(3, range(2)) == [[0], [1], []]
 
-    parts = run_ranks(3, split)
-    assert sorted(i for part in parts for i in part) == list(range(11))
-    assert {len(part) for part in parts} == {3, 4}
-    assert (parts[0] == [0, 1, 2, 3]) is not shuffle
+
+def test_shuffled_parts_cover_the_set() -> None:
+    first, again = (parts_of(3, range(20), shuffle=True, seed=1) for _ in range(2))
+    assert first == again
+    assert sorted(chain(*first)) == list(range(20))
+    assert list(chain(*first)) != list(range(20))
+    assert first != parts_of(3, range(20), shuffle=True, seed=2)
 
 
 def test_equal_length_repeats_from_the_start() -> None:
-    def split(comm: Communicator) -> list[int]:
-        part = allstep.scatter(samples(5), comm, equal_length=True)
-        return [int(part[i][0]) for i in range(len(part))]
-
-    assert run_ranks(3, split) == [[0, 1], [2, 3], [4, 0]]
+    assert parts_of(3, range(7), equal_length=True) == [[0, 1, 2], [3, 4, 5], [6, 0, 1]]
+    assert parts_of(3, range(1), equal_length=True) == [[0], [0], [0]]
 
 
-def test_tensors_travel_whole() -> None:
-    def split(comm: Communicator) -> tuple[Tensor, str]:
-        whole = [(torch.full((2, 2), float(i)), f"name {i}") for i in range(2)]
-        part = allstep.scatter(whole if comm.rank == 0 else None, comm, root=0)  # type: ignore
-        sample: tuple[Tensor, str] = part[0]
-        return sample
+@pytest.mark.parametrize("root", [0, 2])
+def test_from_one_worker(root: int) -> None:
+    def part(comm: Communicator) -> list[Any]:
+        dataset = None
+        if comm.rank == root:
+            dataset = [(torch.full((i % 3,), i), np.float32(i), {"name": f"{i}"}) for i in range(7)]
+        own = allstep.data.scatter(dataset, comm, root=root)
+        return [own[i] for i in range(len(own))]
 
-    for rank, (tensor, name) in enumerate(run_ranks(2, split)):
-        assert torch.equal(tensor, torch.full((2, 2), float(rank)))
-        assert name == f"name {rank}"
+    parts = run_ranks(3, part)
+    assert [len(part) for part in parts] == [3, 2, 2]
+    for i, (x, y, z) in enumerate(chain(*parts)):
+        assert torch.equal(x, torch.full((i % 3,), i))
+        assert (y, z) == (i, {"name": f"{i}"})
 
 
-def test_wrong_arguments() -> None:
-    comm = Communicator.lone()
-    with pytest.raises(UsageError, match="`dataset` is empty"):
-        allstep.scatter(samples(0), comm)
-    with pytest.raises(UsageError, match=r"`root` \(=1\) must be a rank, 0 to 0"):
-        allstep.scatter(samples(3), comm, root=1)
+def test_tensors_from_one_worker_stay_tensors() -> None:
+    def part(comm: Communicator) -> Any:
+        dataset = TensorDataset(torch.arange(5), torch.ones(5, 2)) if comm.rank == 0 else None
+        return allstep.data.scatter(dataset, comm, root=0, shuffle=True)
+
+    parts = run_ranks(2, part)
+    assert all(type(own) is TensorDataset for own in parts)
+    assert sorted(torch.cat([own.tensors[0] for own in parts]).tolist()) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "message"),
+    [
+        (range(0), {}, r"`dataset` is empty"),
+        (iter([1]), {}, r"`dataset` \(a list_iterator\) has no length"),
+        (range(3), {"root": 2}, r"`root` \(=2\) must be a rank, 0 to 1"),
+        (range(3), {"root": -1}, r"`root` \(=-1\) must be a rank"),
+    ],
+)
+def test_messages(dataset: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parts_of(2, dataset, **arguments)
+
+
+@pytest.mark.parametrize("dataset", [[], iter([1])])
+def test_the_roots_mistake_ends_every_worker(dataset: Any) -> None:
+    def part(comm: Communicator) -> str:
+        with pytest.raises(UsageError, match="`dataset`") as caught:
+            allstep.data.scatter(dataset if comm.rank == 0 else None, comm, root=0)
+        return str(caught.value)
+
+    assert len(run_ranks(2, part)) == 2

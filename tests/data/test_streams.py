@@ -1,121 +1,170 @@
-"""Streams: the same micro-batches for all, or uneven ones that end together."""
+"""Streams: the same contents on any number of workers, uneven ends, resume, disagreement."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 from torch.utils.data import IterableDataset
 
 import allstep
 from allstep import Communicator
 from allstep.comm.threads import run_ranks
+from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import DisagreementError, UsageError
-from tests.data.sets import Counting
-from tests.helpers.processes import run_processes
+from tests.data.sets import (
+    Content,
+    SplitStream,
+    Stream,
+    contents,
+    draw,
+    equal,
+    indices,
+    samples,
+    union,
+)
 
-NUM_SAMPLES = 45
-
-Found = dict[tuple[int, int], tuple[list[int], Tensor]]
-
-
-def read(
-    comm: Communicator,
-    dataset: IterableDataset[Any],
-    num_epochs: int = 1,
-    state: dict[str, int] | None = None,
-    **changes: Any,
-) -> tuple[Found, list[int]]:
-    """(step, micro-batch) -> samples, and the samples of each global batch."""
-    arguments: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "seed": 3} | changes
-    found: Found = {}
-    totals = []
-    with allstep.data.loader(dataset, comm, **arguments) as loader:
-        if state:
-            loader.load_state_dict(state)
-        while loader.epoch < num_epochs:
-            for batch in loader.global_batches():
-                totals.append(batch.num_samples)
-                for micro in batch.micro_batches:
-                    numbers, draws = micro.data
-                    found[batch.step, micro.index] = (numbers.tolist(), draws)
-    return found, totals
+NUM_SAMPLES = 22
 
 
-def read_replicated(comm: Communicator, **changes: Any) -> tuple[Found, list[int]]:
-    return read(comm, Counting(NUM_SAMPLES), **changes)
+def make_loader(comm: Communicator, dataset: Any = None, **changes: Any) -> Any:
+    arguments: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "seed": 5} | changes
+    return allstep.data.loader(dataset or Stream(NUM_SAMPLES), comm, **arguments)
 
 
-def assert_same(parts: list[tuple[Found, list[int]]], expected: tuple[Found, list[int]]) -> None:
-    merged: Found = {}
-    for found, totals in parts:
-        assert totals == expected[1]
-        assert not merged.keys() & found.keys()
-        merged |= found
-    assert merged.keys() == expected[0].keys()
-    for place, (numbers, draws) in expected[0].items():
-        assert merged[place][0] == numbers
-        assert torch.equal(merged[place][1], draws)
+def on_workers(size: int, dataset: Any = None, num_epochs: int = 1, **changes: Any) -> Content:
+    def read(comm: Communicator) -> Content:
+        with make_loader(comm, dataset, **changes) as loader:
+            found = union([contents(loader) for _ in range(num_epochs)])
+            assert loader.epoch == num_epochs
+            return found
+
+    return union(run_ranks(size, read))
 
 
-def replicated_with_processes(comm: Communicator, num_workers: int) -> tuple[Found, list[int]]:
-    return read_replicated(comm, num_workers=num_workers, num_epochs=2)
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_replicated_is_the_same_on_any_number_of_workers(size: int, drop_last: bool) -> None:
+    reference = on_workers(1, num_epochs=2, drop_last=drop_last)
+    assert equal(on_workers(size, num_epochs=2, drop_last=drop_last), reference)
+    assert sum(map(len, indices(reference))) == 2 * (16 if drop_last else NUM_SAMPLES)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(("size", "num_workers"), [(1, 2), (2, 0), (3, 0), (2, 2), (5, 0)])
-def test_replicated_streams_give_the_same_micro_batches(size: int, num_workers: int) -> None:
-    expected = read_replicated(Communicator.lone(), num_epochs=2)
-    assert expected[1] == [8, 8, 8, 8, 8, 5] * 2
-    assert_same(run_processes(size, replicated_with_processes, num_workers), expected)
+@pytest.mark.parametrize("dataset", [Stream(NUM_SAMPLES), SplitStream(NUM_SAMPLES)])
+def test_replicated_is_the_same_from_loader_processes(dataset: Stream) -> None:
+    lone = Communicator.lone()
+    with make_loader(lone, dataset, num_workers=2) as loader:
+        found = union([contents(loader), contents(loader)])
+    assert equal(found, on_workers(1, num_epochs=2))
 
 
-def test_drop_last_of_a_stream() -> None:
-    _, totals = read_replicated(Communicator.lone(), drop_last=True)
-    assert totals == [8] * 5
+def test_a_stream_cut_like_a_map_style_set() -> None:
+    assert indices(on_workers(1)) == [[i, i + 1] for i in range(0, NUM_SAMPLES, 2)]
 
 
-def test_a_stream_is_resumed_where_it_stood() -> None:
-    expected, _ = read_replicated(Communicator.lone(), num_epochs=2)
-    loader = allstep.data.loader(
-        Counting(NUM_SAMPLES), Communicator.lone(), global_batch=8, micro_batch=2, seed=3
-    )
-    for _, batch in zip(range(3), loader.global_batches(), strict=False):
-        list(batch.micro_batches)
-    state = loader.state_dict()
-    assert state["samples"] == 24
-    rest, _ = read_replicated(Communicator.lone(), num_epochs=2, state=state)
-    assert rest.keys() == {place for place in expected if place[0] >= 3}
-    assert all(rest[place][0] == expected[place][0] for place in rest)
-    assert all(torch.equal(rest[place][1], expected[place][1]) for place in rest)
+def test_epochs_draw_other_numbers() -> None:
+    found = on_workers(1, num_epochs=2)
+    assert not (found[0, 0][0] == found[3, 0][0]).any()
 
 
-@pytest.mark.parametrize("lengths", [(0, 7, 50), (8, 8), (1, 0, 0, 0), (0, 0)])
-def test_uneven_streams_end_together(lengths: tuple[int, ...]) -> None:
-    def read_own(comm: Communicator) -> tuple[Found, list[int]]:
-        own = Counting(lengths[comm.rank], start=100 * comm.rank)
-        return read(comm, own, stream="sharded")
+def test_random_state_around_is_left_alone() -> None:
+    with preserved_random_state():
+        seed_all(4)
+        expected = [draw(), draw()]
+        seed_all(4)
+        found = [draw()]
+        contents(make_loader(Communicator.lone()))
+        found.append(draw())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    results = run_ranks(len(lengths), read_own)
-    seen = sorted(n for found, _ in results for numbers, _ in found.values() for n in numbers)
+
+@pytest.mark.parametrize("num_steps", range(6))
+@pytest.mark.parametrize("size", [1, 3])
+def test_replicated_resumes_anywhere(num_steps: int, size: int) -> None:
+    reference = on_workers(1, num_epochs=2)
+
+    def interrupted(comm: Communicator) -> dict[str, int]:
+        loader = make_loader(comm)
+        batches = (batch for _ in range(2) for batch in loader.global_batches())
+        for _ in range(num_steps):
+            next(batches)
+        return loader.state_dict()
+
+    state = run_ranks(2, interrupted)[0]
+    num_samples = num_steps // 3 * NUM_SAMPLES + min(8 * (num_steps % 3), NUM_SAMPLES)
+    assert (state["steps"], state["samples"]) == (num_steps, num_samples)
+
+    def resumed(comm: Communicator) -> Content:
+        loader = make_loader(comm)
+        loader.load_state_dict(state)
+        found: Content = {}
+        while loader.epoch < 2:
+            found.update(contents(loader))
+        return found
+
+    rest = {key: value for key, value in reference.items() if key[0] >= num_steps}
+    assert equal(union(run_ranks(size, resumed)), rest)
+
+
+def test_replicated_resumes_with_another_global_batch() -> None:
+    comm = Communicator.lone()
+    loader = make_loader(comm)
+    next(loader.global_batches())
+    smaller = make_loader(comm, global_batch=4)
+    smaller.load_state_dict(loader.state_dict())
+    assert indices(contents(smaller)) == [[i, i + 1] for i in range(8, NUM_SAMPLES, 2)]
+
+
+def test_a_loop_may_be_left_and_begun_again() -> None:
+    loader = make_loader(Communicator.lone())
+    for _ in loader.global_batches():
+        break
+    assert indices(contents(loader)) == [[i, i + 1] for i in range(8, NUM_SAMPLES, 2)]
+
+
+def uneven(comm: Communicator, lengths: tuple[int, ...], **changes: Any) -> Any:
+    stream = Stream(lengths[comm.rank], first=100 * comm.rank)
+    arguments = {"global_batch": 2 * 2 * comm.size, "stream": "sharded"} | changes
+    return make_loader(comm, stream, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((0, 7, 50), [8, 7] + [4] * 10 + [2]),
+        ((8, 8), [8, 8]),
+        ((1, 0, 0, 0), [1]),
+        ((0, 0), []),
+    ],
+)
+def test_uneven_sharded_streams_end_together(lengths: tuple[int, ...], expected: list[int]) -> None:
+    def read(comm: Communicator) -> tuple[Content, list[int]]:
+        loader = uneven(comm, lengths)
+        sizes, found = [], {}
+        for batch in loader.global_batches():
+            sizes.append(batch.num_samples)
+            for micro in batch.micro_batches:
+                found[batch.step, micro.index] = list(micro.data)
+        assert loader.epoch == 1
+        return found, sizes
+
+    results = run_ranks(len(lengths), read)
+    assert [sizes for _, sizes in results] == [expected] * len(lengths)
+    seen = samples(union([found for found, _ in results]))
     assert seen == [100 * rank + i for rank, n in enumerate(lengths) for i in range(n)]
-    assert len({tuple(totals) for _, totals in results}) == 1  # all saw the same global batches
-    assert sum(results[0][1]) == sum(lengths)
-    places = [place for found, _ in results for place in found]
-    assert len(places) == len(set(places))  # a micro-batch's index is its own among all workers
 
 
-def test_uneven_streams_in_training_end_together() -> None:
+def test_uneven_sharded_streams_in_training() -> None:
     """Through `steps`: the gradient is the mean over whatever samples there were."""
 
     def train(comm: Communicator) -> list[float]:
-        model = torch.nn.Linear(1, 1, bias=False).double()
+        model = nn.Linear(1, 1, bias=False).double()
         exchange = allstep.attach(model, comm)
-        own = Counting((3, 0, 9)[comm.rank], start=10 * comm.rank)
-        loader = allstep.data.loader(own, comm, global_batch=6, micro_batch=2, stream="sharded")
+        own = Stream((3, 0, 9)[comm.rank], first=10 * comm.rank)
+        loader = make_loader(comm, own, global_batch=6, stream="sharded")
         found = []
         for batch in allstep.steps(loader, exchange):
-            for numbers, _ in batch:
+            for _, numbers in batch:
                 batch.backward(model(numbers.double()[:, None]).mean())
             assert model.weight.grad is not None
             found.append(float(model.weight.grad))
@@ -128,37 +177,151 @@ def test_uneven_streams_in_training_end_together() -> None:
         assert found == pytest.approx(expected)
 
 
+def test_sharded_streams_repeat_and_drop() -> None:
+    seen = on_workers(2, num_epochs=2, stream="sharded")
+    assert samples(seen) == sorted(4 * list(range(NUM_SAMPLES)))
+    # each worker has five whole shares of 4 and a rest of 2
+    dropped = on_workers(2, stream="sharded", drop_last=True)
+    assert sum(map(len, indices(dropped))) == 2 * 20
+
+
+def test_a_shard_draws_its_own_numbers() -> None:
+    found = on_workers(2, stream="sharded")
+    assert indices(found)[0] == found[0, 2][1].tolist()  # the same stream on both
+    assert not (found[0, 0][0] == found[0, 2][0]).any()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_sharded_stream_that_splits_itself_among_processes(drop_last: bool) -> None:
+    lone = Communicator.lone()
+    changes = {"stream": "sharded", "num_workers": 2, "drop_last": drop_last}
+    with make_loader(lone, SplitStream(27), **changes) as loader:
+        seen = samples(contents(loader))
+    # 14 and 13 samples, in shares of 8: the rests are dropped if asked for
+    assert seen == (list(range(16)) if drop_last else list(range(27)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_sharded_resumes_within_an_epoch(num_steps: int, num_workers: int) -> None:
+    lone = Communicator.lone()
+
+    def make() -> Any:
+        stream = Skewed(30) if num_workers else Stream(30)
+        return make_loader(lone, stream, stream="sharded", num_workers=num_workers)
+
+    with make() as loader:
+        reference = contents(loader)
+    with make() as loader:
+        batches = loader.global_batches()
+        for _ in range(num_steps):
+            next(batches)
+        state = loader.state_dict()
+    with make() as loader:
+        loader.load_state_dict(state)
+        rest = contents(loader)
+    assert equal(rest, {key: value for key, value in reference.items() if key[0] >= num_steps})
+
+
+class Skewed(SplitStream):
+    """The first loader process has 3 samples, the second all others."""
+
+    def __iter__(self) -> Any:
+        samples = list(super().__iter__())
+        first = samples[0][1] == 0
+        return iter(samples[:3] if first else samples)
+
+
+class Epochs(IterableDataset[int]):
+    """A stream that shuffles itself when it is told the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([(0.0, self.epoch)] * 2)
+
+
+def test_a_stream_is_told_the_epoch() -> None:
+    assert indices(on_workers(1, Epochs(), num_epochs=2)) == [[0, 0], [1, 1]]
+
+
+class DrawsAtTheStart(Stream):
+    """Draws when its iterator is made, before the first sample."""
+
+    def __iter__(self) -> Any:
+        offset = int(torch.randint(1000, ()))
+        return iter([(0.0, offset + i) for i in range(4)])
+
+
+def test_what_is_drawn_at_the_start_is_the_same() -> None:
+    assert equal(on_workers(1, DrawsAtTheStart(4)), on_workers(3, DrawsAtTheStart(4)))
+
+
 def test_replicated_streams_that_differ() -> None:
-    def read_wrongly(comm: Communicator) -> None:
-        with pytest.raises(DisagreementError, match=r"batch 1 .* 8 \(rank 0\), 2 \(rank 1\)"):
-            read(comm, Counting(16 if comm.rank == 0 else 10))
+    def read(comm: Communicator) -> None:
+        contents(make_loader(comm, Stream(20 + comm.rank)))
 
-    run_ranks(2, read_wrongly)
-
-
-def test_wrong_arguments() -> None:
-    comm = Communicator.lone()
-    with pytest.raises(UsageError, match=r"`shuffle` \(=True\) needs a map-style"):
-        allstep.data.loader(Counting(4), comm, global_batch=2, micro_batch=1, shuffle=True)
-    loader = allstep.data.loader(Counting(4), comm, global_batch=2, micro_batch=1)
-    with pytest.raises(UsageError, match="no valid `samples`"):
-        loader.load_state_dict({})
-    assert [numbers.tolist() for numbers, _ in loader] == [[0], [1], [2], [3]]
+    message = r"global batch 2 they have 4 \(rank 0\), 5 \(rank 1\) samples.*stream=\"sharded\""
+    with pytest.raises(DisagreementError, match=message):
+        run_ranks(2, read)
 
 
-def test_wrong_arguments_on_several_workers() -> None:
-    def start(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=r"has 1 micro-batches for 2 workers.*use 4 or more"):
-            allstep.data.loader(
-                Counting(4), comm, global_batch=2, micro_batch=2, stream="sharded"
-            )
-        loader = allstep.data.loader(
-            Counting(4), comm, global_batch=2, micro_batch=1, stream="sharded"
-        )
-        with pytest.raises(UsageError, match="plain loop would weigh wrongly"):
-            iter(loader)
-        state = loader.state_dict() | {"workers": 3}
-        with pytest.raises(UsageError, match="Resume on 3 workers"):
-            loader.load_state_dict(state)
+class Broken(Stream):
+    def __iter__(self) -> Any:
+        yield draw(), 0
+        raise OSError("connection lost")
 
-    run_ranks(2, start)
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_names_the_place(num_workers: int) -> None:
+    with (
+        make_loader(Communicator.lone(), Broken(9), num_workers=num_workers) as loader,
+        pytest.raises(OSError, match="connection lost") as caught,
+    ):
+        contents(loader)
+    told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "while reading sample 1 of the stream" in told
+
+
+def test_an_empty_stream_is_an_empty_epoch() -> None:
+    assert on_workers(2, Stream(0), num_epochs=2) == {}
+
+
+def test_plain_loop() -> None:
+    def read(comm: Communicator) -> list[int]:
+        return [len(y) for _, y in make_loader(comm, micro_batch=4, drop_last=True)]
+
+    assert run_ranks(2, read) == [[4, 4], [4, 4]]
+    assert [len(y) for _, y in make_loader(Communicator.lone(), micro_batch=8)] == [8, 8, 6]
+    with pytest.raises(UsageError, match=r"may be short.*2 workers"):
+        run_ranks(2, lambda comm: iter(make_loader(comm, micro_batch=4)))
+
+
+def test_messages() -> None:
+    lone = Communicator.lone()
+    with pytest.raises(UsageError, match=r"`shuffle` \(=True\) needs a map-style.*in.* the stream"):
+        make_loader(lone, shuffle=True)
+    with pytest.raises(TypeError, match="has no len"):
+        len(make_loader(lone))
+    with pytest.raises(UsageError, match=r"`state` .* has no `epoch`"):
+        make_loader(lone).load_state_dict({"samples": 0, "steps": 0})
+    with pytest.raises(
+        UsageError, match=r"\(=4\) has 2 micro-batches for 3 workers.*use 6 or more"
+    ):
+        run_ranks(3, lambda comm: uneven(comm, (9, 9, 9), global_batch=4))
+
+
+def test_sharded_state_of_other_workers() -> None:
+    lone = Communicator.lone()
+    loader = make_loader(lone, stream="sharded")
+    next(loader.global_batches())
+    state = loader.state_dict()
+    other_batch = make_loader(lone, stream="sharded", global_batch=4)
+    with pytest.raises(UsageError, match=r'`state\["global_batch"\]` \(=8\) must be 4 to go on'):
+        other_batch.load_state_dict(state)
+    with pytest.raises(UsageError, match=r'`state\["workers"\]` \(=2\) must be 1 to go on within'):
+        loader.load_state_dict(state | {"workers": 2})
+    loader.load_state_dict(state | {"workers": 2, "epoch_steps": 0, "epoch_samples": 0})

@@ -1,0 +1,108 @@
+"""Loader processes end with their worker, and not before it says so."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.data import get_worker_info
+
+import allstep
+from tests.data.sets import Augmented, Seat
+
+
+class Pids(Augmented):
+    """Each sample is its process."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        assert get_worker_info() is not None
+        return os.getpid(), index
+
+
+def lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: set[int]) -> bool:
+    deadline_s = time.monotonic() + 10
+    while any(map(lives, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return not any(map(lives, pids))
+
+
+def make_loader(**changes: object) -> object:
+    arguments = {"global_batch": 8, "micro_batch": 2, "num_workers": 2} | changes
+    return allstep.data.loader(Pids(40), Seat(0, 1), **arguments)
+
+
+def pids_of_epoch(loader: object) -> set[int]:
+    return {
+        int(pid)
+        for batch in loader.global_batches()
+        for micro in batch.micro_batches
+        for pid in micro.data[0]
+    }
+
+
+def test_signals_to_the_whole_group_are_left_to_the_worker() -> None:
+    with make_loader() as loader:
+        pids = pids_of_epoch(loader)
+        assert len(pids) == 2
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for pid in pids:
+                os.kill(pid, number)
+        assert pids_of_epoch(loader) == pids  # the same processes go on in the next epoch
+    assert wait_until_gone(pids)
+
+
+def test_close_ends_and_more_begins_anew() -> None:
+    loader = make_loader()
+    pids = pids_of_epoch(loader)
+    loader.close()
+    assert wait_until_gone(pids)
+    others = pids_of_epoch(loader)
+    assert not others & pids
+    loader.close()
+    loader.close()
+
+
+def test_a_users_own_init_is_called(tmp_path: Path) -> None:
+    with make_loader(worker_init_fn=lambda worker: (tmp_path / str(worker)).touch()) as loader:
+        pids_of_epoch(loader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+PROGRAM = """
+import os, sys
+from tests.data.test_processes import make_loader, pids_of_epoch
+loader = make_loader()
+print(*pids_of_epoch(loader), flush=True)
+{then}
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("then", "code"), [("", 0), ("os.kill(os.getpid(), 9)", -9), ("raise SystemExit(3)", 3)]
+)
+def test_processes_end_with_the_worker_that_forgot_them(then: str, code: int) -> None:
+    program = [sys.executable, "-c", PROGRAM.format(then=then)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=root)
+    assert (done.returncode, done.stderr) == (code, "")
+    pids = {int(pid) for pid in done.stdout.split()}
+    assert len(pids) == 2
+    assert wait_until_gone(pids)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_other_start_methods(method: str) -> None:
+    with make_loader(multiprocessing_context=method) as loader:
+        assert len(pids_of_epoch(loader)) == 2
