@@ -7,13 +7,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from allstep import comm as comm
+    from allstep import data as data
+    from allstep import doctor as doctor
+    from allstep import errors as errors
+    from allstep import exchange as exchange
+    from allstep import nn as nn
+    from allstep import optim as optim
+    from allstep import plan as plan
+    from allstep import recipes as recipes
+    from allstep import train as train
     from allstep.comm import Communicator as Communicator
+    from allstep.comm import Pending as Pending
     from allstep.comm import init as init
     from allstep.data import scatter as scatter
+    from allstep.errors import AllstepError as AllstepError
+    from allstep.errors import DataError as DataError
+    from allstep.errors import UsageError as UsageError
     from allstep.exchange import Exchange as Exchange
     from allstep.exchange import ExchangePolicy as ExchangePolicy
     from allstep.exchange import attach as attach
     from allstep.train import Evaluator as Evaluator
+    from allstep.train import Metrics as Metrics
     from allstep.train import Task as Task
     from allstep.train import TrainOptions as TrainOptions
     from allstep.train import fit as fit
@@ -23,12 +38,17 @@ __version__ = "0.1.0"
 
 _ROOM_OF = {
     "Communicator": "comm",
+    "Pending": "comm",
     "init": "comm",
     "scatter": "data",
+    "AllstepError": "errors",
+    "DataError": "errors",
+    "UsageError": "errors",
     "Exchange": "exchange",
     "ExchangePolicy": "exchange",
     "attach": "exchange",
     "Evaluator": "train",
+    "Metrics": "train",
     "Task": "train",
     "TrainOptions": "train",
     "fit": "train",

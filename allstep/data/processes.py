@@ -28,7 +28,7 @@ class LoaderProcesses:
     """How a worker reads its samples: in how many processes, and what they do.
 
     [Note: fork] The default start method is torch's, which on Linux is fork. It starts two
-    processes in 0.03 s where forkserver and spawn import torch in each of them first (3 s);
+    processes in 0.05 s where forkserver and spawn import torch in each of them first (2 s);
     it shares a data set in memory instead of copying it, takes lambdas, and needs no
     `if __name__ == "__main__"`. Its danger, a lock that another thread held, is small: the
     thread that forks is the one that draws random numbers and computes. A data set that

@@ -29,6 +29,8 @@ class _Registry(Mapping[str, type[Recipe]]):
 REGISTRY: Mapping[str, type[Recipe]] = _Registry(
     {
         "digits": ("allstep.recipes.digits", "Digits"),
+        "fashion": ("allstep.recipes.fashion", "Fashion"),
+        "images": ("allstep.recipes.images", "Images"),
     }
 )
 """The recipes that come with allstep, by name."""

@@ -1,6 +1,7 @@
 """What every recipe has: the options of the loop, and how the model is optimized."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,11 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from allstep.comm import Communicator
-from allstep.errors import UsageError
-from allstep.optim import Schedule, constant, cosine, poly
-from allstep.train.options import TrainOptions
-from allstep.train.task import Task
+import allstep
+from allstep import Communicator, Task, TrainOptions, UsageError
 
 __all__ = ["Recipe"]
 
@@ -96,7 +94,7 @@ class Recipe(TrainOptions, ABC):
             return AdamW(groups, lr=self.lr, betas=(self.momentum, 0.999))
         return SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
 
-    def make_schedule(self, num_train_samples: int) -> Schedule:
+    def make_schedule(self, num_train_samples: int) -> Callable[[int], float]:
         """The multiplier of the learning rate over the whole run.
 
         Raises:
@@ -112,7 +110,7 @@ class Recipe(TrainOptions, ABC):
         total_steps = self.epochs * steps_per_epoch
         warmup_steps = min(round(self.warmup_epochs * steps_per_epoch), total_steps - 1)
         if self.lr_schedule == "cosine":
-            return cosine(total_steps, warmup_steps)
+            return allstep.optim.cosine(total_steps, warmup_steps)
         if self.lr_schedule == "poly":
-            return poly(total_steps, warmup_steps)
-        return constant(warmup_steps=warmup_steps)
+            return allstep.optim.poly(total_steps, warmup_steps)
+        return allstep.optim.constant(warmup_steps=warmup_steps)

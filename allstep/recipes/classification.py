@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from allstep.train.task import Metrics
+from allstep import Metrics
 
 __all__ = ["Classifier"]
 

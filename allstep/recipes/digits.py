@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from allstep.comm import Communicator
-from allstep.errors import UsageError
+from allstep import Communicator, Task, UsageError
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier
-from allstep.train.task import Task
 
 __all__ = ["Digits", "DigitsNet", "load_digits"]
 

@@ -8,4 +8,5 @@ from allstep.train.loop import fit as fit
 from allstep.train.metrics import MetricsLog as MetricsLog
 from allstep.train.options import TrainOptions as TrainOptions
 from allstep.train.report import RunReport as RunReport
+from allstep.train.task import Metrics as Metrics
 from allstep.train.task import Task as Task

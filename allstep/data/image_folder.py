@@ -1,0 +1,176 @@
+"""Pictures in a folder for each class, decoded and cropped with Pillow."""
+
+import logging
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from allstep.errors import DataError, UsageError
+
+__all__ = ["UNREADABLE", "Crop", "ImageFolder", "center_crop", "find_images", "random_crop"]
+
+UNREADABLE = -1
+"""Label of a picture that could not be read and was skipped."""
+
+_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_ORIENTATION = 0x0112
+_SIDEWAYS = frozenset({5, 6, 7, 8})
+
+
+@dataclass(frozen=True)
+class Crop:
+    """What to take of a picture: left, top, right, bottom in pixels, mirrored or not."""
+
+    box: tuple[float, float, float, float]
+    mirror: bool = False
+
+
+def random_crop(width: int, height: int) -> Crop:
+    """A random 8 to 100 % of the area, of aspect 3:4 to 4:3, mirrored half of the time.
+
+    Draws from python's random state, which the loader sets for each sample.
+
+    Source: Szegedy et al., 2014, arXiv:1409.4842, section 6; as in Goyal et al., 2017.
+    """
+    mirror = random.random() < 0.5
+    for _ in range(10):
+        area = width * height * random.uniform(0.08, 1.0)
+        aspect = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = random.randint(0, width - w), random.randint(0, height - h)
+            return Crop((left, top, left + w, top + h), mirror)
+    return Crop(center_crop(width, height, share=1.0).box, mirror)
+
+
+def center_crop(width: int, height: int, share: float = 224 / 256) -> Crop:
+    """The square in the middle, of `share` of the shorter side.
+
+    >>> center_crop(300, 200, share=0.5).box
+    (100.0, 50.0, 200.0, 150.0)
+    """
+    side = share * min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return Crop((left, top, left + side, top + side))
+
+
+def find_images(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
+    """The classes of a folder, which are its sub-folders, and their pictures.
+
+    Args:
+        folder: `folder/<class>/**/*.jpg` and other formats.
+
+    Returns:
+        Class names in alphabetical order, and (path, class index) in that of the paths.
+
+    Raises:
+        UsageError: if the folder is missing, has no classes, or one of them has no pictures.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"`folder` (={folder}) is no folder; give one with a folder per class.")
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    if not classes:
+        raise UsageError(
+            f"`folder` (={folder}) has no folders in it; put the pictures of each class in one."
+        )
+    images = []
+    for index, name in enumerate(classes):
+        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in _SUFFIXES)
+        if not found:
+            raise UsageError(
+                f"`folder` (={folder}): class `{name}` has no pictures"
+                f" ({', '.join(sorted(_SUFFIXES))}); add some or remove the folder."
+            )
+        images += [(path, index) for path in found]
+    return classes, images
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Pictures with their class, as uint8 [3, size, size].
+
+    With `on_bad_image="skip"` an unreadable picture is named in a warning and comes as a grey
+    one with the label `UNREADABLE`, which losses and metrics leave out: so a sample's place
+    does not depend on which others could be read, nor on the workers.
+
+    Args:
+        images: (path, class index) of each, from `find_images`.
+        size: height and width to resize to, in pixels.
+        crop: (width, height) -> what to take, such as `random_crop`.
+        on_bad_image: "stop" raises DataError, "skip" goes on.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[tuple[Path, int]],
+        *,
+        size: int,
+        crop: Callable[[int, int], Crop],
+        on_bad_image: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        self._images = images
+        self._size = size
+        self._crop = crop
+        self._on_bad_image = on_bad_image
+        self._num_unreadable = 0
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self._images[index]
+        try:
+            pixels = np.array(_decode(path, self._size, self._crop))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            if self._on_bad_image == "stop":
+                raise DataError(
+                    f"{path} can't be read as a picture: {error}. Remove it, or go on without"
+                    " such files: `--on-bad-image skip`."
+                ) from error
+            self._num_unreadable += 1
+            logging.getLogger("allstep").warning(
+                "skipped %s, which can't be read (%s); %d so far in this process",
+                path,
+                error,
+                self._num_unreadable,
+            )
+            return torch.full((3, self._size, self._size), 128, dtype=torch.uint8), UNREADABLE
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), label
+
+
+def _decode(path: Path, size: int, crop: Callable[[int, int], Crop]) -> Image.Image:
+    """The cropped and resized picture; a JPEG is decoded no larger than needed."""
+    with Image.open(path) as image:
+        is_sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
+        width, height = image.size[::-1] if is_sideways else image.size
+        chosen = crop(width, height)
+        left, top, right, bottom = chosen.box
+        scale = min(1.0, size / (right - left), size / (bottom - top))
+        wanted = math.ceil(scale * image.width), math.ceil(scale * image.height)
+        image.draft("RGB", wanted)
+        upright = ImageOps.exif_transpose(image) if is_sideways else image
+        x, y = upright.width / width, upright.height / height
+        resized = _as_rgb(upright).resize(
+            (size, size),
+            Image.Resampling.BILINEAR,
+            box=(left * x, top * y, right * x, bottom * y),
+            reducing_gap=2.0,
+        )
+    return ImageOps.mirror(resized) if chosen.mirror else resized
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """RGB, with whatever is transparent on white."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        background = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(background, image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
