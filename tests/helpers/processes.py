@@ -22,7 +22,10 @@ from allstep.errors import PeerLostError
 __all__ = ["RemoteError", "Workers", "run_processes", "start_processes"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.device_mesh", "allstep.comm.initialise"])
+# What every child would import; torch.optim imports the last, in seconds.
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed.device_mesh", "allstep.comm.initialise", "torch._dynamo"]
+)
 
 
 _GRACE_S = 5.0

@@ -17,14 +17,14 @@ from allstep import Communicator, TrainOptions
 from allstep.comm.threads import run_ranks
 from allstep.errors import CheckpointError, UsageError
 from tests.helpers import same_model
-from tests.helpers.processes import run_processes, start_processes
+from tests.helpers.processes import Workers, run_processes, start_processes
 
 NUM_KILLS = 20
 
 
 def options_for(**changes: Any) -> TrainOptions:
     arguments: dict[str, Any] = {
-        "epochs": same_model.NUM_EPOCHS,
+        "epochs": 3,
         "global_batch": same_model.GLOBAL_BATCH,
         "micro_batch": same_model.MICRO_BATCH,
         "seed": 11,
@@ -49,7 +49,7 @@ def train_slowly(comm: Communicator, run_dir: str, changes: dict[str, Any]) -> N
     forward = torch.nn.Linear.forward
 
     def slow_forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
-        time.sleep(0.004)
+        time.sleep(0.015)
         return forward(self, x)
 
     torch.nn.Linear.forward = slow_forward  # type: ignore[method-assign]
@@ -90,29 +90,47 @@ def assert_equal_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
-def test_killed_twenty_times_and_resumed(uninterrupted: dict[str, Tensor], tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+def test_killed_at_twenty_instants_and_resumed(
+    uninterrupted: dict[str, Tensor], tmp_path: Path
+) -> None:
     """Kills of one or of all workers, with loader processes prefetching in every other life."""
     chance = random.Random(5)
-    run_dir = str(tmp_path)
-    num_killed = 0
-    for attempt in range(NUM_KILLS):
-        changes = {"loader_workers": 2 * (attempt % 2)}
-        if attempt % 4 == 3:
-            changes["moment"] = chance.randrange(1, 8)
-            workers = start_processes(2, die_while_saving, run_dir, changes)
-        else:
-            workers = start_processes(2, train_slowly, run_dir, changes)
-            time.sleep(chance.uniform(0.2, 1.2))
-            workers.kill(chance.randrange(2))
-            if attempt % 2:
-                workers.kill(0)
-                workers.kill(1)
-        workers.join(timeout_s=30)
-        num_killed += -signal.SIGKILL in workers.exit_codes
-    assert num_killed >= NUM_KILLS // 2  # the others had finished, or were not yet at work
-    for result in run_processes(2, train, run_dir, {}):
-        assert_equal_bits(result, uninterrupted)
+    num_killed = num_resumed_in_the_middle = 0
+    for attempt in range(3 * NUM_KILLS):
+        run_dir = tmp_path / str(attempt)
+        loader_workers = 2 * (attempt % 2)
+        with start_life(attempt, str(run_dir), loader_workers, chance) as workers:
+            workers.join(timeout_s=60)
+            num_killed += -signal.SIGKILL in workers.exit_codes
+        num_resumed_in_the_middle += any((run_dir / "checkpoints").glob("step-*"))
+        for result in run_processes(2, train, str(run_dir), {"loader_workers": loader_workers}):
+            assert_equal_bits(result, uninterrupted)
+        if num_killed == NUM_KILLS:
+            break
+    assert num_killed == NUM_KILLS
+    assert num_resumed_in_the_middle > NUM_KILLS // 2
+
+
+def wait_for_step(step: int, run_dir: str) -> None:
+    """Waits until a run has saved a step, however slow the machine is."""
+    checkpoints = Path(run_dir) / "checkpoints"
+    while step and not any(
+        int(found.name.removeprefix("step-")) >= step for found in checkpoints.glob("step-*")
+    ):
+        time.sleep(0.01)
+
+
+def start_life(attempt: int, run_dir: str, loader_workers: int, chance: random.Random) -> Workers:
+    """Starts a run that is killed: while it saves, or at some instant, one or all workers."""
+    if attempt % 4 == 3:
+        changes = {"loader_workers": loader_workers, "moment": chance.randrange(1, 16)}
+        return start_processes(2, die_while_saving, run_dir, changes)
+    workers = start_processes(2, train_slowly, run_dir, {"loader_workers": loader_workers})
+    wait_for_step(2 * chance.randrange(6), run_dir)
+    time.sleep(chance.uniform(0, 0.2))
+    workers.kill(*[[0], [1], [0, 1]][attempt % 3])
+    return workers
 
 
 @pytest.mark.process
