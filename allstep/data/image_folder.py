@@ -149,14 +149,15 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 def _decode(path: Path, size: int, crop: Callable[[int, int], Crop]) -> Image.Image:
     """The cropped and resized picture; a JPEG is decoded no larger than needed."""
     with Image.open(path) as image:
-        is_sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
+        orientation = image.getexif().get(_ORIENTATION, 1)
+        is_sideways = orientation in _SIDEWAYS
         width, height = image.size[::-1] if is_sideways else image.size
         chosen = crop(width, height)
         left, top, right, bottom = chosen.box
         scale = min(1.0, size / (right - left), size / (bottom - top))
         wanted = math.ceil(scale * image.width), math.ceil(scale * image.height)
         image.draft("RGB", wanted)
-        upright = ImageOps.exif_transpose(image) if is_sideways else image
+        upright = ImageOps.exif_transpose(image) if orientation != 1 else image
         x, y = upright.width / width, upright.height / height
         resized = _as_rgb(upright).resize(
             (size, size),

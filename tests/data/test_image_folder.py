@@ -1,0 +1,162 @@
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from allstep.data import image_folder
+from allstep.data.image_folder import Crop, ImageFolder, center_crop, find_images, random_crop
+from allstep.errors import DataError, UsageError
+
+
+def whole(width: int, height: int) -> Crop:
+    return Crop((0, 0, width, height))
+
+
+def gradient(width: int = 64, height: int = 48) -> Image.Image:
+    """Red grows to the right, green downwards."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[..., 0] = np.linspace(0, 255, width)[None]
+    pixels[..., 1] = np.linspace(0, 255, height)[:, None]
+    return Image.fromarray(pixels)
+
+
+def read(path: Path, crop=whole, size: int = 16) -> torch.Tensor:
+    return ImageFolder([(path, 0)], size=size, crop=crop)[0][0]
+
+
+def test_pixels_are_those_of_the_picture(tmp_path: Path) -> None:
+    gradient().save(tmp_path / "x.png")
+    tensor = read(tmp_path / "x.png")
+    assert tensor.shape == (3, 16, 16)
+    assert tensor.dtype == torch.uint8
+    expected = np.array(gradient().resize((16, 16), Image.Resampling.BILINEAR, reducing_gap=2.0))
+    assert torch.equal(tensor, torch.from_numpy(expected).permute(2, 0, 1))
+
+
+def test_a_large_jpeg_is_decoded_small_and_alike(tmp_path: Path) -> None:
+    gradient(1024, 768).save(tmp_path / "x.jpg", quality=95)
+    gradient(1024, 768).save(tmp_path / "x.png")
+    small, whole_size = read(tmp_path / "x.jpg"), read(tmp_path / "x.png")
+    assert (small.float() - whole_size.float()).abs().max() <= 6
+
+
+def test_crop_and_mirror(tmp_path: Path) -> None:
+    gradient().save(tmp_path / "x.png")
+    left = read(tmp_path / "x.png", lambda w, h: Crop((0, 0, w / 2, h)))
+    right = read(tmp_path / "x.png", lambda w, h: Crop((w / 2, 0, w, h)))
+    mirrored = read(tmp_path / "x.png", lambda w, h: Crop((0, 0, w / 2, h), mirror=True))
+    assert left[0].float().mean() < 70 < 180 < right[0].float().mean()
+    assert torch.equal(mirrored, left.flip(-1))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_honoured(tmp_path: Path, orientation: int) -> None:
+    """A file turned as a camera would turn it reads as the upright picture."""
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    turned = gradient().transpose(turns[orientation]) if orientation > 1 else gradient()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned.save(tmp_path / "turned.png", exif=exif)
+    gradient().save(tmp_path / "upright.png")
+
+    def top_right(width: int, height: int) -> Crop:
+        assert (width, height) == (64, 48)
+        return Crop((32, 0, 64, 24))
+
+    difference = read(tmp_path / "turned.png", top_right).int() - read(
+        tmp_path / "upright.png", top_right
+    )
+    assert difference.abs().max() <= 2
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_modes_become_rgb(tmp_path: Path, mode: str) -> None:
+    picture = gradient().convert("L" if mode == "I;16" else mode)
+    picture = picture.convert("I;16") if mode == "I;16" else picture
+    path = tmp_path / ("x.jpg" if mode == "CMYK" else "x.png")
+    picture.save(path)
+    assert read(path).shape == (3, 16, 16)
+
+
+def test_transparent_is_white(tmp_path: Path) -> None:
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "x.png")
+    assert int(read(tmp_path / "x.png").min()) == 255
+
+
+def test_random_crops_are_within_bounds() -> None:
+    random.seed(0)
+    for width, height in [(640, 480), (10, 1000), (1, 1)]:
+        crops = [random_crop(width, height) for _ in range(200)]
+        for crop in crops:
+            left, top, right, bottom = crop.box
+            assert 0 <= left < right <= width
+            assert 0 <= top < bottom <= height
+        assert {crop.mirror for crop in crops} == {False, True}
+
+
+def test_random_crops_follow_the_random_state() -> None:
+    random.seed(1)
+    first = random_crop(100, 80)
+    random.seed(1)
+    assert random_crop(100, 80) == first
+    assert random_crop(100, 80) != first
+
+
+@pytest.fixture
+def truncated(tmp_path: Path) -> Path:
+    gradient(256, 256).save(tmp_path / "x.jpg")
+    path = tmp_path / "cut.jpg"
+    path.write_bytes((tmp_path / "x.jpg").read_bytes()[:1500])
+    return path
+
+
+def test_unreadable_picture_stops_and_is_named(truncated: Path) -> None:
+    with pytest.raises(DataError, match=r"cut\.jpg can't be read.*--on-bad-image skip"):
+        read(truncated, center_crop)
+
+
+def test_unreadable_picture_is_skipped_and_counted(
+    truncated: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = ImageFolder([(truncated, 3)] * 2, size=8, crop=center_crop, on_bad_image="skip")
+    with caplog.at_level(logging.WARNING, "allstep"):
+        labels = [dataset[i][1] for i in range(2)]
+    assert labels == [image_folder.UNREADABLE] * 2
+    assert "cut.jpg" in caplog.text
+    assert "2 so far" in caplog.text
+
+
+def test_find_images(tmp_path: Path) -> None:
+    for name in ("b/2.JPG", "b/deep/1.png", "a/1.jpeg", "a/notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    classes, images = find_images(tmp_path)
+    assert classes == ["a", "b"]
+    assert [(path.name, label) for path, label in images] == [
+        ("1.jpeg", 0),
+        ("2.JPG", 1),
+        ("1.png", 1),
+    ]
+
+
+def test_wrong_folders(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no folder"):
+        find_images(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="has no folders in it"):
+        find_images(tmp_path)
+    (tmp_path / "cats").mkdir()
+    with pytest.raises(UsageError, match="class `cats` has no pictures"):
+        find_images(tmp_path)

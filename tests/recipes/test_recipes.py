@@ -1,0 +1,180 @@
+"""The recipes as a user meets them: what they need, what they refuse, that they learn."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.comm.threads import run_ranks
+from allstep.recipes import REGISTRY
+from allstep.recipes.digits import Digits, load_digits
+from allstep.recipes.fashion import Fashion
+from allstep.recipes.images import Images
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_registry(name: str) -> None:
+    recipe = REGISTRY[name]
+    assert recipe.name == name
+    assert recipe.summary
+    for field in dataclasses.fields(recipe):
+        assert field.default is not dataclasses.MISSING, field.name  # a flag may be left out
+
+
+def test_digits_split() -> None:
+    train_set, test_set = load_digits()
+    assert (len(train_set), len(test_set)) == (1437, 360)
+    assert torch.bincount(test_set.tensors[1]).tolist() == [36] * 10
+
+
+def test_the_seed_decides_the_initial_weights() -> None:
+    comm = Communicator.lone()
+
+    def weights(seed: int) -> torch.Tensor:
+        return next(Digits(seed=seed).task(comm).model.parameters())
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_digits_learn_on_two_workers(tmp_path: Path) -> None:
+    def train(comm: Communicator) -> float:
+        recipe = Digits(epochs=3, warmup_epochs=1)
+        return allstep.fit(recipe.task(comm), recipe, comm, tmp_path).metrics["accuracy"]
+
+    first, second = run_ranks(2, train, timeout_s=120)
+    assert first == second > 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, r"`lr` \(=0.0\) must be positive"),
+        ({"momentum": 1.0}, r"`momentum` \(=1.0\)"),
+        ({"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\)"),
+        ({"warmup_epochs": 30.0}, r"`warmup_epochs` \(=30.0\).*below `epochs`"),
+        ({"global_batch": 100}, "nearest: 96, 112"),
+        ({"epochs": 0}, r"`epochs` \(=0\) must be at least 1"),
+        ({"clip_norm": 0.0}, r"`clip_norm` \(=0.0\) must be positive"),
+        ({"loader_workers": -1}, r"`loader_workers` \(=-1\)"),
+        ({"checkpoint_every_steps": 0}, r"`checkpoint_every_steps` \(=0\)"),
+    ],
+)
+def test_wrong_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Digits(**changes)
+
+
+def test_fashion_says_how_to_get_its_data(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no train-images-idx3-ubyte\.gz.*apt-get install dataset"):
+        Fashion(folder=tmp_path).check()
+
+
+def test_fashion_reads_its_folder(tmp_path: Path) -> None:
+    for part, count in (("train", 20), ("t10k", 10)):
+        sizes = [count, 28, 28]
+        pixels = np.random.default_rng(0).integers(0, 255, sizes, np.uint8)
+        for kind, values in (("images-idx3", pixels), ("labels-idx1", np.arange(count) % 10)):
+            header = bytes([0, 0, 8, values.ndim])
+            header += b"".join(n.to_bytes(4, "big") for n in values.shape)
+            content = header + values.astype(np.uint8).tobytes()
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(content)
+    task = Fashion(folder=tmp_path).task(Communicator.lone())
+    assert (len(task.train_set), len(task.test_set)) == (20, 10)  # type: ignore[arg-type]
+    assert task.loss(task.model, task.train_set[:4]).isfinite()  # type: ignore[index]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two classes: dark and bright noise."""
+    generator = np.random.default_rng(0)
+    for name, level in (("dark", 60), ("bright", 190)):
+        (tmp_path / name).mkdir()
+        for index in range(24):
+            pixels = generator.integers(level - 40, level + 40, (20, 24, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{index}.jpg")
+    return tmp_path
+
+
+def small_images(folder: Path, **changes: Any) -> Images:
+    arguments: dict[str, Any] = {
+        "folder": folder,
+        "epochs": 2,
+        "warmup_epochs": 0.0,
+        "global_batch": 8,
+        "micro_batch": 4,
+        "loader_workers": 0,
+        "image_size": 8,
+        "depth": 18,
+        "stem": "small",
+        "val_fraction": 0.3,
+        "lr": 0.01,
+    }
+    return Images(**arguments | changes)
+
+
+def test_images_learn_and_are_held_out_by_name(pictures: Path, tmp_path: Path) -> None:
+    recipe = small_images(pictures)
+    comm = Communicator.lone()
+    task = recipe.task(comm)
+    sizes = len(task.train_set), len(task.test_set)  # type: ignore[arg-type]
+    assert sum(sizes) == 48
+    assert 5 < sizes[1] < 25
+    (pictures / "dark" / "0.jpg").unlink()  # the others stay where they were
+    again = small_images(pictures).task(comm)
+    assert abs(len(again.test_set) - sizes[1]) <= 1  # type: ignore[arg-type]
+    report = allstep.fit(again, recipe, comm, tmp_path / "run")
+    assert report.metrics["accuracy"] > 0.9
+    assert report.metrics["unreadable"] == 0
+
+
+def test_an_unreadable_picture_counts_as_a_sample_without_loss(pictures: Path) -> None:
+    path = next((pictures / "dark").glob("*.jpg"))
+    path.write_bytes(path.read_bytes()[:200])
+    task = small_images(pictures, on_bad_image="skip").task(Communicator.lone())
+    readable = torch.randint(0, 255, (3, 3, 8, 8), dtype=torch.uint8)
+    images = torch.cat([readable, readable[:1]])
+    model = task.model.eval()
+    whole = task.loss(model, (readable, torch.tensor([0, 1, 0])))
+    with_bad = task.loss(model, (images, torch.tensor([0, 1, 0, -1])))
+    torch.testing.assert_close(with_bad * 4, whole * 3)
+    metrics = task.metrics(model, (images, torch.tensor([0, 1, 0, -1])))
+    assert metrics["accuracy"][1] == 3
+    assert int(metrics["unreadable"][0]) == 1
+
+
+def test_train_and_val_folders(tmp_path: Path) -> None:
+    for part, names in (("train", "ab"), ("val", "ac")):
+        for name in names:
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / part / name / "x.png")
+    with pytest.raises(UsageError, match="different classes: b, c"):
+        small_images(tmp_path).check()
+    (tmp_path / "train" / "b").rename(tmp_path / "train" / "c")
+    small_images(tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"val_fraction": 1.5}, r"`val_fraction` \(=1.5\)"),
+        ({"image_size": 4}, r"`image_size` \(=4\)"),
+        ({"label_smoothing": 1.0}, r"`label_smoothing` \(=1.0\)"),
+    ],
+)
+def test_wrong_images_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        small_images(Path("nowhere"), **changes)
+
+
+def test_nothing_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
+    with pytest.raises(UsageError, match=r"`val_fraction` .* of the 1 pictures leaves"):
+        small_images(tmp_path).check()
