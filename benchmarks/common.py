@@ -60,17 +60,21 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> Estimate:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], repeats: int, *, warmups: int = 1
+    variants: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    warmups: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each variant in each repeat; all of them take turns, in alternating order."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(-warmups, repeats):
         names = list(variants) if repeat % 2 else list(reversed(variants))
         for name in names:
-            start_s = time.perf_counter()
+            start_s = clock()
             variants[name]()
             if repeat >= 0:
-                seconds[name].append(time.perf_counter() - start_s)
+                seconds[name].append(clock() - start_s)
     return seconds
 
 
@@ -83,6 +87,7 @@ def circumstances() -> dict[str, Any]:
             "processor": _processor(),
             "num_cpus": len(os.sched_getaffinity(0)),
             "num_threads": torch.get_num_threads(),
+            "load_average": os.getloadavg()[0],  # one per busy core, this benchmark included
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "system": f"{platform.system()} {platform.release()}",
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
