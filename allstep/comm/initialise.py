@@ -1,5 +1,6 @@
 """Makes a communicator of whatever started this process."""
 
+import importlib
 import logging
 import socket
 import sys
@@ -93,6 +94,10 @@ def _join_launch(
     launch: Launch, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
     """Initialises torch.distributed as the launcher says."""
+    # Its functions keep the group of the moment of their import as default argument, and the
+    # first step of an optimizer imports them: the group would outlive `close`, and with it
+    # threads that abort the process when the interpreter ends. So import them before.
+    importlib.import_module("torch.distributed.nn.functional")
     device = choose_device(device, launch.local_rank, launch.local_size)
     with translated("init", launch.rank, launch.size, timeout_s):
         if launch.launcher == "torchrun":

@@ -1,0 +1,34 @@
+"""After `close` nothing of a group is left that could disturb the end of the process."""
+
+import textwrap
+
+import pytest
+
+from tests.helpers.launched import Launched
+
+pytestmark = pytest.mark.process
+
+SCRIPT = textwrap.dedent("""
+    import os
+    import torch
+    import allstep
+
+    comm = allstep.init(device="cpu")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()  # imports much of torch
+    comm.all_reduce(torch.ones(1))
+    comm.close()
+    names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+    print("gloo threads:", sum("gloo" in name for name in names))
+""")
+
+
+def test_no_thread_of_the_backend_outlives_the_communicator(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = Launched("-m", *torchrun, "script.py", cwd=tmp_path)
+    run.finish(within_s=60.0)
+    assert run.code == 0, run.errors
+    assert run.output.splitlines() == ["gloo threads: 0"] * 2
