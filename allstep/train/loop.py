@@ -161,13 +161,14 @@ class _Loop:
     def report(self, run_dir: Path) -> RunReport:
         """The run's numbers; measures the cost of a sample if the run came to its end."""
         meter, comm = self._meter, self._comm
-        shares = torch.tensor([meter.samples_per_s, meter.data_share, meter.exchange_share])
-        samples_per_s, data_share, exchange_share = comm.all_reduce(shares, "mean").tolist()
+        local = [meter.samples_per_s, meter.data_share, meter.exchange_share, meter.data_wait_s]
+        means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()
+        samples_per_s, data_share, exchange_share, data_wait_s = means
         flops_per_sample = lone_samples_per_s = None
         if self._interrupted is None and meter.num_samples:
             flops_per_sample, seconds = self._run.cost_of_sample()
             if comm.size > 1:
-                wait_s = meter.data_wait_s * comm.size / meter.num_samples
+                wait_s = data_wait_s * comm.size / meter.num_samples
                 lone_samples_per_s = 1 / (seconds + wait_s)
         return RunReport(
             run_dir=run_dir,

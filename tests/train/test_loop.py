@@ -1,0 +1,188 @@
+"""The loop's parts: agreement on stopping, precision, clipping, compilation, what it reports."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, Task, TrainOptions
+from allstep.comm.threads import run_ranks
+from allstep.errors import DisagreementError
+from allstep.train.agreement import StopAgreement
+from allstep.train.meter import Meter
+from tests.helpers import same_model
+
+
+def options_for(**changes: Any) -> TrainOptions:
+    arguments: dict[str, Any] = {
+        "epochs": 1,
+        "global_batch": same_model.GLOBAL_BATCH,
+        "micro_batch": same_model.MICRO_BATCH,
+        "precision": "float64",
+    }
+    return TrainOptions(**arguments | changes)
+
+
+def train(comm: Communicator, run_dir: Path, **changes: Any) -> dict[str, Tensor]:
+    task = same_model.make_task("sgd", augment=False)
+    for module in task.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    allstep.fit(task, options_for(**changes), comm, run_dir)
+    return task.model.state_dict()
+
+
+def test_all_stop_one_step_after_one_was_asked() -> None:
+    def run(comm: Communicator) -> list[int | None]:
+        agree = StopAgreement(comm)
+        asked = [None, signal.SIGTERM if comm.rank == 1 else None, None, None]
+        return [agree(number) for number in asked] + [agree.drain()]
+
+    for told in run_ranks(3, run):
+        assert told == [None, None, signal.SIGTERM, None, None]
+
+
+def test_a_request_of_the_last_step_is_not_lost() -> None:
+    def run(comm: Communicator) -> list[int | None]:
+        agree = StopAgreement(comm)
+        return [agree(signal.SIGINT if comm.rank == 0 else None), agree.drain(), agree.drain()]
+
+    assert run_ranks(2, run) == [[None, signal.SIGINT, None]] * 2
+
+
+def test_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 100.0, 200.0, 300.0, 400.0, 402.0, 500.0, 506.0])
+    monkeypatch.setattr("allstep.train.meter.time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    for _ in range(4):
+        with meter.step():
+            meter.add(num_samples=10, data_wait_s=1.0, exchange_s=0.5)
+    assert meter.samples_per_s == 20 / 8
+    assert meter.data_share == 2 / 8
+    assert meter.exchange_share == 1 / 8
+
+
+def test_clipping_bounds_the_global_gradient(tmp_path: Path) -> None:
+    """With clipping to a tiny norm, one step of SGD moves the parameters by rate x norm."""
+    before = same_model.make_task("sgd", augment=False).model.state_dict()
+
+    def norm_of_move(comm: Communicator) -> float:
+        after = train(comm, tmp_path / str(comm.size), clip_norm=1e-3, global_batch=336)
+        moves = [after[n] - before[n] for n in before if n.endswith(("weight", "bias"))]
+        return float(torch.cat([move.flatten() for move in moves]).norm())
+
+    for size in (1, 3):
+        for moved in run_ranks(size, norm_of_move):
+            assert moved == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])
+def test_lower_precision_is_close_and_different(precision: Any, tmp_path: Path) -> None:
+    comm = Communicator.lone()
+    exact = train(comm, tmp_path / "exact")
+    found = train(comm, tmp_path / "found", precision=precision)
+    difference = same_model.largest_difference(exact, found)
+    assert 1e-9 < difference < (1e-4 if precision == "float32" else 0.2)
+    assert found["0.weight"].dtype == torch.float32
+
+
+def test_channels_last_changes_the_layout_alone(tmp_path: Path) -> None:
+    comm = Communicator.lone()
+    plain = train(comm, tmp_path / "plain")
+    found = train(comm, tmp_path / "found", channels_last=True)
+    assert same_model.largest_difference(plain, found) < 1e-12
+    assert found["0.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_compiled_model_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend="aot_eager"))
+    comm = Communicator.lone()
+    plain = train(comm, tmp_path / "plain")
+    assert same_model.largest_difference(plain, train(comm, tmp_path / "c", compile=True)) < 1e-12
+
+
+def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> allstep.train.RunReport:
+        task = same_model.make_task("adamw", augment=False)
+        return allstep.fit(task, options_for(epochs=2, log_every_steps=3), comm, tmp_path)
+
+    reports = run_ranks(2, run)
+    assert reports[0] == reports[1]
+    report = reports[0]
+    assert (report.num_steps, report.num_epochs, report.interrupted) == (8, 2, None)
+    assert report.totals["accuracy"][1] == 50
+    assert report.metrics["accuracy"] == report.totals["accuracy"][0] / 50
+    assert report.samples_per_s > 0
+    assert report.lone_samples_per_s is not None
+    # Two multiplications and additions for each weight and position, forward and backward.
+    convolution = 2 * 4 * 2 * 9 * 16
+    linear = 2 * 64 * 3
+    assert report.flops_per_sample == 2 * convolution + 3 * linear
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [3, 6]
+    assert [line["step"] for line in lines if "test/accuracy" in line] == [4, 8]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000008",
+    ]
+
+
+def test_logged_loss_is_the_global_mean(tmp_path: Path) -> None:
+    """The same on one and on three workers, also over the short last batch."""
+
+    def run(comm: Communicator) -> None:
+        train(comm, tmp_path / str(comm.size), log_every_steps=4)
+
+    losses = []
+    for size in (1, 3):
+        run_ranks(size, run)
+        line = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()[0]
+        losses.append(json.loads(line)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_interrupted_run_has_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    task = same_model.make_task("sgd", augment=False)
+    steps = 0
+
+    def interrupting_loss(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 12:  # the last micro-batch of the first step
+            os.kill(os.getpid(), signal.SIGINT)
+        return same_model.loss_of(model, data)
+
+    interrupted = Task(**{**vars(task), "loss": interrupting_loss})
+    comm = Communicator.lone()
+    report = allstep.fit(interrupted, options_for(), comm, tmp_path)
+    assert report.interrupted == signal.SIGINT
+    assert report.num_steps == 2  # all agree one step later
+    assert report.metrics == {}
+    assert report.checkpoint == tmp_path / "checkpoints" / "step-00000002"
+    again = same_model.make_task("sgd", augment=False)
+    assert allstep.fit(again, options_for(), comm, tmp_path, resume=True).num_steps == 4
+    whole = same_model.make_task("sgd", augment=False)
+    allstep.fit(whole, options_for(), comm, tmp_path / "whole")
+    for name, value in whole.model.state_dict().items():
+        if name.endswith(("weight", "bias")):
+            assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+def test_metrics_whose_names_differ_between_ranks(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        task = same_model.make_task("sgd", augment=False)
+        name = "accuracy" if comm.rank == 0 else "acuracy"
+        odd = Task(
+            **{**vars(task), "metrics": lambda model, data: {name: (1.0, 1.0)}},
+        )
+        with pytest.raises(DisagreementError, match="acuracy"):
+            allstep.fit(odd, options_for(), comm, tmp_path)
+
+    run_ranks(2, run)
