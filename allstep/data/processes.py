@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import parent_process
 from threading import Thread
 from typing import Any
 from weakref import ref
@@ -136,12 +137,19 @@ class _Start:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Thread(target=_end_with, args=(os.getppid(),), name="parent watch", daemon=True).start()
+        Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker_id)
 
 
-def _end_with(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
+def _end_with_parent() -> None:
+    """Ends this process once the training process is gone.
+
+    A forkserver's children have another parent pid than the process that they work for, and
+    siblings of a forked one hold the pipe by which multiprocessing would tell: look at both.
+    """
+    parent, parent_pid = parent_process(), os.getppid()
+    assert parent is not None
+    while os.getppid() == parent_pid and parent.is_alive():
         time.sleep(_POLL_S)
     os._exit(1)
