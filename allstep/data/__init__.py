@@ -17,6 +17,7 @@ from allstep.data.streams import StreamLoader as StreamLoader
 
 if TYPE_CHECKING:
     from allstep.data import image_folder as image_folder
+    from allstep.data import text_folder as text_folder
 
 _READERS = ("image_folder", "text_folder")
 

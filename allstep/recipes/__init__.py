@@ -31,6 +31,7 @@ REGISTRY: Mapping[str, type[Recipe]] = _Registry(
         "digits": ("allstep.recipes.digits", "Digits"),
         "fashion": ("allstep.recipes.fashion", "Fashion"),
         "images": ("allstep.recipes.images", "Images"),
+        "text": ("allstep.recipes.text", "Text"),
     }
 )
 """The recipes that come with allstep, by name."""

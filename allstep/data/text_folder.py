@@ -1,0 +1,202 @@
+"""Text files as sequences of tokens, for models that predict tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from allstep.errors import DataError, UsageError
+
+__all__ = [
+    "CausalSequences",
+    "MaskedSequences",
+    "encode",
+    "find_texts",
+    "num_masked",
+    "read_text",
+    "split_text",
+    "train_tokenizer",
+]
+
+_NUM_BYTES = 256
+_NUM_SPECIAL = 2  # the two highest tokens: the end of a text, and what hides a token
+
+
+def find_texts(folder: Path) -> list[Path]:
+    """The files `folder/**/*.txt` in the order of their paths.
+
+    Raises:
+        UsageError: if the folder is missing or has no such file.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"`folder` (={folder}) is no folder; give one with .txt files in it.")
+    paths = sorted(path for path in folder.rglob("*.txt") if path.is_file())
+    if not paths:
+        raise UsageError(f"`folder` (={folder}) has no .txt files in it; put some there.")
+    return paths
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        DataError: if the file can't be read or is not UTF-8; names it and the place.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 (byte {error.start}: {error.reason}). Convert it, say with"
+            " iconv, or remove it."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error}. Repair or remove it.") from error
+
+
+def split_text(text: str, held_out: float) -> tuple[str, str]:
+    """A text's beginning and its end, cut between two words.
+
+    Args:
+        text: a whole document.
+        held_out: share of the characters that belong to the end, 0 to 1.
+
+    >>> split_text("one two three four", 0.5)
+    ('one two', ' three four')
+    """
+    cut = round((1 - held_out) * len(text))
+    while 0 < cut < len(text) and not text[cut].isspace():
+        cut -= 1
+    return text[:cut], text[cut:]
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> str:
+    """Trains a byte-level BPE tokenizer: it knows every text and needs no unknown token.
+
+    The same texts give the same tokenizer: its first tokens are the 256 bytes, and ties between
+    pairs go to the one with the smaller tokens. (WordPiece's would depend on the order in
+    which its trainer's hash map yields words.)
+
+    Args:
+        texts: what to learn from; those of the training set alone.
+        vocab_size: number of tokens that `encode` gives, with the two special ones.
+
+    Returns:
+        The tokenizer as JSON.
+
+    Raises:
+        UsageError: if `vocab_size` is too small for the bytes and the special tokens.
+
+    Source: Sennrich et al., 2016, arXiv:1508.07909; on bytes as in Radford et al., 2019.
+    """
+    if vocab_size < _NUM_BYTES + _NUM_SPECIAL:
+        raise UsageError(
+            f"`vocab_size` (={vocab_size}) must be at least {_NUM_BYTES + _NUM_SPECIAL}: a token"
+            " for each byte and two special ones."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - _NUM_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str()
+
+
+def encode(tokenizer: str, texts: Sequence[str], vocab_size: int) -> Tensor:
+    """The tokens of all texts in one row, each text ended by the token `vocab_size - 2`.
+
+    Args:
+        tokenizer: from `train_tokenizer`, with the same `vocab_size`.
+        texts: whole documents or parts of them.
+        vocab_size: number of different tokens.
+
+    Returns:
+        int32 [token], 4 bytes each.
+    """
+    encoder = Tokenizer.from_str(tokenizer)
+    end = torch.tensor([vocab_size - 2], dtype=torch.int32)
+    rows = []
+    for text in texts:
+        rows += [torch.tensor(encoder.encode(text).ids, dtype=torch.int32), end]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int32)
+
+
+class CausalSequences(Dataset[tuple[Tensor, Tensor]]):
+    """Sequences in which each token is to be predicted from those before it.
+
+    Args:
+        tokens: [token], from `encode`; a last incomplete sequence is left out.
+        sequence_length: tokens of a sample.
+
+    Each sample is (inputs, targets), int64 [sequence_length] both; a target is the next input.
+    """
+
+    def __init__(self, tokens: Tensor, sequence_length: int) -> None:
+        self._tokens = tokens
+        self._sequence_length = sequence_length
+
+    def __len__(self) -> int:
+        return max(0, len(self._tokens) - 1) // self._sequence_length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self._sequence_length
+        tokens = self._tokens[start : start + self._sequence_length + 1].long()
+        return tokens[:-1], tokens[1:]
+
+
+def num_masked(sequence_length: int) -> int:
+    """How many tokens of a sequence are to be predicted: 15 %, and at least one.
+
+    >>> num_masked(128), num_masked(2)
+    (19, 1)
+    """
+    return max(1, round(0.15 * sequence_length))
+
+
+class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Sequences in which some tokens are hidden, to be predicted from all the others.
+
+    As many in each sequence, so that the mean over a micro-batch's predictions is the mean over
+    its samples. Of the chosen tokens 80 % become the special token `vocab_size - 1`, 10 % a
+    random one, and 10 % stay. Draws from torch's random state, which the loader sets for each
+    sample.
+
+    Args:
+        tokens: [token], from `encode`; a last incomplete sequence is left out.
+        sequence_length: tokens of a sample.
+        vocab_size: number of different tokens.
+
+    Each sample is (inputs, targets, positions), int64 [sequence_length], [masked], [masked]:
+    `targets` is what was at the `positions` of the inputs.
+
+    Source: Devlin et al., 2018, arXiv:1810.04805, section 3.1.
+    """
+
+    def __init__(self, tokens: Tensor, sequence_length: int, vocab_size: int) -> None:
+        self._tokens = tokens
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self._tokens) // self._sequence_length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        start = index * self._sequence_length
+        inputs = self._tokens[start : start + self._sequence_length].long()
+        order = torch.randperm(self._sequence_length)
+        positions = order[: num_masked(self._sequence_length)].sort().values
+        targets = inputs[positions]
+        inputs[positions] = self._hide(targets)
+        return inputs, targets, positions
+
+    def _hide(self, targets: Tensor) -> Tensor:
+        kind = torch.rand(targets.shape)
+        random = torch.randint(self._vocab_size - _NUM_SPECIAL, targets.shape)
+        shown = torch.where(kind < 0.9, random, targets)
+        return torch.where(kind < 0.8, self._vocab_size - 1, shown)
