@@ -154,7 +154,7 @@ def _decode(path: Path, size: int, crop: Callable[[int, int], Crop]) -> Image.Im
         width, height = image.size[::-1] if is_sideways else image.size
         chosen = crop(width, height)
         left, top, right, bottom = chosen.box
-        scale = min(1.0, size / (right - left), size / (bottom - top))
+        scale = min(1.0, max(size / (right - left), size / (bottom - top)))
         wanted = math.ceil(scale * image.width), math.ceil(scale * image.height)
         image.draft("RGB", wanted)
         upright = ImageOps.exif_transpose(image) if orientation != 1 else image
@@ -169,7 +169,15 @@ def _decode(path: Path, size: int, crop: Callable[[int, int], Crop]) -> Image.Im
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """RGB, with whatever is transparent on white."""
+    """RGB, with whatever is transparent on white; 16-bit grey keeps its high byte.
+
+    Raises:
+        ValueError: if the values are floating-point numbers, whose white is unknown.
+    """
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no agreed white")
+    if image.mode.startswith("I"):  # Pillow would cut off all above 255
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         background = Image.new("RGBA", image.size, "white")

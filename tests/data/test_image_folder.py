@@ -160,3 +160,28 @@ def test_wrong_folders(tmp_path: Path) -> None:
     (tmp_path / "cats").mkdir()
     with pytest.raises(UsageError, match="class `cats` has no pictures"):
         find_images(tmp_path)
+
+
+def test_16_bit_grey_keeps_its_shades(tmp_path: Path) -> None:
+    shades = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(shades).save(tmp_path / "x.png")
+    Image.fromarray((shades >> 8).astype(np.uint8)).save(tmp_path / "y.png")
+    assert torch.equal(read(tmp_path / "x.png"), read(tmp_path / "y.png"))
+
+
+def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.ones((8, 8), np.float32)).save(tmp_path / "x.tif")
+    with pytest.raises(DataError, match=r"x.tif can't be read as a picture: floating-point"):
+        read(tmp_path / "x.tif")
+
+
+def test_a_jpeg_is_decoded_no_smaller_than_either_side_needs(tmp_path: Path) -> None:
+    """Stripes that a picture decoded at half the height would have lost."""
+    pixels = np.zeros((256, 256, 3), np.uint8)
+    pixels[::4], pixels[1::4] = 255, 255
+    Image.fromarray(pixels).save(tmp_path / "x.jpg", quality=95)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    # The width would allow a quarter of the size, the height not even a half.
+    stripes = lambda w, h: Crop((0, 0, w, h / 4))  # noqa: E731
+    jpeg, png = (read(tmp_path / name, stripes, size=64) for name in ("x.jpg", "x.png"))
+    assert (jpeg.float() - png.float()).abs().mean() < 8
