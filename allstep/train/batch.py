@@ -1,8 +1,8 @@
 """A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -53,7 +53,8 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
         A `Batch` for each global batch.
 
     Raises:
-        UsageError: if no exchange is given or the loader can't be cut in global batches.
+        UsageError: if no exchange is given, if they differ in their reduction, or if the
+            loader can't be cut in global batches.
 
     Example:
         >>> import torch, allstep
@@ -74,6 +75,12 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
     """
     if not exchanges:
         raise UsageError("`exchanges` is empty: give `steps` what `allstep.attach` returned.")
+    reductions = {exchange.policy.reduction for exchange in exchanges}
+    if len(reductions) > 1:
+        raise UsageError(
+            f"`exchanges` have different reductions ({', '.join(sorted(reductions))}), so that"
+            " one loss can't be weighed for all of them; attach them with one policy."
+        )
     if not hasattr(loader, "global_batches"):
         raise UsageError(
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
@@ -126,12 +133,11 @@ class Batch:
                 "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
             )
         self._exchanged, self._is_open = False, True
-        with ExitStack() as stack:
-            for exchange in self._exchanges:
-                stack.enter_context(exchange.statistics.step())
+        with _all(exchange.statistics.step() for exchange in self._exchanges):
             for micro_batch in self._fetch():
                 with self._running(micro_batch):
                     yield micro_batch.data
+                self.micro_batch = None
         if not self._exchanged:
             self._synchronize()
         self._num_passes += 1
@@ -164,9 +170,7 @@ class Batch:
         if micro_batch.is_last and len(self._exchanges) == 1:
             self._backward_and_exchange(loss)
         else:
-            with ExitStack() as stack:
-                for exchange in self._exchanges:
-                    stack.enter_context(exchange.no_sync())
+            with _all(exchange.no_sync() for exchange in self._exchanges):
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def check_finished(self) -> None:
@@ -202,23 +206,31 @@ class Batch:
             self.data_wait_s += time.perf_counter() - start_s
             if micro_batch is None:
                 return
-            data = to_device(micro_batch.data, self._device)
-            micro_batch = replace(micro_batch, data=data)
+            if self._device.type != "cpu":
+                data = to_device(micro_batch.data, self._device)
+                micro_batch = replace(micro_batch, data=data)
             if self._kept is not None:
                 self._kept.append(micro_batch)
             yield micro_batch
 
-    def _running(self, micro_batch: MicroBatch) -> ExitStack:
+    def _running(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Sets what a micro-batch depends on: its random state and its statistics' share."""
         self.micro_batch = micro_batch
         parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
         seed_all(derive_seed(*parts), self._device)
-        stack = ExitStack()
-        for exchange in self._exchanges:
-            share = exchange.comm.size * micro_batch.num_samples / self.num_samples
-            stack.enter_context(exchange.statistics.micro_batch(share))
-        stack.callback(self._clear)
-        return stack
+        share = micro_batch.num_samples / self.num_samples
+        return _all(
+            exchange.statistics.micro_batch(exchange.comm.size * share)
+            for exchange in self._exchanges
+        )
 
-    def _clear(self) -> None:
-        self.micro_batch = None
+
+def _all(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """One context that enters all; the only one itself, for it is entered in every step."""
+    first, *others = contexts
+    if not others:
+        return first
+    stack = ExitStack()
+    for context in (first, *others):
+        stack.enter_context(context)
+    return stack

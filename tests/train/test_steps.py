@@ -205,6 +205,12 @@ def test_skipping_whole_batches_is_fine() -> None:
 
 def test_wrong_arguments() -> None:
     comm = Communicator.lone()
+    exchanges = [
+        allstep.attach(make_model(), comm, allstep.ExchangePolicy(reduction=reduction))
+        for reduction in ("mean", "sum")
+    ]
+    with pytest.raises(UsageError, match=r"different reductions \(mean, sum\)"):
+        allstep.steps(make_loader(comm), *exchanges)
     with pytest.raises(UsageError, match="`exchanges` is empty"):
         allstep.steps(make_loader(comm))
     with pytest.raises(UsageError, match=r"DataLoader.*allstep\.data\.loader"):
