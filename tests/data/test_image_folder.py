@@ -33,8 +33,8 @@ def test_pixels_are_those_of_the_picture(tmp_path: Path) -> None:
     tensor = read(tmp_path / "x.png")
     assert tensor.shape == (3, 16, 16)
     assert tensor.dtype == torch.uint8
-    expected = np.array(gradient().resize((16, 16), Image.Resampling.BILINEAR, reducing_gap=2.0))
-    assert torch.equal(tensor, torch.from_numpy(expected).permute(2, 0, 1))
+    expected = np.array(gradient().resize((16, 16), Image.Resampling.BILINEAR)).astype(int)
+    assert (tensor.int() - torch.from_numpy(expected).permute(2, 0, 1)).abs().max() <= 1
 
 
 def test_a_large_jpeg_is_decoded_small_and_alike(tmp_path: Path) -> None:
