@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
-from threading import Thread
+from multiprocessing.process import BaseProcess
+from threading import Thread, Timer
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from allstep.data.random import derive_seed
 from allstep.data.sampler import check_integer
@@ -22,6 +24,7 @@ from allstep.errors import UsageError
 __all__ = ["Items", "LoaderProcesses"]
 
 _POLL_S = 0.5
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +107,26 @@ class Items(Iterator[Any]):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Ends the processes; one that doesn't answer is killed."""
+        """Ends the processes; those that are still busy after a second are killed.
+
+        torch waits 5 s for each of them, too long where a failed worker has to go at once.
+        """
         iterator, self._iterator = self._iterator, None
         atexit.unregister(self._at_exit)
         if hasattr(iterator, "_shutdown_workers"):
+            if iterator._worker_pids_set:  # else torch takes the end of a process for a failure
+                signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+                iterator._worker_pids_set = False
+            impatience = Timer(_GRACE_S, _kill, [iterator._workers])
+            impatience.start()
             iterator._shutdown_workers()
-            for process in iterator._workers:
-                process.kill()
+            impatience.cancel()
+            _kill(iterator._workers)
+
+
+def _kill(processes: Iterable[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _close(items: Callable[[], Items | None]) -> None:
