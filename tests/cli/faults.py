@@ -33,12 +33,11 @@ def main() -> int:
 
 def body(comm: Communicator) -> int:
     fault, marks = sys.argv[2], Path(sys.argv[3])
+    if fault.startswith("fit_"):
+        return fit_badly(comm, fault, marks)
     with Interrupts() as interrupts:
         (marks / str(comm.rank)).write_text(str(os.getpid()))
-        if fault.startswith("fit_"):
-            fit_badly(comm, fault, marks)
-            code = 0
-        elif fault == "work_until_asked":
+        if fault == "work_until_asked":
             code = work_until_asked(comm, interrupts)
         else:
             FAULTS[fault](comm)
@@ -55,20 +54,24 @@ def work_until_asked(comm: Communicator, interrupts: Interrupts) -> int:
     return 128 + agreed
 
 
-def fit_badly(comm: Communicator, fault: str, marks: Path) -> None:
+def fit_badly(comm: Communicator, fault: str, marks: Path) -> int:
     """A training of which the last worker fails in its second step, its loaders being busy."""
+    mark = marks / str(comm.rank)
     is_bad = comm.rank == comm.size - 1
+    if not is_bad:
+        mark.write_text(str(os.getpid()))
     num_losses = 0
 
     def loss(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
         nonlocal num_losses
         num_losses += 1
         if fault == "fit_raise_in_loss" and is_bad and num_losses == 2:
+            mark.write_text(str(os.getpid()))
             raise ZeroDivisionError("on purpose")
         return model(data).mean()
 
     model = nn.Linear(1, 1)
-    samples = Slow(broken=fault == "fit_raise_in_loader" and is_bad)
+    samples = Slow(mark if fault == "fit_raise_in_loader" and is_bad else None)
     task = allstep.Task(
         model=model,
         train_set=samples,
@@ -79,13 +82,14 @@ def fit_badly(comm: Communicator, fault: str, marks: Path) -> None:
     )
     options = allstep.TrainOptions(epochs=1, global_batch=4, micro_batch=1, loader_workers=2)
     allstep.fit(task, options, comm, marks / "run")
+    return 0
 
 
 class Slow(Dataset):
-    """Samples of which some take very long, or can't be read."""
+    """Samples of which some take long; with a file to mark the moment, some can't be read."""
 
-    def __init__(self, *, broken: bool) -> None:
-        self._broken = broken
+    def __init__(self, mark: Path | None) -> None:
+        self._mark = mark
 
     def __len__(self) -> int:
         return 64
@@ -93,10 +97,11 @@ class Slow(Dataset):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index % 4 == 3:
             time.sleep(0.2)
-        if self._broken and index % 8 == 5:
+        if self._mark is not None and index % 8 == 5:
+            self._mark.write_text(str(os.getppid()))
             raise RuntimeError("a sample that can't be read")
         if index % 8 == 7:
-            time.sleep(0.5 if not self._broken else 60)
+            time.sleep(0.5 if self._mark is None else 60)
         return torch.ones(1)
 
 
