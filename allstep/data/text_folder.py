@@ -188,7 +188,8 @@ class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         start = index * self._sequence_length
-        inputs = self._tokens[start : start + self._sequence_length].long()
+        tokens = self._tokens[start : start + self._sequence_length]
+        inputs = tokens.to(torch.int64, copy=True)
         order = torch.randperm(self._sequence_length)
         positions = order[: num_masked(self._sequence_length)].sort().values
         targets = inputs[positions]

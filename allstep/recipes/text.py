@@ -17,6 +17,8 @@ from allstep.recipes.transformer import Transformer
 
 __all__ = ["LanguageModelling", "Text"]
 
+_MIN_VOCAB_SIZE = 258
+
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Recipe):
@@ -66,6 +68,11 @@ class Text(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.vocab_size < _MIN_VOCAB_SIZE:
+            raise UsageError(
+                f"`vocab_size` (={self.vocab_size}) must be at least {_MIN_VOCAB_SIZE}: a token for"
+                " each byte and two special ones."
+            )
         if not 0 < self.held_out < 1:
             raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
         if self.sequence_length < 2:

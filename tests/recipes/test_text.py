@@ -1,0 +1,203 @@
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import allstep
+from allstep import Communicator, DataError, UsageError
+from allstep.comm.threads import run_ranks
+from allstep.recipes.text import Text
+from tests.helpers.processes import run_processes
+
+OBJECTIVES = ["masked", "causal"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in sorted(topics)[:5]:
+        (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
+    return texts
+
+
+def small(folder: Path, **changes: Any) -> Text:
+    arguments: dict[str, Any] = {
+        "folder": folder,
+        "epochs": 1,
+        "global_batch": 24,
+        "micro_batch": 6,
+        "lr": 3e-3,
+        "vocab_size": 300,
+        "sequence_length": 16,
+        "width": 16,
+        "depth": 1,
+        "heads": 2,
+        "dropout": 0.0,
+        "precision": "float64",
+    }
+    return Text(**arguments | changes)
+
+
+def train(
+    comm: Communicator, recipe: Text, run_dir: Path, initial: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    task = recipe.task(comm)
+    if initial is not None:
+        task.model.load_state_dict(initial)
+    allstep.fit(task, recipe, comm, run_dir)
+    return task.model.state_dict()
+
+
+def assert_same(states: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
+    for state in states:
+        for name, parameter in state.items():
+            assert parameter.dtype == torch.float64
+            torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-10)
+
+
+def test_two_threads_learn_what_one_does(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder, objective="causal")
+    lone_comm = Communicator.lone()
+    initial = recipe.task(lone_comm).model.state_dict()  # threads share the random state
+
+    lone = train(lone_comm, recipe, tmp_path / "lone", initial)
+    both = run_ranks(2, lambda comm: train(comm, recipe, tmp_path / "both", initial), timeout_s=100)
+    assert_same(both, lone)
+    assert any(not torch.equal(initial[name].double(), lone[name]) for name in lone)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_two_processes_learn_what_one_does(folder: Path, tmp_path: Path, dropout: float) -> None:
+    """Even though tokens are hidden and features dropped at random."""
+    recipe = small(folder, objective="masked", dropout=dropout)
+    lone = train(Communicator.lone(), recipe, tmp_path / "lone")
+    assert_same(run_processes(2, train, recipe, tmp_path / "both", timeout_s=100), lone)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_loss_falls_on_two_workers(folder: Path, tmp_path: Path, objective: str) -> None:
+    recipe = small(folder, objective=objective, epochs=2)
+
+    def learn(comm: Communicator) -> dict[str, float]:
+        return dict(allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run").metrics)
+
+    first, second = run_ranks(2, learn, timeout_s=100)
+    assert first == second
+    assert first["loss"] < math.log(300) - 0.5  # the first guess is uniform
+
+
+def test_all_ranks_have_the_tokenizer_of_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It travels: the others need not learn the same, nor take the time to learn."""
+    reader = allstep.data.text_folder
+    trained = []
+
+    def train_tokenizer(texts: Any, vocab_size: int) -> str:
+        trained.append(vocab_size)
+        return original(texts, vocab_size)
+
+    original = reader.train_tokenizer
+    monkeypatch.setattr(reader, "train_tokenizer", train_tokenizer)
+    recipe = small(folder, objective="causal")
+    samples = run_ranks(3, lambda comm: recipe.task(comm).train_set[7])
+    assert trained == [300]
+    for inputs, targets in samples:
+        assert torch.equal(inputs, samples[0][0])
+        assert torch.equal(targets, samples[0][1])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_metrics_are_sums_over_the_targets(folder: Path, objective: str) -> None:
+    task = small(folder, objective=objective).task(Communicator.lone())
+    model = task.model.double().eval()
+    batch = next(iter(DataLoader(task.test_set, batch_size=5)))
+    metrics = task.metrics(model, batch)
+    targets = batch[1].flatten()
+    assert {count for _, count in metrics.values()} == {len(targets)}
+    loss, count = metrics["loss"]
+    torch.testing.assert_close(loss / count, task.loss(model, batch))
+
+    counts = torch.ones(300, dtype=torch.float64)  # one of each token is added
+    for _, train_targets in _causal_samples(folder):
+        for target in train_targets.tolist():
+            counts[target] += 1
+    expected = -(counts / counts.sum()).log()[targets].mean()
+    unigram, count = metrics["unigram"]
+    assert float(unigram) / float(count) == pytest.approx(expected.item(), abs=0.02)
+
+
+def _causal_samples(folder: Path) -> Any:
+    train_set = small(folder, objective="causal").task(Communicator.lone()).train_set
+    return [train_set[index] for index in range(len(train_set))]  # type: ignore[arg-type]
+
+
+def test_the_model_is_causal_or_not(folder: Path) -> None:
+    for objective in OBJECTIVES:
+        model = small(folder, objective=objective).task(Communicator.lone()).model
+        one, other = torch.zeros(2, 1, 16, dtype=torch.int64)
+        other[0, -1] = 5
+        is_blind = torch.equal(model(one)[:, :-1], model(other)[:, :-1])
+        assert is_blind == (objective == "causal")
+
+
+def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("a " * 900 + "z " * 100)
+    recipe = small(tmp_path, objective="causal", vocab_size=258)
+    task = recipe.task(Communicator.lone())
+    train_tokens = torch.cat([task.train_set[i][0] for i in range(len(task.train_set))])  # type: ignore[arg-type]
+    test_tokens = torch.cat([task.test_set[i][0] for i in range(len(task.test_set))])  # type: ignore[arg-type]
+    assert len(train_tokens.unique()) == len(test_tokens.unique()) == 2
+    assert len(torch.cat([train_tokens, test_tokens]).unique()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"held_out": 0.0}, r"`held_out` \(=0.0\) must be between 0 and 1"),
+        ({"sequence_length": 1}, r"`sequence_length` \(=1\) must be at least 2"),
+        ({"depth": 0}, r"`depth` \(=0\) must be at least 1"),
+        ({"heads": 3}, r"`width` \(=16\) must be a multiple of `heads` \(=3\)"),
+        ({"dropout": 1.0}, r"`dropout` \(=1.0\)"),
+        ({"vocab_size": 100}, r"`vocab_size` \(=100\) must be at least 258"),
+    ],
+)
+def test_wrong_values(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        small(folder, **changes)
+
+
+def test_wrong_folders(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\) is no folder"):
+        small(tmp_path / "nowhere").check()
+    with pytest.raises(UsageError, match=r"has no \.txt files"):
+        small(tmp_path).check()
+    (tmp_path / "x.txt").write_text("short " * 20)
+    with pytest.raises(UsageError, match="too little text: 12 bytes held out"):
+        small(tmp_path).check()
+
+
+def test_few_tokens_in_many_bytes(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("word " * 200)
+    recipe = small(tmp_path, sequence_length=80)
+    recipe.check()
+    with pytest.raises(UsageError, match=r"too little text: \d+ tokens held out"):
+        recipe.task(Communicator.lone())
+
+
+def test_a_file_that_is_no_text(folder: Path) -> None:
+    (folder / "picture.txt").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(DataError, match=r"picture\.txt is not UTF-8"):
+        small(folder).task(Communicator.lone())
+
+
+def test_without_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allstep.recipes.text.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install tokenizers"):
+        small(folder).check()
