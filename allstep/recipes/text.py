@@ -30,11 +30,11 @@ class Text(Recipe):
     name: ClassVar[str] = "text"
     summary: ClassVar[str] = "any folder of text files, a small transformer; minutes"
 
-    epochs: int = 4
+    epochs: int = 2
     global_batch: int = 32
-    micro_batch: int = 8
+    micro_batch: int = 16
     optimizer: Literal["sgd", "adamw"] = "adamw"
-    lr: float = 1e-3
+    lr: float = 3e-3
     weight_decay: float = 0.05
     warmup_epochs: float = 0.25
     clip_norm: float | None = 1.0
@@ -42,16 +42,16 @@ class Text(Recipe):
     folder: Path = Path("texts")
     """Folder with .txt files in UTF-8, in sub-folders or not."""
 
-    objective: Literal["masked", "causal"] = "masked"
+    objective: Literal["masked", "causal"] = "causal"
     """Predict 15 % hidden tokens from all others, or each token from those before it."""
 
     held_out: float = 0.1
     """Share of each text, at its end, that is held out for testing."""
 
-    vocab_size: int = 4096
+    vocab_size: int = 2048
     """Number of different tokens, learned from the training texts."""
 
-    sequence_length: int = 128
+    sequence_length: int = 64
     """Tokens of a sample."""
 
     width: int = 128

@@ -1,5 +1,6 @@
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from allstep.train.interrupts import Interrupts
 def clock(monkeypatch):
     """A clock that a test moves by hand."""
     now_s = [100.0]
-    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import allstep
 from allstep import Communicator, Task, TrainOptions
 from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError
+from allstep.train import meter as meter_module
 from allstep.train.agreement import StopAgreement
 from allstep.train.meter import Meter
 from tests.helpers import same_model
@@ -58,7 +60,7 @@ def test_a_request_of_the_last_step_is_not_lost() -> None:
 
 def test_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 100.0, 200.0, 300.0, 400.0, 402.0, 500.0, 506.0])
-    monkeypatch.setattr("allstep.train.meter.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     meter = Meter()
     for _ in range(4):
         with meter.step():

@@ -4,12 +4,13 @@ import io
 import logging
 import re
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
+from allstep.train import progress as progress_module
 from allstep.train.progress import Progress
 
 
@@ -23,7 +24,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now_s = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     return now_s
 
 
