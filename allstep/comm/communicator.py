@@ -107,7 +107,9 @@ class Communicator(ReductionVerbs, MovementVerbs, ObjectVerbs):
             timeout_s=self.timeout_s,
         )
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
-        return Communicator.over(new_group, topology, self.device, self.timeout_s)
+        new = Communicator.over(new_group, topology, self.device, self.timeout_s)
+        new.barrier()  # one that left at once would break off the others' connecting
+        return new
 
     def close(self) -> None:
         """Leaves the group; ends what `init` or `split` made, never a framework's own group."""
