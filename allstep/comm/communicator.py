@@ -13,6 +13,7 @@ from allstep.comm.groups import make_group
 from allstep.comm.movements import MovementVerbs
 from allstep.comm.objects import ObjectVerbs
 from allstep.comm.reductions import ReductionVerbs
+from allstep.comm.rows import RowVerbs
 from allstep.comm.topology import Topology
 from allstep.comm.wire import LoneWire
 from allstep.errors import UsageError
@@ -20,7 +21,7 @@ from allstep.errors import UsageError
 __all__ = ["Communicator"]
 
 
-class Communicator(ReductionVerbs, MovementVerbs, ObjectVerbs):
+class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
     """One worker's end of a group of workers; made by `init`, `split` or `lone`.
 
     Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`

@@ -1,0 +1,93 @@
+"""Where the gradients of several parameters lie in one flat tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BucketLayout"]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """A bucket: parameters of one dtype and device, side by side in a flat tensor.
+
+    Behind the parameters' gradients lies a tail of small whole numbers with which workers
+    compare what they came for. [Note: tail] Whatever a wire format does to gradients, a sum of
+    tails must be zero exactly where the workers' numbers cancel exactly, and nowhere else.
+
+    Attributes:
+        names: of the parameters.
+        shapes: theirs.
+        strides: of their gradients, which follow the parameters' memory order.
+        dtype: theirs; the flat tensor holds a complex number as two reals.
+        device: theirs.
+        num_tail: elements behind the gradients.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device: torch.device
+    num_tail: int = 0
+
+    @classmethod
+    def of(
+        cls, parameters: Sequence[tuple[str, nn.Parameter]], num_tail: int = 0
+    ) -> "BucketLayout":
+        """The layout of parameters of one dtype and device."""
+        (dtype,) = {p.dtype for _, p in parameters}
+        (device,) = {p.device for _, p in parameters}
+        return cls(
+            tuple(name for name, _ in parameters),
+            tuple(tuple(p.shape) for _, p in parameters),
+            tuple(_dense_strides(p) for _, p in parameters),
+            dtype,
+            device,
+            num_tail,
+        )
+
+    @property
+    def flat_dtype(self) -> torch.dtype:
+        """The dtype of the flat tensor."""
+        return self.dtype.to_real() if self.dtype.is_complex else self.dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of the flat tensor that each parameter takes."""
+        width = 2 if self.dtype.is_complex else 1
+        return tuple(width * torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all gradients, without the tail."""
+        return sum(self.sizes)
+
+    def new_flat(self) -> Tensor:
+        """A zero flat tensor: gradients and tail."""
+        size = self.num_elements + self.num_tail
+        return torch.zeros(size, dtype=self.flat_dtype, device=self.device)
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The gradients as views of the flat tensor, in the parameters' shapes and strides."""
+        pieces = []
+        layout = zip(self.offsets, self.sizes, self.shapes, self.strides, strict=True)
+        for offset, size, shape, strides in layout:
+            piece = flat[offset : offset + size]
+            if self.dtype.is_complex:
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            pieces.append(piece.as_strided(shape, strides))
+        return tuple(pieces)
+
+
+def _dense_strides(p: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where they leave no gap, else those of its contiguous copy."""
+    return torch.empty_like(p, device="meta").stride()

@@ -1,0 +1,52 @@
+"""What a wire format is: how the mean of one bucket over the workers is taken."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.transport import Transport
+
+__all__ = ["WireFormat", "WireState"]
+
+
+@dataclass
+class WireState:
+    """What a format remembers of a bucket from one exchange to the next; part of checkpoints.
+
+    Attributes:
+        residual: what this worker has not sent yet (error feedback), as long as the bucket's
+            gradients; added to the next gradients. None for formats without.
+        tensors: anything else that only speeds up or steadies the next exchange, the same on
+            every worker; may be dropped when buckets change.
+    """
+
+    residual: Tensor | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class WireFormat(ABC):
+    """How gradients travel; immutable, shared by all buckets."""
+
+    name: ClassVar[str]
+    is_lossless: ClassVar[bool] = False
+
+    def new_state(self, layout: BucketLayout) -> WireState:
+        """The state before a bucket's first exchange, the same on every worker."""
+        return WireState()
+
+    @abstractmethod
+    def mean_(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """Makes `flat` the mean over the workers, in place. Collective, blocking.
+
+        Args:
+            flat: this worker's gradients, then the tail; [num_elements + num_tail] of
+                `layout.flat_dtype`. See [Note: tail] for what must hold behind the gradients.
+            layout: the bucket's.
+            state: the bucket's; updated in place.
+            transport: the workers.
+        """

@@ -1,0 +1,39 @@
+"""Rows travel without a word about their shapes."""
+
+import pytest
+import torch
+
+from allstep import UsageError
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16])
+def test_rows_arrive_where_they_belong(size: int, dtype: torch.dtype) -> None:
+    def work(comm: Communicator) -> tuple[list[list[int]], list[list[int]]]:
+        mine = torch.tensor([comm.rank, 7], dtype=dtype)
+        table = (torch.arange(comm.size)[:, None] + 10 * comm.rank).to(dtype)
+        return comm.all_gather_rows(mine).tolist(), comm.all_to_all_rows(table).tolist()
+
+    for rank, (gathered, exchanged) in enumerate(run_ranks(size, work)):
+        assert gathered == [[other, 7] for other in range(size)]
+        assert exchanged == [[rank + 10 * other] for other in range(size)]
+
+
+def test_empty_and_strided_rows() -> None:
+    def work(comm: Communicator) -> tuple[torch.Size, torch.Size, bool]:
+        strided = torch.arange(6.0).view(2, 3).t()
+        gathered = comm.all_gather_rows(strided)
+        return (
+            comm.all_gather_rows(torch.empty(0)).shape,
+            comm.all_to_all_rows(torch.empty(2, 0)).shape,
+            torch.equal(gathered[1 - comm.rank], strided),
+        )
+
+    assert run_ranks(2, work) == [((2, 0), (2, 0), True)] * 2
+
+
+def test_one_row_a_rank() -> None:
+    with pytest.raises(UsageError, match=r"`x` has shape \[3\]; pass 1 rows"):
+        Communicator.lone().all_to_all_rows(torch.ones(3))
