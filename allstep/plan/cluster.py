@@ -48,6 +48,7 @@ class Cluster:
         intra: the link of each worker to its neighbours in the node.
         inter: the link of each *node* to the others, shared by its workers; None for one node.
         copy_bytes_per_s: memory bandwidth of a worker, in bytes copied.
+        has_shared_memory: whether the workers of a node are CPU processes that share memory.
         samples_per_s: throughput of one worker on `workload`, where known.
         workload: what `samples_per_s` was measured on.
         compute_slowdown: how much longer compute takes while a worker communicates; 0.1 is 10 %.
@@ -64,6 +65,7 @@ class Cluster:
     intra: Link
     inter: Link | None = None
     copy_bytes_per_s: float = 10e9
+    has_shared_memory: bool = False
     samples_per_s: float | None = None
     workload: str = ""
     compute_slowdown: float = 0.0

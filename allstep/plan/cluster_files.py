@@ -1,0 +1,127 @@
+"""Clusters as small TOML files, and the ones that come with the package."""
+
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from allstep.errors import UsageError, nearest_names
+from allstep.plan.cluster import Cluster, Link
+
+__all__ = ["preset_names", "read_cluster"]
+
+_LINK_KEYS = {"bandwidth_bps": float, "latency_s": float}
+_KEYS: Mapping[str, type] = {
+    "name": str,
+    "num_nodes": int,
+    "workers_per_node": int,
+    "num_workers": int,
+    "intra": dict,
+    "inter": dict,
+    "copy_bytes_per_s": float,
+    "has_shared_memory": bool,
+    "samples_per_s": float,
+    "workload": str,
+    "compute_slowdown": float,
+    "communication_slowdown": float,
+    "source": str,
+}
+_REQUIRED = ("num_nodes", "workers_per_node", "intra")
+
+
+def preset_names() -> list[str]:
+    """Names of the clusters that come with the package."""
+    folder = files("allstep.plan") / "presets"
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def read_cluster(name: str) -> Cluster:
+    """A cluster from a preset's name or from a TOML file.
+
+    Args:
+        name: one of `preset_names()`, or the path of a file.
+
+    Raises:
+        UsageError: if there is neither, or the file is no cluster; says which key and why.
+
+    >>> read_cluster("mn-1").num_workers
+    1024
+    """
+    if name in preset_names():
+        text = (files("allstep.plan") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+        return parse_cluster(text, name)
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(
+            f"`cluster` (={name}) is neither a file nor a preset;"
+            f" {nearest_names(name, preset_names())}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"`cluster` (={name}) can't be read: {error}.") from None
+    return parse_cluster(text, name)
+
+
+def parse_cluster(text: str, where: str) -> Cluster:
+    """The cluster that the text of a TOML file describes; `where` is for messages."""
+    try:
+        table = tomllib.loads(text)
+        return _cluster(table, Path(where).stem)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where} is no TOML file: {error}.") from None
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _cluster(table: dict[str, Any], stem: str) -> Cluster:
+    _check_keys(table, _KEYS, _REQUIRED, "")
+    values: dict[str, Any] = {"name": stem, **table}
+    num_workers = values.pop("num_workers", None)
+    for name in ("intra", "inter"):
+        if name in values:
+            values[name] = _link(values[name], name)
+    cluster = Cluster(**values)
+    if num_workers not in (None, cluster.num_workers):
+        raise UsageError(
+            f"`num_workers` (={num_workers}) contradicts {cluster.num_nodes} nodes x"
+            f" {cluster.workers_per_node} workers = {cluster.num_workers}; leave it out."
+        )
+    return cluster
+
+
+def _link(table: dict[str, Any], name: str) -> Link:
+    _check_keys(table, _LINK_KEYS, ("bandwidth_bps",), f"{name}.")
+    try:
+        return Link(**table)
+    except UsageError as error:
+        raise UsageError(str(error).replace("`", f"`{name}.", 1)) from None
+
+
+def _check_keys(
+    table: dict[str, Any], known: Mapping[str, type], required: tuple[str, ...], prefix: str
+) -> None:
+    for key, value in table.items():
+        if key not in known:
+            raise UsageError(f"`{prefix}{key}` is no key of a cluster; {nearest_names(key, known)}")
+        kind = known[key]
+        is_right = isinstance(value, (int, float) if kind is float else kind)
+        if not is_right or (isinstance(value, bool) and kind is not bool):
+            raise UsageError(f"`{prefix}{key}` (={value!r}) must be {_KINDS[kind]}.")
+    for key in required:
+        if key not in table:
+            raise UsageError(f"`{prefix}{key}` is missing.")
+
+
+_KINDS: Mapping[type, str] = {
+    bool: "true or false",
+    str: "a text in quotes",
+    int: "a whole number",
+    float: "a number",
+    dict: "a table, such as [intra]",
+}
