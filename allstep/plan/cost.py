@@ -1,0 +1,214 @@
+"""Seconds of a collective from latency, bandwidth and memory: the alpha-beta-gamma model.
+
+seconds = alpha * messages + beta * bytes + gamma * bytes that are summed
+
+[Note: shared links] A node's link to the others is one for all its workers. A ring sends over it
+once for the whole node; halving and doubling, and the two-dimensional scheme, do so from every
+worker at once and get a share each, which is why a fast algorithm between single workers may be
+the slowest between nodes of eight.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.traffic import ALGORITHMS
+from allstep.plan.wire import WIRES, Wire
+
+__all__ = ["Stage", "all_reduce_s", "collective_s", "encode_s", "stages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Messages of each worker that follow one another on the same kind of link.
+
+    Attributes:
+        link: which they take.
+        num_messages: one after the other.
+        num_bytes: of all of them.
+        sharing: workers that use the link at once. [Note: shared links]
+    """
+
+    link: Link
+    num_messages: int
+    num_bytes: float
+    sharing: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the last worker is through."""
+        return self.link.seconds(self.sharing * self.num_bytes, self.num_messages)
+
+
+def stages(algorithm: str, cluster: Cluster, num_bytes: float) -> list[Stage]:
+    """What an all-reduce of `num_bytes` does on all workers of `cluster`, step by step.
+
+    Source: Thakur et al., 2005 (rings, halving and doubling); METHODS of NCCL's tuning model
+    for the latency of a ring that crosses nodes, arXiv-free: github.com/NVIDIA/nccl.
+    """
+    if cluster.num_workers == 1:
+        return []
+    return _STAGES[algorithm](cluster, num_bytes)
+
+
+def _ring(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    return _circulate(cluster, 2, num_bytes / cluster.num_workers)
+
+
+def _circulate(cluster: Cluster, rounds: int, chunk_bytes: float) -> list[Stage]:
+    """Chunks that travel `rounds` times around a ring through all nodes.
+
+    All links carry all chunks at once, so the slowest one sets the pace; a chunk meets each
+    link's latency as often as it crosses one.
+    """
+    hops = rounds * (cluster.num_workers - 1)
+    if cluster.inter is None or cluster.num_nodes == 1:
+        return [Stage(link=cluster.intra, num_messages=hops, num_bytes=hops * chunk_bytes)]
+    inter_hops = rounds * (cluster.num_nodes - 1)
+    crossing = Link(
+        bandwidth_bps=_slower(cluster.inter, cluster.intra, cluster.workers_per_node),
+        latency_s=cluster.inter.latency_s,
+    )
+    return [
+        Stage(link=cluster.intra, num_messages=hops - inter_hops, num_bytes=0.0),
+        Stage(link=crossing, num_messages=inter_hops, num_bytes=hops * chunk_bytes),
+    ]
+
+
+def _slower(inter: Link, intra: Link, workers_per_node: int) -> float:
+    if workers_per_node == 1:
+        return inter.bandwidth_bps
+    return min(inter.bandwidth_bps, intra.bandwidth_bps)
+
+
+def _halving_doubling(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    size = cluster.num_workers
+    power = 1 << (size.bit_length() - 1)
+    halves = [
+        _exchange(cluster, power >> level, num_bytes / (1 << level), num_messages=2)
+        for level in range(1, power.bit_length())
+    ]
+    if power == size:
+        return halves
+    return [*halves, _exchange(cluster, power, num_bytes, num_messages=2)]
+
+
+def _exchange(cluster: Cluster, distance: int, num_bytes: float, *, num_messages: int) -> Stage:
+    """Every worker sends to the one `distance` ranks away, all at once."""
+    per_node = cluster.workers_per_node
+    inside = cluster.inter is None or distance < per_node
+    return Stage(
+        link=cluster.intra if inside or cluster.inter is None else cluster.inter,
+        num_messages=num_messages,
+        num_bytes=num_messages * num_bytes,
+        sharing=1 if inside else per_node,
+    )
+
+
+def _hierarchical(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    local = cluster.workers_per_node
+    inside = Stage(
+        link=cluster.intra, num_messages=2 * (local - 1), num_bytes=2 * (local - 1) * num_bytes
+    )
+    return [inside, *_between_nodes(cluster, num_bytes, sharing=1)]
+
+
+def _two_dimensional(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    local = cluster.workers_per_node
+    inside = Stage(
+        link=cluster.intra,
+        num_messages=2 * (local - 1),
+        num_bytes=2 * (local - 1) / local * num_bytes,
+    )
+    return [inside, *_between_nodes(cluster, num_bytes / local, sharing=local)]
+
+
+def _between_nodes(cluster: Cluster, num_bytes: float, *, sharing: int) -> list[Stage]:
+    nodes = cluster.num_nodes
+    if cluster.inter is None or nodes == 1:
+        return []
+    hops = 2 * (nodes - 1)
+    return [
+        Stage(
+            link=cluster.inter,
+            num_messages=hops,
+            num_bytes=hops / nodes * num_bytes,
+            sharing=sharing,
+        )
+    ]
+
+
+def _shared_memory(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    """A copy in and a copy out; the sum is taken while a piece is in the cache."""
+    memory = Link(bandwidth_bps=8 * cluster.copy_bytes_per_s, latency_s=cluster.intra.latency_s)
+    inside = Stage(link=memory, num_messages=2, num_bytes=2 * num_bytes)
+    return [inside, *_between_nodes(cluster, num_bytes, sharing=1)]
+
+
+_STAGES: Mapping[str, Callable[[Cluster, float], list[Stage]]] = {
+    "native": _ring,
+    "ring": _ring,
+    "halving_doubling": _halving_doubling,
+    "hierarchical": _hierarchical,
+    "two_dimensional": _two_dimensional,
+    "shared_memory": _shared_memory,
+}
+assert set(_STAGES) == set(ALGORITHMS)
+
+
+def all_reduce_s(algorithm: str, cluster: Cluster, num_bytes: float) -> float:
+    """Seconds of an all-reduce of `num_bytes` over all workers of `cluster`.
+
+    >>> link = Link(bandwidth_bps=8e9, latency_s=0.001)
+    >>> pair = Cluster(name="", num_nodes=2, workers_per_node=1, intra=link, inter=link,
+    ...     copy_bytes_per_s=1.5e12)
+    >>> round(all_reduce_s("ring", pair, 1e9), 4)  # two messages of half the bytes; their sum
+    1.0025
+    """
+    size = cluster.num_workers
+    summed_bytes = (size - 1) / size * num_bytes
+    wire_s = sum(stage.seconds for stage in stages(algorithm, cluster, num_bytes))
+    return wire_s + cluster.reduce_s_per_byte * summed_bytes
+
+
+def collective_s(wire_name: str, algorithm: str, cluster: Cluster, num_elements: int) -> float:
+    """Seconds in which the sum of `num_elements` gradients is on the wire."""
+    wire = WIRES[wire_name]
+    if cluster.num_workers == 1:
+        return 0.0
+    if wire.rank is not None:
+        factor_bytes = wire.element_bytes * wire.num_low_rank(num_elements) / 2
+        return 2 * all_reduce_s(algorithm, cluster, factor_bytes)
+    if wire.keep is not None:
+        kept_bytes = wire.keep * num_elements * (wire.element_bytes + 4)
+        return sum(stage.seconds for stage in _circulate(cluster, 1, kept_bytes))
+    if wire.block is not None:
+        return _quantised_s(wire, wire.block, cluster, num_elements)
+    return all_reduce_s(algorithm, cluster, wire.element_bytes * num_elements)
+
+
+def _quantised_s(wire: Wire, block: int, cluster: Cluster, num_elements: int) -> float:
+    """Rows to their owners, sums there, and sums to all."""
+    row_bytes = num_elements / cluster.num_workers * (wire.element_bytes + 4 / block)
+    local, size = cluster.workers_per_node, cluster.num_workers
+    scatter = [Stage(link=cluster.intra, num_messages=local - 1, num_bytes=(local - 1) * row_bytes)]
+    if cluster.inter is not None and cluster.num_nodes > 1:
+        others = size - local
+        scatter.append(
+            Stage(
+                link=cluster.inter,
+                num_messages=others,
+                num_bytes=others * row_bytes,
+                sharing=local,
+            )
+        )
+    gather = _circulate(cluster, 1, row_bytes)
+    return sum(stage.seconds for stage in (*scatter, *gather))
+
+
+def encode_s(wire_name: str, cluster: Cluster, num_elements: int) -> float:
+    """Seconds to encode and decode `num_elements`, at the memory's speed.
+
+    A copy reads and writes each byte, so that n bytes touched take the time of copying n / 2.
+    """
+    return WIRES[wire_name].touched_bytes * num_elements / (2 * cluster.copy_bytes_per_s)
