@@ -1,0 +1,90 @@
+"""How gradients might be exchanged, as far as time and bytes are concerned."""
+
+from dataclasses import dataclass, replace
+
+from allstep.errors import UsageError, nearest_names
+from allstep.plan.traffic import ALGORITHMS
+from allstep.plan.wire import WIRES
+
+__all__ = ["POLICIES", "Policy"]
+
+MIB = 2**20
+# torch's DistributedDataParallel: 25 MiB a bucket, the first one 1 MiB.
+DDP_BUCKET_BYTES = 25 * MIB
+DDP_FIRST_BUCKET_BYTES = MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """An exchange; names are those of `ExchangePolicy`.
+
+    Args:
+        name: for tables.
+        wire: format of what crosses the wire.
+        algorithm: one of the all-reduce algorithms, or "auto" for the fastest of them.
+        bucket_bytes: float32 bytes of a bucket; None for a single one at the end of backward,
+            "auto" for the fastest of several.
+        first_bucket_bytes: a smaller first bucket; None for one like the others.
+        staleness: the age of the gradients in steps; 0 waits for this step's.
+        every: steps between exchanges; beyond 1 workers train alone and average parameters.
+
+    Raises:
+        UsageError: for unknown names, or numbers that don't go together.
+    """
+
+    name: str
+    wire: str = "fp32"
+    algorithm: str = "auto"
+    bucket_bytes: int | str | None = "auto"
+    first_bucket_bytes: int | None = None
+    staleness: int = 0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRES:
+            raise UsageError(f"`wire` (={self.wire!r}): {nearest_names(self.wire, WIRES)}")
+        if self.algorithm not in (*ALGORITHMS, "auto"):
+            names = nearest_names(self.algorithm, [*ALGORITHMS, "auto"])
+            raise UsageError(f"`algorithm` (={self.algorithm!r}): {names}")
+        if isinstance(self.bucket_bytes, str) and self.bucket_bytes != "auto":
+            raise UsageError(f'`bucket_bytes` (={self.bucket_bytes!r}) must be bytes or "auto".')
+        if isinstance(self.bucket_bytes, int) and self.bucket_bytes < 1:
+            raise UsageError(f"`bucket_bytes` (={self.bucket_bytes}) must be at least 1.")
+        if self.staleness < 0:
+            raise UsageError(f"`staleness` (={self.staleness}) must be 0 or more.")
+        if self.every < 1:
+            raise UsageError(f"`every` (={self.every}) must be at least 1.")
+        if self.every > 1 and self.staleness:
+            raise UsageError(
+                f"`every` (={self.every}) and `staleness` (={self.staleness}) don't go together:"
+                " parameters that are averaged have no age."
+            )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to choose."""
+        return "auto" not in (self.algorithm, self.bucket_bytes)
+
+    def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "Policy":
+        """This policy with what was left to choose settled."""
+        return replace(
+            self,
+            algorithm=algorithm if self.algorithm == "auto" else self.algorithm,
+            bucket_bytes=bucket_bytes if self.bucket_bytes == "auto" else self.bucket_bytes,
+        )
+
+
+# The simplest first: of two that are as fast, the earlier is recommended.
+POLICIES = (
+    Policy(
+        name="DDP",
+        algorithm="native",
+        bucket_bytes=DDP_BUCKET_BYTES,
+        first_bucket_bytes=DDP_FIRST_BUCKET_BYTES,
+    ),
+    Policy(name="fp32"),
+    Policy(name="fp16", wire="fp16"),
+    Policy(name="int8", wire="int8"),
+    Policy(name="fp16 + staleness 1", wire="fp16", staleness=1),
+    Policy(name="local SGD, H = 16", every=16),
+)

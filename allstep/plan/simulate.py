@@ -1,0 +1,204 @@
+"""Training steps on simulated workers: who computes, who waits and when the wire is busy.
+
+[Note: simulated step] Every worker has a clock of its own; all clocks are one array, so that
+16,384 workers take hardly longer than one. A bucket's collective starts when the last worker has
+the bucket ready and the wire is free, in the order in which buckets fill, and ends for all at
+once. Compute slows down while the wire is busy, and communication while workers still have work
+that doesn't wait for it. With staleness k a worker begins step t + 1 when it is done with step t
+and the collectives of step t - k have ended. Local SGD exchanges parameters after the last of
+`every` updates, and nobody computes meanwhile.
+
+The first rounds fill the pipeline; what is reported is the mean over the later ones.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allstep.errors import UsageError
+from allstep.plan.activity import Activity
+from allstep.plan.cluster import Cluster
+from allstep.plan.cost import collective_s, encode_s
+from allstep.plan.policy import Policy
+from allstep.plan.step_report import Span, StepReport
+from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
+from allstep.plan.traffic import Group, Traffic
+from allstep.plan.wire import wire_traffic
+from allstep.plan.workload import Workload
+
+__all__ = ["exchange_traffic", "simulate"]
+
+# Rounds that are averaged; one tells all if workers are equal.
+_NUM_RANDOM_ROUNDS = 20
+
+
+def simulate(
+    workload: Workload,
+    cluster: Cluster,
+    policy: Policy,
+    stragglers: Stragglers = NO_STRAGGLERS,
+) -> StepReport:
+    """Simulates training on all workers of a cluster. See [Note: simulated step].
+
+    Args:
+        workload: of each worker.
+        cluster: all of it works; `cluster.of(num_workers)` gives a part.
+        policy: with a fixed algorithm and bucket size.
+        stragglers: how workers differ.
+
+    Raises:
+        UsageError: if the policy leaves something to choose.
+    """
+    if not policy.is_settled:
+        raise UsageError(
+            f'`policy` ({policy.name}) leaves "auto" open: settle it with `policy.with_choice`,'
+            " or use `predict`, which tries all."
+        )
+    return _Simulation(workload, cluster, policy, stragglers).run()
+
+
+def exchange_traffic(workload: Workload, policy: Policy, group: Group) -> Traffic:
+    """What the worker at `group.rank` sends in one exchange, to the byte."""
+    sizes = _bucket_sizes(workload, policy)
+    sent = (wire_traffic(policy.wire, policy.algorithm, group, size) for size in sizes)
+    return sum(sent, start=Traffic())
+
+
+def _bucket_sizes(workload: Workload, policy: Policy) -> list[int]:
+    assert not isinstance(policy.bucket_bytes, str)
+    return workload.bucket_sizes(policy.bucket_bytes, policy.first_bucket_bytes)
+
+
+class _Simulation:
+    """The state between steps: where each worker's clock and the wire stand."""
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, policy: Policy, stragglers: Stragglers
+    ) -> None:
+        self.workload, self.cluster, self.policy = workload, cluster, policy
+        self.stragglers = stragglers
+        sizes = _bucket_sizes(workload, policy)
+        self.buckets = workload.buckets(sizes)
+        self.wire_s = [self.exchange_s(size) for size in sizes]
+        # Equal workers are all at the same point: one clock stands for them.
+        self.clock = np.zeros(cluster.num_workers if stragglers.is_active else 1)
+        self.wire = Activity(cluster.compute_slowdown if cluster.num_workers > 1 else 0.0)
+        self.ends_s: list[float] = []  # of the collectives of each step
+        self.step = 0
+        self.forget_totals()
+
+    def forget_totals(self) -> None:
+        self.busy_s = self.exposed_s = self.straggler_s = 0.0
+        self.spans: list[Span] = []
+
+    def exchange_s(self, num_elements: int) -> float:
+        if self.cluster.num_workers == 1:
+            return 0.0
+        wire, algorithm = self.policy.wire, self.policy.algorithm
+        return collective_s(wire, algorithm, self.cluster, num_elements) + encode_s(
+            wire, self.cluster, num_elements
+        )
+
+    def fill_pipeline(self) -> None:
+        """Runs the first rounds; a wire that can't keep up is late from the beginning.
+
+        It would get later by a little each step, until stale gradients are as late as they may
+        be: thousands of steps if compute and wire take nearly the same time.
+        """
+        cluster, compute_s = self.cluster, self.workload.compute_s
+        wire_s = sum(self.wire_s) * (1 + cluster.communication_slowdown)
+        if wire_s > compute_s * (1 + cluster.compute_slowdown):
+            self.wire.occupy(0.0, self.policy.staleness * compute_s)
+        for _ in range(self.policy.staleness + 1):
+            self.round()
+
+    def run(self) -> StepReport:
+        self.fill_pipeline()
+        num_rounds = _NUM_RANDOM_ROUNDS if self.stragglers.is_active else 1
+        self.forget_totals()
+        start_s = float(self.clock.max())
+        for _ in range(num_rounds):
+            self.spans, round_s = [], float(self.clock.max())
+            self.round()
+        num_steps = num_rounds * self.policy.every
+        group = Group(
+            rank=0,
+            local_size=self.cluster.workers_per_node,
+            num_nodes=self.cluster.num_nodes,
+        )
+        return StepReport(
+            step_s=(float(self.clock.max()) - start_s) / num_steps,
+            compute_s=self.workload.compute_s,
+            exposed_s=self.exposed_s / num_steps,
+            straggler_s=self.straggler_s / num_steps,
+            wire_s=self.busy_s / num_steps,
+            traffic=exchange_traffic(self.workload, self.policy, group),
+            timeline=tuple(
+                Span(span.lane, span.name, span.start_s - round_s, span.end_s - round_s)
+                for span in self.spans
+            ),
+        )
+
+    def round(self) -> None:
+        """The steps from one exchange to the next."""
+        if self.policy.every == 1:
+            self.synchronous_step()
+        else:
+            for _ in range(self.policy.every):
+                self.compute("local step", self.workload.compute_s * self.draw())
+            self.average_parameters()
+        self.wire.forget_before(float(self.clock.min()))
+
+    def synchronous_step(self) -> None:
+        factor = self.draw()
+        work_left_s = self.workload.backward_s
+        self.compute("forward", self.workload.forward_s * factor)
+        for index, bucket in enumerate(self.buckets):
+            self.compute(f"backward {index}", bucket.backward_s * factor)
+            work_left_s -= bucket.backward_s
+            self.communicate(index, work_left_s)
+        self.ends_s.append(self.wire.free_s)
+        if len(self.ends_s) > self.policy.staleness:
+            self.wait_until(self.ends_s.pop(0))
+        self.compute("optimizer", self.workload.optimizer_s * factor)
+
+    def average_parameters(self) -> None:
+        for index in range(len(self.buckets)):
+            self.communicate(index, 0.0)
+        self.wait_until(self.wire.free_s)
+
+    def draw(self) -> NDArray[np.float64]:
+        """How much longer each worker's compute takes in this step."""
+        self.step += 1
+        return self.stragglers.draw(self.step, len(self.clock))
+
+    def compute(self, name: str, work_s: NDArray[np.float64]) -> None:
+        start_s = float(self.clock.max())
+        self.clock = self.wire.finish(self.clock, work_s)
+        self.spans.append(Span("compute", name, start_s, float(self.clock.max())))
+
+    def communicate(self, index: int, work_left_s: float) -> None:
+        """Puts a bucket on the wire; the slowest worker still has `work_left_s` of backward."""
+        ready_s = float(self.clock.max())
+        start_s = max(ready_s, self.wire.free_s)
+        free_work_s = max(0.0, work_left_s - (start_s - ready_s))
+        free_work_s += self.policy.staleness * self.workload.compute_s
+        end_s = start_s + self.contended_s(self.wire_s[index], free_work_s)
+        self.wire.occupy(start_s, end_s)
+        self.busy_s += end_s - start_s
+        self.spans.append(Span("wire", f"bucket {index}", start_s, end_s))
+
+    def contended_s(self, seconds: float, work_s: float) -> float:
+        """How long communication takes that goes on beside `work_s` of compute."""
+        slower = 1 + self.cluster.communication_slowdown
+        beside_s = min(seconds * slower, work_s * (1 + self.cluster.compute_slowdown))
+        return beside_s + (seconds - beside_s / slower)
+
+    def wait_until(self, end_s: float) -> None:
+        last_s = float(self.clock.max())
+        waits_s = np.maximum(end_s, self.clock) - self.clock
+        exposed_s = max(0.0, end_s - last_s)
+        self.exposed_s += exposed_s
+        self.straggler_s += float(waits_s.mean()) - exposed_s
+        if exposed_s:
+            self.spans.append(Span("wait", "wait", last_s, end_s))
+        self.clock = self.clock + waits_s

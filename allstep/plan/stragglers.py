@@ -1,0 +1,60 @@
+"""How much slower than usual a worker's compute may be, step by step."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allstep.errors import UsageError
+
+__all__ = ["NO_STRAGGLERS", "Stragglers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """A distribution of the factor by which a worker's compute takes longer in a step.
+
+    factor = exp(spread * z - spread^2 / 2), z normal: its mean is 1
+    factor *= slow_factor, with `slow_probability`
+
+    Args:
+        spread: standard deviation of the factor's logarithm; 0.03 is about 3 %.
+        slow_probability: of an outright slow step of a worker.
+        slow_factor: how much longer it takes.
+        seed: of the draws.
+
+    Raises:
+        UsageError: for numbers out of range.
+
+    >>> Stragglers(spread=0.03).draw(0, 100_000).mean().round(3)
+    np.float64(1.0)
+    """
+
+    spread: float = 0.0
+    slow_probability: float = 0.0
+    slow_factor: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.spread < math.inf:
+            raise UsageError(f"`spread` (={self.spread}) must be 0 or more; 0.03 is about 3 %.")
+        if not 0 <= self.slow_probability <= 1:
+            raise UsageError(f"`slow_probability` (={self.slow_probability}) must be 0 to 1.")
+        if not 1 <= self.slow_factor < math.inf:
+            raise UsageError(f"`slow_factor` (={self.slow_factor}) must be at least 1.")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether workers differ at all."""
+        return self.spread > 0 or (self.slow_probability > 0 and self.slow_factor > 1)
+
+    def draw(self, step: int, num_workers: int) -> NDArray[np.float64]:
+        """The factors of one step, the same whenever they are asked for; [num_workers]."""
+        rng = np.random.default_rng([self.seed, step])
+        factor = np.exp(self.spread * rng.standard_normal(num_workers) - self.spread**2 / 2)
+        slow = rng.random(num_workers) < self.slow_probability
+        return np.where(slow, self.slow_factor * factor, factor)
+
+
+NO_STRAGGLERS = Stragglers()

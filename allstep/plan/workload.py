@@ -1,0 +1,141 @@
+"""One worker's part of a training step as numbers: seconds, gradients and when they are ready."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from allstep.errors import UsageError
+from allstep.plan.cluster import check_positive
+
+__all__ = ["Bucket", "Workload"]
+
+GRADIENT_BYTES = 4  # float32, as torch keeps them
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A piece of the gradient.
+
+    Attributes:
+        num_elements: of the gradient.
+        backward_s: seconds of the backward pass from the bucket before to this one's readiness.
+    """
+
+    num_elements: int
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one worker does in a step, communication left out.
+
+    Args:
+        num_params: elements of the gradient.
+        forward_s: seconds until the last backward pass begins; earlier micro-batches included.
+        backward_s: seconds of the last backward pass, whose gradients are exchanged.
+        optimizer_s: seconds of the update.
+        num_samples: samples of this worker in a step.
+        ready: how far the backward pass is, as a share of its seconds, when a share of the
+            gradient is ready: pairs (share of gradient, share of seconds), both increasing to 1.
+            By default both grow together.
+
+    Raises:
+        UsageError: for numbers out of range.
+
+    >>> Workload.from_step(num_params=1000, step_s=1.5, num_samples=32).buckets([750, 250])
+    (Bucket(num_elements=750, backward_s=0.75), Bucket(num_elements=250, backward_s=0.25))
+    """
+
+    num_params: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    num_samples: int = 1
+    ready: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
+
+    def __post_init__(self) -> None:
+        for name in ("num_params", "num_samples"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"`{name}` (={value}) must be a whole number of at least 1.")
+        for name in ("forward_s", "backward_s", "optimizer_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UsageError(f"`{name}` (={value}) must be 0 or more seconds.")
+        check_positive("forward_s + backward_s", self.forward_s + self.backward_s, "0.1 is 100 ms")
+        _check_ready(self.ready)
+
+    @classmethod
+    def from_step(cls, *, num_params: int, step_s: float, num_samples: int = 1) -> "Workload":
+        """A step of which only the whole is known: a third is forward, the rest backward.
+
+        The backward pass of a matrix multiplication does two of the forward's size.
+        """
+        check_positive("step_s", step_s, "0.1 is 100 ms")
+        return cls(
+            num_params=num_params,
+            forward_s=step_s / 3,
+            backward_s=step_s * 2 / 3,
+            num_samples=num_samples,
+        )
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without any communication."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Size of the gradient in float32."""
+        return GRADIENT_BYTES * self.num_params
+
+    def bucket_sizes(
+        self, bucket_bytes: int | None, first_bucket_bytes: int | None = None
+    ) -> list[int]:
+        """Elements of each bucket in the order in which they are ready.
+
+        Args:
+            bucket_bytes: float32 bytes of a full bucket; None for one bucket of everything.
+            first_bucket_bytes: the same of the first one; `bucket_bytes` by default.
+
+        >>> workload = Workload.from_step(num_params=1000, step_s=0.3)
+        >>> workload.bucket_sizes(1600, 400)
+        [100, 400, 400, 100]
+        """
+        if bucket_bytes is None:
+            return [self.num_params]
+        full = max(1, bucket_bytes // GRADIENT_BYTES)
+        first = full if first_bucket_bytes is None else max(1, first_bucket_bytes // GRADIENT_BYTES)
+        edges = [0, *range(min(first, self.num_params), self.num_params, full), self.num_params]
+        return [end - start for start, end in itertools.pairwise(edges)]
+
+    def buckets(self, sizes: Sequence[int]) -> tuple[Bucket, ...]:
+        """Buckets of these sizes with the backward seconds that `ready` gives each.
+
+        Backward seconds beyond the last bucket's readiness are added to the last one.
+        """
+        assert sum(sizes) == self.num_params
+        ends = itertools.accumulate(sizes)
+        shares = [0.0, *(_interpolate(end / self.num_params, self.ready) for end in ends)]
+        shares[-1] = 1.0
+        spans = (self.backward_s * (late - early) for early, late in itertools.pairwise(shares))
+        return tuple(itertools.starmap(Bucket, zip(sizes, spans, strict=True)))
+
+
+def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def _check_ready(ready: tuple[tuple[float, float], ...]) -> None:
+    pairs = list(itertools.pairwise(ready))
+    ends = len(ready) >= 2 and ready[0][0] == 0 and ready[-1] == (1, 1)
+    grows = all(x0 < x1 and 0 <= y0 <= y1 for (x0, y0), (x1, y1) in pairs)
+    if not (ends and grows):
+        raise UsageError(
+            f"`ready` (={ready}) must be pairs that increase from a gradient share of 0 to (1, 1),"
+            " such as ((0, 0), (0.9, 0.5), (1, 1))."
+        )

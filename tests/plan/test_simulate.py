@@ -1,0 +1,253 @@
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from allstep.errors import UsageError
+from allstep.plan.activity import Activity
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cost import collective_s
+from allstep.plan.policy import Policy
+from allstep.plan.simulate import exchange_traffic, simulate
+from allstep.plan.stragglers import Stragglers
+from allstep.plan.traffic import Group
+from allstep.plan.workload import Workload
+
+LINK = Link(bandwidth_bps=1e9, latency_s=1e-4)
+MIB = 2**20
+
+
+def hosts(num_nodes, **changes):
+    return Cluster(
+        name="hosts", num_nodes=num_nodes, workers_per_node=1, intra=LINK, inter=LINK, **changes
+    )
+
+
+WORKLOAD = Workload(
+    num_params=5_000_000, forward_s=0.04, backward_s=0.08, optimizer_s=0.01, num_samples=32
+)
+AT_THE_END = Policy(name="at the end", algorithm="ring", bucket_bytes=None)
+OVERLAPPED = Policy(name="overlapped", algorithm="ring", bucket_bytes=4 * MIB)
+
+
+def wire_s(cluster, num_elements=WORKLOAD.num_params):
+    return collective_s("fp32", "ring", cluster, num_elements)
+
+
+@pytest.mark.parametrize("policy", [AT_THE_END, OVERLAPPED, replace(OVERLAPPED, staleness=2)])
+def test_one_worker_only_computes(policy):
+    report = simulate(WORKLOAD, hosts(1, compute_slowdown=1.0), policy)
+    assert report.step_s == pytest.approx(WORKLOAD.compute_s)
+    assert report.efficiency == pytest.approx(1.0)
+    assert report.exposed_s == report.wire_s == report.traffic.sent_bytes == 0
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 8])
+def test_without_overlap_everything_is_exposed(num_nodes):
+    cluster = hosts(num_nodes)
+    report = simulate(WORKLOAD, cluster, AT_THE_END)
+    assert report.exposed_s == pytest.approx(wire_s(cluster))
+    assert report.step_s == pytest.approx(WORKLOAD.compute_s + wire_s(cluster))
+
+
+def test_overlapped_buckets_follow_one_another():
+    """The recursion end = max(end before, ready) + seconds, by hand."""
+    cluster = hosts(4)
+    now, end = WORKLOAD.forward_s, 0.0
+    for bucket in WORKLOAD.buckets(WORKLOAD.bucket_sizes(4 * MIB)):
+        now += bucket.backward_s
+        end = max(end, now) + wire_s(cluster, bucket.num_elements)
+    report = simulate(WORKLOAD, cluster, OVERLAPPED)
+    assert report.step_s == pytest.approx(end + WORKLOAD.optimizer_s)
+    assert report.exposed_s == pytest.approx(end - now)
+    assert report.step_s < simulate(WORKLOAD, cluster, AT_THE_END).step_s
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("bandwidth_bps", [1e8, 1e9, 1e10])
+def test_stale_gradients_take_the_longer_of_compute_and_wire(staleness, bandwidth_bps):
+    slow = replace(LINK, bandwidth_bps=bandwidth_bps)
+    cluster = replace(hosts(2), intra=slow, inter=slow)
+    report = simulate(WORKLOAD, cluster, replace(AT_THE_END, staleness=staleness))
+    assert report.step_s == pytest.approx(max(WORKLOAD.compute_s, wire_s(cluster)))
+
+
+def test_local_sgd_pays_once_in_a_while():
+    cluster = hosts(4)
+    report = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=5))
+    assert report.step_s == pytest.approx(WORKLOAD.compute_s + wire_s(cluster) / 5)
+    assert report.exposed_s == pytest.approx(wire_s(cluster) / 5)
+
+
+def test_an_update_is_never_hidden_without_staleness():
+    """A negative control: with an endless wire only staleness 0 shows it in full."""
+    cluster = hosts(2)
+    fresh = simulate(WORKLOAD, cluster, AT_THE_END).step_s
+    stale = simulate(WORKLOAD, cluster, replace(AT_THE_END, staleness=1)).step_s
+    assert fresh - stale == pytest.approx(min(WORKLOAD.compute_s, wire_s(cluster)))
+
+
+@pytest.mark.parametrize(("staleness", "every"), [(0, 1), (1, 1), (2, 1), (0, 3)])
+def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
+    """An oracle of plain loops over workers, buckets and steps."""
+    cluster, stragglers = hosts(5), Stragglers(spread=0.3, slow_probability=0.1, slow_factor=3)
+    policy = replace(OVERLAPPED, staleness=staleness, every=every)
+    report = simulate(WORKLOAD, cluster, policy, stragglers)
+
+    buckets = WORKLOAD.buckets(WORKLOAD.bucket_sizes(4 * MIB))
+    seconds = [wire_s(cluster, bucket.num_elements) for bucket in buckets]
+    clocks, ends, marks = [0.0] * 5, [], []
+    free = staleness * WORKLOAD.compute_s  # this wire can't keep up
+    assert sum(seconds) > WORKLOAD.compute_s
+    num_warm, num_rounds = staleness + 1, 20
+    for step in range((num_warm + num_rounds) * every):
+        factors = stragglers.draw(step + 1, 5)
+        if every > 1:
+            clocks = [c + f * WORKLOAD.compute_s for c, f in zip(clocks, factors, strict=True)]
+            if step % every == every - 1:
+                clocks = [max(clocks) + sum(seconds)] * 5
+        else:
+            now = [c + f * WORKLOAD.forward_s for c, f in zip(clocks, factors, strict=True)]
+            for bucket, duration in zip(buckets, seconds, strict=True):
+                now = [n + f * bucket.backward_s for n, f in zip(now, factors, strict=True)]
+                free = max(free, *now) + duration
+            ends.append(free)
+            awaited = ends[step - staleness] if step >= staleness else 0.0
+            clocks = [
+                max(n, awaited) + f * WORKLOAD.optimizer_s
+                for n, f in zip(now, factors, strict=True)
+            ]
+        marks.append(max(clocks))
+    first = marks[num_warm * every - 1]
+    assert report.step_s == pytest.approx((marks[-1] - first) / (num_rounds * every))
+    assert report.straggler_s > 0
+
+
+def test_the_slowest_of_many_is_slower():
+    stragglers = Stragglers(spread=0.05)
+    few = simulate(WORKLOAD, hosts(2), AT_THE_END, stragglers)
+    many = simulate(WORKLOAD, hosts(1000), AT_THE_END, stragglers)
+    assert many.step_s - wire_s(hosts(1000)) > few.step_s - wire_s(hosts(2)) > WORKLOAD.compute_s
+
+
+def test_fewer_meetings_even_stragglers_out():
+    cluster = replace(hosts(64), inter=Link(bandwidth_bps=1e15))
+    stragglers = Stragglers(spread=0.2)
+    every_step = simulate(WORKLOAD, cluster, AT_THE_END, stragglers).step_s
+    rarely = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=16), stragglers).step_s
+    assert WORKLOAD.compute_s < rarely < every_step
+
+
+def test_seeds_decide_about_stragglers():
+    reports = [
+        simulate(WORKLOAD, hosts(4), AT_THE_END, Stragglers(spread=0.2, seed=seed)).step_s
+        for seed in (0, 0, 1)
+    ]
+    assert reports[0] == reports[1] != reports[2]
+
+
+def test_compute_slows_down_beside_communication():
+    """All communication lies beside compute: progress is lost for as long as the wire is busy."""
+    cluster = hosts(2, compute_slowdown=0.5)
+    policy = replace(AT_THE_END, staleness=1)
+    report = simulate(WORKLOAD, cluster, policy)
+    busy = wire_s(hosts(2))
+    compute = WORKLOAD.compute_s
+    slowed = min(busy, 1.5 * compute)
+    expected = max(busy, compute + slowed * (1 - 1 / 1.5))
+    assert report.step_s == pytest.approx(expected)
+
+
+def test_communication_slows_down_beside_compute():
+    fast = Link(bandwidth_bps=8e9, latency_s=1e-4)
+    cluster = replace(hosts(2), intra=fast, inter=fast)
+    slowed = replace(cluster, communication_slowdown=0.5)
+    policy = replace(AT_THE_END, staleness=1)  # wholly beside compute
+    plain_s = simulate(WORKLOAD, cluster, policy).wire_s
+    assert simulate(WORKLOAD, slowed, policy).wire_s == pytest.approx(1.5 * plain_s)
+    # Nothing is beside compute at the end of backward.
+    assert simulate(WORKLOAD, slowed, AT_THE_END).wire_s == pytest.approx(plain_s)
+    # The last bucket goes alone, the ones before it beside the backward pass.
+    overlapped = simulate(WORKLOAD, slowed, OVERLAPPED).wire_s
+    assert plain_s < overlapped < 1.5 * plain_s
+
+
+def test_encoding_is_part_of_the_exchange():
+    cheap = hosts(2, copy_bytes_per_s=1e15)
+    dear = hosts(2, copy_bytes_per_s=1e9)
+    policy = replace(AT_THE_END, wire="fp16")
+    lost = simulate(WORKLOAD, dear, policy).step_s - simulate(WORKLOAD, cheap, policy).step_s
+    encode_s = 12 * WORKLOAD.num_params / 2e9
+    sum_s = 1.5 * WORKLOAD.num_params / 1e9  # half of the two-byte elements
+    assert lost == pytest.approx(encode_s + sum_s, rel=1e-3)
+
+
+def test_traffic_is_counted_bucket_by_bucket():
+    report = simulate(WORKLOAD, hosts(4), OVERLAPPED)
+    assert report.traffic == exchange_traffic(WORKLOAD, OVERLAPPED, Group(rank=0, local_size=4))
+    num_buckets = len(WORKLOAD.bucket_sizes(4 * MIB))
+    assert report.traffic.num_messages == 6 * num_buckets
+    assert report.traffic.sent_bytes == pytest.approx(1.5 * WORKLOAD.gradient_bytes, rel=1e-5)
+
+
+def test_the_timeline_tells_one_step():
+    spans = simulate(WORKLOAD, hosts(4), OVERLAPPED).timeline
+    assert min(span.start_s for span in spans) == pytest.approx(0.0)
+    num_buckets = len(WORKLOAD.bucket_sizes(4 * MIB))
+    names = [span.name for span in spans if span.lane == "compute"]
+    assert names == ["forward", *(f"backward {i}" for i in range(num_buckets)), "optimizer"]
+    wire = [span for span in spans if span.lane == "wire"]
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(wire))
+    assert [span.lane for span in spans].count("wait") == 1
+
+
+def test_sixteen_thousand_workers():
+    report = simulate(WORKLOAD, hosts(16384), OVERLAPPED, Stragglers(spread=0.05))
+    assert report.step_s > WORKLOAD.compute_s
+
+
+def test_an_open_policy_is_refused():
+    with pytest.raises(UsageError, match=r'`policy` \(open\) leaves "auto" open'):
+        simulate(WORKLOAD, hosts(2), Policy(name="open"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wire": "fp17"}, r"`wire` \(='fp17'\).*did you mean `fp16`"),
+        ({"algorithm": "rings"}, r"`algorithm` \(='rings'\).*did you mean `ring`"),
+        ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\) must be at least 1"),
+        ({"bucket_bytes": "big"}, r"`bucket_bytes` \(='big'\)"),
+        ({"staleness": -1}, r"`staleness` \(=-1\) must be 0 or more"),
+        ({"every": 0}, r"`every` \(=0\) must be at least 1"),
+        ({"every": 2, "staleness": 1}, r"`every` \(=2\) and `staleness` \(=1\) don't go together"),
+    ],
+)
+def test_wrong_policies_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        Policy(name="wrong", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"spread": -0.1}, "spread"),
+        ({"slow_probability": 1.5}, "slow_probability"),
+        ({"slow_factor": 0.5}, "slow_factor"),
+    ],
+)
+def test_wrong_stragglers_are_refused(changes, name):
+    with pytest.raises(UsageError, match=f"`{name}`"):
+        Stragglers(**changes)
+
+
+def test_activity_forgets_without_a_change():
+    kept, forgetful = Activity(slowdown=1.0), Activity(slowdown=1.0)
+    for wire in (kept, forgetful):
+        for start in range(0, 20, 2):
+            wire.occupy(float(start), start + 1.0)
+    forgetful.forget_before(10.5)
+    starts = np.linspace(11, 25, 50)
+    np.testing.assert_allclose(forgetful.finish(starts, 3.0), kept.finish(starts, 3.0))
+    assert forgetful.free_s == kept.free_s

@@ -1,0 +1,75 @@
+import math
+
+import pytest
+
+from allstep.errors import UsageError
+from allstep.plan.job import Job
+from allstep.plan.workload import Workload
+
+MICRO = Workload(num_params=1000, forward_s=1.0, backward_s=2.0, optimizer_s=0.5, num_samples=8)
+
+
+@pytest.mark.parametrize("num_params", [1, 7, 1000, 1001])
+@pytest.mark.parametrize("bucket_bytes", [1, 4, 100, 4000, None])
+@pytest.mark.parametrize("first_bytes", [None, 40])
+def test_buckets_hold_everything_once(num_params, bucket_bytes, first_bytes):
+    workload = Workload.from_step(num_params=num_params, step_s=3.0)
+    sizes = workload.bucket_sizes(bucket_bytes, first_bytes)
+    assert sum(sizes) == num_params
+    assert min(sizes) > 0
+    buckets = workload.buckets(sizes)
+    assert [bucket.num_elements for bucket in buckets] == sizes
+    assert sum(bucket.backward_s for bucket in buckets) == pytest.approx(workload.backward_s)
+
+
+def test_gradients_that_come_late_leave_little_to_hide():
+    late = Workload(num_params=1000, forward_s=1, backward_s=2, ready=((0, 0), (0.1, 0.9), (1, 1)))
+    spans = [bucket.backward_s for bucket in late.buckets([100, 900])]
+    assert spans == pytest.approx([1.8, 0.2])
+    even = [bucket.backward_s for bucket in MICRO.buckets([100, 900])]
+    assert even == pytest.approx([0.2, 1.8])
+
+
+def test_backward_goes_on_after_the_last_gradient():
+    workload = Workload(num_params=10, forward_s=1, backward_s=2, ready=((0, 0), (1, 1)))
+    assert sum(b.backward_s for b in workload.buckets([5, 5])) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_params": 0}, r"`num_params` \(=0\) must be a whole number"),
+        ({"num_samples": 1.5}, r"`num_samples` \(=1.5\) must be a whole number"),
+        ({"forward_s": -1}, r"`forward_s` \(=-1\) must be 0 or more"),
+        ({"backward_s": math.nan}, r"`backward_s` \(=nan\)"),
+        ({"forward_s": 0, "backward_s": 0}, "`forward_s \\+ backward_s` \\(=0\\) must be above 0"),
+        ({"ready": ((0, 0), (0.5, 0.6))}, r"`ready` .* must be pairs that increase"),
+        ({"ready": ((0, 0), (0.5, 0.6), (0.4, 0.7), (1, 1))}, "`ready`"),
+        ({"ready": ()}, "`ready`"),
+    ],
+)
+def test_wrong_numbers_are_refused(changes, message):
+    values = {"num_params": 10, "forward_s": 1.0, "backward_s": 2.0, **changes}
+    with pytest.raises(UsageError, match=message):
+        Workload(**values)
+
+
+def test_a_growing_batch_keeps_each_workers_step():
+    job = Job(micro=MICRO)
+    assert [job.batch(n) for n in (1, 3)] == [8, 24]
+    assert job.workload(3) == job.workload(1) == MICRO
+
+
+@pytest.mark.parametrize(("num_workers", "most"), [(1, 6), (2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
+def test_a_fixed_batch_is_shared_in_whole_micro_batches(num_workers, most):
+    job = Job(micro=MICRO, global_batch=48)
+    workload = job.workload(num_workers)
+    assert job.batch(num_workers) == 48
+    assert workload.compute_s == pytest.approx(3.0 * most + 0.5)
+    assert workload.backward_s == 2.0
+
+
+@pytest.mark.parametrize("global_batch", [50, 4, -8])
+def test_a_batch_that_cannot_be_cut_is_refused(global_batch):
+    with pytest.raises(UsageError, match=r"`global_batch` .* multiple of `micro_batch` \(=8\)"):
+        Job(micro=MICRO, global_batch=global_batch)
