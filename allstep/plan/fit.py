@@ -1,0 +1,90 @@
+"""Latency and bandwidth of a link from timed collectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from allstep.errors import UsageError
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cost import stages
+
+__all__ = ["Fit", "Timing", "fit_link"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An all-reduce of `num_bytes` on `num_workers` workers that took `seconds`."""
+
+    num_workers: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A link and how well it explains what was timed.
+
+    Attributes:
+        link: latency and bandwidth as achieved, the sums included.
+        errors: predicted / timed - 1, one for each timing.
+    """
+
+    link: Link
+    errors: tuple[float, ...]
+
+
+def fit_link(timings: Sequence[Timing], algorithm: str = "ring") -> Fit:
+    """The latency and bandwidth that explain timed all-reduces best.
+
+    seconds = latency_s * messages + bytes * 8 / bandwidth_bps, in least squares of the
+    *relative* error, so that short collectives count as much as long ones
+
+    Args:
+        timings: of at least two sizes; workers all joined by the same kind of link.
+        algorithm: that was timed.
+
+    Raises:
+        UsageError: if there are too few sizes, or time doesn't grow with size.
+
+    >>> link = Link(bandwidth_bps=1e9, latency_s=1e-4)
+    >>> timed = [Timing(2, n, link.seconds(n, 2)) for n in (1000, 1_000_000)]
+    >>> round(fit_link(timed).link.latency_s, 9)
+    0.0001
+    """
+    rows = np.array([_messages_and_bytes(timing, algorithm) for timing in timings])
+    seconds = np.array([timing.seconds for timing in timings])
+    if len({timing.num_bytes for timing in timings}) < 2 or not (seconds > 0).all():
+        raise UsageError(
+            f"`timings` (={list(timings)}) must hold at least two sizes, each with a time above 0."
+        )
+    latency_s, s_per_byte = _solve(rows / seconds[:, None])
+    if s_per_byte <= 0:
+        raise UsageError(
+            "`timings` don't grow with size, so that no bandwidth follows; time larger ones, too."
+        )
+    link = Link(bandwidth_bps=8 / s_per_byte, latency_s=latency_s)
+    predicted = rows @ np.array([latency_s, s_per_byte])
+    return Fit(link, tuple(float(error) for error in predicted / seconds - 1))
+
+
+def _messages_and_bytes(timing: Timing, algorithm: str) -> tuple[float, float]:
+    unit = Link(bandwidth_bps=8.0)
+    flat = Cluster(
+        name="", num_nodes=timing.num_workers, workers_per_node=1, intra=unit, inter=unit
+    )
+    found = stages(algorithm, flat, timing.num_bytes)
+    return (
+        sum(stage.num_messages for stage in found),
+        sum(stage.sharing * stage.num_bytes for stage in found),
+    )
+
+
+def _solve(rows: np.ndarray) -> tuple[float, float]:
+    """Least squares of rows @ (latency, s per byte) = 1 with a latency of 0 or more."""
+    ones = np.ones(len(rows))
+    latency_s, s_per_byte = np.linalg.lstsq(rows, ones, rcond=None)[0]
+    if latency_s < 0:
+        column = rows[:, 1]
+        return 0.0, float(column.sum() / (column @ column))
+    return float(latency_s), float(s_per_byte)

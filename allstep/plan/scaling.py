@@ -1,0 +1,142 @@
+"""Step time, efficiency and samples per second for any number of workers."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from allstep.plan.cluster import Cluster
+from allstep.plan.job import Job
+from allstep.plan.policy import Policy
+from allstep.plan.simulate import simulate
+from allstep.plan.step_report import StepReport
+from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
+
+__all__ = ["Prediction", "predict", "predict_one", "worth_adding"]
+
+MIB = 2**20
+_BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)
+# More buckets than this cost more time to start than they hide.
+_MOST_BUCKETS = 256
+# The share of a worker that each added worker has to bring.
+WORTH_ADDING = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a policy comes to on some number of workers.
+
+    Attributes:
+        policy: with nothing left to choose.
+        num_workers: of the cluster.
+        global_batch: samples of a step.
+        report: of a step.
+        lone_samples_per_s: what one worker alone reaches.
+    """
+
+    policy: Policy
+    num_workers: int
+    global_batch: int
+    report: StepReport
+    lone_samples_per_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all workers together."""
+        return self.global_batch / self.report.step_s
+
+    @property
+    def speed_up(self) -> float:
+        """Samples per second over those of one worker."""
+        return self.samples_per_s / self.lone_samples_per_s
+
+    @property
+    def efficiency(self) -> float:
+        """Speed-up per worker."""
+        return self.speed_up / self.num_workers
+
+
+def predict(
+    job: Job,
+    cluster: Cluster,
+    policies: Iterable[Policy],
+    worker_counts: Sequence[int],
+    stragglers: Stragglers = NO_STRAGGLERS,
+) -> list[Prediction]:
+    """Predicts every policy on every number of workers.
+
+    Raises:
+        UsageError: if the cluster hasn't as many workers, or they would half fill a node.
+
+    >>> from allstep.plan.cluster_files import read_cluster
+    >>> from allstep.plan.workload import Workload
+    >>> micro = Workload.from_step(num_params=25_000_000, step_s=0.11, num_samples=32)
+    >>> plain, stale = predict(
+    ...     Job(micro=micro), read_cluster("ethernet-10g"),
+    ...     [Policy(name="fp32"), Policy(name="stale", wire="fp16", staleness=1)], [32])
+    >>> plain.efficiency < stale.efficiency
+    True
+    """
+    return [
+        predict_one(job, cluster, policy, num_workers, stragglers)
+        for policy in policies
+        for num_workers in worker_counts
+    ]
+
+
+def predict_one(
+    job: Job,
+    cluster: Cluster,
+    policy: Policy,
+    num_workers: int,
+    stragglers: Stragglers = NO_STRAGGLERS,
+) -> Prediction:
+    """One cell of `predict`; what the policy leaves open is set to what is fastest."""
+    part, workload = cluster.of(num_workers), job.workload(num_workers)
+    settled = [policy] if policy.is_settled else list(_choices(policy, part, workload.num_params))
+    best = min(settled, key=lambda choice: simulate(workload, part, choice).step_s)
+    lone = job.workload(1)
+    return Prediction(
+        policy=best,
+        num_workers=num_workers,
+        global_batch=job.batch(num_workers),
+        report=simulate(workload, part, best, stragglers),
+        lone_samples_per_s=job.batch(1) / lone.compute_s,
+    )
+
+
+def _choices(policy: Policy, cluster: Cluster, num_params: int) -> Iterator[Policy]:
+    sizes: list[int | None] = [
+        size for size in _BUCKET_BYTES if size is None or 4 * num_params / size <= _MOST_BUCKETS
+    ]
+    if policy.every > 1 or cluster.num_workers == 1:
+        sizes = [None]
+    for algorithm in _algorithms(cluster):
+        for size in sizes:
+            yield policy.with_choice(algorithm, size)
+
+
+def _algorithms(cluster: Cluster) -> list[str]:
+    """What is worth a try: schemes for several nodes only where there are several."""
+    names = ["ring", "halving_doubling"]
+    if cluster.num_nodes > 1 and cluster.workers_per_node > 1:
+        names += ["hierarchical", "two_dimensional"]
+    if cluster.has_shared_memory and cluster.workers_per_node > 1:
+        names.append("shared_memory")
+    return names
+
+
+def worth_adding(rates: Sequence[tuple[int, float]]) -> int:
+    """The largest number of workers up to which each added one brings half a worker or more.
+
+    Args:
+        rates: (number of workers, samples per second or another measure of progress), growing
+            in the number of workers; the first is taken as worth it.
+
+    >>> worth_adding([(1, 100.0), (2, 190.0), (4, 350.0), (8, 400.0)])
+    4
+    """
+    best_workers, best_rate = rates[0]
+    lone_rate = best_rate / best_workers
+    for num_workers, rate in rates[1:]:
+        if rate - best_rate >= WORTH_ADDING * lone_rate * (num_workers - best_workers):
+            best_workers, best_rate = num_workers, rate
+    return best_workers
