@@ -109,15 +109,19 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         )
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
         new = Communicator.over(new_group, topology, self.device, self.timeout_s)
+        self.add_dependent(new)
         new.barrier()  # one that left at once would break off the others' connecting
         return new
 
     def close(self) -> None:
         """Leaves the group; ends what `init` or `split` made, never a framework's own group."""
+        self._close_algorithms()
         self._wire.close(abort=False)
 
     def abort(self) -> None:
-        """Leaves the group at once, so that ranks who wait for this one fail fast."""
+        """Leaves the group, and those split off, so that ranks who wait for this one fail fast."""
+        for dependent in list(self._dependents):
+            dependent.abort()
         self._wire.close(abort=True)
 
     def __enter__(self) -> "Communicator":

@@ -165,16 +165,26 @@ class GroupWire:
         return list(torch.split(output, list(sizes_bytes)))
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
-        def of(chunk: Tensor) -> _Start:
-            return lambda group: group.send([chunk], dest, tag)
-
-        return self._post(verb, [of(chunk) for chunk in _chunks(buffer)], self._limit_s(buffer))
+        return self._post(verb, _sends(buffer, dest, tag), self._limit_s(buffer))
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
-        def of(chunk: Tensor) -> _Start:
-            return lambda group: group.recv([chunk], source, tag)
+        return self._post(verb, _recvs(buffer, source, tag), self._limit_s(buffer))
 
-        return self._post(verb, [of(chunk) for chunk in _chunks(buffer)], self._limit_s(buffer))
+    def exchange(
+        self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
+    ) -> Posted:
+        starts = [*_recvs(incoming, source, tag), *_sends(outgoing, dest, tag)]
+        if incoming.device.type == "cpu":
+            return self._post(verb, starts, self._limit_s(incoming))
+
+        def together(group: dist.ProcessGroup) -> dist.Work:
+            """One after the other NCCL would wait for ever: each for a peer that does the same."""
+            group._start_coalescing(incoming.device)
+            for start in starts:
+                start(group)
+            return group._end_coalescing(incoming.device)
+
+        return self._post(verb, [together] if starts else [])
 
     def _limit_s(self, buffer: Tensor) -> float | None:
         """Gloo takes the timeout of a send or receive at its wait; NCCL's wait would block."""
@@ -202,6 +212,20 @@ class GroupWire:
                     break
         with suppress(RuntimeError):
             group.abort()
+
+
+def _sends(buffer: Tensor, dest: int, tag: int) -> list[_Start]:
+    def of(chunk: Tensor) -> _Start:
+        return lambda group: group.send([chunk], dest, tag)
+
+    return [of(chunk) for chunk in _chunks(buffer)]
+
+
+def _recvs(buffer: Tensor, source: int, tag: int) -> list[_Start]:
+    def of(chunk: Tensor) -> _Start:
+        return lambda group: group.recv([chunk], source, tag)
+
+    return [of(chunk) for chunk in _chunks(buffer)]
 
 
 def _chunks(buffer: Tensor) -> list[Tensor]:

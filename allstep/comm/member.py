@@ -1,7 +1,8 @@
 """What every verb needs: who this worker is, its wire, and checks of arguments."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,16 @@ from allstep.comm.topology import Topology
 from allstep.comm.wire import Wire
 from allstep.errors import UsageError
 
-__all__ = ["Member"]
+__all__ = ["Dependent", "Member"]
 
 PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
+
+
+class Dependent(Protocol):
+    """What must not go on when a communicator is aborted."""
+
+    def abort(self) -> None:
+        """Lets ranks who wait for this one fail fast."""
 
 
 class Member:
@@ -29,12 +37,22 @@ class Member:
         self.device = device
         self.timeout_s = wire.timeout_s
         self._wire = wire
+        self._dependents: WeakSet[Dependent] = WeakSet()
         self._messages = Messages(wire, wire.carrier(torch.device("cpu")))
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """torch's group beneath; None for a lone worker and after `close`."""
         return self._wire.group
+
+    @property
+    def wire(self) -> Wire:
+        """Raw tensors to and from other ranks, for algorithms."""
+        return self._wire
+
+    def add_dependent(self, dependent: Dependent) -> None:
+        """Aborts it too when this communicator is aborted; it is held weakly."""
+        self._dependents.add(dependent)
 
     @property
     def _others(self) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from allstep.comm.algorithms import AllReduce, check_algorithm, make_algorithm
 from allstep.comm.layout import Layout, as_tuple
 from allstep.comm.member import Member
 from allstep.comm.pending import Pending
@@ -25,12 +26,34 @@ class ReductionVerbs(Member):
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
         super().__init__(wire, topology, device)
         self._agreed: set[object] = set()
+        self._algorithms: dict[str, AllReduce] = {}
 
     @overload
-    def all_reduce(self, x: X, op: ReduceOp = ..., *, async_op: Literal[False] = ...) -> X: ...
+    def all_reduce(
+        self,
+        x: X,
+        op: ReduceOp = ...,
+        *,
+        algorithm: str | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> X: ...
     @overload
-    def all_reduce(self, x: X, op: ReduceOp = ..., *, async_op: Literal[True]) -> Pending[X]: ...
-    def all_reduce(self, x: X, op: ReduceOp = "sum", *, async_op: bool = False) -> X | Pending[X]:
+    def all_reduce(
+        self,
+        x: X,
+        op: ReduceOp = ...,
+        *,
+        algorithm: str | None = ...,
+        async_op: Literal[True],
+    ) -> Pending[X]: ...
+    def all_reduce(
+        self,
+        x: X,
+        op: ReduceOp = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> X | Pending[X]:
         """Reduces over the ranks, in place, on all of them.
 
         x = reduction of x_r over ranks r; `mean` is the sum divided by `size`.
@@ -38,14 +61,18 @@ class ReductionVerbs(Member):
         Args:
             x: tensor or tuple of tensors of equal shapes and dtypes on every rank.
             op: "sum", "mean" (not of integers), "max" or "min".
-            async_op: return at once; leave `x` alone until the result was waited for.
+            algorithm: how the sum is taken, a name in `allstep.comm.algorithms.ALGORITHMS`;
+                several tensors travel as one. None for the backend's own, tensor by tensor.
+            async_op: return at once; leave `x` alone until the result was waited for. With
+                an `algorithm` other than "native" the call still does all the work.
 
         Returns:
             `x` itself; with `async_op` a Pending of it.
 
         Raises:
-            UsageError: if `op` is unknown or means nothing for a dtype.
-            DisagreementError: if ranks pass other shapes, dtypes or `op`.
+            UsageError: if `op` is unknown or means nothing for a dtype, or if `algorithm` is
+                unknown or takes no maximum.
+            DisagreementError: if ranks pass other shapes, dtypes, `op` or `algorithm`.
 
         >>> from allstep.comm import Communicator
         >>> Communicator.lone().all_reduce(torch.tensor([1.0, 2.0]))
@@ -53,6 +80,11 @@ class ReductionVerbs(Member):
         """
         tensors = as_tuple(x)
         check_reduction(tensors, op)
+        if algorithm not in (None, "native"):
+            self._check_algorithm(algorithm, op)
+            self._agree("all_reduce", tensors, f"{op} ({algorithm})")
+            self._reduce_by(self._algorithm(algorithm), tensors, op)
+            return Pending(lambda timeout_s: x) if async_op else x
         self._agree("all_reduce", tensors, op)
         reduced = [wire_form(tensor, self._wire.carrier(tensor.device)) for tensor in tensors]
         posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
@@ -65,6 +97,38 @@ class ReductionVerbs(Member):
             return x
 
         return Pending(finish) if async_op else finish(None)
+
+    def _reduce_by(self, algorithm: AllReduce, tensors: Sequence[Tensor], op: str) -> None:
+        """Sums or means of tensors, those of a dtype as one."""
+        forms = [wire_form(tensor, self._wire.carrier(tensor.device)) for tensor in tensors]
+        divisor = self.size if op == "mean" else 1
+        for kind in dict.fromkeys((form.dtype, form.device) for form in forms):
+            chosen = [i for i, form in enumerate(forms) if (form.dtype, form.device) == kind]
+            flats = [forms[i].view(-1) for i in chosen]
+            packed = flats[0] if len(flats) == 1 else torch.cat(flats)
+            algorithm.reduce_(packed)
+            parts = torch.split(packed, [flat.numel() for flat in flats])
+            for i, part in zip(chosen, parts, strict=True):
+                write_back(tensors[i], part.view(forms[i].shape), divisor)
+
+    def _algorithm(self, name: str) -> AllReduce:
+        """The algorithm of that name, made at its first use."""
+        if name not in self._algorithms:
+            self._algorithms[name] = make_algorithm(name, self)  # type: ignore[arg-type]
+        return self._algorithms[name]
+
+    def _check_algorithm(self, algorithm: str, op: str) -> None:
+        check_algorithm(algorithm)
+        if op not in ("sum", "mean"):
+            raise UsageError(
+                f"`op` (={op!r}) is not what `algorithm` (={algorithm!r}) can do; pass `sum` or "
+                "`mean`, or leave `algorithm` away."
+            )
+
+    def _close_algorithms(self) -> None:
+        for algorithm in self._algorithms.values():
+            algorithm.close()
+        self._algorithms.clear()
 
     @overload
     def reduce_scatter(

@@ -60,6 +60,11 @@ class Wire(Protocol):
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
         """Receives bytes from another rank."""
 
+    def exchange(
+        self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
+    ) -> Posted:
+        """Sends bytes to a rank and receives bytes from one, both at once."""
+
     def close(self, *, abort: bool) -> None:
         """Leaves the group; with `abort` so that peers in a call fail at once."""
 
@@ -101,6 +106,11 @@ class LoneWire:
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
         raise AssertionError("a lone worker has nobody to receive from")
+
+    def exchange(
+        self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
+    ) -> Posted:
+        raise AssertionError("a lone worker has nobody to exchange with")
 
     def close(self, *, abort: bool) -> None:
         pass

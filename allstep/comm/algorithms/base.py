@@ -1,0 +1,110 @@
+"""What an all-reduce algorithm is, and the counted messages that most are made of."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.comm.wire import Posted
+
+if TYPE_CHECKING:
+    from allstep.comm.communicator import Communicator
+
+__all__ = ["AllReduce", "Messenger"]
+
+_TAG = (1 << 30) + 2  # beyond the tags that users may choose
+
+
+class AllReduce(ABC):
+    """One way to sum a tensor over the ranks of one communicator.
+
+    For the same number of ranks and of elements the order of the additions is the same, so a
+    sum is reproducible; and a sum is computed once and handed on, so that all ranks hold the
+    same bits.
+
+    Args:
+        comm: the workers. Making an algorithm is collective: all of them must.
+
+    Attributes:
+        name: in `ALGORITHMS`.
+        comm: the workers.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, comm: "Communicator") -> None:
+        self.comm = comm
+        self._messenger = Messenger(comm)
+        comm.add_dependent(self)
+
+    def reduce_(self, flat: Tensor) -> None:
+        """flat = sum over ranks r of flat_r, in place. Collective, blocking.
+
+        Args:
+            flat: [n], contiguous, of equal n and dtype on every rank.
+
+        Raises:
+            CollectiveTimeoutError: if it took longer than the communicator's `timeout_s`.
+            PeerLostError: if another rank failed.
+        """
+        assert flat.dim() == 1 and flat.is_contiguous()
+        if self.comm.size == 1 or not flat.numel():
+            return
+        try:
+            self._reduce_(flat.detach())
+        except BaseException:
+            self.abort()
+            raise
+
+    @abstractmethod
+    def _reduce_(self, flat: Tensor) -> None:
+        """`reduce_` for at least two ranks and one element."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has handed to the wire so far."""
+        return self._messenger.sent_bytes
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that this rank has sent so far."""
+        return self._messenger.num_messages
+
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Gives back what the algorithm holds; the communicator stays open."""
+
+    def abort(self) -> None:
+        """Leaves at once, so that ranks who wait for this one fail fast."""
+        self.close()
+
+
+class Messenger:
+    """Messages whose sizes both ends know, counted at the sender."""
+
+    def __init__(self, comm: "Communicator") -> None:
+        self._wire = comm.wire
+        self.sent_bytes = 0
+        self.num_messages = 0
+
+    def send(self, x: Tensor, dest: int) -> Posted:
+        """Posts a contiguous flat tensor to another rank."""
+        self.count(x.nbytes)
+        return self._wire.send(x.view(torch.uint8), dest, _TAG, "all_reduce")
+
+    def recv(self, x: Tensor, source: int) -> Posted:
+        """Posts the receipt of a tensor from another rank."""
+        return self._wire.recv(x.view(torch.uint8), source, _TAG, "all_reduce")
+
+    def exchange(self, outgoing: Tensor, dest: int, incoming: Tensor, source: int) -> None:
+        """Sends and receives at once, and waits for both."""
+        self.count(outgoing.nbytes)
+        self._wire.exchange(
+            outgoing.view(torch.uint8), dest, incoming.view(torch.uint8), source, _TAG, "all_reduce"
+        ).wait()
+
+    def count(self, sent_bytes: int, num_messages: int = 1) -> None:
+        """Counts messages; empty ones are not sent."""
+        if sent_bytes:
+            self.sent_bytes += sent_bytes
+            self.num_messages += num_messages
