@@ -1,0 +1,33 @@
+"""Distributed arrays: who owns what, who needs what, and what travels between them."""
+
+from allstep.nn.windows.fetch import (
+    PendingDelivery,
+    PendingFetch,
+    deliver,
+    fetch,
+    redistribute,
+    start_deliver,
+    start_fetch,
+)
+from allstep.nn.windows.grid import Grid
+from allstep.nn.windows.plan import FetchPlan, FetchStats, Parcel, plan_fetch
+from allstep.nn.windows.receptive import Reach
+from allstep.nn.windows.window import Layout, Window
+
+__all__ = [
+    "FetchPlan",
+    "FetchStats",
+    "Grid",
+    "Layout",
+    "Parcel",
+    "PendingDelivery",
+    "PendingFetch",
+    "Reach",
+    "Window",
+    "deliver",
+    "fetch",
+    "plan_fetch",
+    "redistribute",
+    "start_deliver",
+    "start_fetch",
+]

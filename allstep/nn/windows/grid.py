@@ -1,0 +1,101 @@
+"""Workers in rows and columns, each with a part of every array."""
+
+from collections.abc import Sequence
+from math import isqrt, prod
+
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError, UsageError
+from allstep.nn.windows.plan import FetchStats
+from allstep.nn.windows.window import Layout
+
+__all__ = ["Grid", "nearest_square"]
+
+
+class Grid:
+    """The workers of a communicator in a grid; ranks count along rows.
+
+    All workers make the same grid, and the same layers on it.
+
+    Args:
+        comm: the workers.
+        shape: rows and columns, or one number for rows alone; their product is `comm.size`. None
+            for as many rows as columns, or nearly: (2, 2) for 4 workers, (3, 2) for 6.
+
+    Attributes:
+        comm, rank, size: the communicator, this worker's number and how many there are.
+        shape: rows and columns.
+        stats: the messages of all fetches that this worker has taken part in, there and back.
+
+    Raises:
+        UsageError: if `shape` has another number of workers.
+        DisagreementError: if workers pass other shapes.
+
+    >>> grid = Grid(Communicator.lone())
+    >>> grid.shape, grid.split((8, 6)).windows
+    ((1, 1), (Window(start=(0, 0), stop=(8, 6)),))
+    """
+
+    def __init__(self, comm: Communicator, shape: Sequence[int] | None = None) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.stats = FetchStats()
+        self._agreed: set[str] = set()
+        self.shape = nearest_square(comm.size) if shape is None else tuple(shape)
+        fault = None
+        if prod(self.shape) != comm.size or any(p < 1 for p in self.shape):
+            near = nearest_square(comm.size)
+            fault = (
+                f"`shape` (={self.shape}) has {prod(self.shape)} workers, the communicator "
+                f"{comm.size}; use {near} or None."
+            )
+        self.agree(f"Grid of shape {self.shape}", fault)
+
+    def split(self, shape: Sequence[int]) -> Layout:
+        """An array cut evenly for these workers.
+
+        Raises:
+            UsageError: if a dim has fewer positions than workers.
+        """
+        return Layout.split(shape, self.shape)
+
+    def agree(self, wanted: str, fault: str | None = None) -> None:
+        """Lets all workers go on, or none: each says once what it is about to do.
+
+        Args:
+            wanted: the same text on all workers.
+            fault: why this worker cannot.
+
+        Raises:
+            UsageError: with `fault`.
+            DisagreementError: if another worker wants something else, or cannot.
+        """
+        if wanted not in self._agreed:
+            said = self.comm.all_gather_object(f"cannot: {fault}" if fault else wanted)
+            if fault is None:
+                for rank, other in enumerate(said):
+                    if other != wanted:
+                        raise DisagreementError(
+                            f"rank {self.rank} wants: {wanted}; rank {rank} {_told(other)}; make "
+                            "the same calls with the same layouts on all ranks."
+                        )
+        if fault is not None:
+            raise UsageError(fault)
+        self._agreed.add(wanted)
+
+    def __repr__(self) -> str:
+        return f"Grid(shape={self.shape}, rank={self.rank})"
+
+
+def nearest_square(size: int) -> tuple[int, int]:
+    """Rows and columns of the same number of workers, not fewer rows than columns.
+
+    >>> nearest_square(6), nearest_square(7), nearest_square(16)
+    ((3, 2), (7, 1), (4, 4))
+    """
+    columns = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
+    return size // columns, columns
+
+
+def _told(said: str) -> str:
+    return said if said.startswith("cannot: ") else f"wants: {said}"
