@@ -3,16 +3,37 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from allstep.comm.algorithms.auto import Auto
 from allstep.comm.algorithms.base import AllReduce
+from allstep.comm.algorithms.halving_doubling import HalvingDoubling
 from allstep.comm.algorithms.native import Dummy, Native
+from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
+from allstep.comm.algorithms.ring import Ring
+from allstep.comm.algorithms.shared import SharedMemory, default_algorithm
 from allstep.errors import UsageError, nearest_names
 
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
-__all__ = ["ALGORITHMS", "AllReduce", "Dummy", "Native", "check_algorithm", "make_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "AllReduce",
+    "Auto",
+    "Dummy",
+    "HalvingDoubling",
+    "Hierarchical",
+    "Native",
+    "Ring",
+    "SharedMemory",
+    "TwoDimensional",
+    "check_algorithm",
+    "make_algorithm",
+]
 
-ALGORITHMS: Mapping[str, type[AllReduce]] = {kind.name: kind for kind in (Native, Dummy)}
+ALGORITHMS: Mapping[str, type[AllReduce]] = {
+    kind.name: kind
+    for kind in (Native, Ring, HalvingDoubling, Hierarchical, TwoDimensional, SharedMemory, Dummy)
+}
 
 
 def make_algorithm(
@@ -30,7 +51,7 @@ def make_algorithm(
         UsageError: if the name is unknown, or the algorithm does not suit the ranks' nodes.
     """
     if algorithm is None:
-        algorithm = "native"
+        return default_algorithm(comm)
     if not isinstance(algorithm, str):
         return algorithm(comm)
     check_algorithm(algorithm)

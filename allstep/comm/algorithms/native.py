@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
+from allstep.comm.algorithms.ring import chunks_sent
 
 __all__ = ["Dummy", "Native"]
 
@@ -13,19 +14,19 @@ __all__ = ["Dummy", "Native"]
 class Native(AllReduce):
     """The backend's: Gloo's on the CPU, NCCL's on CUDA.
 
-    Neither tells what it sends; a ring's bytes are counted, 2 (size - 1) / size of the tensor's,
-    the least that any algorithm can do with.
+    Neither tells what it sends; the bytes and messages of a ring are counted, the least bytes
+    that any algorithm can do with.
     """
 
     name: ClassVar[str] = "native"
 
     def _reduce_(self, flat: Tensor) -> None:
-        size = self.comm.size
         on_wire = flat.to(self.comm.wire.carrier(flat.device))
         self.comm.wire.all_reduce(on_wire, dist.ReduceOp.SUM, "all_reduce").wait()
         if on_wire is not flat:
             flat.copy_(on_wire)
-        self._messenger.count(2 * (size - 1) * flat.nbytes // size, 2 * (size - 1))
+        for chunk in chunks_sent(flat.tensor_split(self.comm.size), self.comm.rank):
+            self._messenger.count(chunk.nbytes)
 
 
 class Dummy(AllReduce):

@@ -1,0 +1,118 @@
+"""Chooses an all-reduce by measuring those that are possible."""
+
+import statistics
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.comm.algorithms.base import AllReduce
+from allstep.comm.algorithms.halving_doubling import HalvingDoubling
+from allstep.comm.algorithms.native import Native
+from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
+from allstep.comm.algorithms.ring import Ring
+from allstep.comm.algorithms.shared import SharedMemory
+
+if TYPE_CHECKING:
+    from allstep.comm.communicator import Communicator
+
+__all__ = ["Auto"]
+
+_SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_REPEATS = 3
+
+
+class Auto(AllReduce):
+    """The algorithm that was the fastest when this one was made, for each size of tensor.
+
+    Every candidate sums tensors of a few sizes. A candidate's time is that of its slowest rank,
+    so every rank has the same numbers and chooses the same. The backend's own is only left for
+    one that is at least 5 % faster, since a measurement is no more certain than that.
+
+    Attributes:
+        seconds: size in bytes -> name -> seconds.
+        choices: size in bytes -> name of the fastest; a tensor takes the choice of the nearest
+            size, by ratio.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    def __init__(self, comm: "Communicator") -> None:
+        super().__init__(comm)
+        self.seconds: dict[int, dict[str, float]] = {}
+        self.choices: dict[int, str] = {}
+        self._algorithms: dict[str, AllReduce] = {}
+        if comm.size > 1:
+            self._algorithms = {kind.name: kind(comm) for kind in _candidates(comm)}
+            for size_bytes in _SIZES_BYTES:
+                self.seconds[size_bytes] = self._measure(size_bytes)
+                self.choices[size_bytes] = _fastest(self.seconds[size_bytes])
+            for name in self._algorithms.keys() - set(self.choices.values()):
+                self._algorithms.pop(name).close()
+
+    def _measure(self, size_bytes: int) -> dict[str, float]:
+        """Each candidate's seconds, the same on every rank."""
+        x = torch.zeros(size_bytes // 4, device=self.comm.device)
+        names = list(self._algorithms)
+        seconds = torch.tensor([self._time(self._algorithms[name], x) for name in names])
+        self.comm.all_reduce(seconds, "max")
+        return dict(zip(names, seconds.tolist(), strict=True))
+
+    def _time(self, algorithm: AllReduce, x: Tensor) -> float:
+        """Median seconds of a few sums, after one that does not count."""
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            self.comm.barrier()
+            start_s = time.perf_counter()
+            algorithm.reduce_(x)
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds[1:])
+
+    def choice(self, num_bytes: int) -> str:
+        """The name of what sums a tensor of so many bytes."""
+        nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
+        return self.choices[nearest]
+
+    def _reduce_(self, flat: Tensor) -> None:
+        self._algorithms[self.choice(flat.nbytes)].reduce_(flat)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has handed to the wire so far, for measuring too."""
+        return sum(algorithm.sent_bytes for algorithm in self._algorithms.values())
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that this rank has sent so far, for measuring too."""
+        return sum(algorithm.num_messages for algorithm in self._algorithms.values())
+
+    def close(self) -> None:
+        """Closes what it chose from."""
+        for algorithm in self._algorithms.values():
+            algorithm.close()
+
+    def abort(self) -> None:
+        """Leaves at once in all of them."""
+        for algorithm in self._algorithms.values():
+            algorithm.abort()
+
+
+def _candidates(comm: "Communicator") -> list[type[AllReduce]]:
+    """What may be the fastest for these ranks and nodes."""
+    kinds: list[type[AllReduce]] = [Native, Ring, HalvingDoubling]
+    if comm.num_nodes == 1 and comm.device.type == "cpu":
+        kinds.append(SharedMemory)
+    local_sizes = set(comm.all_gather_object(comm.local_size))
+    if comm.num_nodes > 1 and local_sizes != {1}:
+        kinds.append(Hierarchical)
+        if len(local_sizes) == 1:
+            kinds.append(TwoDimensional)
+    return kinds
+
+
+def _fastest(seconds: dict[str, float]) -> str:
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < 0.95 * seconds[Native.name] else Native.name

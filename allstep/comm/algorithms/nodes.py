@@ -1,0 +1,187 @@
+"""Algorithms that know which ranks share a node."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.comm.algorithms.base import AllReduce, Messenger
+from allstep.comm.algorithms.native import Native
+from allstep.comm.algorithms.ring import Ring
+from allstep.comm.shared_memory import NotShared, Segment
+from allstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from allstep.comm.communicator import Communicator
+
+logger = logging.getLogger("allstep")
+
+__all__ = ["Hierarchical", "TwoDimensional"]
+
+
+class _OverNodes(AllReduce):
+    """What both hold: the ranks of this node, some ranks across nodes, and how those sum.
+
+    Args:
+        comm: the workers.
+        across: the color of this rank's group across nodes; None for a rank in none.
+        inner: makes the algorithm across nodes.
+    """
+
+    def __init__(
+        self,
+        comm: "Communicator",
+        across: int | None,
+        inner: "Callable[[Communicator], AllReduce]",
+    ) -> None:
+        super().__init__(comm)
+        inside, outside = comm.split(comm.node_rank), comm.split(across)
+        assert inside is not None
+        self._groups = [group for group in (inside, outside) if group is not None]
+        self._inside = inside
+        self._across = None if outside is None else inner(outside)
+        self._parts = [] if self._across is None else [self._across]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has handed to the wire so far, in the node and across."""
+        return super().sent_bytes + sum(part.sent_bytes for part in self._parts)
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that this rank has sent so far, in the node and across."""
+        return super().num_messages + sum(part.num_messages for part in self._parts)
+
+    def close(self) -> None:
+        """Closes the groups in and across nodes."""
+        for part in self._parts:
+            part.close()
+        for group in self._groups:
+            group.close()
+
+    def abort(self) -> None:
+        """Leaves the groups in and across nodes."""
+        for group in self._groups:
+            group.abort()
+
+
+class Hierarchical(_OverNodes):
+    """Sums in each node, then between the nodes' first ranks, then hands the sum out.
+
+    Only one rank a node uses the network. In the node CPU ranks share memory; others send to
+    the first one, who adds in the ranks' order (half precision in float32).
+
+    Args:
+        comm: the workers.
+        inner: makes the algorithm between the nodes.
+        share_memory: False for messages inside a node even where memory could be shared.
+    """
+
+    name: ClassVar[str] = "hierarchical"
+
+    def __init__(
+        self,
+        comm: "Communicator",
+        inner: "Callable[[Communicator], AllReduce]" = Native,
+        *,
+        share_memory: bool = True,
+    ) -> None:
+        super().__init__(comm, None if comm.local_rank else 0, inner)
+        self._messenger = Messenger(self._inside)
+        self._segment = self._share() if share_memory else None
+
+    def _share(self) -> Segment | None:
+        if self._inside.size == 1:
+            return None
+        try:
+            return Segment.meet(self._inside)
+        except NotShared as reason:
+            if self.comm.rank == 0 and self.comm.device.type == "cpu":
+                logger.warning("messages go inside a node too, not shared memory: %s", reason)
+            return None
+
+    def _reduce_(self, flat: Tensor) -> None:
+        if self._segment is None:
+            self._reduce_to_first(flat)
+        else:
+            self._segment.sum_(flat)
+        if self._across is not None:
+            self._across.reduce_(flat)
+        if self._segment is None:
+            self._hand_out(flat)
+        elif self.comm.num_nodes > 1:
+            self._segment.broadcast_(flat)
+
+    def _reduce_to_first(self, flat: Tensor) -> None:
+        """Adds this node's tensors at its first rank."""
+        if self._inside.rank:
+            self._messenger.send(flat, 0).wait()
+            return
+        total = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        arrived = torch.empty_like(flat)
+        for other in range(1, self._inside.size):
+            self._messenger.recv(arrived, other).wait()
+            total.add_(arrived)
+        flat.copy_(total)
+
+    def _hand_out(self, flat: Tensor) -> None:
+        """Gives the first rank's values to the node's others."""
+        if self._inside.rank:
+            self._messenger.recv(flat, 0).wait()
+            return
+        posted = [self._messenger.send(flat, other) for other in range(1, self._inside.size)]
+        for message in posted:
+            message.wait()
+
+    def close(self) -> None:
+        """Closes the groups and gives the shared memory back."""
+        if self._segment is not None:
+            self._segment.close()
+        super().close()
+
+    def abort(self) -> None:
+        """Leaves the groups and the shared memory."""
+        if self._segment is not None:
+            self._segment.close()
+        super().abort()
+
+
+class TwoDimensional(_OverNodes):
+    """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node.
+
+    Every rank uses the network, for its own part of the tensor; all at once, which pays where
+    one connection can't fill a node's link.
+
+    Args:
+        comm: the workers, equally many on every node.
+        inner: makes the algorithm across nodes, between ranks of equal local rank.
+
+    Raises:
+        UsageError: if nodes have different numbers of ranks.
+    """
+
+    name: ClassVar[str] = "two_dimensional"
+
+    def __init__(
+        self, comm: "Communicator", inner: "Callable[[Communicator], AllReduce]" = Native
+    ) -> None:
+        local_sizes = comm.all_gather_object(comm.local_size)
+        if len(set(local_sizes)) > 1:
+            odd = next(r for r in range(comm.size) if local_sizes[r] != local_sizes[0])
+            raise UsageError(
+                "`algorithm` (='two_dimensional') needs equally many ranks on every node, but "
+                f"there are {local_sizes[0]} on rank 0's and {local_sizes[odd]} on rank {odd}'s; "
+                "use 'hierarchical'."
+            )
+        super().__init__(comm, comm.local_rank, inner)
+        self._ring = Ring(self._inside)
+        self._parts.append(self._ring)
+
+    def _reduce_(self, flat: Tensor) -> None:
+        assert self._across is not None
+        chunks = flat.tensor_split(self._inside.size)
+        own = self._ring.reduce_scatter_(chunks)
+        self._across.reduce_(own)
+        self._ring.all_gather_(chunks)

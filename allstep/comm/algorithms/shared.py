@@ -1,0 +1,77 @@
+"""The all-reduce of CPU ranks that share memory."""
+
+import logging
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from allstep.comm.algorithms.base import AllReduce
+from allstep.comm.algorithms.native import Native
+from allstep.comm.shared_memory import NotShared, Segment
+
+if TYPE_CHECKING:
+    from allstep.comm.communicator import Communicator
+
+__all__ = ["SharedMemory", "default_algorithm"]
+
+logger = logging.getLogger("allstep")
+
+
+class SharedMemory(AllReduce):
+    """Sums in memory that the CPU ranks of one host share; the backend's elsewhere.
+
+    Nothing goes over the wire, so `sent_bytes` stays 0. What a rank adds up it adds up in the
+    ranks' order, half precision in float32. Where memory cannot be shared, the first rank says
+    why, once, and `fallback` does the work.
+
+    Args:
+        comm: the workers.
+        slot_bytes: how much of a tensor is in work at once, a multiple of 64; None for what
+            suits the numbers of ranks and cores.
+
+    Attributes:
+        fallback: what works instead, or None.
+    """
+
+    name: ClassVar[str] = "shared_memory"
+
+    def __init__(self, comm: "Communicator", slot_bytes: int | None = None) -> None:
+        super().__init__(comm)
+        self.fallback: AllReduce | None = None
+        self._segment: Segment | None = None
+        if comm.size == 1:
+            return
+        try:
+            self._segment = Segment.meet(comm, slot_bytes)
+        except NotShared as reason:
+            self.fallback = Native(comm)
+            if comm.rank == 0:
+                logger.warning("all-reduces use the network, not shared memory: %s", reason)
+
+    def _reduce_(self, flat: Tensor) -> None:
+        if self.fallback is not None:
+            self.fallback.reduce_(flat)
+        elif self._segment is not None:
+            self._segment.sum_(flat)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has handed to the wire so far."""
+        return self.fallback.sent_bytes if self.fallback else 0
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that this rank has sent so far."""
+        return self.fallback.num_messages if self.fallback else 0
+
+    def close(self) -> None:
+        """Gives the shared memory back."""
+        if self._segment is not None:
+            self._segment.close()
+
+
+def default_algorithm(comm: "Communicator") -> AllReduce:
+    """Shared memory between CPU ranks of one host, else the backend's own."""
+    if comm.num_nodes == 1 and comm.device.type == "cpu" and comm.size > 1:
+        return SharedMemory(comm)
+    return Native(comm)
