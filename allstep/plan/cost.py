@@ -43,8 +43,13 @@ class Stage:
 def stages(algorithm: str, cluster: Cluster, num_bytes: float) -> list[Stage]:
     """What an all-reduce of `num_bytes` does on all workers of `cluster`, step by step.
 
-    Source: Thakur et al., 2005 (rings, halving and doubling); METHODS of NCCL's tuning model
-    for the latency of a ring that crosses nodes, arXiv-free: github.com/NVIDIA/nccl.
+    Args:
+        algorithm: one of `ALGORITHMS`.
+        cluster: all of it takes part.
+        num_bytes: of the tensor.
+
+    Source: Thakur, Rabenseifner and Gropp, 2005; for the latency of a ring that crosses nodes
+    NCCL's own model (github.com/NVIDIA/nccl, src/graph/tuning.cc).
     """
     if cluster.num_workers == 1:
         return []
@@ -106,10 +111,14 @@ def _exchange(cluster: Cluster, distance: int, num_bytes: float, *, num_messages
 
 
 def _hierarchical(cluster: Cluster, num_bytes: float) -> list[Stage]:
-    local = cluster.workers_per_node
-    inside = Stage(
-        link=cluster.intra, num_messages=2 * (local - 1), num_bytes=2 * (local - 1) * num_bytes
-    )
+    """The node's first worker gets everyone's tensor, one after the other, and gives it back."""
+    if cluster.has_shared_memory:
+        inside = _memory(cluster, num_bytes)
+    else:
+        others = cluster.workers_per_node - 1
+        inside = Stage(
+            link=cluster.intra, num_messages=2 * others, num_bytes=2 * others * num_bytes
+        )
     return [inside, *_between_nodes(cluster, num_bytes, sharing=1)]
 
 
@@ -139,10 +148,20 @@ def _between_nodes(cluster: Cluster, num_bytes: float, *, sharing: int) -> list[
 
 
 def _shared_memory(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    """As `native` beyond one node, where memory can't be shared."""
+    if cluster.num_nodes > 1:
+        return _ring(cluster, num_bytes)
+    return [_memory(cluster, num_bytes)]
+
+
+def _memory(cluster: Cluster, num_bytes: float) -> Stage:
     """A copy in and a copy out; the sum is taken while a piece is in the cache."""
     memory = Link(bandwidth_bps=8 * cluster.copy_bytes_per_s, latency_s=cluster.intra.latency_s)
-    inside = Stage(link=memory, num_messages=2, num_bytes=2 * num_bytes)
-    return [inside, *_between_nodes(cluster, num_bytes, sharing=1)]
+    return Stage(link=memory, num_messages=2, num_bytes=2 * num_bytes)
+
+
+def _nothing(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    return []
 
 
 _STAGES: Mapping[str, Callable[[Cluster, float], list[Stage]]] = {
@@ -152,6 +171,7 @@ _STAGES: Mapping[str, Callable[[Cluster, float], list[Stage]]] = {
     "hierarchical": _hierarchical,
     "two_dimensional": _two_dimensional,
     "shared_memory": _shared_memory,
+    "dummy": _nothing,
 }
 assert set(_STAGES) == set(ALGORITHMS)
 

@@ -16,8 +16,8 @@ MIB = 2**20
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)
 # More buckets than this cost more time to start than they hide.
 _MOST_BUCKETS = 256
-# The share of a worker that each added worker has to bring.
-WORTH_ADDING = 0.5
+# The share of a lone worker's speed that each added worker has to bring.
+WORTH_ADDING = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,15 @@ class Prediction:
         num_workers: of the cluster.
         global_batch: samples of a step.
         report: of a step.
-        lone_samples_per_s: what one worker alone reaches.
+        lone_batch: samples of a step of one worker alone.
+        lone_samples_per_s: what it reaches.
     """
 
     policy: Policy
     num_workers: int
     global_batch: int
     report: StepReport
+    lone_batch: int
     lone_samples_per_s: float
 
     @property
@@ -93,13 +95,13 @@ def predict_one(
     part, workload = cluster.of(num_workers), job.workload(num_workers)
     settled = [policy] if policy.is_settled else list(_choices(policy, part, workload.num_params))
     best = min(settled, key=lambda choice: simulate(workload, part, choice).step_s)
-    lone = job.workload(1)
     return Prediction(
         policy=best,
         num_workers=num_workers,
         global_batch=job.batch(num_workers),
         report=simulate(workload, part, best, stragglers),
-        lone_samples_per_s=job.batch(1) / lone.compute_s,
+        lone_batch=job.batch(1),
+        lone_samples_per_s=job.batch(1) / job.workload(1).compute_s,
     )
 
 
@@ -119,19 +121,19 @@ def _algorithms(cluster: Cluster) -> list[str]:
     names = ["ring", "halving_doubling"]
     if cluster.num_nodes > 1 and cluster.workers_per_node > 1:
         names += ["hierarchical", "two_dimensional"]
-    if cluster.has_shared_memory and cluster.workers_per_node > 1:
+    if cluster.has_shared_memory and cluster.num_nodes == 1:
         names.append("shared_memory")
     return names
 
 
 def worth_adding(rates: Sequence[tuple[int, float]]) -> int:
-    """The largest number of workers up to which each added one brings half a worker or more.
+    """The largest number of workers up to which each added one brings a quarter or more.
 
     Args:
         rates: (number of workers, samples per second or another measure of progress), growing
             in the number of workers; the first is taken as worth it.
 
-    >>> worth_adding([(1, 100.0), (2, 190.0), (4, 350.0), (8, 400.0)])
+    >>> worth_adding([(1, 100.0), (2, 190.0), (4, 350.0), (8, 400.0)])  # the last four: 12 each
     4
     """
     best_workers, best_rate = rates[0]

@@ -124,6 +124,7 @@ class _Simulation:
             rank=0,
             local_size=self.cluster.workers_per_node,
             num_nodes=self.cluster.num_nodes,
+            has_shared_memory=self.cluster.has_shared_memory,
         )
         return StepReport(
             step_s=(float(self.clock.max()) - start_s) / num_steps,

@@ -25,11 +25,19 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A worker's place among `num_nodes` x `local_size` workers, counted node by node."""
+    """A worker's place among `num_nodes` x `local_size` workers, counted node by node.
+
+    Attributes:
+        rank: of the worker.
+        local_size: workers of a node.
+        num_nodes: all of `local_size` workers.
+        has_shared_memory: whether a node's workers are CPU processes, which need no messages.
+    """
 
     rank: int
     local_size: int
     num_nodes: int = 1
+    has_shared_memory: bool = False
 
     @property
     def size(self) -> int:
@@ -66,10 +74,9 @@ def all_reduce_traffic(
     """
     if algorithm not in ALGORITHMS:
         raise UsageError(f"`algorithm` (={algorithm!r}): {nearest_names(algorithm, ALGORITHMS)}")
-    if group.size == 1:
+    if group.size == 1 or not num_elements:
         return Traffic()
-    elements = ALGORITHMS[algorithm](group, num_elements)
-    return Traffic(elements.sent_bytes * element_bytes, elements.num_messages)
+    return ALGORITHMS[algorithm](group, num_elements, element_bytes)
 
 
 def split_evenly(num_elements: int, parts: int) -> list[int]:
@@ -85,70 +92,81 @@ def _chunk(num_elements: int, parts: int, index: int) -> int:
     return num_elements // parts + (index % parts < num_elements % parts)
 
 
-def _ring(group: Group, num_elements: int) -> Traffic:
-    """All chunks but one, twice: rank r never sends chunk r + 1, then never chunk r + 2."""
-    size = group.size
-    missing = sum(_chunk(num_elements, size, group.rank + offset) for offset in (1, 2))
-    return Traffic(2 * num_elements - missing, 2 * (size - 1))
+def _message(num_bytes: int) -> Traffic:
+    """Empty messages are not sent."""
+    return Traffic(num_bytes, 1) if num_bytes else Traffic()
 
 
-def _halving_doubling(group: Group, num_elements: int) -> Traffic:
+def _ring(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    """All chunks but one, twice: rank r doesn't send chunk r + 1, and then not chunk r + 2."""
+    num_filled = min(num_elements, group.size)
+    kept = [_chunk(num_elements, group.size, group.rank + offset) for offset in (1, 2)]
+    return Traffic(
+        (2 * num_elements - sum(kept)) * element_bytes,
+        2 * num_filled - sum(chunk > 0 for chunk in kept),
+    )
+
+
+def _halving_doubling(group: Group, num_elements: int, element_bytes: int) -> Traffic:
     """Halves to ever nearer partners and back; ranks beyond the power of two fold in first."""
     size, rank = group.size, group.rank
     power = 1 << (size.bit_length() - 1)
+    everything = _message(num_elements * element_bytes)
     if rank >= power:
-        return Traffic(num_elements, 1)
-    folded = Traffic(num_elements, 1) if rank < size - power else Traffic()
-    halving, length = Traffic(), num_elements
-    kept = []
-    distance = power // 2
+        return everything
+    total = everything if rank < size - power else Traffic()
+    own, distance = num_elements, power // 2
     while distance:
-        low = _chunk(length, 2, 0)
-        keeps_low = not rank & distance
-        sent = length - low if keeps_low else low
-        length -= sent
-        kept.append(length)
-        halving += Traffic(sent, 1)
+        low, high = _chunk(own, 2, 0), _chunk(own, 2, 1)
+        own, other = (high, low) if rank & distance else (low, high)
+        total += _message(other * element_bytes) + _message(own * element_bytes)
         distance //= 2
-    doubling = sum((Traffic(length, 1) for length in kept), start=Traffic())
-    return folded + halving + doubling
-
-
-def _hierarchical(group: Group, num_elements: int) -> Traffic:
-    """Everything to the node's leader, around the ring of leaders, and back from it."""
-    if group.local_rank:
-        return Traffic(num_elements, 1)
-    others = group.local_size - 1
-    leaders = Group(rank=group.node_rank, local_size=group.num_nodes)
-    between = _ring(leaders, num_elements) if group.num_nodes > 1 else Traffic()
-    return Traffic(others * num_elements, others) + between
-
-
-def _two_dimensional(group: Group, num_elements: int) -> Traffic:
-    """A ring in the node on everything, and one between nodes on the chunk that is left."""
-    inside = Group(rank=group.local_rank, local_size=group.local_size)
-    across = Group(rank=group.node_rank, local_size=group.num_nodes)
-    own = _chunk(num_elements, group.local_size, group.local_rank + 1)
-    total = Traffic()
-    if inside.size > 1:
-        total += _ring(inside, num_elements)
-    if across.size > 1:
-        total += _ring(across, own)
     return total
 
 
-def _shared_memory(group: Group, num_elements: int) -> Traffic:
-    """Nothing inside a node; leaders go around their ring."""
-    if group.local_rank or group.num_nodes == 1:
+def _hierarchical(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    """To the node's first rank, between those, and back; nothing inside with shared memory."""
+    everything = _message(num_elements * element_bytes)
+    if group.local_rank:
+        return Traffic() if group.has_shared_memory else everything
+    inside = Traffic()
+    if not group.has_shared_memory:
+        inside = sum((everything for _ in range(group.local_size - 1)), start=inside)
+    return inside + _across(group, num_elements, element_bytes)
+
+
+def _two_dimensional(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    """A ring in the node, and its sums across nodes."""
+    inside = Group(rank=group.local_rank, local_size=group.local_size)
+    own = _chunk(num_elements, group.local_size, group.local_rank + 1)
+    total = _across(group, own, element_bytes)
+    if inside.size > 1:
+        total += _ring(inside, num_elements, element_bytes)
+    return total
+
+
+def _across(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    across = Group(rank=group.node_rank, local_size=group.num_nodes)
+    return all_reduce_traffic("native", across, num_elements, element_bytes)
+
+
+def _shared_memory(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    """Nothing on one node; the backend's own all-reduce where memory can't be shared."""
+    if group.num_nodes == 1:
         return Traffic()
-    return _ring(Group(rank=group.node_rank, local_size=group.num_nodes), num_elements)
+    return _ring(group, num_elements, element_bytes)
 
 
-ALGORITHMS: Mapping[str, Callable[[Group, int], Traffic]] = {
-    "native": _ring,
+def _nothing(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    return Traffic()
+
+
+ALGORITHMS: Mapping[str, Callable[[Group, int, int], Traffic]] = {
+    "native": _ring,  # backends don't tell; the least bytes that an algorithm can do with
     "ring": _ring,
     "halving_doubling": _halving_doubling,
     "hierarchical": _hierarchical,
     "two_dimensional": _two_dimensional,
     "shared_memory": _shared_memory,
+    "dummy": _nothing,
 }

@@ -98,12 +98,13 @@ def test_more_workers_than_there_are_is_refused():
         ([(1, 10.0)], 1),
         ([(1, 10.0), (2, 20.0), (4, 40.0)], 4),
         ([(1, 10.0), (2, 9.0), (4, 12.0)], 1),
-        ([(1, 10.0), (2, 15.0), (4, 24.9)], 2),
+        ([(1, 10.0), (2, 12.5), (4, 17.4)], 2),
+        ([(1, 10.0), (2, 12.4), (4, 14.0)], 1),
         ([(2, 20.0), (4, 38.0), (8, 40.0)], 4),
         ([(1, 10.0), (2, 11.0), (4, 39.0)], 4),  # a bad step on the way to a good one
     ],
 )
-def test_workers_are_worth_half_a_worker_each(rates, expected):
+def test_workers_are_worth_a_quarter_of_a_worker_each(rates, expected):
     assert worth_adding(rates) == expected
 
 
