@@ -18,6 +18,7 @@ _COMMANDS = {
     "train": "train a recipe on any number of workers, or continue a run",
     "recipes": "list the recipes, or show one with all its fields",
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
+    "advise": "say whether scaling pays, how, and up to how many workers",
 }
 # What `train` and `evaluate` start; not for people.
 _WORKER = "worker"

@@ -1,0 +1,210 @@
+"""Advice as a table, as characters, as JSON and as a picture."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from allstep.errors import UsageError
+from allstep.plan.accuracy import AccuracyTable
+from allstep.plan.cluster import Cluster
+from allstep.plan.describe import chart, plain_data, seconds_text, timeline
+from allstep.plan.job import Job
+from allstep.plan.recommend import Recommendation
+from allstep.plan.scaling import Prediction
+from allstep.plan.time_to_target import Target
+
+__all__ = ["Advice", "check_plot", "show", "write_json", "write_plot"]
+
+_WIDTH_WITHOUT_TERMINAL = 100
+_POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The question, the predictions and what follows."""
+
+    job: Job
+    cluster: Cluster
+    target: Target | None
+    accuracy: AccuracyTable
+    predictions: Sequence[Prediction]
+    recommendation: Recommendation
+
+    @property
+    def worker_counts(self) -> list[int]:
+        """The columns."""
+        return sorted({p.num_workers for p in self.predictions})
+
+    @property
+    def policies(self) -> dict[str, dict[int, Prediction]]:
+        """The rows: each policy's predictions by number of workers."""
+        rows: dict[str, dict[int, Prediction]] = {}
+        for p in self.predictions:
+            rows.setdefault(p.policy.name, {})[p.num_workers] = p
+        return rows
+
+
+def show(advice: Advice, *, with_timeline: bool) -> None:
+    """Prints everything, as wide as the terminal allows."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    console.print(_assumptions(advice), style="dim")
+    counts = advice.worker_counts
+    wanted = _POLICY_WIDTH + _CELL_WIDTH * len(counts) + _ACCURACY_WIDTH
+    console.print(_wide(advice) if wanted <= console.width else _long(advice))
+    if advice.target is not None:
+        console.print(_to_target(advice, advice.target))
+    lines = chart(advice.predictions)
+    if max(map(len, lines)) <= console.width:
+        console.print("\n".join(lines), markup=False, soft_wrap=True)
+    choice = advice.recommendation.choice
+    if with_timeline and choice is not None:
+        *lanes, key = timeline(choice.report.timeline, console.width)
+        console.print("\n".join(["", *lanes]), markup=False, soft_wrap=True)
+        console.print(key, style="dim")
+    console.print(f"\n[bold]advice:[/] {advice.recommendation.sentence}")
+
+
+def _assumptions(advice: Advice) -> str:
+    cluster, micro = advice.cluster, advice.job.micro
+    link = cluster.inter or cluster.intra
+    batch = advice.job.global_batch
+    return (
+        f"{cluster.name}: {link.bandwidth_bps / 1e9:.3g} Gbit/s and {link.latency_s * 1e6:.3g} us,"
+        f" {cluster.workers_per_node} worker{'s' * (cluster.workers_per_node > 1)} a machine,"
+        f" compute {cluster.compute_slowdown:.0%} slower beside communication."
+        f" {micro.num_params:,} parameters, {seconds_text(micro.compute_s)} for"
+        f" {micro.num_samples} samples, a third of it forward."
+        f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a worker'}."
+    )
+
+
+def _wide(advice: Advice) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("workers", no_wrap=True)
+    for count in advice.worker_counts:
+        table.add_column(f"{count:,}", justify="right", no_wrap=True)
+    table.add_column("accuracy cost", justify="right")
+    for name, row in advice.policies.items():
+        cells = [_cell(p, advice) for p in row.values()]
+        policy = next(iter(row.values())).policy
+        table.add_row(name, *cells, advice.accuracy.describe(policy))
+    return table
+
+
+def _cell(prediction: Prediction, advice: Advice) -> str:
+    star = "*" if prediction is advice.recommendation.choice else ""
+    text = f"{seconds_text(prediction.report.step_s)}\n{star}{prediction.efficiency:.0%}"
+    return f"[bold]{text}[/]" if star else text
+
+
+def _long(advice: Advice) -> Table:
+    """A line for each cell, for narrow terminals and many numbers of workers."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("workers", "step", "eff.", "policy"):
+        table.add_column(title, justify="left" if title == "policy" else "right")
+    for count in advice.worker_counts:
+        for name, row in advice.policies.items():
+            p = row[count]
+            style = "bold" if p is advice.recommendation.choice else None
+            step = seconds_text(p.report.step_s)
+            table.add_row(f"{count:,}", step, f"{p.efficiency:.0%}", name, style=style)
+    return table
+
+
+def _to_target(advice: Advice, target: Target) -> Table:
+    """What larger batches cost, and what is left of the speed-up."""
+    lone_samples = target.samples(advice.job.batch(1))
+    lone_s = lone_samples / advice.predictions[0].lone_samples_per_s
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("workers", "batch", "samples to target", "speed-up to target", "policy"):
+        table.add_column(title, justify="left" if title == "policy" else "right")
+    for count in advice.worker_counts:
+        best = min(
+            (row[count] for row in advice.policies.values() if row[count].policy.every == 1),
+            key=target.seconds,
+        )
+        table.add_row(
+            f"{count:,}",
+            f"{best.global_batch:,}",
+            f"{target.samples(best.global_batch) / lone_samples:.2f}x",
+            f"{lone_s / target.seconds(best):.1f}x",
+            best.policy.name,
+        )
+    return table
+
+
+def plain_advice(advice: Advice) -> dict[str, Any]:
+    """Everything as plain data."""
+    choice = advice.recommendation.choice
+    micro = advice.job.micro
+    return {
+        "params": micro.num_params,
+        "micro_batch": micro.num_samples,
+        "compute_s": micro.compute_s,
+        "global_batch": advice.job.global_batch,
+        "cluster": advice.cluster.name,
+        "predictions": [
+            {**plain_data(p), "accuracy_cost": advice.accuracy.describe(p.policy)}
+            for p in advice.predictions
+        ],
+        "recommended": None if choice is None else plain_data(choice),
+        "advice": advice.recommendation.sentence,
+    }
+
+
+def write_json(path: Path, advice: Advice) -> None:
+    """Writes all numbers.
+
+    Raises:
+        UsageError: if the file can't be written.
+    """
+    text = json.dumps(plain_advice(advice), indent=2) + "\n"
+    _write("json", path, lambda: path.write_text(text, encoding="utf-8"))
+
+
+def check_plot() -> None:
+    """Raises UsageError if there is nothing to draw with."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
+            " or leave `--plot` out."
+        )
+
+
+def write_plot(path: Path, advice: Advice) -> None:
+    """Draws efficiency over workers.
+
+    Raises:
+        UsageError: if the file can't be written.
+    """
+    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, row in advice.policies.items():
+        axes.plot(list(row), [100 * p.efficiency for p in row.values()], marker="o", label=name)
+    choice = advice.recommendation.choice
+    if choice is not None:
+        axes.plot(
+            choice.num_workers, 100 * choice.efficiency, "k*", markersize=16, label="recommended"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(advice.worker_counts, [f"{count:,}" for count in advice.worker_counts])
+    axes.set(xlabel="workers", ylabel="efficiency (%)", ylim=(0, 105), title=advice.cluster.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _write("plot", path, lambda: figure.savefig(path, dpi=150))
+
+
+def _write(argument: str, path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except (OSError, ValueError) as error:  # matplotlib: an unknown kind of picture
+        raise UsageError(f"`{argument}` (={path}) can't be written: {error}.") from None

@@ -1,0 +1,62 @@
+"""Numbers as people write them: 25M parameters, a link of 10gbit, workers 1,2,4."""
+
+import re
+
+from allstep.errors import UsageError
+
+__all__ = ["parse_bandwidth", "parse_count", "parse_counts"]
+
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z/]*)")
+_BIT_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+
+def parse_count(argument: str, text: str) -> int:
+    """A count with an optional K, M, B (or G) or T.
+
+    Raises:
+        UsageError: if it is none, or less than 1; names `argument`.
+
+    >>> parse_count("params", "25M"), parse_count("params", "1.2b"), parse_count("params", "7")
+    (25000000, 1200000000, 7)
+    """
+    found = _NUMBER.fullmatch(text.strip().lower().replace("_", ""))
+    if found is None or found[2] not in _COUNT_UNITS:
+        raise UsageError(f"`{argument}` (={text}) must be a count such as 25M, 1.2B or 300000.")
+    count = round(float(found[1]) * _COUNT_UNITS[found[2]])
+    if count < 1:
+        raise UsageError(f"`{argument}` (={text}) must be at least 1.")
+    return count
+
+
+def parse_bandwidth(argument: str, text: str) -> float:
+    """Bits per second from a number with a unit.
+
+    Raises:
+        UsageError: if the unit is missing or unknown, or nothing gets through; names `argument`.
+
+    >>> parse_bandwidth("link", "10gbit"), parse_bandwidth("link", "2.5 Gbit/s")
+    (10000000000.0, 2500000000.0)
+    """
+    found = _NUMBER.fullmatch(text.strip().lower())
+    unit = found[2].removesuffix("/s") if found else ""
+    if found is None or unit not in _BIT_UNITS:
+        raise UsageError(
+            f"`{argument}` (={text}) must be bits per second such as 10gbit, 100mbit or 2.5gbit."
+        )
+    bandwidth_bps = float(found[1]) * _BIT_UNITS[unit]
+    if not bandwidth_bps:
+        raise UsageError(f"`{argument}` (={text}) must be above 0.")
+    return bandwidth_bps
+
+
+def parse_counts(argument: str, text: str) -> list[int]:
+    """Counts between commas, sorted, each once.
+
+    Raises:
+        UsageError: if one of them is no count; names `argument`.
+
+    >>> parse_counts("workers", "8,1,2,2")
+    [1, 2, 8]
+    """
+    return sorted({parse_count(argument, part) for part in text.split(",")})

@@ -1,0 +1,76 @@
+"""What each policy costs in accuracy, as far as that has been measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from allstep.plan.policy import Policy
+from allstep.plan.wire import WIRES
+
+__all__ = ["AccuracyCost", "AccuracyTable", "measured_accuracy"]
+
+
+@dataclass(frozen=True)
+class AccuracyCost:
+    """Points of accuracy lost against fp32 at equal epochs; negative is a gain.
+
+    Attributes:
+        mean: over seeds.
+        std: standard deviation over seeds.
+    """
+
+    mean: float
+    std: float
+
+    def __str__(self) -> str:
+        """The cost in a table's words.
+
+        >>> print(AccuracyCost(0.12, 0.2), AccuracyCost(-0.04, 0.1))
+        0.12 ± 0.20 -0.04 ± 0.10
+        """
+        return f"{self.mean:.2f} ± {self.std:.2f}"
+
+
+@dataclass(frozen=True)
+class AccuracyTable:
+    """Costs by the name of a policy, and the task they were measured on.
+
+    Attributes:
+        task: in words; None if nothing has been measured.
+        points_lost: by policy name.
+    """
+
+    task: str | None
+    points_lost: Mapping[str, AccuracyCost]
+
+    def cost(self, policy: Policy) -> AccuracyCost | None:
+        """The cost of a policy: none by its nature, as measured, or None if not measured."""
+        if is_lossless(policy):
+            return AccuracyCost(0.0, 0.0)
+        return self.points_lost.get(policy.name)
+
+    def describe(self, policy: Policy) -> str:
+        """The cost in a few words."""
+        if is_lossless(policy):
+            return "none"
+        cost = self.cost(policy)
+        return "not measured" if cost is None else str(cost)
+
+
+def is_lossless(policy: Policy) -> bool:
+    """Whether every update uses the mean of this step's gradients, up to rounding."""
+    return WIRES[policy.wire].is_lossless and policy.staleness == 0 and policy.every == 1
+
+
+@cache
+def measured_accuracy() -> AccuracyTable:
+    """The costs that come with the package."""
+    text = (files("allstep.plan") / "accuracy_cost.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    costs = {
+        name: AccuracyCost(float(cost["mean"]), float(cost["std"]))
+        for name, cost in table["points_lost"].items()
+    }
+    return AccuracyTable(table["task"], costs)

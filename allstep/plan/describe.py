@@ -1,0 +1,110 @@
+"""Predictions in words, characters and plain data."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from allstep.plan.scaling import Prediction
+from allstep.plan.step_report import Span
+
+__all__ = ["chart", "plain_data", "seconds_text", "timeline"]
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_CHART_ROWS = 10
+_COLUMN = 7
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits and a fitting unit.
+
+    >>> seconds_text(0.1234), seconds_text(12.34), seconds_text(0.00002), seconds_text(5 * 3600)
+    ('123 ms', '12.3 s', '0.02 ms', '5 h')
+    """
+    if seconds >= 3600:
+        return f"{seconds / 3600:.3g} h"
+    if seconds >= 600:
+        return f"{seconds / 60:.3g} min"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1000 * seconds:.3g} ms"
+
+
+def plain_data(prediction: Prediction) -> dict[str, Any]:
+    """All numbers of a prediction, for JSON."""
+    report, policy = prediction.report, prediction.policy
+    return {
+        "policy": policy.name,
+        "wire": policy.wire,
+        "algorithm": policy.algorithm,
+        "bucket_bytes": policy.bucket_bytes,
+        "staleness": policy.staleness,
+        "every": policy.every,
+        "workers": prediction.num_workers,
+        "global_batch": prediction.global_batch,
+        "step_s": report.step_s,
+        "compute_s": report.compute_s,
+        "exposed_s": report.exposed_s,
+        "straggler_s": report.straggler_s,
+        "wire_s": report.wire_s,
+        "samples_per_s": prediction.samples_per_s,
+        "speed_up": prediction.speed_up,
+        "efficiency": prediction.efficiency,
+        **asdict(report.traffic),
+    }
+
+
+def chart(predictions: Sequence[Prediction]) -> list[str]:
+    """Efficiency over workers in characters: a letter for each policy, `*` where they meet.
+
+    Each number of workers has a column; lines of the same height share it.
+    """
+    names = list(dict.fromkeys(p.policy.name for p in predictions))
+    counts = sorted({p.num_workers for p in predictions})
+    letters = dict(zip(names, _LETTERS, strict=False))
+    rows = [[" "] * (_COLUMN * len(counts)) for _ in range(_CHART_ROWS + 1)]
+    for p in predictions:
+        row = rows[_CHART_ROWS - round(_CHART_ROWS * min(1.0, p.efficiency))]
+        start = _COLUMN * counts.index(p.num_workers) + 1
+        taken = "".join(row[start : start + _COLUMN - 1]).strip()
+        cell = taken + letters[p.policy.name]
+        row[start : start + _COLUMN - 1] = list(cell.ljust(_COLUMN - 1))
+    axis = "".join(f" {count:<{_COLUMN - 1}}" for count in counts)
+    lines = ["efficiency"]
+    lines += [
+        f"{100 - 100 * index // _CHART_ROWS:4d} % |{''.join(row)}".rstrip()
+        for index, row in enumerate(rows)
+    ]
+    lines += ["       +" + "-" * len(axis), f"workers {axis}".rstrip()]
+    lines += [f"  {letters[name]}  {name}" for name in names]
+    return lines
+
+
+def timeline(spans: Sequence[Span], width: int) -> list[str]:
+    r"""A step in characters: a line for compute, one for the wire, and what is what.
+
+    Args:
+        spans: of one round.
+        width: columns to fill.
+
+    >>> step = [Span("compute", "forward", 0, 1), Span("compute", "backward 0", 1, 3),
+    ...     Span("wire", "bucket 0", 3, 4), Span("wait", "wait", 3, 4)]
+    >>> print(*timeline(step, 17), sep="\n")
+    compute  ffbbbb..
+    wire           00
+    f forward, b backward, u update, l local step, . waiting, 0 1 2 … buckets; 8 columns are 4 s
+    """
+    marks = {"forward": "f", "optimizer": "u", "local step": "l", "wait": "."}
+    columns = max(1, width - 9)
+    end_s = max(span.end_s for span in spans)
+    lanes = {"compute": [" "] * columns, "wire": [" "] * columns}
+    for span in spans:
+        lane = lanes["wire" if span.lane == "wire" else "compute"]
+        kind, _, number = span.name.partition(" ")
+        mark = marks.get(span.name) or {"backward": "b"}.get(kind) or number[-1]
+        first, last = (round(columns * t / end_s) for t in (span.start_s, span.end_s))
+        lane[first:last] = [mark] * (last - first)
+    return [
+        *(f"{name:9}{''.join(lane)}".rstrip() for name, lane in lanes.items()),
+        "f forward, b backward, u update, l local step, . waiting, 0 1 2 … buckets;"
+        f" {columns} columns are {seconds_text(end_s)}",
+    ]

@@ -1,0 +1,233 @@
+"""`allstep advise` on bare numbers: what it says, what it writes and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from allstep.cli import advise_output
+from allstep.cli.main import main
+
+BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def say(capsys):
+    """Runs `allstep advise` and returns what it prints."""
+
+    def run(*arguments: str) -> str:
+        assert main(["advise", *arguments]) == 0
+        found = capsys.readouterr()
+        assert found.err == ""
+        return found.out
+
+    return run
+
+
+@pytest.fixture
+def refuse(capsys):
+    """Runs a command line that must fail; returns its one message."""
+
+    def run(*arguments: str) -> str:
+        assert main(["advise", *arguments]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert message.count("\n") == 1
+        return message
+
+    return run
+
+
+def advice_of(text: str) -> str:
+    return " ".join(text.split("advice: ")[1].split())
+
+
+def test_bare_numbers_become_a_table_a_chart_and_advice(say):
+    text = say(*BARE)
+    lines = text.splitlines()
+    header = next(line for line in lines if line.startswith("workers"))
+    assert header.split() == ["workers", "1", "2", "4", "8", "32", "accuracy", "cost"]
+    for policy in ("DDP", "fp32", "fp16", "int8", "fp16 + staleness 1", "local SGD, H = 16"):
+        assert any(line.startswith(policy) for line in lines)
+    assert "efficiency" in lines
+    assert "*" in text
+    assert advice_of(text).startswith("32 workers with fp16 + staleness 1: ")
+    assert "not measured" in text
+    assert "\x1b" not in text
+
+
+def test_scaling_that_does_not_pay_is_refused(say):
+    advice = advice_of(say("--params", "25M", "--step-ms", "110", "--link", "100mbit"))
+    assert advice.startswith("don't: ")
+    assert "x the speed of one" in advice
+
+
+def test_one_worker_has_nobody_to_talk_to(say):
+    assert "nobody" in advice_of(say(*BARE[:-1], "1"))
+
+
+def test_a_fast_link_needs_nothing_but_ddp(say):
+    advice = advice_of(
+        say("--params", "1M", "--step-ms", "500", "--link", "100gbit", "--workers", "1,2,4")
+    )
+    assert advice.startswith("4 workers with DDP: ")
+    assert "keep it simple" in advice
+
+
+def test_a_noise_scale_ends_it_earlier(say):
+    text = say(*BARE, "--noise-scale", "200")
+    assert "samples to target" in text
+    advice = advice_of(text)
+    assert advice.startswith("8 workers with ")
+    assert "More workers don't pay: a batch of 1,024 takes" in advice
+
+
+def test_a_fixed_batch_is_cut(say):
+    text = say(*BARE, "--global-batch", "256", "--json", "out.json")
+    assert "Batch: 256." in text
+    found = json.loads(Path("out.json").read_text())
+    assert {p["global_batch"] for p in found["predictions"]} == {256}
+
+
+def test_all_numbers_are_written(say):
+    say(*BARE, "--json", "out.json")
+    found = json.loads(Path("out.json").read_text())
+    assert len(found["predictions"]) == 6 * 5
+    cell = next(p for p in found["predictions"] if p["policy"] == "DDP" and p["workers"] == 8)
+    assert cell["sent_bytes"] == pytest.approx(2 * 7 / 8 * 100e6, rel=1e-3)
+    assert cell["step_s"] > cell["compute_s"] == pytest.approx(0.11)
+    assert cell["speed_up"] == pytest.approx(8 * cell["efficiency"])
+    assert found["recommended"]["policy"] == "fp16 + staleness 1"
+    assert found["advice"].startswith("32 workers")
+
+
+def test_more_points_may_be_spared_or_none(say, monkeypatch):
+    from allstep.cli import advise
+    from allstep.plan.accuracy import AccuracyCost, AccuracyTable
+
+    table = AccuracyTable(
+        "fashion",
+        {
+            "fp16": AccuracyCost(0.05, 0.1),
+            "int8": AccuracyCost(0.1, 0.1),
+            "fp16 + staleness 1": AccuracyCost(0.4, 0.1),
+        },
+    )
+    monkeypatch.setattr(advise, "measured_accuracy", lambda: table)
+    text = say(*BARE)
+    assert "fp16 + staleness 1: " in advice_of(text)
+    assert "It cost 0.40 ± 0.10 points of accuracy on fashion." in advice_of(text)
+    assert "workers with fp16: " in advice_of(say(*BARE, "--max-points-lost", "0.2"))
+    assert "workers with fp32: " in advice_of(say(*BARE, "--max-points-lost", "0"))
+
+
+def test_a_timeline_is_shown_when_asked_for(say):
+    text = say(*BARE, "--timeline")
+    assert re.search(r"^compute  f+b+", text, re.MULTILINE)
+    assert "columns are" in text
+
+
+def test_presets_bring_their_workers(say):
+    text = say("--params", "25M", "--cluster", "mn-1", "--micro-batch", "32")
+    assert "1,024" in text
+    assert "109 Gbit/s" in text
+
+
+def test_nodes_of_several_workers(say):
+    text = say(*BARE[:-2], "--per-node", "8", "--node-link", "400gbit", "--workers", "1,8,16")
+    assert "8 workers a machine" in text
+
+
+def test_a_cluster_file(say, tmp_path):
+    (tmp_path / "lab.toml").write_text(
+        "num_nodes = 4\nworkers_per_node = 1\n[intra]\nbandwidth_bps = 1e9\n"
+        "[inter]\nbandwidth_bps = 1e9\n"
+    )
+    text = say("--params", "1M", "--step-ms", "100", "--cluster", "lab.toml")
+    header = next(line for line in text.splitlines() if line.startswith("workers"))
+    assert header.split()[1:4] == ["1", "2", "4"]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 79, 100, 200])
+def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", say(*BARE, "--timeline", "--noise-scale", "2000"))
+    assert max(map(len, text.splitlines())) <= columns
+    assert "advice:" in text
+
+
+def test_a_picture(say):
+    pytest.importorskip("matplotlib")
+    say(*BARE, "--plot", "out.png")
+    assert Path("out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_without_matplotlib(refuse, monkeypatch):
+    monkeypatch.setattr(advise_output, "find_spec", lambda name: None)
+    message = refuse(*BARE, "--plot", "out.png")
+    assert "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
+
+
+@pytest.mark.parametrize("flag", ["--json"])
+def test_a_file_that_cannot_be_written(refuse, flag):
+    message = refuse(*BARE, flag, "no/such/folder/out")
+    assert f"`{flag[2:]}` (=no/such/folder/out) can't be written" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "many", *BARE[2:]], "`params` (=many) must be a count such as 25M"),
+        (["--params", "0", *BARE[2:]], "`params` (=0) must be at least 1."),
+        ([*BARE[:2], *BARE[4:]], "`step_ms` is missing"),
+        ([*BARE[:3], "0", *BARE[4:]], "`step_ms` (=0.0) must be above 0"),
+        ([*BARE[:4], *BARE[6:]], "`link` is missing"),
+        ([*BARE[:5], "10", *BARE[6:]], "`link` (=10) must be bits per second such as 10gbit"),
+        ([*BARE[:5], "0gbit", *BARE[6:]], "`link` (=0gbit) must be above 0."),
+        ([*BARE[:7], "1,two"], "`workers` (=two) must be a count"),
+        ([*BARE[:7], "0"], "`workers` (=0) must be at least 1."),
+        ([*BARE, "--latency-us", "-1"], "`latency_s` (=-1e-06) must be 0 or more"),
+        ([*BARE, "--per-node", "0"], "`per_node` (=0) must be at least 1."),
+        ([*BARE, "--per-node", "3"], "must fill nodes of 3 workers"),
+        ([*BARE, "--copy-gb-s", "0"], "`copy_bytes_per_s` (=0.0) must be above 0"),
+        ([*BARE, "--contention", "-5"], "`compute_slowdown` (=-0.05) must be 0 or more"),
+        ([*BARE, "--stragglers", "-5"], "`spread` (=-0.05) must be 0 or more"),
+        ([*BARE, "--global-batch", "100"], "`global_batch` (=100) must be a multiple of"),
+        ([*BARE, "--micro-batch", "0"], "`num_samples` (=0) must be a whole number"),
+        ([*BARE, "--noise-scale", "0"], "`noise_scale` (=0) must be at least 1."),
+        ([*BARE, "--cluster", "mn-1"], "`link` (=10gbit) and `cluster` (=mn-1) both say"),
+        (
+            ["--params", "1M", "--step-ms", "9", "--cluster", "mn-1", "--workers", "2048"],
+            "`num_workers` (=2048) exceeds the 1024 of cluster mn-1",
+        ),
+        (
+            ["--params", "1M", "--step-ms", "9", "--cluster", "mn1"],
+            "`cluster` (=mn1) is neither a file nor a preset; did you mean `mn-1`?",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_message(refuse, arguments, message):
+    assert message in refuse(*arguments)
+
+
+def test_without_anything_it_says_what_it_needs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["advise"])
+    assert stop.value.code == 2
+    assert "--params" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["advise", "--help"])
+    assert stop.value.code == 0
+    assert "allstep advise --params 25M" in capsys.readouterr().out
