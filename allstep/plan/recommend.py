@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.policy import Policy
-from allstep.plan.scaling import Prediction, worth_adding
+from allstep.plan.scaling import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 
 __all__ = ["Recommendation", "recommend"]
@@ -59,7 +59,11 @@ def recommend(
     num_workers = worth_adding(rates)
     if num_workers == 1:
         fastest = max(best, key=lambda p: _progress(p, target))
-        return Recommendation(choice=None, sentence=_dont(fastest, rates[0][1], target))
+        sentence = _dont(fastest, rates[0][1], target)
+        others = [p for p in predictions if p not in allowed]
+        return Recommendation(
+            choice=None, sentence=sentence + _temptation(others, accuracy, rates[0][1], target)
+        )
     choice = next(p for p in best if p.num_workers == num_workers)
     sentences = [
         _do(choice, _simplest(predictions, num_workers)),
@@ -148,3 +152,21 @@ def _dont(fastest: Prediction, lone_progress: float, target: Target | None) -> s
         f" {waiting:.0%}"
         " of a step. One worker with a larger batch or a faster machine does more."
     )
+
+
+def _temptation(
+    others: Sequence[Prediction],
+    accuracy: AccuracyTable,
+    lone_progress: float,
+    target: Target | None,
+) -> str:
+    """What would pay if accuracy didn't matter."""
+    if not others:
+        return ""
+    best = max(others, key=lambda p: _progress(p, target))
+    gain = _progress(best, target) / lone_progress
+    if gain < 1 + WORTH_ADDING:
+        return ""
+    cost = accuracy.cost(best.policy)
+    price = "at a cost in accuracy that is not measured" if cost is None else f"for {cost} points"
+    return f" {best.policy.name} would come to {gain:.1f}x, {price}."

@@ -10,7 +10,7 @@ from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 
-__all__ = ["Prediction", "predict", "predict_one", "worth_adding"]
+__all__ = ["WORTH_ADDING", "Prediction", "predict", "predict_one", "worth_adding"]
 
 MIB = 2**20
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)

@@ -1,0 +1,50 @@
+from dataclasses import replace
+
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.describe import chart, plain_data, timeline
+from allstep.plan.job import Job
+from allstep.plan.policy import POLICIES, Policy
+from allstep.plan.scaling import predict
+from allstep.plan.simulate import simulate
+from allstep.plan.workload import Workload
+
+LINK = Link(bandwidth_bps=1e9, latency_s=3e-5)
+CLUSTER = Cluster(name="", num_nodes=32, workers_per_node=1, intra=LINK, inter=LINK)
+MICRO = Workload.from_step(num_params=5_000_000, step_s=0.11, num_samples=32)
+
+
+def test_every_policy_has_its_letter_in_every_column():
+    lines = chart(predict(Job(micro=MICRO), CLUSTER, POLICIES, [1, 2, 32]))
+    plot = [line.split("|")[1].ljust(21) for line in lines if "|" in line]
+    for column in range(3):
+        letters = "".join(row[7 * column : 7 * column + 7] for row in plot)
+        assert sorted(letters.replace(" ", "")) == list("abcdef")
+    assert lines[1].startswith(" 100 % | abcdef")
+    assert lines[-1].split(None, 1) == ["f", "local SGD, H = 16"]
+
+
+def test_the_timeline_is_as_wide_as_asked():
+    policy = Policy(name="p", algorithm="ring", bucket_bytes=1 << 20)
+    for width in (20, 50, 120):
+        compute, wire, key = timeline(simulate(MICRO, CLUSTER, policy).timeline, width)
+        assert len(wire) <= width
+        assert len(compute) <= width
+        assert "buckets" in key
+    assert set(compute[9:]) >= {"f", "b", "."}
+    assert set(wire[9:]) & set("0123456789")
+
+
+def test_local_steps_are_drawn():
+    policy = Policy(name="p", algorithm="ring", bucket_bytes=None, every=4)
+    compute, wire, _ = timeline(simulate(MICRO, CLUSTER, policy).timeline, 60)
+    assert "l" in compute
+    assert wire.endswith("0")
+
+
+def test_plain_data_holds_every_number():
+    (found,) = predict(Job(micro=MICRO), CLUSTER, [replace(POLICIES[0], name="x")], [8])
+    data = plain_data(found)
+    assert data["policy"] == "x"
+    assert data["workers"] == 8
+    assert data["speed_up"] == found.speed_up
+    assert data["num_messages"] > 0
