@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from allstep.errors import UsageError
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.plan import plan_fetch
 from allstep.nn.windows.trip import Trip
@@ -219,6 +220,8 @@ def _dims(x: Tensor, layout: Layout, first_dim: int) -> tuple[int, ...]:
 def _pieces(
     grid: Grid, windows: tuple[Window, ...], pieces: Sequence[Window] | None
 ) -> tuple[Window, ...]:
+    if pieces is not None and not pieces:
+        raise UsageError("`pieces` is empty; pass at least one window, or None.")
     return (windows[grid.rank],) if pieces is None else tuple(pieces)
 
 
@@ -262,7 +265,13 @@ class _StartFetch(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, _FinishDelivery.apply(ctx.trip.back, *grads)  # type: ignore[no-untyped-call]
+        grad, ticket = grads
+        back, ctx.trip.back = ctx.trip.back, None
+        if back is None:  # nothing here depends on the pieces; the others still wait
+            back = ctx.trip.reversed("backward of fetch")
+            kept, ticket = _StartDelivery.apply(back, *back.zeros(grad))  # type: ignore[no-untyped-call]
+            grad = grad + kept
+        return None, _FinishDelivery.apply(back, grad, ticket)  # type: ignore[no-untyped-call]
 
 
 class _FinishFetch(Function):
@@ -273,7 +282,7 @@ class _FinishFetch(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
-        back = ctx.trip.turned("backward of fetch")
+        back = ctx.trip.back = ctx.trip.reversed("backward of fetch")
         return None, *_StartDelivery.apply(back, *grads)  # type: ignore[no-untyped-call]
 
 
@@ -285,7 +294,12 @@ class _StartDelivery(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_FinishFetch.apply(ctx.trip.back, *grads)  # type: ignore[no-untyped-call]
+        grad, ticket = grads
+        back, ctx.trip.back = ctx.trip.back, None
+        if back is None:  # nothing here depends on the sum; the others still wait
+            back = ctx.trip.reversed("backward of deliver")
+            _, ticket = _StartFetch.apply(back, torch.zeros_like(grad))  # type: ignore[no-untyped-call]
+        return None, *_FinishFetch.apply(back, grad, ticket)  # type: ignore[no-untyped-call]
 
 
 class _FinishDelivery(Function):
@@ -296,5 +310,5 @@ class _FinishDelivery(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
-        back = ctx.trip.turned("backward of deliver")
+        back = ctx.trip.back = ctx.trip.reversed("backward of deliver")
         return None, *_StartFetch.apply(back, *grads)  # type: ignore[no-untyped-call]

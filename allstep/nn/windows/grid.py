@@ -1,6 +1,7 @@
 """Workers in rows and columns, each with a part of every array."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import isqrt, prod
 
 from allstep.comm import Communicator
@@ -42,14 +43,12 @@ class Grid:
         self.stats = FetchStats()
         self._agreed: set[str] = set()
         self.shape = nearest_square(comm.size) if shape is None else tuple(shape)
-        fault = None
-        if prod(self.shape) != comm.size or any(p < 1 for p in self.shape):
-            near = nearest_square(comm.size)
-            fault = (
-                f"`shape` (={self.shape}) has {prod(self.shape)} workers, the communicator "
-                f"{comm.size}; use {near} or None."
-            )
-        self.agree(f"Grid of shape {self.shape}", fault)
+        with self.together(f"Grid of shape {self.shape}"):
+            if prod(self.shape) != comm.size or any(p < 1 for p in self.shape):
+                raise UsageError(
+                    f"`shape` (={self.shape}) has {prod(self.shape)} workers, the communicator "
+                    f"{comm.size}; use {nearest_square(comm.size)} or None."
+                )
 
     def split(self, shape: Sequence[int]) -> Layout:
         """An array cut evenly for these workers.
@@ -82,6 +81,18 @@ class Grid:
         if fault is not None:
             raise UsageError(fault)
         self._agreed.add(wanted)
+
+    @contextmanager
+    def together(self, wanted: str) -> Iterator[None]:
+        """Runs a check that all workers make; what one of them refuses none goes on with."""
+        try:
+            yield
+        except UsageError as error:
+            self.agree(wanted, str(error))
+        self.agree(wanted)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Grid":
+        return self  # a copy of a layer is on the same workers
 
     def __repr__(self) -> str:
         return f"Grid(shape={self.shape}, rank={self.rank})"

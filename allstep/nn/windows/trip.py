@@ -36,11 +36,15 @@ class Trip:
         self._verb = ""
         self._pending: Pending[dict[int, Tensor]] = Pending(lambda timeout_s: {})
 
-    def turned(self, verb: str) -> "Trip":
+    def reversed(self, verb: str) -> "Trip":
         """A new trip the other way, whose messages errors call `verb`."""
-        self.back = Trip(self._grid, self._plan, self._dims, self._pieces)
-        self.back._verb = verb
-        return self.back
+        trip = Trip(self._grid, self._plan, self._dims, self._pieces)
+        trip._verb = verb
+        return trip
+
+    def zeros(self, like: Tensor) -> tuple[Tensor, ...]:
+        """Pieces of zeros."""
+        return tuple(like.new_zeros(self._shape(like, piece)) for piece in self._pieces)
 
     def send_own(self, x: Tensor, verb: str) -> None:
         """Posts what the others want of this worker's window, and the room for what it wants."""
