@@ -1,0 +1,29 @@
+"""Layers for models that are larger than one worker: arrays split over a grid of workers.
+
+Windows are laid over the global array; layers are single-worker code on windows.
+"""
+
+from allstep.nn import windows
+from allstep.nn.contrast import DivisiveNorm, LocalContrastNorm, SubtractiveNorm
+from allstep.nn.convolution import Conv2d
+from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
+from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
+from allstep.nn.replicated import replicated
+from allstep.nn.windows import Grid, Layout, Window
+
+__all__ = [
+    "AvgPool2d",
+    "Conv2d",
+    "DivisiveNorm",
+    "Grid",
+    "L2Pool2d",
+    "Layout",
+    "LocalContrastNorm",
+    "LocallyConnected2d",
+    "LocallyConnectedTranspose2d",
+    "MaxPool2d",
+    "SubtractiveNorm",
+    "Window",
+    "replicated",
+    "windows",
+]

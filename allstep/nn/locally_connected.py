@@ -1,0 +1,284 @@
+"""Locally connected layers with untied weights on an array that is split over workers.
+
+[Note: blocks] The neurons of a block - `depth` maps at `height` x `width` neighbouring positions -
+share one receptive field, so a block's response is one dense matrix product. Blocks lie side by
+side: the next one's receptive field is `step` positions on. A bigger block means bigger products,
+and for as many neurons as before a bigger step.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from allstep.errors import UsageError
+from allstep.nn.batch_last import from_batch_last, to_batch_last
+from allstep.nn.local_products import Fields, responses, spread
+from allstep.nn.over_windows import OverWindows
+from allstep.nn.seeds import agreed_seed, generator_at
+from allstep.nn.windows import Grid, Layout, Reach, Window
+from allstep.nn.windows.receptive import pair
+
+__all__ = ["LocallyConnected2d", "LocallyConnectedTranspose2d"]
+
+
+class _Blocks(nn.Module):
+    """The blocks of this worker, and their filters."""
+
+    def __init__(
+        self, windows: OverWindows, in_channels: int, depth: int, weight: nn.Parameter
+    ) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.depth = depth
+        self.weight = weight
+        self._windows = windows
+        self._fields = Fields(_two(windows.reach.kernel), _two(windows.reach.stride))
+
+    def _check(self, x: Tensor, channels: int) -> None:
+        """Raises UsageError unless weight and input fit this worker's blocks."""
+        blocks = self._windows.outputs.shape
+        kernel, block = self._windows.reach.kernel, self._windows.block
+        fan_in = kernel[0] * kernel[1] * self.in_channels
+        wanted = (*blocks, block[0] * block[1] * self.depth, fan_in)
+        fault = None
+        if tuple(self.weight.shape) != wanted:
+            fault = (
+                f"`weight` has shape {list(self.weight.shape)}; rank {self._windows.grid.rank}'s "
+                f"{blocks[0]} x {blocks[1]} blocks need {list(wanted)}."
+            )
+        elif x.dim() != 4 or x.shape[1] != channels:
+            fault = f"`x` has shape {list(x.shape)}; pass [batch, {channels}, height, width]."
+        self._windows.grid.agree(f"a call of {self}", fault)
+
+    def _filters(self) -> "dict[Window, Tensor]":
+        """The weight of the inner blocks and of the strips around them."""
+        windows = self._windows
+        parts = [windows.outputs] if windows.is_local else [windows.inner, *windows.strips]
+        own = windows.outputs
+        if len(parts) == 1:
+            return {parts[0]: self.weight}
+        cut: tuple[Tensor, ...] = _Cut.apply(self.weight, [p.slices(own) for p in parts])  # type: ignore[no-untyped-call]
+        return dict(zip(parts, cut, strict=True))
+
+    def extra_repr(self) -> str:
+        """What torch's layers show."""
+        reach, block = self._windows.reach, (self.depth, *self._windows.block)
+        return f"{self.in_channels}, kernel_size={reach.kernel}, step={reach.stride}, block={block}"
+
+
+class LocallyConnected2d(_Blocks):
+    """Filters that differ from place to place; see [Note: blocks].
+
+    y[:, f of block i, j] = weight[i, j, f] . x[:, :, i * step : i * step + kernel_size, ...]
+
+    Every worker has the filters of its own part of the output alone.
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input, such as `grid.split((height, width))` or the
+            `out_layout` of the layer before.
+        in_channels: of the input.
+        kernel_size: rows and columns of a receptive field.
+        step: rows and columns between the receptive fields of neighbouring blocks.
+        block: maps, rows and columns of a block. The output has as many maps.
+        bias: whether each neuron has one.
+        seed: of the initial values, uniform in +-1 / sqrt(fan_in), which depend on a block's place
+            in the whole array alone; None to draw it from torch's default generator on rank 0.
+        dtype: of the weight.
+
+    Attributes:
+        weight: [rows, columns, block height * width * depth, fan_in] of this worker's blocks;
+            fan_in = kernel height * kernel width * in_channels, in this order.
+        bias: [block height * rows, block width * columns, depth] or None.
+        out_layout: who owns what of the output; blocks are split evenly.
+
+    Raises:
+        UsageError: if the array is smaller than a receptive field, or has fewer blocks than the
+            grid workers.
+        DisagreementError: if workers pass other arguments.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 2, 2))
+    >>> layer(torch.ones(8, 3, 9, 9)).shape, layer.weight.shape
+    (torch.Size([8, 4, 6, 6]), torch.Size([3, 3, 16, 75]))
+
+    Source: Coates et al., 2013, "Deep learning with COTS HPC systems"; Le et al., 2012,
+    arXiv:1112.6209.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        in_layout: Layout,
+        in_channels: int,
+        kernel_size: int | Sequence[int],
+        step: int | Sequence[int],
+        block: Sequence[int],
+        bias: bool = True,
+        *,
+        seed: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wanted = (in_layout.shape, in_channels, kernel_size, step, block, bias)
+        with grid.together(f"LocallyConnected2d{wanted}"):
+            depth, *sides = _block(block)
+            kernel, steps = pair("kernel_size", kernel_size, 1), pair("step", step, 1)
+            reach = Reach(kernel, steps, ((0, 0), (0, 0)), (1, 1))
+            blocks = grid.split(reach.out_shape(in_layout.shape))
+        windows = OverWindows(grid, in_layout, blocks, reach, first_dim=0, block=_two(sides))
+        shape = (depth * sides[0] * sides[1], kernel[0] * kernel[1] * in_channels)
+        own = windows.outputs
+        weight = torch.empty(*own.shape, *shape, dtype=dtype, device=grid.comm.device)
+        super().__init__(windows, in_channels, depth, nn.Parameter(weight))
+        self.in_layout = in_layout
+        self.out_layout = blocks.scaled(sides)
+        self._seed = agreed_seed(grid, seed)
+        values = torch.empty(*own.scaled(sides).shape, depth, dtype=dtype, device=weight.device)
+        self.bias = nn.Parameter(values) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the initial values, the same for each block whatever the grid."""
+        (top, left), sides = self._windows.outputs.start, self._windows.block
+        bound = 1 / sqrt(self.weight.shape[3])
+        values = torch.empty(self.weight.shape[2:], dtype=self.weight.dtype)
+        for i, row in enumerate(self.weight):
+            for j, filters in enumerate(row):
+                generator = generator_at(self._seed, top + i, left + j)
+                filters.copy_(values.uniform_(-bound, bound, generator=generator))
+                if self.bias is not None:
+                    biases = torch.empty(*sides, self.depth, dtype=self.bias.dtype)
+                    place = Window((i, j), (i + 1, j + 1)).scaled(sides)
+                    self.bias[place.slices(Window.whole((0, 0)))] = biases.uniform_(
+                        -bound, bound, generator=generator
+                    )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This worker's part of the output; see [Note: batch last].
+
+        Args:
+            x: [batch, in_channels, *its window's shape], this worker's part of the input.
+
+        Returns:
+            [batch, depth, *its window's shape].
+        """
+        self._check(x, self.in_channels)
+        filters = self._filters()
+        y = self._windows.forward(
+            to_batch_last(x),
+            lambda part, blocks: _to_rows(
+                responses(part, filters[blocks], self._fields), self._windows.block
+            ),
+        )
+        return from_batch_last(y if self.bias is None else y + self.bias.unsqueeze(3))
+
+
+class LocallyConnectedTranspose2d(_Blocks):
+    """The decoder of a `LocallyConnected2d`: its transpose.
+
+    x[:, :, receptive field of block i, j] += weight[i, j].T y[:, block i, j]
+
+    What receptive fields reach into other workers' parts is sent there and added.
+
+    Args:
+        encoder: the layer whose output is decoded, on the same workers.
+        tied: use the encoder's weight itself; otherwise a copy of it, trained apart.
+
+    Attributes:
+        weight: as the encoder's.
+        in_layout, out_layout: the encoder's out_layout and in_layout.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> encoder = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 1, 1))
+    >>> decoder = LocallyConnectedTranspose2d(encoder, tied=True)
+    >>> decoder(encoder(torch.ones(8, 3, 9, 9))).shape, decoder.weight is encoder.weight
+    (torch.Size([8, 3, 9, 9]), True)
+    """
+
+    def __init__(self, encoder: LocallyConnected2d, *, tied: bool) -> None:
+        weight = encoder.weight if tied else nn.Parameter(encoder.weight.detach().clone())
+        super().__init__(encoder._windows, encoder.in_channels, encoder.depth, weight)
+        self.in_layout = encoder.out_layout
+        self.out_layout = encoder.in_layout
+
+    def forward(self, y: Tensor) -> Tensor:
+        """This worker's part of the reconstruction; see [Note: batch last].
+
+        Args:
+            y: [batch, depth, *its window's shape], this worker's part of the encoder's output.
+
+        Returns:
+            [batch, in_channels, *its window's shape].
+        """
+        self._check(y, self.depth)
+        filters = self._filters()
+        x = self._windows.backward_of_inputs(
+            to_batch_last(y),
+            lambda part, blocks: spread(
+                _to_blocks(part, self._windows.block), filters[blocks], self._fields
+            ),
+        )
+        return from_batch_last(x)
+
+
+class _Cut(Function):
+    """Parts of a weight; their gradients are put side by side, not added up."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, parts: list[tuple[slice, ...]]) -> tuple[Tensor, ...]:
+        ctx.parts = parts
+        return tuple(weight[part] for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Paste.apply(ctx.parts, *grads), None  # type: ignore[no-untyped-call]
+
+
+class _Paste(Function):
+    @staticmethod
+    def forward(ctx: Any, parts: list[tuple[slice, ...]], *pieces: Tensor) -> Tensor:
+        ctx.parts = parts
+        rows, columns = (max(part[dim].stop for part in parts) for dim in range(2))
+        weight = pieces[0].new_empty(rows, columns, *pieces[0].shape[2:])
+        for part, piece in zip(parts, pieces, strict=True):
+            weight[part] = piece
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Cut.apply(*grads, ctx.parts)  # type: ignore[no-untyped-call]
+
+
+def _to_rows(y: Tensor, block: tuple[int, int]) -> Tensor:
+    """[rows, columns, filters, batch] of blocks as [height, width, depth, batch]."""
+    rows, columns, num_filters, batch = y.shape
+    depth = num_filters // (block[0] * block[1])
+    y = y.view(rows, columns, *block, depth, batch).transpose(1, 2)
+    return y.reshape(rows * block[0], columns * block[1], depth, batch)
+
+
+def _to_blocks(y: Tensor, block: tuple[int, int]) -> Tensor:
+    """The inverse of `_to_rows`."""
+    height, width, depth, batch = y.shape
+    rows, columns = height // block[0], width // block[1]
+    y = y.view(rows, block[0], columns, block[1], depth, batch).transpose(1, 2)
+    return y.reshape(rows, columns, block[0] * block[1] * depth, batch)
+
+
+def _block(block: Sequence[int]) -> tuple[int, int, int]:
+    values = tuple(block)
+    if len(values) != 3 or not all(isinstance(v, int) and v >= 1 for v in values):
+        raise UsageError(f"`block` (={block!r}) must be depth, height and width, at least 1 each.")
+    return values
+
+
+def _two(values: Sequence[int]) -> tuple[int, int]:
+    first, second = values
+    return first, second

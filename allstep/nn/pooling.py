@@ -1,0 +1,187 @@
+"""Pooling of an array that is split over workers in space."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d, max_pool2d
+
+from allstep.errors import UsageError
+from allstep.nn.batch_last import from_batch_last, to_batch_last
+from allstep.nn.over_windows import OverWindows
+from allstep.nn.window_sums import window_sums
+from allstep.nn.windows import Grid, Layout, Reach, Window
+from allstep.nn.windows.receptive import pair
+
+__all__ = ["AvgPool2d", "L2Pool2d", "MaxPool2d"]
+
+
+class _Pool2d(nn.Module):
+    """What the three have in common: their windows."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        in_layout: Layout,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        *,
+        fill: float = 0.0,
+        first_dim: int = -2,
+    ) -> None:
+        super().__init__()
+        wanted = (in_layout.shape, kernel_size, stride, padding, dilation)
+        with grid.together(f"{type(self).__name__}{wanted}"):
+            kernel, margins = pair("kernel_size", kernel_size, 1), pair("padding", padding, 0)
+            if any(2 * margin > k for margin, k in zip(margins, kernel, strict=True)):
+                raise UsageError(
+                    f"`padding` (={padding}) must be at most half of `kernel_size` (={kernel})."
+                )
+            reach = Reach(
+                kernel,
+                kernel if stride is None else pair("stride", stride, 1),
+                tuple((margin, margin) for margin in margins),
+                pair("dilation", dilation, 1),
+            )
+            out_layout = grid.split(reach.out_shape(in_layout.shape))
+        self.in_layout = in_layout
+        self.out_layout = out_layout
+        self._reach = reach
+        self._windows = OverWindows(grid, in_layout, out_layout, reach, first_dim, fill)
+
+    def extra_repr(self) -> str:
+        """What torch's layers show."""
+        reach = self._reach
+        return f"kernel_size={reach.kernel}, stride={reach.stride}, padding={reach.padding}"
+
+
+class MaxPool2d(_Pool2d):
+    """`torch.nn.MaxPool2d` on an array whose rows and columns are split over a grid of workers.
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input.
+        kernel_size, stride, padding, dilation: as torch's.
+
+    Attributes:
+        out_layout: who owns what of the output: an even split.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> MaxPool2d(grid, grid.split((6, 4)), 2)(torch.ones(1, 3, 6, 4)).shape
+    torch.Size([1, 3, 3, 2])
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        in_layout: Layout,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+    ) -> None:
+        super().__init__(grid, in_layout, kernel_size, stride, padding, dilation, fill=-torch.inf)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This worker's part of the output from its part of the input."""
+        kernel, stride, dilation = self._reach.kernel, self._reach.stride, self._reach.dilation
+        return self._windows.forward(
+            x, lambda part, outputs: max_pool2d(part, kernel, stride, 0, dilation)
+        )
+
+
+class AvgPool2d(_Pool2d):
+    """`torch.nn.AvgPool2d` on an array whose rows and columns are split over a grid of workers.
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input.
+        kernel_size, stride, padding: as torch's.
+        count_include_pad: divide by the whole window's size at the edges too.
+
+    Attributes:
+        out_layout: who owns what of the output: an even split.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        in_layout: Layout,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        count_include_pad: bool = True,
+    ) -> None:
+        super().__init__(grid, in_layout, kernel_size, stride, padding)
+        self.count_include_pad = count_include_pad
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This worker's part of the output from its part of the input."""
+        return self._windows.forward(x, self._means)
+
+    def _means(self, part: Tensor, outputs: Window) -> Tensor:
+        means = avg_pool2d(part, self._reach.kernel, self._reach.stride)
+        if self.count_include_pad:
+            return means
+        shares = [self._shares(dim, outputs, part) for dim in range(2)]
+        return means / (shares[0][:, None] * shares[1])
+
+    def _shares(self, dim: int, outputs: Window, like: Tensor) -> Tensor:
+        """How much of each output's receptive field is in the array."""
+        length, kernel = self.in_layout.shape[dim], self._reach.kernel[dim]
+        firsts = [
+            output * self._reach.stride[dim] - self._reach.padding[dim][0]
+            for output in range(outputs.start[dim], outputs.stop[dim])
+        ]
+        counts = [min(first + kernel, length) - max(first, 0) for first in firsts]
+        return torch.tensor(counts, dtype=like.dtype, device=like.device) / kernel
+
+
+class L2Pool2d(_Pool2d):
+    """The root of the sum of squares over each window of a map.
+
+    y = sqrt(eps + sum of x^2 over the window)
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input.
+        kernel_size: positions of a window, in each dim.
+        stride: positions between two windows; those of a window if None.
+        eps: keeps the gradient finite where all is zero.
+
+    Attributes:
+        out_layout: who owns what of the output: an even split.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> L2Pool2d(grid, grid.split((2, 2)), 2, eps=0.0)(torch.tensor([[[[1.0, 1.0], [1.0, 1.0]]]]))
+    tensor([[[[2.]]]])
+
+    Source: Le et al., 2012, arXiv:1112.6209, section 3.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        in_layout: Layout,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        *,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(grid, in_layout, kernel_size, stride, first_dim=0)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This worker's part of the output from its part; see [Note: batch last]."""
+        return from_batch_last(self._windows.forward(to_batch_last(x), self._roots))
+
+    def _roots(self, part: Tensor, outputs: Window) -> Tensor:
+        sums = part * part
+        for dim in range(2):
+            ones = (1.0,) * self._reach.kernel[dim]
+            sums = window_sums(sums, ones, self._reach.stride[dim], dim)
+        return (sums + self.eps).sqrt()

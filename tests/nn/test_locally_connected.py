@@ -1,0 +1,252 @@
+"""Locally connected layers against unfold and einsum on the whole array."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError, UsageError
+from allstep.nn import Grid, LocallyConnected2d, LocallyConnectedTranspose2d
+from allstep.nn.local_products import Fields, correlations, responses, spread
+from tests.nn.grids import GRIDS, on_grid, part, values, whole
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def unfolded(x: Tensor, kernel, step) -> Tensor:
+    """[batch, rows, columns, fan_in] with fan_in = kernel height * kernel width * channels."""
+    fields = x.unfold(2, kernel[0], step[0]).unfold(3, kernel[1], step[1])
+    return fields.permute(0, 2, 3, 4, 5, 1).flatten(3)
+
+
+def oracle(x: Tensor, weight: Tensor, bias: Tensor, kernel, step, block) -> Tensor:
+    """[batch, channel, height, width] by one product that has every block's field."""
+    y = torch.einsum("bijk,ijfk->bijf", unfolded(x, kernel, step), weight)
+    batch, rows, columns, _ = y.shape
+    depth, height, width = block
+    y = y.view(batch, rows, columns, height, width, depth).permute(0, 5, 1, 3, 2, 4)
+    return y.reshape(batch, depth, rows * height, columns * width) + bias.permute(2, 0, 1)
+
+
+def decoder_oracle(y: Tensor, weight: Tensor, size, kernel, step, block) -> Tensor:
+    """The transpose of the encoder, as autograd finds it."""
+    channels = weight.shape[3] // (kernel[0] * kernel[1])
+    x = y.new_zeros(y.shape[0], channels, *size, requires_grad=True)
+    zero = weight.new_zeros(1, 1, block[0])
+    encoded = oracle(x, weight, zero, kernel, step, block)
+    return torch.autograd.grad(encoded, x, y, create_graph=True)[0]
+
+
+def check(grid_shape, size, channels, kernel, step, block):
+    """Encoder, and decoder with a weight of its own: outputs and all gradients."""
+    x = values(3, channels, *size)
+
+    def make(grid):
+        layout = grid.split(size)
+        return LocallyConnected2d(
+            grid, layout, channels, kernel, step, block, seed=7, dtype=torch.float64
+        )
+
+    alone = make(Grid(Communicator.lone()))
+    x.requires_grad_()
+    weight, bias = (p.detach().clone().requires_grad_() for p in (alone.weight, alone.bias))
+    y = oracle(x, weight, bias, kernel, step, block)
+    again = weight.detach().clone().requires_grad_()
+    z = decoder_oracle(y, again, size, kernel, step, block)
+    loss = (z**2 * values(*z.shape, seed=4)).sum() + (y**3).sum()
+    expected = torch.autograd.grad(loss, (x, weight, bias, again))
+
+    def work(grid):
+        encoder = make(grid)
+        decoder = LocallyConnectedTranspose2d(encoder, tied=False)
+        own = part(x.detach(), encoder.in_layout.windows[grid.rank]).clone().requires_grad_()
+        y = encoder(own)
+        z = decoder(y)
+        seeds = part(values(*x.shape, seed=4), encoder.in_layout.windows[grid.rank])
+        ((z**2 * seeds).sum() + (y**3).sum()).backward()
+        blocks = encoder._windows.out_layout
+        initial = encoder.weight.detach().clone()
+        grads = (encoder.weight.grad, encoder.bias.grad, decoder.weight.grad)
+        return (
+            (encoder.in_layout, encoder.out_layout, blocks),
+            (y.detach(), z.detach(), own.grad),
+            (initial, *grads),
+        )
+
+    results = on_grid(grid_shape, work)
+    (in_layout, out_layout, blocks) = results[0][0]
+    y_got, z_got, x_grad = (
+        whole([result[1][i] for result in results], layout)
+        for i, layout in enumerate((out_layout, in_layout, in_layout))
+    )
+    initial, weight_grad, again_grad = (
+        whole([result[2][i] for result in results], blocks, first_dim=0) for i in (0, 1, 3)
+    )
+    bias_grad = whole([result[2][2] for result in results], out_layout, first_dim=0)
+    assert torch.equal(initial, weight.detach())
+    got = (y_got, z_got, x_grad, weight_grad, bias_grad, again_grad)
+    for mine, theirs in zip(got, (y.detach(), z.detach(), *expected), strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
+
+
+# size, channels, kernel, step, block
+SHAPES = (
+    ((15, 13), 2, (5, 4), (2, 3), (3, 1, 1)),
+    ((15, 13), 2, (4, 4), (2, 2), (2, 2, 3)),
+    ((11, 9), 1, (8, 6), (1, 1), (4, 1, 1)),  # wider than a neighbour's whole window
+    ((17, 9), 3, (2, 2), (3, 2), (2, 2, 1)),  # fields with gaps between them
+)
+
+
+@pytest.mark.parametrize("grid_shape", GRIDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_encoder_and_decoder(grid_shape, shape):
+    check(grid_shape, *shape)
+
+
+@settings(max_examples=10)
+@given(
+    st.sampled_from(GRIDS[1:]),
+    st.tuples(*[st.integers(5, 14)] * 2),
+    st.tuples(*[st.integers(1, 6)] * 2),
+    st.tuples(*[st.integers(1, 3)] * 2),
+    st.tuples(*[st.integers(1, 2)] * 3),
+)
+def test_any_encoder_and_decoder(grid_shape, size, kernel, step, block):
+    for d in range(2):
+        assume(kernel[d] <= size[d] and (size[d] - kernel[d]) // step[d] + 1 >= grid_shape[d])
+    check(grid_shape, size, 2, kernel, step, block)
+
+
+def test_a_tied_decoder_adds_to_the_encoders_gradient():
+    def work(grid):
+        encoder = LocallyConnected2d(
+            grid, grid.split((9, 9)), 1, 3, 2, (2, 1, 1), bias=False, seed=0, dtype=torch.float64
+        )
+        grads = []
+        for tied in (True, False):
+            encoder.weight.grad = None
+            decoder = LocallyConnectedTranspose2d(encoder, tied=tied)
+            own = part(values(2, 1, 9, 9), encoder.in_layout.windows[grid.rank])
+            (decoder(encoder(own)) ** 2).sum().backward()
+            grads.append(encoder.weight.grad + (0 if tied else decoder.weight.grad))
+        return grads
+
+    for tied, apart in on_grid((2, 2), work):
+        torch.testing.assert_close(tied, apart, **CLOSE)
+
+
+def test_the_products_and_two_of_their_derivatives_by_differences():
+    fields = Fields((3, 2), (2, 1))
+    x = values(*fields.input_shape((2, 3)), 2, 2).requires_grad_()
+    weight = values(2, 3, 2, 12, seed=1).requires_grad_()
+    y = values(2, 3, 2, 2, seed=2).requires_grad_()
+    for function, arguments in (
+        (responses, (x, weight)),
+        (spread, (y, weight)),
+        (correlations, (y, x)),
+    ):
+        assert torch.autograd.gradcheck(lambda a, b, f=function: f(a, b, fields), arguments)
+        assert torch.autograd.gradgradcheck(lambda a, b, f=function: f(a, b, fields), arguments)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 5000, 1 << 20])
+def test_tiles_of_any_size_give_the_same(monkeypatch, buffer_bytes):
+    """[Note: tiles]: one field at a time, a few, or a whole row."""
+    monkeypatch.setattr("allstep.nn.local_products._CPU_BUFFER_BYTES", buffer_bytes)
+    check((2, 1), (12, 25), 2, (5, 4), (2, 3), (3, 1, 2))
+
+
+def test_memory_stays_batch_last_from_layer_to_layer():
+    """[Note: batch last]: what one layer gives the next takes without a copy."""
+    grid = Grid(Communicator.lone())
+    layer = LocallyConnected2d(grid, grid.split((6, 6)), 2, 3, 1, (2, 1, 1), seed=0)
+    y = layer(torch.ones(5, 2, 6, 6))
+    assert y.shape == (5, 2, 4, 4) and y.permute(2, 3, 1, 0).is_contiguous()
+
+
+def test_each_worker_has_the_weight_of_its_own_part_alone():
+    def work(grid):
+        layer = LocallyConnected2d(grid, grid.split((26, 26)), 2, 4, 2, (3, 1, 1), seed=0)
+        return sum(p.numel() for p in layer.parameters())
+
+    (alone,) = on_grid((1, 1), work)
+    for grid_shape in GRIDS[1:]:
+        counts = on_grid(grid_shape, work)
+        assert sum(counts) == alone and max(counts) == alone / len(counts)
+
+
+def test_no_halo_gradients_differ():
+    """The negative control: what a worker would get if nothing were sent home."""
+
+    def work(grid):
+        layer = LocallyConnected2d(
+            grid, grid.split((8, 8)), 1, 3, 1, (1, 1, 1), seed=0, dtype=torch.float64
+        )
+        x = part(values(1, 1, 8, 8), layer.in_layout.windows[grid.rank])
+        grads = []
+        for keep in (True, False):
+            own = x.clone().requires_grad_()
+            windows = layer._windows
+            y = layer(own)
+            if not keep:  # only the outputs that need no neighbour
+                inner = windows.inner.slices(windows.outputs)
+                y = y[(slice(None), slice(None), *inner)]
+            y.sum().backward()
+            grads.append(own.grad)
+        return (grads[0] - grads[1]).abs().max().item()
+
+    assert min(on_grid((2, 1), work)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel_size": 12}, r"`kernel_size` \(=\(12, 12\)\) reaches over 12"),
+        ({"step": 0}, r"`step` \(=0\) must be an int of at least 1"),
+        ({"block": (2, 1)}, r"`block` \(=\(2, 1\)\) must be depth, height and width"),
+        ({"block": (2, 0, 1)}, r"`block` \(=\(2, 0, 1\)\) must be depth, height and width"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    grid = Grid(Communicator.lone())
+    arguments = {"kernel_size": 3, "step": 1, "block": (2, 1, 1), **change}
+    with pytest.raises(UsageError, match=message):
+        LocallyConnected2d(grid, grid.split((8, 8)), 1, **arguments)
+
+
+def test_a_weight_that_does_not_fit_is_named_on_every_rank():
+    told = {}
+
+    def work(grid):
+        layer = LocallyConnected2d(grid, grid.split((8, 8)), 1, 3, 1, (2, 1, 1), seed=0)
+        if grid.rank == 1:
+            layer.weight = torch.nn.Parameter(layer.weight[1:])
+        try:
+            layer(torch.ones(1, 1, *layer.in_layout.windows[grid.rank].shape))
+        except (UsageError, DisagreementError) as error:
+            told[grid.rank] = str(error)
+            raise
+
+    with pytest.raises(UsageError):
+        on_grid((2, 1), work)
+    assert "`weight` has shape [2, 6, 2, 9]; rank 1's 3 x 6 blocks need [3, 6, 2, 9]" in told[1]
+    assert "rank 1 cannot: `weight` has shape [2, 6, 2, 9]" in told[0]
+
+
+def test_a_wrong_number_of_channels_is_named():
+    grid = Grid(Communicator.lone())
+    layer = LocallyConnected2d(grid, grid.split((8, 8)), 2, 3, 1, (2, 1, 1), seed=0)
+    with pytest.raises(UsageError, match=r"`x` has shape \[1, 1, 8, 8\]; pass \[batch, 2, height"):
+        layer(torch.ones(1, 1, 8, 8))
+
+
+def test_the_oracle_agrees_with_convolution_where_weights_are_shared():
+    """So that the oracle itself is not what the layer happens to do."""
+    x, shared = values(2, 3, 7, 6), values(4, 3, 3, 2, seed=1)
+    flat = shared.permute(0, 2, 3, 1).flatten(1)
+    y = oracle(x, flat.expand(3, 3, 4, 18), x.new_zeros(1, 1, 4), (3, 2), (2, 2), (4, 1, 1))
+    torch.testing.assert_close(y, F.conv2d(x, shared, stride=2))
