@@ -1,0 +1,47 @@
+"""How gradients travel; see `WIRES`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from allstep.errors import UsageError, nearest_names
+from allstep.exchange.wires.base import WireFormat, WireState
+from allstep.exchange.wires.exact import Exact
+from allstep.exchange.wires.full import FullPrecision
+from allstep.exchange.wires.half import BFloat16, Float16
+from allstep.exchange.wires.int8 import Int8
+from allstep.exchange.wires.powersgd import PowerSGD
+from allstep.exchange.wires.topk import TopK
+
+__all__ = [
+    "BFloat16",
+    "Exact",
+    "Float16",
+    "FullPrecision",
+    "Int8",
+    "PowerSGD",
+    "TopK",
+    "WIRES",
+    "WireFormat",
+    "WireState",
+    "make_wire",
+]
+
+WIRES: Mapping[str, type[WireFormat]] = MappingProxyType(
+    {kind.name: kind for kind in (FullPrecision, Float16, BFloat16, Int8, PowerSGD, TopK, Exact)}
+)
+
+
+def make_wire(wire: str | WireFormat) -> WireFormat:
+    """The format that a name stands for, with its usual parameters; a format as it is.
+
+    Raises:
+        UsageError: if the name is unknown.
+
+    >>> make_wire("int8")
+    Int8(block=256, error_feedback=True)
+    """
+    if isinstance(wire, WireFormat):
+        return wire
+    if not isinstance(wire, str) or wire not in WIRES:
+        raise UsageError(f"`wire` (={wire!r}) is no wire format; {nearest_names(str(wire), WIRES)}")
+    return WIRES[wire]()

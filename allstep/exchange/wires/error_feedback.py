@@ -1,0 +1,62 @@
+"""What a lossy format did not send this time is added to what it sends next time.
+
+[Note: error feedback] A worker's format sends S(v) in place of v = gradient + residual, and the
+new residual is v - S(v). Summed over T steps,
+
+    sum of what was sent = sum of gradients - residual
+
+so the accumulated error is one residual, however large T is, where without feedback T errors
+add up. It also holds for the mean over workers: what is missing from it is the mean of the
+residuals, whoever keeps them.
+
+A gradient that isn't finite never enters a residual, from which it would never leave again.
+
+Source: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al.,
+"Error feedback fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 2.
+"""
+
+import torch
+from torch import Tensor
+
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.wires.base import WireState
+
+__all__ = ["keep_unsent", "new_residual", "with_residual", "working_dtype"]
+
+
+def working_dtype(layout: BucketLayout) -> torch.dtype:
+    """What lossy formats compute in: at least float32."""
+    return torch.promote_types(layout.flat_dtype, torch.float32)
+
+
+def new_residual(layout: BucketLayout) -> Tensor:
+    """Everything has been sent."""
+    return torch.zeros(layout.num_elements, dtype=working_dtype(layout), device=layout.device)
+
+
+def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tensor:
+    """What this worker wants to send: gradients and residual, in a new tensor.
+
+    Args:
+        flat: [num_elements + num_tail].
+        layout: the bucket's.
+        state: the bucket's.
+
+    Returns:
+        [num_elements] of `working_dtype(layout)`.
+    """
+    gradients = flat[: layout.num_elements]
+    if state.residual is None:
+        return gradients.to(working_dtype(layout), copy=True)
+    return gradients + state.residual
+
+
+def keep_unsent(state: WireState, unsent: Tensor) -> None:
+    """Makes `unsent` the residual; where it isn't finite the old one stays.
+
+    Args:
+        state: the bucket's.
+        unsent: [num_elements].
+    """
+    if state.residual is not None:
+        torch.where(unsent.isfinite(), unsent, state.residual, out=state.residual)

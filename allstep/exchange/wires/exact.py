@@ -1,0 +1,118 @@
+"""Gradients as whole numbers, whose sum doesn't depend on the order."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.errors import UsageError
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires.base import WireFormat, WireState
+
+__all__ = ["Exact"]
+
+_LIMIT = 2**51  # beyond any sum that decodes to a number
+_POISON = 2**52
+
+
+@dataclass(frozen=True)
+class Exact(WireFormat):
+    """Sends gradients as 64-bit fixed-point numbers: the same bits in whatever order they add up.
+
+    whole(x) = round(x * 2^fraction_bits)
+    mean = (sum_r whole(gradient_r)) / 2^fraction_bits / size
+    |error| <= 2^-(fraction_bits + 1), and the rounding of the result
+
+    Whole numbers add up without rounding, so workers may be grouped and ordered in any way.
+    Twice the bytes of float32.
+
+    [Note: poison] A sum must stay below 2^51, which is 2,048 for 40 fraction bits. A gradient
+    that isn't finite becomes 2^52, so that any sum with up to 4,095 of these is beyond that,
+    and any sum beyond that decodes to NaN, for a GradScaler to see.
+
+    Args:
+        fraction_bits: bits behind the point, 0 to 51. 40 hold gradients up to 2,048 to 5e-13;
+            a GradScaler of scale 2^16 needs 16 fewer.
+
+    Raises:
+        UsageError: if `fraction_bits` is out of range.
+
+    >>> exact, out = Exact(), torch.empty(2)
+    >>> exact.decode_(exact.encode(torch.tensor([0.1, 7.0])), out, divisor=1)
+    >>> out
+    tensor([0.1000, 7.0000])
+
+    Source: sums of pre-rounded numbers are exact: Demmel and Nguyen, "Parallel reproducible
+    summation", IEEE Transactions on Computers 64 (7), 2015.
+    """
+
+    fraction_bits: int = 40
+
+    name: ClassVar[str] = "exact"
+
+    def __post_init__(self) -> None:
+        bits = self.fraction_bits
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 0 <= bits <= 51:
+            raise UsageError(f"`fraction_bits` (={bits!r}) must be an int from 0 to 51.")
+
+    def encode(self, x: Tensor, name: str = "") -> Tensor:
+        """x as whole numbers. [Note: poison]
+
+        Args:
+            x: any shape, real floating point.
+            name: of the parameter, for the error.
+
+        Returns:
+            Of x's shape, int64.
+
+        Raises:
+            UsageError: if x holds a finite number out of range. On CUDA, where looking would
+                stop the host, it decodes to NaN instead.
+        """
+        scaled = x.double() * 2.0**self.fraction_bits
+        fits = scaled.abs() < _LIMIT
+        if not x.is_cuda and not fits.all():
+            self._refuse_large(x, fits, name)
+        return torch.where(fits, scaled.round_(), _POISON).long()
+
+    def decode_(self, whole: Tensor, out: Tensor, divisor: int = 1) -> None:
+        """out = whole / 2^fraction_bits / divisor; NaN where the sum was poisoned.
+
+        Args:
+            whole: a sum of encoded numbers, int64.
+            out: of its shape, real floating point; overwritten.
+            divisor: what the sum is divided by.
+        """
+        values = whole.double()
+        poisoned = values.abs() >= _LIMIT
+        out.copy_(values.div_(divisor * 2.0**self.fraction_bits).masked_fill_(poisoned, torch.nan))
+
+    def mean_(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        n = layout.num_elements
+        whole = torch.empty_like(flat, dtype=torch.int64)
+        whole[n:] = flat[n:]
+        for name, offset, size in zip(layout.names, layout.offsets, layout.sizes, strict=True):
+            piece = slice(offset, offset + size)
+            whole[piece] = self.encode(flat[piece], name)
+        transport.all_reduce(whole)
+        self.decode_(whole[:n], flat[:n], transport.size)
+        flat[n:] = whole[n:]
+
+    def _refuse_large(self, x: Tensor, fits: Tensor, name: str) -> None:
+        large = x[fits.logical_not() & x.isfinite()]
+        if not large.numel():
+            return
+        largest = float(large.abs().max())
+        which = f"Parameter `{name}`" if name else "A parameter"
+        fitting = [b for b in range(self.fraction_bits) if largest * 2.0 ** (b + 4) < _LIMIT]
+        cure = f"`Exact(fraction_bits={fitting[-1]})` has room" if fitting else '"fp32" has room'
+        raise UsageError(
+            f"{which} has a gradient of {largest:.3g}, beyond the"
+            f" {_LIMIT / 2.0**self.fraction_bits:,.4g} that `fraction_bits`"
+            f" (={self.fraction_bits}) leave; {cure}."
+        )

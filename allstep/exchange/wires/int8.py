@@ -1,0 +1,94 @@
+"""Gradients in 8 bits."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.errors import UsageError
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires.base import WireFormat, WireState
+from allstep.exchange.wires.blocks import BlockParts
+from allstep.exchange.wires.error_feedback import (
+    keep_unsent,
+    new_residual,
+    with_residual,
+)
+
+__all__ = ["Int8"]
+
+
+@dataclass(frozen=True)
+class Int8(WireFormat):
+    """Sends gradients as whole numbers from -127 to 127, with a float32 scale for each block.
+
+    Each worker owns an equal part of the bucket. The parts go to their owners, who add them up in
+    float32 and send the mean to all:
+
+        v_r    = gradient_r + residual_r
+        q(v)   = scale * round(v / scale)            scale = max |v| / 127, in each block
+        m      = 1/size * sum_r q(v_r)               at the owner
+        mean   = q(m)
+        residual_r = v_r - q(v_r),  and for the owner  + size * (m - q(m))
+
+    The owner's part of the mean counts 1/size, so what it failed to send counts again in full.
+    See [Note: error feedback]. At any number of workers (1 + 4 / block) / 4 of the bytes of a
+    float32 ring are sent.
+
+    |error| <= max_r |v_r| / 127, over the blocks that an element was in
+
+    Args:
+        block: elements that share a scale.
+        error_feedback: False forgets what was not sent.
+
+    Raises:
+        UsageError: if `block` isn't positive.
+
+    Source: Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016,
+    arXiv:1511.04561; the two phases follow Tang et al., "1-bit Adam", 2021, arXiv:2102.02888.
+    """
+
+    block: int = 256
+    error_feedback: bool = True
+
+    name: ClassVar[str] = "int8"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            raise UsageError(f"`block` (={self.block!r}) must be a positive int.")
+
+    def new_state(self, layout: BucketLayout) -> WireState:
+        """See `WireFormat`."""
+        return WireState(new_residual(layout) if self.error_feedback else None)
+
+    def mean_(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        if transport.size == 1:
+            return
+        n = layout.num_elements
+        parts = BlockParts.of(n, layout.num_tail, transport.size, self.block)
+        wanted = with_residual(flat, layout, state)
+        message = parts.encode(parts.split(wanted), parts.split_tail(flat[n:]))
+        sent, _ = parts.decode(message, wanted.dtype)
+        keep_unsent(state, wanted.sub_(parts.join(sent)))
+
+        values, tails = parts.decode(transport.all_to_all(message), wanted.dtype)
+        mean = values.sum(0, keepdim=True).div_(transport.size)
+        tail = tails.sum(0, keepdim=True, dtype=torch.int32).clamp_(-127, 127)  # zero stays zero
+        message = parts.encode(mean, tail)
+        sent, _ = parts.decode(message, wanted.dtype)
+        self._keep_owned(mean.sub_(sent), parts.owned(transport.rank), state, transport.size)
+
+        values, tails = parts.decode(transport.all_gather(message[0]), wanted.dtype)
+        flat[:n] = parts.join(values)
+        flat[n:] = tails.reshape(-1)[: layout.num_tail]
+
+    def _keep_owned(self, unsent: Tensor, owned: slice, state: WireState, size: int) -> None:
+        """Adds what the owner did not send of its part of the mean to its residual."""
+        if state.residual is not None:
+            residual = state.residual[owned]
+            residual += (size * unsent.view(-1)[: len(residual)]).nan_to_num_(0.0, 0.0, 0.0)

@@ -1,0 +1,150 @@
+"""Gradients as products of thin matrices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.errors import UsageError
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires.base import WireFormat, WireState
+from allstep.exchange.wires.error_feedback import (
+    keep_unsent,
+    new_residual,
+    with_residual,
+    working_dtype,
+)
+
+__all__ = ["PowerSGD"]
+
+_SEED = 1905_13727
+
+
+@dataclass(frozen=True)
+class PowerSGD(WireFormat):
+    """Sends a low-rank approximation of each matrix, found by one step of power iteration.
+
+    M_r = gradient_r + residual_r, as a matrix of shape[0] rows
+    P = orthonormal columns of  sum_r M_r Q
+    Q_r = M_r^T P,  Q = 1/size * sum_r Q_r      the next step starts with this Q
+    mean = P Q^T,  residual_r = M_r - P Q_r^T
+
+    All P of a bucket are summed at once, then all Q. Vectors, and matrices that would not become
+    smaller, are sent as they are, beside P. The result has the same bits on workers whose
+    hardware is alike. See [Note: error feedback].
+
+    Where the paper's residual is M_r - P Q^T, ours leaves a worker's own deviation from the mean
+    out: the residuals' mean is the same, and they don't drift apart in it.
+
+    |error| is what rank `rank` leaves of the mean matrix.
+
+    Args:
+        rank: columns of P and Q.
+        error_feedback: False forgets what was not sent.
+
+    Raises:
+        UsageError: if `rank` isn't positive.
+
+    Source: Vogels et al., "PowerSGD", NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2.
+    """
+
+    rank: int = 4
+    error_feedback: bool = True
+
+    name: ClassVar[str] = "powersgd"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise UsageError(f"`rank` (={self.rank!r}) must be a positive int; 1 to 4 is usual.")
+
+    def new_state(self, layout: BucketLayout) -> WireState:
+        """See `WireFormat`."""
+        num_q = sum(m.columns * m.rank for m in self._matrices(layout))
+        generator = torch.Generator().manual_seed(_SEED)  # the same on every worker
+        q = torch.randn(num_q, generator=generator, dtype=working_dtype(layout))
+        residual = new_residual(layout) if self.error_feedback else None
+        return WireState(residual, {"q": q.to(layout.device)})
+
+    def mean_(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        if transport.size == 1:
+            return
+        matrices = self._matrices(layout)
+        wanted = with_residual(flat, layout, state)
+        views, means = _real(layout.views(wanted)), _real(layout.views(flat))
+        compressed = {m.index for m in matrices}
+        whole = [i for i in range(len(views)) if i not in compressed]
+        tail = flat[layout.num_elements :]
+
+        m_r = [views[m.index].reshape(m.rows, m.columns) for m in matrices]
+        old_q = _unpack(state.tensors["q"], [(m.columns, m.rank) for m in matrices])
+        message = _pack([*map(torch.matmul, m_r, old_q), *(views[i] for i in whole), tail])
+        transport.all_reduce(message)
+        shapes = [*((m.rows, m.rank) for m in matrices), *(views[i].shape for i in whole)]
+        *sums, summed_tail = _unpack(message, [*shapes, tail.shape])
+        tail.copy_(summed_tail)
+        for i, total in zip(whole, sums[len(matrices) :], strict=True):
+            means[i].copy_(total.div_(transport.size))
+            views[i].sub_(views[i].clone())  # sent; NaN where it wasn't finite
+
+        p = [torch.linalg.qr(total).Q for total in sums[: len(matrices)]]
+        message = _pack([x.T @ y for x, y in zip(m_r, p, strict=True)])
+        for m, x, q in zip(matrices, p, _unpack(message, [y.shape for y in old_q]), strict=True):
+            views[m.index].sub_((x @ q.T).view_as(views[m.index]))
+        keep_unsent(state, wanted)
+        transport.all_reduce(message)
+        new_q = _unpack(message.div_(transport.size), [y.shape for y in old_q])
+        for m, x, old, new in zip(matrices, p, old_q, new_q, strict=True):
+            means[m.index].copy_((x @ new.T).view_as(means[m.index]))
+            is_useful = new.isfinite().all() & new.any()  # else P would be lost for ever
+            old.copy_(torch.where(is_useful, new, old))
+
+    def _matrices(self, layout: BucketLayout) -> list["_Matrix"]:
+        """What is worth compressing."""
+        found = []
+        for index, (shape, size) in enumerate(zip(layout.shapes, layout.sizes, strict=True)):
+            if len(shape) < 2 or not size:
+                continue
+            rows, columns = shape[0], size // shape[0]
+            rank = min(self.rank, rows, columns)
+            if rank * (rows + columns) < size:
+                found.append(_Matrix(index, rows, columns, rank))
+        return found
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A parameter as a matrix.
+
+    Attributes:
+        index: in the layout.
+        rows, columns: of the matrix.
+        rank: of its approximation.
+    """
+
+    index: int
+    rows: int
+    columns: int
+    rank: int
+
+
+def _real(views: Sequence[Tensor]) -> list[Tensor]:
+    """Complex views as real ones."""
+    return [torch.view_as_real(view) if view.is_complex() else view for view in views]
+
+
+def _pack(pieces: Sequence[Tensor]) -> Tensor:
+    """Tensors side by side in one message."""
+    return torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else torch.empty(0)
+
+
+def _unpack(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of a message, one a tensor that was packed."""
+    sizes = [prod(shape) for shape in shapes]
+    return [x.view(tuple(s)) for x, s in zip(message.split_with_sizes(sizes), shapes, strict=True)]

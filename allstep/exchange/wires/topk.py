@@ -1,0 +1,98 @@
+"""The largest gradients alone."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from allstep.errors import UsageError
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires.base import WireFormat, WireState
+from allstep.exchange.wires.error_feedback import keep_unsent, new_residual, with_residual
+
+__all__ = ["TopK"]
+
+
+@dataclass(frozen=True)
+class TopK(WireFormat):
+    """Sends the largest elements of each bucket, and where they are; the rest waits.
+
+    v_r = gradient_r + residual_r
+    mean = 1/size * sum_r top(v_r),  residual_r = v_r - top(v_r)
+
+    where top(v) keeps the ceil(fraction * elements) largest |v|. Each worker sends 8 bytes for
+    each of them to every other, so the bytes grow with the number of workers.
+    See [Note: error feedback].
+
+    |error| <= max_r |v_r - top(v_r)| <= min_r,i |top(v_r)_i|
+
+    Args:
+        fraction: of a bucket's elements, above 0 and at most 1.
+        error_feedback: False forgets what was not sent.
+
+    Raises:
+        UsageError: if `fraction` is out of range.
+
+    Source: Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP
+    2017, arXiv:1704.05021; Stich et al., 2018, arXiv:1809.07599.
+    """
+
+    fraction: float = 0.01
+    error_feedback: bool = True
+
+    name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise UsageError(
+                f"`fraction` (={self.fraction!r}) must be above 0 and at most 1; 0.01 is usual."
+            )
+
+    def new_state(self, layout: BucketLayout) -> WireState:
+        """See `WireFormat`."""
+        return WireState(new_residual(layout) if self.error_feedback else None)
+
+    def mean_(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        if transport.size == 1:
+            return
+        n = layout.num_elements
+        wanted = with_residual(flat, layout, state)
+        # One that isn't finite counts as larger than all that are.
+        indices = wanted.abs().topk(min(n, ceil(self.fraction * n)), sorted=False).indices
+        values = wanted[indices]
+        wanted[indices] = values - values  # zero, or NaN for what isn't finite
+        keep_unsent(state, wanted)
+
+        message = _pack(values, indices, flat[n:])
+        mean = wanted.zero_()
+        tail = flat.new_zeros(layout.num_tail)
+        for row in transport.all_gather(message):
+            values, indices, their_tail = _unpack(row, len(indices), wanted.dtype)
+            mean.index_add_(0, indices, values)
+            tail += their_tail
+        flat[:n] = mean.div_(transport.size)
+        flat[n:] = tail
+
+
+def _pack(values: Tensor, indices: Tensor, tail: Tensor) -> Tensor:
+    """One row of bytes."""
+    pieces = (values, indices.to(torch.int32), tail.to(torch.int8))
+    return torch.cat([piece.view(torch.uint8) for piece in pieces])
+
+
+def _unpack(row: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_pack` made a row of."""
+    values, indices, tail = row.split_with_sizes(
+        [count * dtype.itemsize, count * 4, len(row) - count * (dtype.itemsize + 4)]
+    )
+    return (
+        values.clone().view(dtype),  # a copy is aligned
+        indices.clone().view(torch.int32),
+        tail.view(torch.int8),
+    )

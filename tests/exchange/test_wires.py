@@ -1,0 +1,157 @@
+"""What every wire format keeps: a bound, the same bits everywhere, the tail, the count."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from allstep.errors import UsageError
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.wires import (
+    WIRES,
+    BFloat16,
+    Exact,
+    Float16,
+    FullPrecision,
+    Int8,
+    PowerSGD,
+    TopK,
+    WireFormat,
+    make_wire,
+)
+from tests.exchange.wiring import bucket, gradients, mean, vector
+
+FORMATS: dict[str, WireFormat] = {
+    **{name: kind() for name, kind in WIRES.items()},
+    "int8-blocks": Int8(block=7),
+    "powersgd-1": PowerSGD(rank=1),
+    "topk-30%": TopK(fraction=0.3),
+    "exact-46": Exact(fraction_bits=46),
+}
+
+
+def bound(wire: WireFormat, layout: BucketLayout, flats: Tensor) -> Tensor | float:
+    """Of |result - mean|, as the formats' docstrings state it."""
+    size, largest = len(flats), float(flats.double().abs().max()) if flats.numel() else 0.0
+    rounding = 4 * size * torch.finfo(layout.flat_dtype).eps * largest
+    if isinstance(wire, Float16):
+        return size * (2**-11 * largest + 2**-25) + rounding
+    if isinstance(wire, BFloat16):
+        return size * 2**-8 * largest + rounding
+    if isinstance(wire, Int8):
+        return largest / 127 + rounding
+    if isinstance(wire, Exact):
+        return 2.0 ** -(wire.fraction_bits + 1) + rounding
+    if isinstance(wire, TopK):
+        kept = -int(-wire.fraction * layout.num_elements // 1)
+        return max((float(g.abs().topk(kept).values.min()) for g in flats if kept), default=0.0)
+    if isinstance(wire, PowerSGD):
+        norm = float(flats.double().mean(0).norm())
+        return norm + rounding
+    return rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", FORMATS)
+def test_mean_within_the_stated_bound(name: str, size: int, dtype: torch.dtype) -> None:
+    wire, layout = FORMATS[name], bucket(dtype)
+    flats = gradients(layout, size)
+    results = mean(wire, layout, flats)
+    assert all(result.equal(results[0]) for result in results)  # the same bits everywhere
+    error = (results[0].double() - flats.double().mean(0)).abs()
+    assert (error <= bound(wire, layout, flats)).all()
+    if size > 1:
+        assert (flats[0].double() - flats.double().mean(0)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 2, 7, 300])
+@pytest.mark.parametrize("name", FORMATS)
+def test_sizes_that_no_part_divides(name: str, num_elements: int) -> None:
+    wire, layout = FORMATS[name], vector(num_elements, num_tail=3)
+    flats = gradients(layout, 3)
+    results = mean(wire, layout, flats)
+    error = (results[0].double() - flats.double().mean(0)).abs()
+    assert (error <= bound(wire, layout, flats)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"powersgd", "powersgd-1"}))
+def test_gradients_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    wire, layout = FORMATS[name], bucket(dtype)
+    flats = gradients(layout, 3)
+    results = mean(wire, layout, flats)
+    assert results.dtype == dtype
+    assert all(result.equal(results[0]) for result in results)
+    error = (results[0].double() - flats.double().mean(0)).abs()
+    assert (error <= bound(wire, layout, flats)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_complex_gradients(name: str) -> None:
+    wire, layout = FORMATS[name], bucket(torch.complex64)
+    flats = gradients(layout, 2)
+    results = mean(wire, layout, flats)
+    error = (results[0].double() - flats.double().mean(0)).abs()
+    assert (error <= bound(wire, layout, flats)).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", FORMATS)
+def test_tail_is_zero_exactly_where_it_cancels(name: str, size: int) -> None:
+    """Two workers' digits with opposite signs, and flags."""
+    wire, layout = FORMATS[name], bucket(num_tail=3 * 128 + 2)
+    flats = gradients(layout, size)
+    tails = flats[:, layout.num_elements :]
+    digits = torch.arange(128.0)
+    tails[0, :128], tails[1, :128] = digits, -digits
+    tails[0, 128:256], tails[1, 128:256] = digits, -digits.roll(1)
+    tails[0, 256:384], tails[-1, 256:384] = digits, -(127 - digits)
+    tails[:, 384] = 1
+    for result in mean(wire, layout, flats)[:, layout.num_elements :]:
+        assert torch.equal(result == 0, tails.sum(0) == 0)
+        assert torch.equal(result > 0, tails.sum(0) > 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_arrives_everywhere_and_leaves_no_trace(name: str, bad: float) -> None:
+    """A GradScaler must see it on every worker; the next step must be as if it hadn't been."""
+    wire, layout = FORMATS[name], bucket()
+    flats = gradients(layout, 3)
+    bad_flats = flats.clone()
+    bad_flats[1, layout.offsets[layout.names.index("weight")] + 5] = bad
+    for results in mean_of_steps(wire, layout, [bad_flats, flats, flats]):
+        assert not results[0].isfinite().all()
+        error = (results[2].double() - flats.double().mean(0)).norm()
+        assert error <= 2 * flats.double().norm()  # with what the residuals add
+
+
+def mean_of_steps(
+    wire: WireFormat, layout: BucketLayout, steps: list[Tensor]
+) -> list[list[Tensor]]:
+    from tests.exchange.wiring import exchange
+
+    return [results for results, _ in exchange(wire, layout, steps)]
+
+
+def test_names_and_parameters() -> None:
+    assert isinstance(make_wire("fp32"), FullPrecision)
+    assert make_wire(Int8(block=64)) == Int8(block=64)
+    assert [make_wire(name).name for name in WIRES] == list(WIRES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_wire("bf61"), r"`wire` \(='bf61'\) is no wire format; did you mean `bf16`"),
+        (lambda: make_wire(3), r"`wire` \(=3\) is no wire format; valid: `fp32`"),
+        (lambda: Int8(block=0), r"`block` \(=0\) must be a positive int"),
+        (lambda: PowerSGD(rank=0), r"`rank` \(=0\) must be a positive int; 1 to 4 is usual"),
+        (lambda: TopK(fraction=0), r"`fraction` \(=0\) must be above 0 and at most 1"),
+        (lambda: Exact(fraction_bits=52), r"`fraction_bits` \(=52\) must be an int from 0 to 51"),
+        (lambda: Float16(on_overflow="no"), r"`on_overflow` \(='no'\) must be \"raise\" or \"inf"),
+    ],
+)
+def test_wrong_parameters(make: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
