@@ -32,7 +32,16 @@ __all__ = [
 
 ALGORITHMS: Mapping[str, type[AllReduce]] = {
     kind.name: kind
-    for kind in (Native, Ring, HalvingDoubling, Hierarchical, TwoDimensional, SharedMemory, Dummy)
+    for kind in (
+        Native,
+        Ring,
+        HalvingDoubling,
+        Hierarchical,
+        TwoDimensional,
+        SharedMemory,
+        Dummy,
+        Auto,
+    )
 }
 
 

@@ -79,7 +79,7 @@ class Segment:
 
     def sum_(self, flat: Tensor) -> None:
         """flat = sum over ranks r, in their order, of flat_r; in place. [Note: shared sums]"""
-        if flat.nbytes <= SMALL_BYTES:
+        if flat.nbytes <= min(SMALL_BYTES, self._slots.shape[2]):
             self._sum_small_(flat)
             return
         pieces = self._pieces(flat)

@@ -1,0 +1,310 @@
+"""Sums by every algorithm, against float64, closed forms of their traffic, and one another."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from allstep.comm import Communicator
+from allstep.comm.algorithms import (
+    ALGORITHMS,
+    Auto,
+    Dummy,
+    HalvingDoubling,
+    Hierarchical,
+    Native,
+    Ring,
+    TwoDimensional,
+    make_algorithm,
+)
+from allstep.comm.threads import run_ranks
+from allstep.errors import CommunicationError, DisagreementError, PeerLostError, UsageError
+from allstep.plan.traffic import Group, all_reduce_traffic
+
+SUMMING = [name for name in ALGORITHMS if name != "dummy"]
+PLACES = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (5, 5)]  # ranks, ranks a node
+NUM_ELEMENTS = (0, 1, 1001, 20_001)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.uint8)
+
+
+def values(rank: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+    """A rank's tensor; integers small enough for their sum."""
+    generator = torch.Generator().manual_seed(1000 * rank + num_elements)
+    if dtype.is_floating_point:
+        return torch.randn(num_elements, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 20, (num_elements,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize(("n", "local_size"), PLACES)
+@pytest.mark.parametrize("name", SUMMING)
+def test_sums_are_right_and_the_same_on_every_rank(name, n, local_size):
+    cases = [(m, dtype) for m in NUM_ELEMENTS for dtype in (*FLOATS, *INTEGERS)]
+
+    def work(comm):
+        algorithm = make_algorithm(name, comm)
+        results = []
+        for num_elements, dtype in cases:
+            x = values(comm.rank, num_elements, dtype)
+            algorithm.reduce_(x)
+            results.append(x)
+        return results
+
+    of_ranks = run_ranks(n, work, local_size=local_size)
+    for case, (num_elements, dtype) in enumerate(cases):
+        exact = [values(rank, num_elements, dtype).double() for rank in range(n)]
+        total = torch.stack(exact).sum(0)
+        result = of_ranks[0][case]
+        assert result.dtype == dtype
+        assert all(torch.equal(other[case], result) for other in of_ranks)
+        if not dtype.is_floating_point:
+            assert torch.equal(result.double(), total)
+        elif num_elements:
+            largest = torch.stack(exact).abs().max()
+            bound = 4 * n * torch.finfo(dtype).eps * largest
+            assert (result.double() - total).abs().max() <= bound
+
+
+@pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared_memory", "hierarchical"])
+def test_the_same_sum_has_the_same_bits_again(name):
+    def work(comm):
+        algorithm = make_algorithm(name, comm)
+        results = []
+        for _ in range(3):
+            x = values(comm.rank, 5000, torch.float32)
+            algorithm.reduce_(x)
+            results.append(x)
+        return results
+
+    for first, *others in run_ranks(4, work, local_size=2):
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_dummy_leaves_everyone_their_own():
+    def work(comm):
+        dummy = make_algorithm("dummy", comm)
+        x = torch.full((3,), float(comm.rank))
+        dummy.reduce_(x)
+        return x.tolist(), dummy.sent_bytes, dummy.num_messages
+
+    assert run_ranks(2, work) == [([0.0] * 3, 0, 0), ([1.0] * 3, 0, 0)]
+
+
+@pytest.mark.parametrize(("n", "local_size"), [(2, 2), (3, 3), (4, 2), (5, 5), (6, 3), (7, 7)])
+@pytest.mark.parametrize(
+    "kind", [Native, Ring, HalvingDoubling, Hierarchical, TwoDimensional], ids=lambda k: k.name
+)
+def test_what_is_sent_is_what_the_plan_says(kind, n, local_size):
+    options = {"share_memory": False} if kind is Hierarchical else {}
+
+    def work(comm):
+        algorithm = kind(comm, **options)
+        algorithm.reduce_(torch.ones(1001))
+        return algorithm.sent_bytes, algorithm.num_messages
+
+    for rank, sent in enumerate(run_ranks(n, work, local_size=local_size)):
+        group = Group(rank=rank, local_size=local_size, num_nodes=n // local_size)
+        traffic = all_reduce_traffic(kind.name, group, 1001, 4)
+        assert sent == (traffic.sent_bytes, traffic.num_messages)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_ring_sends_the_least_that_is_possible(n):
+    num_elements = 60 * n
+
+    def work(comm):
+        ring = Ring(comm)
+        ring.reduce_(torch.ones(num_elements))
+        return ring.sent_bytes, ring.num_messages
+
+    bound = 2 * (n - 1) * 4 * num_elements // n
+    assert run_ranks(n, work) == [(bound, 2 * (n - 1))] * n
+
+
+def test_between_nodes_only_the_first_rank_of_each_sends():
+    def work(comm):
+        hierarchical = Hierarchical(comm, Ring)
+        hierarchical.reduce_(torch.ones(100))
+        return hierarchical.sent_bytes
+
+    assert run_ranks(4, work, local_size=2) == [400, 0, 400, 0]
+
+
+def test_a_ring_follows_the_order():
+    """Floats tell in which order they were added."""
+    order = (0, 2, 1, 3)
+
+    def work(comm):
+        x = values(comm.rank, 4000, torch.float32)
+        ring = Ring(comm, order=order)
+        ring.reduce_(x)
+        return x
+
+    expected = []
+    for place, chunks in enumerate(
+        zip(*(values(rank, 4000, torch.float32).tensor_split(4) for rank in order), strict=True)
+    ):
+        total = chunks[place].clone()
+        for step in range(1, 4):
+            total = chunks[(place + step) % 4] + total
+        expected.append(total)
+    result = run_ranks(4, work)[0]
+    assert torch.equal(result, torch.cat(expected))
+    straight = run_ranks(4, lambda comm: _sum(Ring(comm), values(comm.rank, 4000, torch.float32)))
+    assert not torch.equal(result, straight[0])
+
+
+def test_half_precision_is_added_in_float32():
+    """One large and many small: added in half precision the small ones would be lost."""
+
+    def work(comm):
+        x = torch.full((5,), 2048.0 if comm.rank == 0 else 1.0, dtype=torch.float16)
+        return _sum(Hierarchical(comm, share_memory=False), x.clone()), _sum(
+            make_algorithm("shared_memory", comm), x.clone()
+        )
+
+    naive = torch.tensor(2048.0, dtype=torch.float16)
+    for _ in range(4):
+        naive = naive + torch.tensor(1.0, dtype=torch.float16)
+    assert naive == 2048
+    for wire, memory in run_ranks(5, work):
+        assert wire.tolist() == memory.tolist() == [2052.0] * 5
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_auto_chooses_alike_and_says_what(n):
+    def work(comm):
+        auto = Auto(comm)
+        x = _sum(auto, torch.full((10,), 1.0))
+        return auto.choices, auto.seconds, x.tolist()
+
+    results = run_ranks(n, work)
+    choices, seconds, x = results[0]
+    assert all(other == results[0] for other in results)
+    assert x == [float(n)] * 10
+    assert (
+        set(choices) == set(seconds) == (set() if n == 1 else {1 << 12, 1 << 16, 1 << 20, 1 << 23})
+    )
+    assert set(choices.values()) <= {"native", "ring", "halving_doubling", "shared_memory"}
+
+
+def test_auto_takes_the_choice_of_the_nearest_size():
+    auto = Auto(Communicator.lone())
+    auto.choices = {1 << 10: "small", 1 << 20: "large"}
+    assert [auto.choice(size) for size in (1, 1 << 14, 1 << 16, 1 << 30)] == [
+        "small", "small", "large", "large",
+    ]  # fmt: skip
+
+
+def test_auto_considers_nodes():
+    def work(comm):
+        return set(next(iter(Auto(comm).seconds.values())))
+
+    assert run_ranks(4, work, local_size=2)[0] == {
+        "native", "ring", "halving_doubling", "hierarchical", "two_dimensional",
+    }  # fmt: skip
+
+
+# -- the communicator's verb ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_the_verb_packs_tensors_of_all_kinds(name):
+    def work(comm):
+        xs = (
+            torch.arange(6.0).reshape(2, 3).t(),
+            torch.tensor(comm.rank, dtype=torch.int16),
+            torch.empty(0, 3),
+            torch.tensor([1 + 2j, 3j]),
+            torch.ones(10)[::3],
+            torch.nn.Parameter(torch.ones(2)),
+            torch.tensor([1.0]).expand(1),
+        )
+        assert comm.all_reduce(xs, algorithm=name) is xs
+        mean = comm.all_reduce(torch.tensor([1.0, comm.rank]), "mean", algorithm=name)
+        pending = comm.all_reduce(torch.ones(2), algorithm=name, async_op=True)
+        return [x.tolist() for x in xs], mean.tolist(), pending.wait().tolist()
+
+    for xs, mean, ones in run_ranks(3, work):
+        assert xs == [
+            [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]], 3, [], [3 + 6j, 9j], [3.0] * 4, [3.0] * 2, [3.0]
+        ]  # fmt: skip
+        assert mean == [1.0, 1.0]
+        assert ones == [3.0, 3.0]
+
+
+def test_the_verb_makes_an_algorithm_once_and_dummy_differs():
+    def work(comm):
+        for _ in range(3):
+            x = comm.all_reduce(torch.ones(3), algorithm="dummy")
+        right = comm.all_reduce(torch.ones(3), algorithm="native")
+        return x.tolist(), right.tolist(), len(comm._algorithms)
+
+    assert run_ranks(2, work) == [([1.0] * 3, [2.0] * 3, 1)] * 2
+
+
+def test_bad_arguments():
+    comm = Communicator.lone()
+    with pytest.raises(
+        UsageError, match=r"`algorithm` \(='rong'\) is unknown; did you mean `ring`"
+    ):
+        comm.all_reduce(torch.ones(1), algorithm="rong")
+    with pytest.raises(UsageError, match=r"`op` \(='max'\) is not what `algorithm` \(='ring'\)"):
+        comm.all_reduce(torch.ones(1), "max", algorithm="ring")
+    with pytest.raises(UsageError, match=r"`algorithm` \(='rong'\) is unknown"):
+        make_algorithm("rong", comm)
+    with pytest.raises(UsageError, match=r"`order` \(=\(0, 0\)\) must name each of the ranks"):
+        Ring(comm, order=(0, 0))
+
+
+def test_ranks_that_choose_differently_are_told():
+    def work(comm):
+        comm.all_reduce(torch.ones(1), algorithm="ring" if comm.rank else "dummy")
+
+    with pytest.raises(DisagreementError, match=r"wants the sum \((dummy|ring)\)"):
+        run_ranks(2, work)
+
+
+def test_two_dimensions_need_equal_nodes():
+    def work(comm):
+        comm.local_size = 1 + (comm.rank == 2)
+        with pytest.raises(UsageError, match=r"1 on rank 0's and 2 on rank 2's; use 'hier"):
+            TwoDimensional(comm)
+
+    run_ranks(3, work)
+
+
+def test_an_instance_comes_from_whatever_makes_one():
+    def work(comm):
+        return _sum(
+            make_algorithm(lambda c: Ring(c, order=(2, 0, 1)), comm), torch.ones(2)
+        ).tolist()
+
+    assert run_ranks(3, work) == [[3.0, 3.0]] * 3
+    assert isinstance(make_algorithm(Dummy, Communicator.lone()), Dummy)
+
+
+def test_without_a_name_ranks_of_one_host_share_memory():
+    assert run_ranks(2, lambda comm: make_algorithm(None, comm).name) == ["shared_memory"] * 2
+    names = run_ranks(2, lambda comm: make_algorithm(None, comm).name, local_size=1)
+    assert names == ["native"] * 2
+    assert make_algorithm(None, Communicator.lone()).name == "native"
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_a_rank_that_fails_takes_the_others_along(name):
+    def work(comm):
+        algorithm = make_algorithm(name, comm)
+        algorithm.reduce_(torch.ones(3))
+        if comm.rank == 3:
+            raise KeyError("the cause")
+        with pytest.raises(CommunicationError):
+            algorithm.reduce_(torch.ones(50_000))
+        raise PeerLostError("a consequence")
+
+    with pytest.raises(KeyError, match="the cause"):
+        run_ranks(4, work, local_size=2, timeout_s=20)
+
+
+def _sum(algorithm, x: Tensor) -> Tensor:
+    algorithm.reduce_(x)
+    return x

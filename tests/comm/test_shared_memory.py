@@ -1,0 +1,236 @@
+"""Sums in shared memory: their bits, their pieces, and what happens when ranks go away."""
+
+import errno
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from allstep.comm.algorithms import SharedMemory
+from allstep.comm.shared_memory import NotShared, Segment
+from allstep.comm.shared_memory.segment import SMALL_BYTES, default_slot_bytes
+from allstep.comm.threads import run_ranks
+from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
+from tests.helpers.processes import run_processes, start_processes
+
+SLOT_BYTES = 1 << 12
+SIZES = (1, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 16_384, 16_385, 50_001)
+
+
+def values(rank, num_elements, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(num_elements, generator=generator).to(dtype)
+
+
+def in_order(num_ranks, num_elements, dtype):
+    """The ranks' values, added one rank after the other."""
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = values(0, num_elements, dtype).to(wide)
+    for rank in range(1, num_ranks):
+        total += values(rank, num_elements, dtype).to(wide)
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_sums_have_the_bits_of_the_ranks_order_however_they_are_cut(n, dtype):
+    def work(comm):
+        results = []
+        for slot_bytes in (SLOT_BYTES, 1 << 20):
+            segment = Segment.meet(comm, slot_bytes)
+            for num_elements in SIZES:
+                x = values(comm.rank, num_elements, dtype)
+                segment.sum_(x)
+                results.append(x)
+            segment.close()
+        return results
+
+    expected = [in_order(n, num_elements, dtype) for num_elements in SIZES] * 2
+    for results in run_ranks(n, work):
+        assert all(map(torch.equal, results, expected))
+    backwards = sum((values(r, 50_001) for r in reversed(range(5))), torch.zeros(50_001))
+    assert not torch.equal(backwards, in_order(5, 50_001, torch.float32))
+
+
+def test_sums_large_and_small_and_broadcasts_follow_one_another():
+    def work(comm):
+        segment = Segment.meet(comm, SLOT_BYTES)
+        seen = []
+        for turn in range(40):
+            x = torch.full((10 if turn % 3 else 10_000 + 700 * turn,), float(comm.rank + turn))
+            if turn % 4 == 3:
+                segment.broadcast_(x, root=turn % comm.size)
+                expected = turn % comm.size + turn
+            else:
+                segment.sum_(x)
+                expected = 3 * turn + 3
+            seen.append(bool((x == expected).all()))
+        return seen
+
+    assert run_ranks(3, work) == [[True] * 40] * 3
+
+
+def test_slots_are_larger_where_ranks_take_turns_on_cores():
+    assert default_slot_bytes(1) < default_slot_bytes(1 + len(os.sched_getaffinity(0)))
+
+
+# -- who is missing ------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_come_is_named_in_time():
+    def work(comm):
+        memory = SharedMemory(comm)
+        comm.barrier()
+        start_s = time.monotonic()
+        if comm.rank == 1:
+            time.sleep(1.5)
+            return 0.0
+        with pytest.raises(CommunicationError) as caught:
+            memory.reduce_(torch.ones(10))
+        if isinstance(caught.value, CollectiveTimeoutError):
+            assert "did not finish within 0.5 s; missing: rank 1." in str(caught.value)
+        else:  # the other one's timeout was noticed first
+            assert "left" in str(caught.value)
+        return time.monotonic() - start_s
+
+    waits_s = run_ranks(3, work, timeout_s=0.5)
+    assert max(waits_s) < 1.4
+
+
+def test_a_rank_that_closes_is_missed_at_once():
+    def work(comm):
+        memory = SharedMemory(comm)
+        if comm.rank == 1:
+            memory.close()
+            return
+        with pytest.raises(PeerLostError, match=r"rank 1 left; it failed, timed out or was"):
+            memory.reduce_(torch.ones(10))
+        with pytest.raises(PeerLostError, match="the communicator was aborted"):
+            memory.reduce_(torch.ones(10))  # and the algorithm is over
+
+    run_ranks(2, work, timeout_s=20)
+
+
+def test_aborting_the_communicator_ends_the_wait_of_others():
+    def work(comm):
+        inner = comm.split(0)
+        memory = SharedMemory(inner)
+        if comm.rank == 1:
+            comm.abort()
+            return
+        with pytest.raises(PeerLostError):
+            memory.reduce_(torch.ones(10))
+
+    run_ranks(2, work, timeout_s=20)
+
+
+def sum_for_ever(comm, folder):
+    """Until rank 1 is lost; then writes how many seconds after it was killed."""
+    x = torch.zeros(1 << 20)
+    comm.all_reduce(x, algorithm="shared_memory")
+    (Path(folder) / f"rank {comm.rank}").touch()
+    with pytest.raises(PeerLostError, match="rank 1 left"):
+        while True:
+            comm.all_reduce(x, algorithm="shared_memory")
+    waited_s = time.time() - (Path(folder) / "killed").stat().st_mtime
+    (Path(folder) / f"seconds {comm.rank}").write_text(str(waited_s))
+
+
+def wait_for(folder, kind, count):
+    """Waits until ranks have written so many files of a kind, and a little longer."""
+    deadline_s = time.monotonic() + 60
+    while len(list(folder.glob(f"{kind} *"))) < count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    time.sleep(0.2)
+
+
+def names_in_dev_shm():
+    return {name for name in os.listdir("/dev/shm") if "allstep" in name or "psm_" in name}
+
+
+@pytest.mark.process
+def test_a_killed_rank_is_missed_at_once_and_leaves_nothing(tmp_path):
+    before = names_in_dev_shm()
+    with start_processes(3, sum_for_ever, str(tmp_path), timeout_s=60) as workers:
+        wait_for(tmp_path, "rank", 3)
+        assert names_in_dev_shm() == before  # nothing there even while they sum
+        (tmp_path / "killed").touch()
+        workers.kill(1)
+        wait_for(tmp_path, "seconds", 2)
+    assert all(float(path.read_text()) < 5 for path in tmp_path.glob("seconds *"))
+    assert names_in_dev_shm() == before
+
+
+@pytest.mark.process
+def test_killing_all_ranks_leaves_nothing(tmp_path):
+    before = names_in_dev_shm()
+    with start_processes(2, sum_for_ever, str(tmp_path), timeout_s=60) as workers:
+        wait_for(tmp_path, "rank", 2)
+        workers.kill()
+        assert workers.join(10) == [-9, -9]
+    assert names_in_dev_shm() == before
+
+
+def sum_values(comm, num_elements):
+    return comm.all_reduce(values(comm.rank, num_elements), algorithm="shared_memory")
+
+
+@pytest.mark.process
+def test_processes_sum_like_threads():
+    for result in run_processes(3, sum_values, 100_001):
+        assert torch.equal(result, in_order(3, 100_001, torch.float32))
+
+
+# -- where memory cannot be shared ---------------------------------------------------------------
+
+
+def test_ranks_of_two_hosts_use_the_backend_and_say_so(caplog):
+    def work(comm):
+        memory = SharedMemory(comm)
+        x = torch.full((5,), comm.rank + 1.0)
+        memory.reduce_(x)
+        return x.tolist(), memory.fallback.name, memory.sent_bytes
+
+    with caplog.at_level(logging.WARNING, "allstep"):
+        assert run_ranks(2, work, local_size=1) == [([3.0] * 5, "native", 20)] * 2
+    assert [record.message for record in caplog.records] == [
+        "all-reduces use the network, not shared memory: ranks 0 and 1 are not CPU ranks of one "
+        "host"
+    ]
+
+
+def test_too_little_memory_is_no_error_but_a_word(caplog, monkeypatch):
+    def refuse(fd, offset, length):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    def work(comm):
+        memory = SharedMemory(comm, slot_bytes=1 << 20)
+        x = torch.ones(5)
+        memory.reduce_(x)
+        return x.tolist()
+
+    with caplog.at_level(logging.WARNING, "allstep"):
+        assert run_ranks(3, work) == [[3.0] * 5] * 3
+    assert [record.message for record in caplog.records] == [
+        "all-reduces use the network, not shared memory: no 12 MiB of memory to share "
+        "([Errno 28] No space left on device)"
+    ]
+
+
+def test_one_rank_that_may_not_map_is_enough(monkeypatch):
+    def refuse(pid):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+
+    def work(comm):
+        with pytest.raises(NotShared, match=r"rank 0 cannot map memory of rank 0: .*permitted"):
+            Segment.meet(comm)
+
+    run_ranks(2, work)
