@@ -1,5 +1,6 @@
 """When the wire is busy, and how far compute gets meanwhile."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,12 @@ __all__ = ["Activity"]
 @dataclass
 class Activity:
     """Intervals in which the wire is busy, one after the other, and compute is slower for it.
+
+    [Note: progress] Compute progresses along a broken line through time: by a second in a second
+    while the wire is idle, by less while it is busy. Work is a step up along that line, so that
+    whoever keeps progress instead of time just adds. What lies ahead counts as idle until an
+    interval is put there; that may only be after everyone's present, or progress made already
+    would change.
 
     Args:
         slowdown: how much longer compute takes while the wire is busy.
@@ -28,35 +35,44 @@ class Activity:
     def occupy(self, start_s: float, end_s: float) -> None:
         """Adds an interval after all others."""
         assert self.free_s <= start_s <= end_s
-        lead_s = start_s - self.free_s
+        before = self._progress[-1] + (start_s - self.free_s)
         self._times += [start_s, end_s]
-        before = self._progress[-1] + lead_s
         self._progress += [before, before + (end_s - start_s) / (1 + self.slowdown)]
 
-    def forget_before(self, time_s: float) -> None:
-        """Drops intervals that ended before `time_s`, when no worker is there any more."""
-        num_old = int(np.searchsorted(self._times, time_s, side="right")) - 1
-        num_old = min(max(num_old, 0), len(self._times) - 1)
+    def forget_before(self, progress: float) -> None:
+        """Drops the intervals that everyone's progress has left behind."""
+        num_old = max(0, min(bisect_right(self._progress, progress), len(self._times)) - 1)
         del self._times[:num_old], self._progress[:num_old]
 
-    def finish(
-        self, start_s: NDArray[np.float64], work_s: NDArray[np.float64] | float
-    ) -> NDArray[np.float64]:
-        """When work that takes `work_s` on an idle wire is done; elementwise.
+    def progress_at(self, time_s: float) -> float:
+        """How far compute without pause is at a time."""
+        return _interpolate(time_s, self._times, self._progress)
 
-        Progress is a broken line through time: steep while the wire is idle, flatter while it
-        is busy. Work is a step up along it.
+    def time_at(self, progress: float) -> float:
+        """When compute without pause is that far.
 
         >>> wire = Activity(slowdown=1.0)
         >>> wire.occupy(1.0, 3.0)
-        >>> wire.finish(np.array([0.0, 2.0, 5.0]), 1.5)
-        array([2. , 4. , 6.5])
+        >>> [wire.time_at(progress) for progress in (0.5, 1.5, 3.0)]
+        [0.5, 2.0, 4.0]
         """
-        if not self.slowdown:
-            return start_s + work_s
-        # Beyond the last interval the wire is idle, as far as is known.
-        far_s = 1.0 + max(float(start_s.max()) - self.free_s, 0.0) + float(np.max(work_s))
-        times = [*self._times, self.free_s + far_s]
-        progress = [*self._progress, self._progress[-1] + far_s]
-        target = np.interp(start_s, times, progress) + work_s
-        return np.interp(target, progress, times)
+        return _interpolate(progress, self._progress, self._times)
+
+    def times_at(self, progress: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`time_at`, elementwise."""
+        ahead = max(0.0, float(progress.max()) - self._progress[-1]) + 1.0
+        return np.interp(
+            progress,
+            [*self._progress, self._progress[-1] + ahead],
+            [*self._times, self.free_s + ahead],
+        )
+
+
+def _interpolate(x: float, xs: list[float], ys: list[float]) -> float:
+    """Along a broken line that goes on with slope 1 at both ends."""
+    index = bisect_right(xs, x)
+    if index in (0, len(xs)):
+        end = min(index, len(xs) - 1)
+        return ys[end] + (x - xs[end])
+    x0, x1, y0, y1 = xs[index - 1], xs[index], ys[index - 1], ys[index]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -1,12 +1,12 @@
 """Training steps on simulated workers: who computes, who waits and when the wire is busy.
 
 [Note: simulated step] Every worker has a clock of its own; all clocks are one array, so that
-16,384 workers take hardly longer than one. A bucket's collective starts when the last worker has
-the bucket ready and the wire is free, in the order in which buckets fill, and ends for all at
-once. Compute slows down while the wire is busy, and communication while workers still have work
-that doesn't wait for it. With staleness k a worker begins step t + 1 when it is done with step t
-and the collectives of step t - k have ended. Local SGD exchanges parameters after the last of
-`every` updates, and nobody computes meanwhile.
+16,384 workers take hardly longer than one. They count progress, see [Note: progress]. A bucket's
+collective starts when the last worker has the bucket ready and the wire is free, in the order in
+which buckets fill, and ends for all at once. Compute slows down while the wire is busy, and
+communication while workers still have work that doesn't wait for it. With staleness k a worker
+begins step t + 1 when it is done with step t and the collectives of step t - k have ended. Local
+SGD exchanges parameters after the last of `every` updates, and nobody computes meanwhile.
 
 The first rounds fill the pipeline; what is reported is the mean over the later ones.
 """
@@ -80,7 +80,7 @@ class _Simulation:
         self.buckets = workload.buckets(sizes)
         self.wire_s = [self.exchange_s(size) for size in sizes]
         # Equal workers are all at the same point: one clock stands for them.
-        self.clock = np.zeros(cluster.num_workers if stragglers.is_active else 1)
+        self.progress = np.zeros(cluster.num_workers if stragglers.is_active else 1)
         self.wire = Activity(cluster.compute_slowdown if cluster.num_workers > 1 else 0.0)
         self.ends_s: list[float] = []  # of the collectives of each step
         self.step = 0
@@ -111,13 +111,18 @@ class _Simulation:
         for _ in range(self.policy.staleness + 1):
             self.round()
 
+    @property
+    def last_s(self) -> float:
+        """Where the slowest worker's clock stands."""
+        return self.wire.time_at(float(self.progress.max()))
+
     def run(self) -> StepReport:
         self.fill_pipeline()
         num_rounds = _NUM_RANDOM_ROUNDS if self.stragglers.is_active else 1
         self.forget_totals()
-        start_s = float(self.clock.max())
+        start_s = self.last_s
         for _ in range(num_rounds):
-            self.spans, round_s = [], float(self.clock.max())
+            self.spans, round_s = [], self.last_s
             self.round()
         num_steps = num_rounds * self.policy.every
         group = Group(
@@ -127,7 +132,7 @@ class _Simulation:
             has_shared_memory=self.cluster.has_shared_memory,
         )
         return StepReport(
-            step_s=(float(self.clock.max()) - start_s) / num_steps,
+            step_s=(self.last_s - start_s) / num_steps,
             compute_s=self.workload.compute_s,
             exposed_s=self.exposed_s / num_steps,
             straggler_s=self.straggler_s / num_steps,
@@ -147,7 +152,7 @@ class _Simulation:
             for _ in range(self.policy.every):
                 self.compute("local step", self.workload.compute_s * self.draw())
             self.average_parameters()
-        self.wire.forget_before(float(self.clock.min()))
+        self.wire.forget_before(float(self.progress.min()))
 
     def synchronous_step(self) -> None:
         factor = self.draw()
@@ -170,16 +175,16 @@ class _Simulation:
     def draw(self) -> NDArray[np.float64]:
         """How much longer each worker's compute takes in this step."""
         self.step += 1
-        return self.stragglers.draw(self.step, len(self.clock))
+        return self.stragglers.draw(self.step, len(self.progress))
 
     def compute(self, name: str, work_s: NDArray[np.float64]) -> None:
-        start_s = float(self.clock.max())
-        self.clock = self.wire.finish(self.clock, work_s)
-        self.spans.append(Span("compute", name, start_s, float(self.clock.max())))
+        start_s = self.last_s
+        self.progress = self.progress + work_s
+        self.spans.append(Span("compute", name, start_s, self.last_s))
 
     def communicate(self, index: int, work_left_s: float) -> None:
         """Puts a bucket on the wire; the slowest worker still has `work_left_s` of backward."""
-        ready_s = float(self.clock.max())
+        ready_s = self.last_s
         start_s = max(ready_s, self.wire.free_s)
         free_work_s = max(0.0, work_left_s - (start_s - ready_s))
         free_work_s += self.policy.staleness * self.workload.compute_s
@@ -195,11 +200,12 @@ class _Simulation:
         return beside_s + (seconds - beside_s / slower)
 
     def wait_until(self, end_s: float) -> None:
-        last_s = float(self.clock.max())
-        waits_s = np.maximum(end_s, self.clock) - self.clock
+        last_s = self.last_s
         exposed_s = max(0.0, end_s - last_s)
+        waiting = np.maximum(self.progress, self.wire.progress_at(end_s))
+        waits_s = self.wire.times_at(waiting) - self.wire.times_at(self.progress)
         self.exposed_s += exposed_s
         self.straggler_s += float(waits_s.mean()) - exposed_s
         if exposed_s:
             self.spans.append(Span("wait", "wait", last_s, end_s))
-        self.clock = self.clock + waits_s
+        self.progress = waiting

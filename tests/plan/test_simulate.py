@@ -159,6 +159,15 @@ def test_compute_slows_down_beside_communication():
     assert report.step_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("staleness", [1, 3, 8])
+def test_collectives_of_long_ago_hold_nobody_up(staleness):
+    fast = Link(bandwidth_bps=1e12)
+    cluster = replace(hosts(4), intra=fast, inter=fast, compute_slowdown=0.5)
+    report = simulate(WORKLOAD, cluster, replace(OVERLAPPED, staleness=staleness))
+    assert report.exposed_s == 0
+    assert report.step_s == pytest.approx(WORKLOAD.compute_s + report.wire_s * (1 - 1 / 1.5))
+
+
 def test_communication_slows_down_beside_compute():
     fast = Link(bandwidth_bps=8e9, latency_s=1e-4)
     cluster = replace(hosts(2), intra=fast, inter=fast)
@@ -247,7 +256,14 @@ def test_activity_forgets_without_a_change():
     for wire in (kept, forgetful):
         for start in range(0, 20, 2):
             wire.occupy(float(start), start + 1.0)
-    forgetful.forget_before(10.5)
-    starts = np.linspace(11, 25, 50)
-    np.testing.assert_allclose(forgetful.finish(starts, 3.0), kept.finish(starts, 3.0))
+    forgetful.forget_before(kept.progress_at(10.5))
     assert forgetful.free_s == kept.free_s
+    times = np.linspace(10.5, 25, 50)
+    progress = np.array([kept.progress_at(time) for time in times])
+    np.testing.assert_allclose([forgetful.progress_at(time) for time in times], progress)
+    for wire in (kept, forgetful):
+        np.testing.assert_allclose(wire.times_at(progress), times)
+        np.testing.assert_allclose([wire.time_at(p) for p in progress], times)
+    assert forgetful.progress_at(1.0) <= forgetful.progress_at(10.0)  # long past for everyone
+    forgetful.forget_before(1000.0)
+    assert forgetful.time_at(kept.progress_at(30.0)) == 30.0
