@@ -54,6 +54,13 @@ WIRES: Mapping[str, Wire] = {
 }
 
 
+def _row_bytes(wire: Wire, block: int, num_elements: int, size: int) -> int:
+    """A worker's part in whole blocks, each with its scale."""
+    shortest = math.ceil(num_elements / size)
+    block = max(1, min(block, shortest))
+    return math.ceil(shortest / block) * (block * wire.element_bytes + 4)
+
+
 def wire_traffic(wire_name: str, algorithm: str, group: Group, num_elements: int) -> Traffic:
     """What one worker sends so that all have the sum of `num_elements` gradients.
 
@@ -77,7 +84,6 @@ def wire_traffic(wire_name: str, algorithm: str, group: Group, num_elements: int
         kept_bytes = math.ceil(wire.keep * num_elements) * (wire.element_bytes + 4)
         return Traffic((size - 1) * kept_bytes, size - 1)
     if wire.block is not None:
-        row = math.ceil(num_elements / size)
-        row_bytes = row * wire.element_bytes + 4 * math.ceil(row / wire.block)
+        row_bytes = _row_bytes(wire, wire.block, num_elements, size)
         return Traffic(2 * (size - 1) * row_bytes, 2 * (size - 1))
     return all_reduce_traffic(algorithm, group, num_elements, wire.element_bytes)

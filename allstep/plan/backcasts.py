@@ -1,0 +1,241 @@
+"""Published runs, predicted from their stated hardware and their throughput on few workers.
+
+[Note: back-casts] Each run's smallest published row gives the compute of a worker; the rows above
+it are predicted. Nothing is fitted to them, except where a row says so: there one published row
+sets the link's bandwidth and the other rows follow. What isn't stated in the source is a guess
+and named. Tags: (A) worked out from stated numbers, (M) from memory and not checked, (P) read off
+a plot, about 3 %.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster_files import read_cluster
+from allstep.plan.cost import collective_s
+from allstep.plan.policy import Policy
+from allstep.plan.simulate import simulate
+from allstep.plan.workload import Workload
+
+__all__ = ["Backcast", "backcasts"]
+
+RESNET50_PARAMS = 25_557_032
+# Shares of ResNet-50's gradient and of its backward pass, last stage first, from the parameters
+# and multiplications of each stage (A): two thirds of the gradient are ready after a fifth.
+RESNET50_READY = ((0.0, 0.0), (0.666, 0.2), (0.944, 0.56), (0.991, 0.81), (1.0, 1.0))
+
+_CHAINERMN = "chainer.org, ChainerMN 1.3 (2018), plots (P)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backcast:
+    """A published number and what the planner makes of its inputs.
+
+    Attributes:
+        run: whose.
+        what: the number, with its unit.
+        published, predicted: its values.
+        inputs: "known" if all that matter are stated in the source, "fitted" if one was taken
+            from another published row, "guessed" if one that matters isn't stated.
+        guesses: what was guessed or fitted.
+        source: of the published number, with its trust tag.
+    """
+
+    run: str
+    what: str
+    published: float
+    predicted: float
+    inputs: Literal["known", "fitted", "guessed"]
+    guesses: str
+    source: str
+
+    @property
+    def error(self) -> float:
+        """predicted / published - 1."""
+        return self.predicted / self.published - 1
+
+
+def backcasts() -> list[Backcast]:
+    """All of them. See [Note: back-casts]."""
+    return [*_chainermn(), *_aws(), *_goyal(), *_akiba(), *_baidu(), *_scale_up()]
+
+
+def _resnet50(compute_s: float, num_samples: int) -> Workload:
+    return Workload(
+        num_params=RESNET50_PARAMS,
+        forward_s=compute_s / 3,
+        backward_s=compute_s * 2 / 3,
+        num_samples=num_samples,
+        ready=RESNET50_READY,
+    )
+
+
+def _at_the_end(name: str, wire: str = "fp32", staleness: int = 0) -> Policy:
+    """ChainerMN packs everything and reduces it with NCCL's ring after the backward pass."""
+    return Policy(name=name, wire=wire, algorithm="ring", bucket_bytes=None, staleness=staleness)
+
+
+def _samples_per_s(
+    cluster: Cluster, policy: Policy, num_workers: int, *, base: float, batch: int
+) -> float:
+    """Samples per second on `num_workers` from those of one full node."""
+    node = cluster.of(cluster.workers_per_node)
+    compute_s = batch * node.num_workers / base
+    if not policy.staleness:
+        compute_s -= collective_s(policy.wire, policy.algorithm, node, RESNET50_PARAMS)
+    step_s = simulate(_resnet50(compute_s, batch), cluster.of(num_workers), policy).step_s
+    return batch * num_workers / step_s
+
+
+def _chainermn() -> Iterator[Backcast]:
+    """32 P100 in 4 nodes, batch 64 a GPU, three networks."""
+    infiniband = read_cluster("mn-1")
+    line_rate = replace(infiniband, inter=read_cluster("ethernet-10g").inter)
+    for num_workers, published in ((16, 2520.0), (32, 5170.0)):
+        yield Backcast(
+            run="ChainerMN, FDR InfiniBand",
+            what=f"samples/s, {num_workers} P100",
+            published=published,
+            predicted=_samples_per_s(
+                infiniband, _at_the_end("fp32"), num_workers, base=1290, batch=64
+            ),
+            inputs="known",
+            guesses="latencies, PCIe at 10 GB/s (small parts of a step)",
+            source=_CHAINERMN,
+        )
+    for num_workers, published in ((16, 900.0), (32, 1745.0)):
+        yield Backcast(
+            run="ChainerMN, 10 GbE at line rate",
+            what=f"samples/s, {num_workers} P100",
+            published=published,
+            predicted=_samples_per_s(
+                line_rate, _at_the_end("fp32"), num_workers, base=1315, batch=64
+            ),
+            inputs="guessed",
+            guesses="what NCCL 2 got out of 10 GbE; the published steps say about 2 Gbit/s",
+            source=_CHAINERMN,
+        )
+    yield Backcast(
+        run="ChainerMN, 10 GbE as fast as on 16 GPUs",
+        what="samples/s, 32 P100",
+        published=1745.0,
+        predicted=_samples_per_s(
+            _achieved_ethernet(line_rate), _at_the_end("fp32"), 32, base=1315, batch=64
+        ),
+        inputs="fitted",
+        guesses="bandwidth from the published row of 16 GPUs",
+        source=_CHAINERMN,
+    )
+    buffered = _at_the_end("fp16, double buffering", wire="fp16", staleness=1)
+    for num_workers, published in ((16, 1870.0), (32, 4230.0)):
+        yield Backcast(
+            run="ChainerMN, 10 GbE, fp16 + double buffering",
+            what=f"samples/s, {num_workers} P100",
+            published=published,
+            predicted=_samples_per_s(line_rate, buffered, num_workers, base=965, batch=64),
+            inputs="known",
+            guesses="none that matters: compute takes longer than the exchange, at line rate and"
+            " at the 2 Gbit/s of the plain rows",
+            source=_CHAINERMN,
+        )
+
+
+def _achieved_ethernet(line_rate: Cluster) -> Cluster:
+    """10 GbE with the bandwidth that 900 samples/s on 16 GPUs mean."""
+    node = line_rate.of(8)
+    compute_s = 64 * 8 / 1315 - collective_s("fp32", "ring", node, RESNET50_PARAMS)
+    exchange_s = 64 * 16 / 900 - compute_s
+    sent_bytes = 2 * 15 / 16 * 4 * RESNET50_PARAMS
+    return replace(line_rate, inter=Link(bandwidth_bps=8 * sent_bytes / exchange_s))
+
+
+def _aws() -> Iterator[Backcast]:
+    cluster = replace(read_cluster("ethernet-25g"), copy_bytes_per_s=600e9)
+    buffered = _at_the_end("fp16, double buffering", wire="fp16", staleness=1)
+    for num_workers, published in ((16, 3820.0), (32, 7740.0)):
+        yield Backcast(
+            run="ChainerMN, AWS 25 Gbit/s, fp16 + double buffering",
+            what=f"samples/s, {num_workers} V100",
+            published=published,
+            predicted=_samples_per_s(cluster, buffered, num_workers, base=2030, batch=64),
+            inputs="known",
+            guesses="latencies, copy bandwidth (hidden beside compute)",
+            source=_CHAINERMN,
+        )
+
+
+def _goyal() -> Iterator[Backcast]:
+    """Overlapped layer by layer; 120 ms of backward pass."""
+    ethernet = Link(bandwidth_bps=0.94 * 50e9, latency_s=20e-6)
+    cluster = replace(read_cluster("mn-1"), name="Big Basin", inter=ethernet)
+    policy = Policy(name="overlapped", algorithm="two_dimensional", bucket_bytes=4 << 20)
+    workload = _resnet50(0.18, 32)
+    steps_s = {n: simulate(workload, cluster.of(n), policy).step_s for n in (8, 256)}
+    yield Backcast(
+        run="Goyal et al., 256 P100",
+        what="efficiency, 256 v. 8",
+        published=0.90,
+        predicted=steps_s[8] / steps_s[256],
+        inputs="guessed",
+        guesses="50 Gbit/s Ethernet (M), forward half of the 120 ms of backward, no stragglers",
+        source="arXiv:1706.02677, reading note, about 90 %",
+    )
+
+
+def _akiba() -> Iterator[Backcast]:
+    cluster = read_cluster("mn-1")
+    policy = _at_the_end("fp16", wire="fp16")
+    step_s, efficiency = 0.255, 0.80
+    node = cluster.of(8)
+    compute_s = efficiency * step_s - collective_s("fp16", "ring", node, RESNET50_PARAMS)
+    yield Backcast(
+        run="Akiba et al., 1,024 P100",
+        what="ms a step",
+        published=1000 * step_s,
+        predicted=1000 * simulate(_resnet50(compute_s, 32), cluster, policy).step_s,
+        inputs="guessed",
+        guesses="8-GPU step from about 80 % efficiency (M), latencies, a full tree, no stragglers",
+        source="arXiv:1711.04325, 897.9 s for 90 epochs (M), step (A)",
+    )
+
+
+def _baidu() -> Iterator[Backcast]:
+    """A language model of 300 M parameters: 370 ms on one GPU."""
+    cluster = read_cluster("baidu-40")
+    source = "Gibiansky 2017, 650 to 700 ms, 70 to 120 ms hidden by overlap"
+    workload = Workload.from_step(num_params=300_000_000, step_s=0.37, num_samples=32)
+    yield Backcast(
+        run="Baidu, 5 x 8 GPUs, exchange not hidden",
+        what="ms a step",
+        published=675.0 + 95.0,
+        predicted=1000 * simulate(workload, cluster, _at_the_end("fp32")).step_s,
+        inputs="known",
+        guesses="latencies; published is the middle of both ranges, added (A)",
+        source=source,
+    )
+    overlapped = Policy(name="fp32", algorithm="ring", bucket_bytes=16 << 20)
+    yield Backcast(
+        run="Baidu, 5 x 8 GPUs, overlapped",
+        what="ms a step",
+        published=675.0,
+        predicted=1000 * simulate(workload, cluster, overlapped).step_s,
+        inputs="guessed",
+        guesses="gradients ready evenly; those of a recurrent layer come at the very end",
+        source=source,
+    )
+
+
+def _scale_up() -> Iterator[Backcast]:
+    """DistBelief's 1,000 machines of 16 cores against 3 of four GPUs."""
+    gpu_machine, core_peak = 4 * 1e12, 16e9
+    yield Backcast(
+        run="DistBelief v. COTS HPC",
+        what="machines for one of COTS",
+        published=1000 / 3,
+        predicted=gpu_machine / (16 * core_peak * 0.5),
+        inputs="guessed",
+        guesses="1 TFLOP/s a GPU (slides), 16 GFLOP/s a core of which half is used; networks of"
+        " 1.7 and 1 billion weights taken as equal; compute alone, without what communication cost",
+        source="Coates et al. 2013, abstract and press",
+    )
