@@ -1,0 +1,56 @@
+"""What the planner counts for each wire format equals what the exchange hands to the wire."""
+
+import pytest
+import torch
+from torch import nn
+
+from allstep.comm.algorithms import make_algorithm
+from allstep.comm.threads import run_ranks
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires import WIRES as FORMATS
+from allstep.exchange.wires import make_wire
+from allstep.plan.traffic import Group
+from allstep.plan.wire import WIRES, wire_traffic
+
+SIDES = (1, 5, 64)  # a bucket is one square matrix: what the planner takes PowerSGD's to be
+
+
+def test_the_planner_knows_every_format():
+    assert set(WIRES) == set(FORMATS)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "native", "halving_doubling"])
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_bytes_are_those_of_the_formats(algorithm, num_workers):
+    def sent_bytes(comm):
+        transport = Transport(comm, make_algorithm(algorithm, comm))
+        found, before = {}, 0
+        for name in FORMATS:
+            for side in SIDES:
+                layout = BucketLayout.of([("w", nn.Parameter(torch.zeros(side, side)))])
+                flat = torch.linspace(-1, 1, side * side)
+                wire = make_wire(name)
+                wire.mean_(flat, layout, wire.new_state(layout), transport)
+                found[name, side] = transport.sent_bytes - before
+                before = transport.sent_bytes
+        return found
+
+    for rank, found in enumerate(run_ranks(num_workers, sent_bytes)):
+        group = Group(rank=rank, local_size=num_workers)
+        for (name, side), sent in found.items():
+            if name == "powersgd" and 2 * 4 * side >= side**2:
+                continue  # too small to compress: sent whole
+            expected = wire_traffic(name, algorithm, group, side * side).sent_bytes
+            assert sent == expected, f"{name}, {side} x {side}, rank {rank}"
+
+
+@pytest.mark.parametrize("num_elements", [1, 255, 256, 257, 1000, 123_457])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_int8_rows_are_whole_blocks(num_elements, size):
+    from allstep.exchange.wires.blocks import BlockParts
+
+    parts = BlockParts.of(num_elements, 0, size, 256)
+    row_bytes = parts.length + 4 * parts.num_blocks
+    sent = wire_traffic("int8", "ring", Group(rank=0, local_size=size), num_elements)
+    assert sent.sent_bytes == 2 * (size - 1) * row_bytes
