@@ -37,8 +37,8 @@ class PowerSGD(WireFormat):
     smaller, are sent as they are, beside P. The result has the same bits on workers whose
     hardware is alike. See [Note: error feedback].
 
-    Where the paper's residual is M_r - P Q^T, ours leaves a worker's own deviation from the mean
-    out: the residuals' mean is the same, and they don't drift apart in it.
+    Where the paper's residual is M_r - P Q^T, ours has the worker's own Q_r: the mean of the
+    residuals is the same, and a worker without a gradient owes nothing.
 
     |error| is what rank `rank` leaves of the mean matrix.
 
