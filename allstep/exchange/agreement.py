@@ -10,7 +10,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError
 from allstep.exchange.parameters import Signature, signature
 
-__all__ = ["agree", "check_same_tensors", "digest"]
+__all__ = ["agree", "check_same_tensors", "digest", "explain"]
 
 
 def digest(value: object) -> int:
@@ -45,11 +45,11 @@ def agree(
     largest = comm.all_reduce(extremes, "max").tolist()
     same = [high == -low for high, low in zip(largest[:3], largest[3:], strict=True)]
     if not (same[0] and same[1]):
-        raise DisagreementError(_explain(comm, action, described))
+        raise DisagreementError(explain(comm, action, described))
     return bool(same[2])
 
 
-def _explain(comm: Communicator, action: str, described: Signature) -> str:
+def explain(comm: Communicator, action: str, described: Signature) -> str:
     """Who wants what. Collective."""
     gathered = comm.all_gather_object((action, [list(map(str, entry)) for entry in described]))
     actions = [entry[0] for entry in gathered]

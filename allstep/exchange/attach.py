@@ -10,6 +10,7 @@ from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_tensors
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
+from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.parameters import ParameterSet
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy
@@ -23,6 +24,7 @@ def attach(
     policy: ExchangePolicy | None = None,
     *,
     global_batch: int | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Exchange:
     """Makes a model's gradients the mean over the workers, from now on. Collective.
 
@@ -38,6 +40,7 @@ def attach(
         comm: the workers.
         policy: how to exchange; the default takes the mean.
         global_batch: samples of one step over all workers, for the message alone.
+        scaler: the GradScaler that losses are scaled with; only staleness needs to know it.
 
     Returns:
         The exchange.
@@ -67,7 +70,9 @@ def attach(
                 comm.broadcast(tuple(t.detach() for t in tensors.values()), root=0)
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
-    return PlainExchange(model, comm, policy)
+    if policy.plain:
+        return PlainExchange(model, comm, policy)
+    return OverlappedExchange(model, comm, policy, scaler)
 
 
 def _refuse_attached(model: nn.Module) -> None:
@@ -85,8 +90,8 @@ def _refuse_attached(model: nn.Module) -> None:
 
 
 def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -> str:
-    """>>> _announcement(ExchangePolicy(), 4, 8192)
-    'mean over 4 workers; global batch 8,192; learning rate untouched'
+    """>>> _announcement(ExchangePolicy(wire="fp16", staleness=1), 4, 8192)
+    'mean over 4 workers, fp16 wire, 1 step late; global batch 8,192; learning rate untouched'
     """
     workers = "worker" if size == 1 else "workers"
     batch = (
@@ -94,4 +99,7 @@ def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -
         if global_batch is None
         else f"global batch {global_batch:,}"
     )
-    return f"{policy.reduction} over {size} {workers}; {batch}; learning rate untouched"
+    wire = "" if policy.wire_format.is_lossless else f", {policy.wire_format.name} wire"
+    steps = "step" if policy.staleness == 1 else "steps"
+    late = f", {policy.staleness} {steps} late" if policy.staleness else ""
+    return f"{policy.reduction} over {size} {workers}{wire}{late}; {batch}; learning rate untouched"

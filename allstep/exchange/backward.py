@@ -26,6 +26,7 @@ class BackwardPass:
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
         self._end: ref[_End] | None = None
+        self.number = 0  # of the pass under way, or of the last
 
     def enter(self) -> None:
         """A backward pass is under way, which may be the outermost of several."""
@@ -40,6 +41,7 @@ class BackwardPass:
         if end is None:
             end = _End(self)
             self._end = ref(end)
+            self.number += 1
             Variable._execution_engine.queue_callback(end)
         return end
 

@@ -1,12 +1,11 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree, digest
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.hooks import FunctionHook, Hook, Removable
-from allstep.exchange.parameters import ParameterSet, signature
+from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.running_statistics import RunningStatistics
 
@@ -36,6 +35,8 @@ class Exchange(ABC):
         comm: the workers.
         policy: how gradients are exchanged.
         statistics: batch norm's running statistics.
+        has_landed: whether the last exchange left a gradient to make an update with.
+        global_step: the step of the global batch that `steps` is at, whose losses it weighs.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
@@ -51,11 +52,12 @@ class Exchange(ABC):
         self._module_hooks: list[Removable] = []
         self._lazy_hooks: list[Removable] = []
         self._num_exchanges = 0
-        self._sent_bytes = 0
-        self._exchange_s = 0.0
+        self._num_no_sync = 0  # since the last exchange
+        self.has_landed = True
+        self.global_step: int | None = None
         mark = Hook(self)  # on an event that costs nothing in a step
         self._module_hooks.append(model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
-        if comm.size > 1:
+        if self._is_active:
             before = FunctionHook(self, self._before_forward)
             after = FunctionHook(self, self._after_forward)
             self._module_hooks.append(model.register_forward_pre_hook(before))
@@ -64,31 +66,26 @@ class Exchange(ABC):
         self._hook_lazy_modules()
 
     @abstractmethod
-    def _reduce(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Replaces each `p.grad` by its mean over the workers. Collective.
+    def _reduce(self) -> None:
+        """Replaces `p.grad` by the mean, where any worker touched it. Collective."""
 
-        Args:
-            parameters: the same on every worker; each has a gradient on one worker at least.
-
-        Returns:
-            Bytes handed to the collectives.
-        """
+    def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
+        """A backward pass has added to `p.grad`; more may follow in others."""
 
     @property
     def num_exchanges(self) -> int:
         """Exchanges of gradients so far."""
         return self._num_exchanges
 
+    @abstractmethod
     def stats(self) -> ExchangeStats:
         """What this exchange has done since `attach`."""
-        return ExchangeStats(
-            self._num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate in `p.grad`; the next one outside sends all."""
         self._num_suspended += 1
+        self._num_no_sync += 1
         try:
             yield
         finally:
@@ -103,17 +100,48 @@ class Exchange(ABC):
         Raises:
             DisagreementError: if another worker came for something else.
         """
-        if self.comm.size == 1:
+        if not self._is_active:
             return
         if self._parameters.has_changed():
             self.sync_parameters()
         self._touch_all()
         self._exchange()
 
+    def flush(self) -> Iterator[int]:
+        """Leaves what is still in flight in `p.grad`, one gradient after the other.
+
+        Make an update for each. Nothing is in flight without staleness.
+
+        Yields:
+            The number of the exchange that the gradient is of.
+        """
+        yield from ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next exchanges depend on, to go in a checkpoint. Collective.
+
+        Gradients in flight, what was not sent yet, and how buckets are made. What differs
+        between workers is whole on rank 0 alone, which writes it.
+        """
+        return {"num_exchanges": self._num_exchanges}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint, the same on all workers, whose number may be another.
+
+        Raises:
+            CheckpointError: if it is of an exchange of other parameters.
+        """
+        self._num_exchanges = state["num_exchanges"]
+
+    @property
+    def loss_scale(self) -> int:
+        """What `steps` multiplies a global batch's losses by, for the exchange to divide by."""
+        return self.comm.size if self.policy.reduction == "mean" else 1
+
     def sync_buffers(self) -> None:
         """Makes batch norm's running statistics the mean over the workers. Collective."""
-        if self.comm.size > 1:
-            agree(self.comm, "sum running statistics", 0, ())
+        if self._is_active:
+            self._agree("sum running statistics")
         self.statistics.sync()
 
     def sync_parameters(self) -> None:
@@ -134,9 +162,9 @@ class Exchange(ABC):
             if id(tensor) not in known
             or (name in self._parameters.trained and id(tensor) not in trained)
         ]
-        if self.comm.size > 1:
+        if self._is_active:
             described = signature(self._parameters.tensors)
-            agree(self.comm, "take up new parameters", digest((described, len(new))), described)
+            self._agree("take up new parameters", digest((described, len(new))), described)
             if new:
                 self.comm.broadcast(tuple(new), root=0)
             self._hook_parameters()
@@ -152,10 +180,21 @@ class Exchange(ABC):
 
     # -- the backward pass -------------------------------------------------------------------
 
-    def _on_gradient(self, name: str, _: Tensor) -> None:
+    @property
+    def _is_active(self) -> bool:
+        """Whether there is anything to do; gradients of a lone worker are their own mean."""
+        return self.comm.size > 1
+
+    @property
+    def _scales_gradients(self) -> bool:
+        """Whether gradients are multiplied by the size, so that their mean is their sum."""
+        return self.policy.reduction == "sum"
+
+    def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         self._touched.add(name)
         if not self._num_suspended:
             self._backward_pass.request()
+        self._take(name, p)
 
     def _on_output_gradient(self, _: Tensor) -> None:
         if not self._num_suspended:
@@ -170,27 +209,17 @@ class Exchange(ABC):
         self._exchange()
 
     def _exchange(self) -> None:
-        start_s = perf_counter()
         self._refuse_sparse_gradients()
-        parameters = self._agree_on_parameters()
         with torch.no_grad():
-            self._sent_bytes += self._reduce(parameters)
+            self._reduce()
         self._touched.clear()
         self.statistics.mark_local()
         self._num_exchanges += 1
-        self._exchange_s += perf_counter() - start_s
+        self._num_no_sync = 0
 
-    def _agree_on_parameters(self) -> list[nn.Parameter]:
-        """The parameters that any worker has a new gradient for, in the model's order."""
-        trained = self._parameters.trained
-        touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
-        pattern = 0 if all(touched) else digest(touched)
-        if not agree(
-            self.comm, "exchange gradients", self._digest, self._signature, optional=pattern
-        ):
-            flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)
-            touched = [flag > 0 for flag in self.comm.all_reduce(flags, "max").tolist()]
-        return [p for p, is_touched in zip(trained.values(), touched, strict=True) if is_touched]
+    def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
+        """Raises DisagreementError if other workers came for something else. Collective."""
+        agree(self.comm, action, agreed, described)
 
     # -- errors that all workers get ---------------------------------------------------------
 
@@ -214,10 +243,10 @@ class Exchange(ABC):
                     " build its layer with `sparse=False`."
                 )
 
-    def _stop_all(self, message: str) -> None:
+    def _stop_all(self, message: str) -> NoReturn:
         """Raises here, and on the workers that wait in an exchange. Collective."""
         try:
-            agree(self.comm, f"stop, because of this mistake: {message}", 0, ())
+            self._agree(f"stop, because of this mistake: {message}")
         except DisagreementError:
             raise UsageError(message) from None
         raise UsageError(message)
@@ -269,7 +298,7 @@ class Exchange(ABC):
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         on_gradient = FunctionHook(self, partial(self._on_gradient, name))
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
-        if self.policy.reduction == "sum":
+        if self._scales_gradients:
             # Scaled before it is accumulated, so that the mean over workers is their sum, also
             # where `p.grad` already holds an exchanged gradient.
             handles.append(p.register_hook(self._scale))  # type: ignore[no-untyped-call]

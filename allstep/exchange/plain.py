@@ -1,11 +1,13 @@
 """The plain exchange: the specification of all others, and their oracle."""
 
-from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from allstep.exchange.agreement import agree, digest
 from allstep.exchange.exchange import Exchange
+from allstep.exchange.policy import ExchangeStats
 
 __all__ = ["PlainExchange"]
 
@@ -17,11 +19,34 @@ class PlainExchange(Exchange):
     that no worker has a gradient for keeps `p.grad` as it is.
     """
 
-    def _reduce(self, parameters: Sequence[nn.Parameter]) -> int:
-        gradients = tuple(_gradient(p) for p in parameters)
+    _sent_bytes = 0
+    _exchange_s = 0.0
+
+    def stats(self) -> ExchangeStats:
+        return ExchangeStats(
+            self._num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
+        )
+
+    def _reduce(self) -> None:
+        start_s = perf_counter()
+        gradients = tuple(_gradient(p) for p in self._agree_on_parameters())
         if gradients:
             self.comm.all_reduce(gradients, "mean")
-        return sum(gradient.nbytes for gradient in gradients)
+        payload_bytes = sum(gradient.nbytes for gradient in gradients)
+        self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
+        self._exchange_s += perf_counter() - start_s
+
+    def _agree_on_parameters(self) -> list[nn.Parameter]:
+        """The parameters that any worker has a new gradient for, in the model's order."""
+        trained = self._parameters.trained
+        touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
+        pattern = 0 if all(touched) else digest(touched)
+        if not agree(
+            self.comm, "exchange gradients", self._digest, self._signature, optional=pattern
+        ):
+            flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)
+            touched = [flag > 0 for flag in self.comm.all_reduce(flags, "max").tolist()]
+        return [p for p, is_touched in zip(trained.values(), touched, strict=True) if is_touched]
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

@@ -1,9 +1,13 @@
 """How gradients are exchanged, and what the exchange has cost so far."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from allstep.comm import Communicator
+from allstep.comm.algorithms import AllReduce, check_algorithm
 from allstep.errors import UsageError
+from allstep.exchange.wires import WireFormat, make_wire
 
 __all__ = ["ExchangePolicy", "ExchangeStats"]
 
@@ -14,19 +18,71 @@ class ExchangePolicy:
 
     Args:
         reduction: "mean" makes `p.grad` the mean of the workers' gradients, "sum" their sum.
+        wire: what travels: "fp32" (gradients in their own dtype), "bf16", "fp16", "int8",
+            "powersgd", "topk", "exact", or a format such as `PowerSGD(rank=2)`.
+        staleness: `p.grad` is the mean of this many steps ago, so that an exchange may take
+            whole steps; 1 is double buffering. The first steps make no update. [Note: stale
+            timeline]
+        algorithm: how sums are taken: "native" (torch's), "ring", "halving_doubling",
+            "hierarchical", "two_dimensional", "shared_memory", "dummy", "auto" (the fastest as
+            measured at `attach`), what makes one of a communicator, or None for what suits the
+            machines: shared memory between CPU workers of one host, else native.
+        bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
+            still makes others; "auto" measures the first steps and chooses.
+        overlap: False sends everything at the end of the backward pass.
+        plain: one native all-reduce a tensor at the end of the backward pass; the
+            specification of everything else, which it excludes.
+        first_timeout_s: how long the first exchange may take, if the communicator's timeout is
+            longer; a mistake shows there first.
 
     Raises:
-        UsageError: for an unknown reduction.
+        UsageError: if an argument is unknown or out of range.
 
-    >>> ExchangePolicy(reduction="sum")
-    ExchangePolicy(reduction='sum')
+    >>> ExchangePolicy(wire="fp16", staleness=1).staleness
+    1
     """
 
     reduction: Literal["mean", "sum"] = "mean"
+    wire: str | WireFormat = "fp32"
+    staleness: int = 0
+    algorithm: str | Callable[[Communicator], AllReduce] | None = None
+    bucket_bytes: int | Literal["auto"] = 8 << 20
+    overlap: bool = True
+    plain: bool = False
+    first_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise UsageError(f'`reduction` (={self.reduction!r}) must be "mean" or "sum".')
+        if not _is_int(self.staleness) or self.staleness < 0:
+            raise UsageError(f"`staleness` (={self.staleness!r}) must be an int of 0 or more.")
+        if self.bucket_bytes != "auto" and (
+            not _is_int(self.bucket_bytes) or self.bucket_bytes < 1
+        ):
+            raise UsageError(
+                f'`bucket_bytes` (={self.bucket_bytes!r}) must be a positive int or "auto".'
+            )
+        if not self.first_timeout_s > 0:
+            raise UsageError(
+                f"`first_timeout_s` (={self.first_timeout_s!r}) must be a positive number."
+            )
+        make_wire(self.wire)
+        if isinstance(self.algorithm, str):
+            check_algorithm(self.algorithm)
+        if self.plain and (self.wire != "fp32" or self.staleness or self.algorithm is not None):
+            raise UsageError(
+                "`plain` (=True) is one native fp32 all-reduce a tensor; leave `wire`, `staleness`"
+                " and `algorithm` alone, or drop `plain`."
+            )
+
+    @property
+    def wire_format(self) -> WireFormat:
+        """The format that `wire` means."""
+        return make_wire(self.wire)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -35,9 +91,9 @@ class ExchangeStats:
 
     Attributes:
         num_exchanges: exchanges of gradients.
-        sent_bytes: gradients handed to the collectives; the algorithm below decides how often
-            they cross the wire, a ring 2 (size - 1) / size times.
-        collective_s: seconds from the start to the end of the collectives.
+        sent_bytes: bytes that this worker sent; with the native algorithm, which doesn't tell,
+            those of a ring: 2 (size - 1) / size of the payload.
+        collective_s: seconds in collectives, encoding and decoding.
         exposed_s: seconds of those in which the worker did nothing else.
     """
 

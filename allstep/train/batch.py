@@ -75,10 +75,10 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
     """
     if not exchanges:
         raise UsageError("`exchanges` is empty: give `steps` what `allstep.attach` returned.")
-    reductions = {exchange.policy.reduction for exchange in exchanges}
-    if len(reductions) > 1:
+    if len({(exchange.policy.reduction, exchange.loss_scale) for exchange in exchanges}) > 1:
+        kinds = sorted({f"{e.policy.reduction} of {e.policy.wire}" for e in exchanges})
         raise UsageError(
-            f"`exchanges` have different reductions ({', '.join(sorted(reductions))}), so that"
+            f"`exchanges` have different reductions ({', '.join(kinds)}), so that"
             " one loss can't be weighed for all of them; attach them with one policy."
         )
     if not hasattr(loader, "global_batches"):
@@ -133,6 +133,7 @@ class Batch:
                 "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
             )
         self._exchanged, self._is_open = False, True
+        self._set_global_step(self.step)
         with _all(exchange.statistics.step() for exchange in self._exchanges):
             for micro_batch in self._fetch():
                 with self._running(micro_batch):
@@ -140,6 +141,7 @@ class Batch:
                 self.micro_batch = None
         if not self._exchanged:
             self._synchronize()
+        self._set_global_step(None)
         self._num_passes += 1
         self._is_open = False
 
@@ -162,9 +164,8 @@ class Batch:
                 "`backward` was called twice for the last micro-batch: its gradients have been"
                 " exchanged. Add the losses and call it once."
             )
-        share = micro_batch.num_samples / self.num_samples
-        if self._exchanges[0].policy.reduction == "mean":
-            share *= self._exchanges[0].comm.size  # the mean over workers divides by it again
+        # Where workers take a mean, it divides by their number again.
+        share = micro_batch.num_samples / self.num_samples * self._exchanges[0].loss_scale
         if share != 1:
             loss = loss * share
         if micro_batch.is_last and len(self._exchanges) == 1:
@@ -188,6 +189,10 @@ class Batch:
         if exchange.num_exchanges == num_before:  # no parameter of the model was in this graph
             exchange.synchronize()
         self._exchanged = True
+
+    def _set_global_step(self, step: int | None) -> None:
+        for exchange in self._exchanges:
+            exchange.global_step = step
 
     def _synchronize(self) -> None:
         for exchange in self._exchanges:

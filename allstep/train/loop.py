@@ -94,6 +94,8 @@ class _Loop:
         while loader.epoch < options.epochs and self._interrupted is None:
             self._train_epoch()
             is_last = loader.epoch >= options.epochs
+            if is_last and self._interrupted is None:
+                self._run.flush()
             if options.checkpoint_every_steps is None or is_last or self._interrupted is not None:
                 self._save()
             if self._interrupted is None and loader.epoch % options.evaluate_every_epochs == 0:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from allstep.errors import UsageError, nearest_multiples
+from allstep.exchange import ExchangePolicy
 
 __all__ = ["TrainOptions"]
 
@@ -52,6 +53,18 @@ class TrainOptions:
     clip_norm: float | None = None
     """Largest L2 norm of the global gradient; longer ones are scaled down to it."""
 
+    wire: str = "fp32"
+    """How gradients travel: fp32, bf16, fp16, int8, powersgd, topk or exact."""
+
+    staleness: int = 0
+    """Steps by which gradients may be late; 1 hides the exchange behind a whole step."""
+
+    algorithm: str | None = None
+    """How workers sum gradients: native, ring, shared_memory, auto, ...; by default what suits."""
+
+    bucket_bytes: int | Literal["auto"] = 8 << 20
+    """Bytes of gradients that travel together; "auto" measures and chooses."""
+
     loader_workers: int = 0
     """Processes per worker that read and augment samples; 0 reads in the worker itself."""
 
@@ -67,7 +80,18 @@ class TrainOptions:
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay on disk."""
 
+    @property
+    def exchange_policy(self) -> ExchangePolicy:
+        """How workers exchange gradients."""
+        return ExchangePolicy(
+            wire=self.wire,
+            staleness=self.staleness,
+            algorithm=self.algorithm,
+            bucket_bytes=self.bucket_bytes,
+        )
+
     def __post_init__(self) -> None:
+        _ = self.exchange_policy  # checks its own
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")

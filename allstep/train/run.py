@@ -22,7 +22,15 @@ from allstep.train.task import Task
 __all__ = ["Run"]
 
 # What must not change between a run and its resumption.
-_KEPT_OPTIONS = ("seed", "global_batch", "micro_batch", "drop_last", "precision")
+_KEPT_OPTIONS = (
+    "seed",
+    "global_batch",
+    "micro_batch",
+    "drop_last",
+    "precision",
+    "wire",
+    "staleness",
+)
 
 
 class Run:
@@ -49,10 +57,16 @@ class Run:
         called_model: nn.Module = self._model
         if options.compile:
             called_model = torch.compile(self._model)  # type: ignore[assignment]
-        self.train_step = TrainStep(
-            task, called_model, self._optimizer, self.precision, options.clip_norm
+        self.exchange = attach(
+            self._model,
+            comm,
+            options.exchange_policy,
+            global_batch=options.global_batch,
+            scaler=self.precision.scaler,
         )
-        self.exchange = attach(self._model, comm, global_batch=options.global_batch)
+        self.train_step = TrainStep(
+            task, called_model, self._optimizer, self.precision, self.exchange, options.clip_norm
+        )
         self.loader = loader(
             task.train_set,
             comm,
@@ -96,6 +110,11 @@ class Run:
         with self.precision.autocast():
             return self._evaluator(self._model)
 
+    def flush(self) -> None:
+        """Makes the updates whose gradients are still in flight. All workers call it."""
+        for step in self.exchange.flush():
+            self.train_step.update(step)
+
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
@@ -105,6 +124,7 @@ class Run:
             "optimizer": self._optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "loader": self.loader.state_dict(),
+            "exchange": self.exchange.state_dict(),
         }
         self.last_checkpoint = self._checkpoints.save(self.loader.step, state)
 
@@ -140,6 +160,7 @@ class Run:
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
+        self.exchange.load_state_dict(state["exchange"])
 
     def cost_of_sample(self) -> tuple[float, float]:
         """Floating-point operations and seconds of a sample on one worker alone.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allstep.exchange import Exchange
 from allstep.train.batch import Batch
 from allstep.train.precision import Precision
 from allstep.train.task import Task
@@ -22,6 +23,7 @@ class TrainStep:
         model: the module to call in the loss; may be the compiled form of the task's.
         optimizer: over the task's model; its groups' learning rates are the base rates.
         precision: compute dtype, gradient scaler.
+        exchange: the model's; says how late its gradients are.
         clip_norm: largest L2 norm of the global gradient, or None.
     """
 
@@ -31,12 +33,14 @@ class TrainStep:
         model: nn.Module,
         optimizer: Optimizer,
         precision: Precision,
+        exchange: Exchange,
         clip_norm: float | None = None,
     ) -> None:
         self._task = task
         self._model = model
         self._optimizer = optimizer
         self._precision = precision
+        self._exchange = exchange
         self._clip_norm = clip_norm
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.first_data: object = None  # a whole micro-batch, for measuring its cost
@@ -47,7 +51,7 @@ class TrainStep:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Makes one update.
+        """Makes one update; none while the first gradients are on their way.
 
         Args:
             batch: one item of `steps`.
@@ -56,16 +60,21 @@ class TrainStep:
             This worker's part of the global batch's mean loss, a float64 scalar on the
             worker's device; the parts' sum over the workers is the mean loss.
         """
-        self._set_learning_rate(self._task.schedule(batch.step))
         local_loss = torch.zeros((), dtype=torch.float64)
         for data in batch:
             if self.first_data is None:
                 self.first_data = data
             loss = self._local_gradient(batch, data)
             local_loss = local_loss.to(loss.device) + loss
+        if self._exchange.has_landed:
+            self.update(batch.step - self._exchange.policy.staleness)
+        return local_loss
+
+    def update(self, step: int) -> None:
+        """Applies what is in `p.grad`, with the learning rate of the step that made it."""
+        self._set_learning_rate(self._task.schedule(step))
         self._precision.step(self._optimizer, self._clip_norm)
         self._optimizer.zero_grad(set_to_none=True)
-        return local_loss
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:
         """Adds one micro-batch's share to `p.grad`; returns its share of the mean loss."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from allstep.exchange import ExchangePolicy
+from allstep.exchange.wires import Exact
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,16 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(params=[ExchangePolicy()], ids=["plain"])
+POLICIES = {
+    "plain": ExchangePolicy(plain=True),
+    "overlapped": ExchangePolicy(algorithm="native"),
+    "small-buckets": ExchangePolicy(algorithm="native", bucket_bytes=64),
+    "at-the-end": ExchangePolicy(algorithm="native", overlap=False),
+    "exact": ExchangePolicy(algorithm="native", wire=Exact(fraction_bits=44), bucket_bytes=64),
+}
+
+
+@pytest.fixture(params=POLICIES.values(), ids=POLICIES.keys())
 def policy(request: pytest.FixtureRequest) -> ExchangePolicy:
     """Every exchange keeps the same contract: a new one is a new entry here."""
     return request.param

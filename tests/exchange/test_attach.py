@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import re
 
 import pytest
 import torch
@@ -207,7 +208,8 @@ def test_different_calls_are_an_error_not_a_hang() -> None:
                 exchange.sync_buffers()
             else:
                 model(torch.ones(1, 5)).sum().backward()
-        assert "rank 0: exchange gradients; rank 1: sum running statistics" in str(caught.value)
+        words = r"rank 0: exchange gradients 0.*; rank 1: sum running statistics"
+        assert re.search(words, str(caught.value))
 
     run_ranks(2, worker)
 

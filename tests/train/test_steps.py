@@ -209,7 +209,7 @@ def test_wrong_arguments() -> None:
         allstep.attach(make_model(), comm, allstep.ExchangePolicy(reduction=reduction))
         for reduction in ("mean", "sum")
     ]
-    with pytest.raises(UsageError, match=r"different reductions \(mean, sum\)"):
+    with pytest.raises(UsageError, match=r"different reductions \(mean of fp32, sum of fp32\)"):
         allstep.steps(make_loader(comm), *exchanges)
     with pytest.raises(UsageError, match="`exchanges` is empty"):
         allstep.steps(make_loader(comm))

@@ -1,0 +1,274 @@
+"""The buckets of a model, and one exchange of them from the first gradient to the mean."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError
+from allstep.exchange.agreement import digest, explain
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.parameters import Signature
+from allstep.exchange.runner import Job
+from allstep.exchange.tail import check_size, disagreeing_ranks, write_check
+from allstep.exchange.wires import Exact
+
+__all__ = ["BucketPlan", "FixedPointFlight", "Flight"]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which parameter travels in which bucket, the same on every worker.
+
+    Attributes:
+        layouts: of the buckets, in the order in which they are sent. The tail of the first
+            begins with the comparison of the workers, the tail of the last ends with the
+            failure mark and a flag for each parameter, in the plan's order.
+        size: the number of workers.
+    """
+
+    layouts: tuple[BucketLayout, ...]
+    size: int
+
+    @classmethod
+    def of(
+        cls, buckets: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter], size: int
+    ) -> "BucketPlan":
+        """The plan for buckets given by their parameters' names."""
+        num_flags = 1 + sum(map(len, buckets))
+        layouts = []
+        for index, names in enumerate(buckets):
+            num_tail = check_size(size) if index == 0 else 0
+            num_tail += num_flags if index == len(buckets) - 1 else 0
+            members = [(name, parameters[name]) for name in names]
+            layouts.append(BucketLayout.of(members, num_tail))
+        return cls(tuple(layouts), size)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All parameters in the order of their buckets."""
+        return tuple(name for layout in self.layouts for name in layout.names)
+
+    @cached_property
+    def bucket_of(self) -> dict[str, int]:
+        """name -> index of its bucket."""
+        return {n: i for i, layout in enumerate(self.layouts) for n in layout.names}
+
+    @cached_property
+    def form_of(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """name -> shape and dtype of its gradient."""
+        return {
+            name: (torch.Size(shape), layout.dtype)
+            for layout in self.layouts
+            for name, shape in zip(layout.names, layout.shapes, strict=True)
+        }
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that stands for the plan."""
+        return digest([(x.names, x.shapes, str(x.dtype)) for x in self.layouts])
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names, bucket by bucket."""
+        return [list(layout.names) for layout in self.layouts]
+
+    def check(self, flats: Sequence[Tensor]) -> Tensor:
+        """The comparison of the workers, in the first bucket's tail."""
+        start = self.layouts[0].num_elements
+        return flats[0][start : start + check_size(self.size)]
+
+    def flags(self, flats: Sequence[Tensor]) -> Tensor:
+        """The failure mark and the parameters' flags, in the last bucket's tail."""
+        return flats[-1][-(1 + len(self.names)) :]
+
+
+@dataclass
+class Flight:
+    """One exchange under way: the flat tensors of all buckets.
+
+    Attributes:
+        plan: the buckets.
+        flats: one a bucket: gradients and tail.
+        touched: parameters that this worker has a gradient for.
+        step: the exchange's number.
+        action: what the worker believes it does; must be the same on all.
+        described: the tensors to do it with, for the error if it isn't.
+        scale: the gradients' factor when they were made (a GradScaler's).
+        divisor: what a fixed-point sum is divided by at the end.
+        failure: why this worker can't take part; the flight then fails for all.
+    """
+
+    plan: BucketPlan
+    flats: list[Tensor]
+    touched: frozenset[str] = frozenset()
+    step: int = 0
+    action: str = ""
+    described: Signature = ()
+    scale: float = 1.0
+    divisor: int = 1
+    failure: str | None = None
+    jobs: list[Job] = field(default_factory=list)
+
+    @classmethod
+    def new(cls, plan: BucketPlan) -> "Flight":
+        """An empty flight."""
+        return cls(plan, [layout.new_flat() for layout in plan.layouts])
+
+    @cached_property
+    def views(self) -> dict[str, Tensor]:
+        """name -> its gradient, as a view of a flat tensor."""
+        views: dict[str, Tensor] = {}
+        for layout, flat in zip(self.plan.layouts, self.flats, strict=True):
+            views |= zip(layout.names, layout.views(flat), strict=True)
+        return views
+
+    def check(self, comm: Communicator) -> None:
+        """Raises on every worker if they mean different things. Collective if they do.
+
+        Raises:
+            DisagreementError: naming who wants what.
+        """
+        if disagreeing_ranks(self.plan.check(self.flats)):
+            raise DisagreementError(explain(comm, self.action, self.described))
+
+    def write_check(self, rank: int) -> None:
+        """Has the first bucket's tail compare plan and action with the other workers'."""
+        mine = digest((self.plan.digest, self.action, self.described))
+        write_check(self.plan.check(self.flats), rank, mine)
+
+    def clear(self) -> None:
+        """Makes an old flight's memory ready for gradients."""
+        self.touched, self.failure, self.jobs = frozenset(), None, []
+
+    def place(self, name: str, p: nn.Parameter) -> None:
+        """Puts a gradient in its place, and has `p.grad` point there."""
+        view, gradient = self.views[name], p.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            view.copy_(gradient.detach())
+            if not gradient.requires_grad:  # else it belongs to a graph for second derivatives
+                p.grad = view
+
+    def leave(self, name: str, p: nn.Parameter) -> None:
+        """Sends what `p.grad` holds, but leaves it as it is: this worker has nothing new."""
+        view = self.views[name]
+        if p.grad is view:
+            p.grad = view.clone(memory_format=torch.preserve_format)
+        elif p.grad is None:
+            view.zero_()
+        else:
+            view.copy_(p.grad.detach())
+
+    def deliver(self, name: str, p: nn.Parameter) -> None:
+        """Has `p.grad` be the mean."""
+        view = self.views[name]
+        if p.grad is not None and p.grad.requires_grad:
+            p.grad.detach().copy_(view)
+        elif p.grad is not view:
+            p.grad = view
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the means."""
+        for layout, flat in zip(self.plan.layouts, self.flats, strict=True):
+            flat[: layout.num_elements].mul_(factor)
+
+    def write_flags(self) -> None:
+        """Tells the others which gradients this worker has, and whether it failed."""
+        flags = self.plan.flags(self.flats)
+        flags.fill_(len(self.touched) == len(self.plan.names))
+        if len(self.touched) < len(self.plan.names):
+            has = [float(name in self.touched) for name in self.plan.names]
+            flags[1:] = torch.tensor(has, dtype=flags.dtype)
+        flags[0] = self.failure is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a worker marked the flight as failed, after the exchange."""
+        return bool(self.plan.flags(self.flats)[0] > 0)
+
+    def landed_names(self) -> Iterable[str]:
+        """The parameters that any worker had a gradient for, after the exchange."""
+        if len(self.touched) == len(self.plan.names):
+            return self.plan.names
+        flags = self.plan.flags(self.flats)[1:].tolist()
+        return [name for name, flag in zip(self.plan.names, flags, strict=True) if flag > 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A flight that has landed, but was not delivered."""
+        return {
+            "step": self.step,
+            "scale": self.scale,
+            "divisor": self.divisor,
+            "sums": {name: self.views[name].clone() for name in self.landed_names()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over a flight of a checkpoint, under any buckets."""
+        self.step, self.scale, self.divisor = state["step"], state["scale"], state["divisor"]
+        self.touched = frozenset(state["sums"])
+        self.write_flags()
+        for name, saved in state["sums"].items():
+            self.views[name].copy_(saved)
+
+
+@dataclass
+class FixedPointFlight(Flight):
+    """A flight of whole numbers, in which every backward pass is summed without rounding.
+
+    [Note: emptied gradients] A gradient that was added to the sum leaves an emptied tensor in
+    `p.grad`, on which the next backward pass adds its own. If the next finds another tensor
+    there, then the user has dropped what was added so far (`zero_grad`), or put a gradient there.
+
+    Attributes:
+        exact: the format; its numbers are in `flats`.
+        emptied: name -> what was left in `p.grad`.
+    """
+
+    exact: Exact = field(default_factory=Exact)
+    emptied: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: BucketPlan, exact: Exact) -> "FixedPointFlight":
+        """An empty flight."""
+        flats = [torch.zeros_like(x.new_flat(), dtype=torch.int64) for x in plan.layouts]
+        return cls(plan, flats, exact=exact)
+
+    def clear(self) -> None:
+        super().clear()
+        self.emptied.clear()
+        for flat in self.flats:
+            flat.zero_()
+
+    def place(self, name: str, p: nn.Parameter) -> None:
+        """Adds a gradient to the sum and empties it."""
+        view, gradient = self.views[name], p.grad
+        if gradient is None:
+            view.zero_()
+            return
+        if gradient is not self.emptied.get(name):
+            view.zero_()
+        new = gradient.detach()
+        view.add_(self.exact.encode(new, name))
+        p.grad = self.emptied[name] = new.zero_()
+
+    def adopt(self, name: str, p: nn.Parameter, pending: Tensor) -> None:
+        """Takes over what an older flight has added up for a parameter."""
+        self.views[name].copy_(pending)
+        if p.grad is not None:
+            self.emptied[name] = p.grad
+
+    def leave(self, name: str, p: nn.Parameter) -> None:
+        """Nothing: what this worker has is not new."""
+
+    def deliver(self, name: str, p: nn.Parameter) -> None:
+        p.grad = torch.empty_like(p)
+        self.exact.decode_(self.views[name], p.grad, self.divisor)
+
+    def rescale(self, factor: float) -> None:
+        raise AssertionError("a fixed-point flight lands with the scale that it took off with")

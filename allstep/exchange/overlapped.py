@@ -1,0 +1,371 @@
+"""The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from allstep.comm import Communicator
+from allstep.errors import CheckpointError, CommunicationError, DisagreementError, UsageError
+from allstep.exchange.agreement import explain
+from allstep.exchange.buckets import ReadyGradient, split_in_buckets
+from allstep.exchange.exchange import Exchange
+from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
+from allstep.exchange.parameters import Signature
+from allstep.exchange.policy import ExchangePolicy, ExchangeStats
+from allstep.exchange.sender import Sender
+from allstep.exchange.tuning import tuned_bucket_bytes
+
+__all__ = ["OverlappedExchange"]
+
+DEFAULT_BUCKET_BYTES = 8 << 20
+TUNED_AFTER = 3  # exchanges; the first are slower than the rest
+
+
+class OverlappedExchange(Exchange):
+    """Sends gradients in buckets while the backward pass still makes others.
+
+    A bucket is sent once all its gradients are ready and the bucket before it has been sent, so
+    that the order is the same on every worker. The first backward pass records in which order
+    gradients become ready; rank 0's order makes the buckets of all later ones.
+
+    [Note: stale timeline] With staleness k the exchange that step t starts ends in step t + k:
+
+        step t:  p.grad = mean of the gradients of step t - k        for t >= k
+                 p.grad = None                                       for t < k
+
+    A step without `p.grad` makes no update, so that no decay, moment or step count moves; T
+    steps make T - k updates, and `flush` the k others. A gradient is applied with the learning
+    rate of the step that made it, so that T gradients meet the schedule's T values once each.
+    A GradScaler's scale may change meanwhile: the mean is multiplied by the present scale over
+    the one that it was made under, and an infinite one lets the scaler skip that one alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        policy: ExchangePolicy,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self._scaler = scaler
+        self._sender = Sender(comm, policy)
+        self._flight = self._sender.new_flight()
+        self._idle: list[Flight] = []  # landed ones, whose memory the next may use
+        self._airborne: deque[Flight] = deque()
+        self._is_recorded = False  # whether the buckets follow a backward pass's order
+        self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
+        self._missing: list[int] = []  # gradients that each bucket waits for
+        self._pass_number = 0
+        self._failure: str | None = None
+        self._exposed_s = 0.0
+        self._pass_start_s = self._last_wait_s = 0.0
+        auto = policy.bucket_bytes == "auto"
+        self._bucket_bytes = DEFAULT_BUCKET_BYTES if auto else int(policy.bucket_bytes)
+        self._is_tuned = not auto
+        super().__init__(model, comm, policy)
+
+    # -- what the user sees --------------------------------------------------------------------
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The parameters that travel together, in the order in which they are sent."""
+        return self._sender.plan.buckets
+
+    def stats(self) -> ExchangeStats:
+        sender = self._sender
+        return ExchangeStats(
+            self._num_exchanges,
+            sender.transport.sent_bytes,
+            sender.runner.busy_s,
+            self._exposed_s,
+        )
+
+    def flush(self) -> Iterator[int]:
+        while self._airborne:
+            flight = self._airborne.popleft()
+            self._clear_gradients()
+            self._land(flight)
+            yield flight.step
+
+    def state_dict(self) -> dict[str, Any]:
+        self._wait_for_all()
+        return {
+            **super().state_dict(),
+            **self._sender.state_dict(),
+            "is_recorded": self._is_recorded,
+            "is_tuned": self._is_tuned,
+            "bucket_bytes": self._bucket_bytes,
+            "in_flight": [flight.state_dict() for flight in self._airborne],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "buckets" not in state or not self._is_active:
+            return
+        names = sorted(name for bucket in state["buckets"] for name in bucket)
+        if names != sorted(self._parameters.trained):
+            raise CheckpointError(
+                "The checkpoint's exchange is of other parameters than the model's; resume with"
+                " the model as it was."
+            )
+        self._is_recorded, self._is_tuned = state["is_recorded"], state["is_tuned"]
+        self._bucket_bytes = state["bucket_bytes"]
+        self._set_plan(state["buckets"])
+        self._sender.load_states(state["states"])
+        self._airborne.clear()
+        for saved in state["in_flight"]:
+            flight = self._sender.new_flight()
+            flight.load_state_dict(saved)
+            self._airborne.append(flight)
+
+    def detach(self) -> None:
+        super().detach()
+        self._wait_for_all()
+        self._sender.close()
+
+    # -- the backward pass ---------------------------------------------------------------------
+
+    def _take(self, name: str, p: nn.Parameter) -> None:
+        """A gradient is ready: puts it in its bucket, and sends the buckets that are full."""
+        gradient = p.grad
+        if gradient is None or gradient.layout != torch.strided:
+            return  # refused at the end of the pass, on every worker
+        if self._num_suspended:
+            if self._sender.is_exact:
+                self._flight.place(name, p)
+            return
+        if self._pass_number != self._backward_pass.number:
+            self._begin_pass()
+        self._check_arrival(name, gradient)
+        if self._failure is not None:
+            return
+        self._flight.place(name, p)
+        if name not in self._arrivals:
+            self._arrivals[name] = perf_counter()
+            self._missing[self._sender.plan.bucket_of[name]] -= 1
+        if self._is_recorded and self.policy.overlap:
+            while self._missing and self._missing[len(self._flight.jobs)] == 0:
+                self._send_next()
+
+    def _begin_pass(self) -> None:
+        self._pass_number = self._backward_pass.number
+        self._pass_start_s = perf_counter()
+        if self._flight.jobs:
+            self._stop_all(
+                "An earlier backward pass ended with an exception after some of its gradients had"
+                " been sent; restart from a checkpoint."
+            )
+        self._arrivals.clear()
+        self._missing = [len(layout.names) for layout in self._sender.plan.layouts]
+
+    def _check_arrival(self, name: str, gradient: Tensor) -> None:
+        shape, dtype = self._sender.plan.form_of[name]
+        if gradient.dtype != dtype or gradient.shape != shape:
+            self._failure = (
+                f"Parameter `{name}` was {list(shape)} {dtype} at `attach` and is now"
+                f" {list(gradient.shape)} {gradient.dtype}; detach and attach again after a change."
+            )
+        if self._sender.plan.bucket_of[name] < len(self._flight.jobs):
+            self._failure = (
+                f"Parameter `{name}` got a second gradient in one backward pass, after the first"
+                " had been sent (reentrant checkpointing, or a module used in several of them);"
+                " attach with `ExchangePolicy(overlap=False)` or use `use_reentrant=False`."
+            )
+
+    def _send_next(self) -> None:
+        """Sends the next bucket in the plan's order."""
+        flight, index = self._flight, len(self._flight.jobs)
+        is_last = index == len(flight.plan.layouts) - 1
+        if index == 0:
+            flight.step, flight.scale = self._num_exchanges, self._present_scale()
+            flight.action, flight.described = self._describe(), self._signature
+            flight.divisor = self._divisor
+            flight.write_check(self.comm.rank)
+        if is_last:
+            flight.touched = frozenset(self._touched)
+            flight.failure = self._failure
+            flight.write_flags()
+            self._missing = []
+        names = flight.plan.layouts[index].names
+        self._sender.send(flight, index, [name for name in names if name not in self._touched])
+
+    # -- the end of a backward pass --------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        flight = self._flight
+        if not flight.plan.layouts:
+            return
+        if self._failure is None:
+            self._place_rest(flight)
+        while len(flight.jobs) < len(flight.plan.layouts):
+            self._send_next()
+        self._airborne.append(flight)
+        if flight.failure is not None:
+            self._land(self._airborne.pop())
+        if len(self._airborne) > self.policy.staleness:
+            landing = self._airborne.popleft()
+            if self.policy.staleness:
+                self._clear_gradients()
+            self._land(landing)
+            self.has_landed = True
+        else:
+            self._clear_gradients()
+            self.has_landed = False
+        self._record()
+        self._next_flight()
+
+    def _place_rest(self, flight: Flight) -> None:
+        """What the last backward pass did not reach."""
+        for name, p in self._parameters.trained.items():
+            if p.grad is None:
+                self._touched.discard(name)
+            if name in self._arrivals or (
+                isinstance(flight, FixedPointFlight) and p.grad is flight.emptied.get(name, ...)
+            ):
+                continue
+            place = flight.place if name in self._touched else flight.leave
+            place(name, p)
+
+    def _land(self, flight: Flight) -> None:
+        """Waits for a flight and leaves its means in `p.grad`."""
+        self._wait_for(flight)
+        self._check_failure(flight)
+        if self._scaler is not None and self.policy.staleness:
+            factor = self._scaler.get_scale() / flight.scale
+            if factor != 1:
+                flight.rescale(factor)
+        trained = self._parameters.trained
+        for name in flight.landed_names():
+            if name in trained:
+                flight.deliver(name, trained[name])
+        if flight.plan is self._sender.plan:
+            self._idle.append(flight)
+
+    def _wait_for(self, flight: Flight) -> None:
+        start_s = perf_counter()
+        for index, job in enumerate(flight.jobs):
+            with record_function(f"allstep::bucket {index} wait"):
+                job.wait()
+        self._last_wait_s = perf_counter() - start_s
+        self._exposed_s += self._last_wait_s
+
+    def _check_failure(self, flight: Flight) -> None:
+        """Raises on every worker if the flight failed on one."""
+        if flight.has_failed:
+            action = flight.failure or flight.action
+            sentence = explain(self._sender.comm, action, flight.described)
+            raise UsageError(flight.failure) if flight.failure else DisagreementError(sentence)
+
+    def _describe(self) -> str:
+        """What this worker believes it exchanges; compared with the others'."""
+        if self.global_step is not None:
+            return f"exchange gradients {self._num_exchanges}, of global batch {self.global_step}"
+        return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
+
+    def _present_scale(self) -> float:
+        return self._scaler.get_scale() if self._scaler and self.policy.staleness else 1.0
+
+    def _wait_for_all(self) -> None:
+        for flight in (*self._airborne, self._flight):
+            for job in flight.jobs:
+                with suppress(CommunicationError):
+                    job.wait()
+
+    def _clear_gradients(self) -> None:
+        for p in self._parameters.trained.values():
+            p.grad = None
+
+    def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
+        if self._sender.plan.layouts:
+            self._sender.send_check(action, described).wait()
+        else:
+            super()._agree(action, agreed, described)
+
+    def _stop_all(self, message: str) -> NoReturn:
+        if self._flight.jobs:
+            self._failure = message
+            self._reduce()
+        super()._stop_all(message)
+
+    # -- the plan ------------------------------------------------------------------------------
+
+    @property
+    def _is_active(self) -> bool:
+        return super()._is_active or self.policy.staleness > 0 or self._sender.is_exact
+
+    @property
+    def loss_scale(self) -> int:
+        return 1 if self._sender.is_exact else super().loss_scale
+
+    @property
+    def _divisor(self) -> int:
+        """What an exact sum is divided by: losses that `steps` weighs need nothing."""
+        is_sum = self.policy.reduction == "sum" or self.global_step is not None
+        return 1 if is_sum else self.comm.size
+
+    @property
+    def _scales_gradients(self) -> bool:
+        return super()._scales_gradients and not self._sender.is_exact
+
+    def _hook_parameters(self) -> None:
+        """Plans for a model whose backward pass hasn't been seen: last layers first."""
+        super()._hook_parameters()
+        self._is_recorded = False
+        old = self._flight
+        self._set_plan(self._split(list(reversed(self._parameters.trained))))
+        if isinstance(self._flight, FixedPointFlight) and isinstance(old, FixedPointFlight):
+            old_names = {id(gradient): name for name, gradient in old.emptied.items()}
+            for name, p in self._parameters.trained.items():
+                if id(p.grad) in old_names:
+                    self._flight.adopt(name, p, old.views[old_names[id(p.grad)]])
+
+    def _record(self) -> None:
+        """After the first backward pass: buckets in the order in which gradients were ready."""
+        if self._is_recorded:
+            if not self._is_tuned and self._num_exchanges >= TUNED_AFTER:
+                self._tune()
+            return
+        names = list(self._arrivals)
+        names += [name for name in self._sender.plan.names if name not in self._arrivals]
+        names = self.comm.broadcast_object(names, root=0)
+        self._is_recorded = True
+        self._set_plan(self._split(names))
+
+    def _tune(self) -> None:
+        backward_s = perf_counter() - self._pass_start_s - self._last_wait_s
+        self._wait_for_all()
+        gradients = self._ready_gradients(self._sender.plan.names)
+        self._bucket_bytes = tuned_bucket_bytes(self.comm, self._sender, gradients, backward_s)
+        self._is_tuned = True
+        self._set_plan(self._split(self._sender.plan.names))
+
+    def _split(self, names: Sequence[str]) -> list[list[str]]:
+        buckets = split_in_buckets(self._ready_gradients(names), self._bucket_bytes)
+        return [[gradient.name for gradient in bucket] for bucket in buckets]
+
+    def _ready_gradients(self, names: Sequence[str]) -> list[ReadyGradient]:
+        """The parameters as buckets see them, with the last backward pass's times."""
+        gradients = []
+        for name in names:
+            p = self._parameters.trained[name]
+            ready_s = self._arrivals.get(name, self._pass_start_s) - self._pass_start_s
+            gradients.append(ReadyGradient(name, p.nbytes, (p.dtype, p.device), ready_s))
+        return gradients
+
+    def _set_plan(self, buckets: list[list[str]]) -> None:
+        self._wait_for_all()
+        self._sender.set_plan(BucketPlan.of(buckets, self._parameters.trained, self.comm.size))
+        self._idle.clear()
+        self._next_flight()
+
+    def _next_flight(self) -> None:
+        """The flight for the next exchange; takes the memory of one that has landed."""
+        self._arrivals.clear()
+        self._flight = self._idle.pop() if self._idle else self._sender.new_flight()
+        self._flight.clear()

@@ -1,0 +1,131 @@
+"""Runs exchanges of buckets in order, beside the backward pass."""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from allstep.errors import CollectiveTimeoutError
+
+__all__ = ["Job", "Runner", "StreamRunner", "ThreadRunner", "make_runner"]
+
+
+class Job(Protocol):
+    """Work that was handed to a runner."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for its end, on CUDA in the stream alone; raises what it raised."""
+
+
+class Runner(Protocol):
+    """Runs jobs one after the other, in the order in which they were submitted."""
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Takes a job and returns at once."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in jobs so far."""
+
+    def close(self) -> None:
+        """Takes no more jobs."""
+
+
+def make_runner(device: torch.device) -> Runner:
+    """The runner for tensors on a device."""
+    return StreamRunner(device) if device.type == "cuda" else ThreadRunner()
+
+
+class _ThreadJob:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, earlier_error: BaseException | None) -> BaseException | None:
+        """Does the work, unless an earlier job failed; returns the error."""
+        self._error = earlier_error
+        if earlier_error is None:
+            try:
+                with torch.no_grad():
+                    self._work()
+            except BaseException as error:
+                self._error = error
+        self._done.set()
+        return self._error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._done.wait(timeout_s):
+            raise CollectiveTimeoutError(f"An exchange has not ended after {timeout_s:g} s.")
+        if self._error is not None:
+            raise self._error
+
+
+class ThreadRunner:
+    """A thread that runs the jobs; torch's kernels and collectives leave it free to overlap.
+
+    After a job failed the others fail with the same error: what follows would meet the other
+    workers' earlier calls.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_ThreadJob | None] = SimpleQueue()
+        self._busy_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="allstep exchange", daemon=True)
+            self._thread.start()
+        job = _ThreadJob(work)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        while (job := self._jobs.get()) is not None:
+            start_s = perf_counter()
+            error = job.run(error)
+            self._busy_s += perf_counter() - start_s
+
+
+class StreamRunner:
+    """A CUDA stream beside the one of the backward pass; the host never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device = device
+        self._busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        start_s = perf_counter()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            work()
+        self._busy_s += perf_counter() - start_s
+        return _StreamJob(self._stream.record_event())
+
+    def close(self) -> None:
+        pass
+
+
+class _StreamJob:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        torch.cuda.current_stream().wait_event(self._event)

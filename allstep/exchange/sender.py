@@ -1,0 +1,207 @@
+"""Sends buckets: a wire format, a group of workers, and a thread or stream to do it in."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from allstep.comm import Communicator
+from allstep.comm.algorithms import make_algorithm
+from allstep.errors import CheckpointError
+from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.parameters import Signature
+from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.runner import Job, Runner, make_runner
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires import Exact, WireState
+
+__all__ = ["Sender"]
+
+
+class Sender:
+    """Makes flights and sends their buckets, in the order of the calls.
+
+    Its collectives have a group of their own: beside them, in the main thread, workers may
+    call other collectives of `comm` at other times. On CUDA the stream's order keeps them
+    apart, and one NCCL communicator is safer than two.
+
+    Args:
+        comm: the workers.
+        policy: wire format and algorithm.
+    """
+
+    def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
+        self.wire = policy.wire_format
+        self.runner: Runner = make_runner(comm.device)
+        self.comm = _channel(comm)
+        self.transport = Transport(self.comm, make_algorithm(policy.algorithm, self.comm))
+        self.plan = BucketPlan((), comm.size)
+        self._states: list[WireState] = []
+        self.close = finalize(self, _close, self.runner, self.transport, self.comm, comm)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every backward pass must be added up by the exchange itself."""
+        return isinstance(self.wire, Exact)
+
+    def set_plan(self, plan: BucketPlan) -> None:
+        """Takes other buckets; what was not sent yet of a parameter goes along."""
+        residuals = self._residuals()
+        self.plan = plan
+        self._states = [self.wire.new_state(layout) for layout in plan.layouts]
+        for layout, state in zip(plan.layouts, self._states, strict=True):
+            if state.residual is not None:
+                for name, piece in _pieces(layout, state.residual).items():
+                    if name in residuals and residuals[name].shape == piece.shape:
+                        piece.copy_(residuals[name])
+
+    def new_flight(self) -> Flight:
+        """An empty flight for the plan."""
+        if isinstance(self.wire, Exact):
+            return FixedPointFlight.of(self.plan, self.wire)
+        return Flight.new(self.plan)
+
+    def send(self, flight: Flight, index: int, withheld: Sequence[str] = ()) -> None:
+        """Starts the exchange of a bucket.
+
+        Args:
+            flight: whose.
+            index: of the bucket; they must be sent in order.
+            withheld: parameters without a gradient here, whose unsent residual waits for one.
+        """
+        flat, layout = flight.flats[index], flight.plan.layouts[index]
+        state, transport = self._states[index], self.transport
+
+        def work() -> None:
+            with record_function(f"allstep::bucket {index} reduce"):
+                if isinstance(flight, FixedPointFlight):
+                    transport.all_reduce(flat)
+                else:
+                    with _withheld(state.residual, layout, withheld):
+                        self.wire.mean_(flat, layout, state, transport)
+            if index == 0 and self.comm.size > 1:
+                flight.check(self.comm)  # before the others: who disagrees will send none
+
+        flight.jobs.append(self.runner.submit(work))
+
+    def send_check(self, action: str, described: Signature) -> Job:
+        """Starts what looks like the first bucket of an exchange, but is only its check.
+
+        So workers that come for something else find out, instead of waiting elsewhere.
+        """
+        flight = self.new_flight()
+        flight.action, flight.described = action, described
+        flight.write_check(self.comm.rank)
+        kept, self._states = self._states, deepcopy(self._states)
+        self.send(flight, 0)
+        self._states = kept
+        return flight.jobs[0]
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next exchange depends on; residuals on rank 0 alone. Collective."""
+        own = [{"residual": s.residual, "tensors": dict(s.tensors)} for s in self._states]
+        has_state = any(s.residual is not None or s.tensors for s in self._states)
+        return {
+            "buckets": self.plan.buckets,
+            "states": self._gather_states(own) if has_state else None,
+        }
+
+    def load_states(self, states: Sequence[Sequence[dict[str, Any]]] | None) -> None:
+        """Takes the residuals of a checkpoint, for the plan of that checkpoint.
+
+        With as many workers as then each gets its own back; else each gets the mean of all, so
+        that their mean over the workers, which is what will be sent, stays the same.
+        """
+        if states is None:
+            return
+        own = states[self.comm.rank] if len(states) == self.comm.size else _mean_states(states)
+        if len(own) != len(self._states):
+            raise CheckpointError(
+                f"The checkpoint has wire states for {len(own)} buckets, the plan has"
+                f" {len(self._states)}: it belongs to another exchange."
+            )
+        for state, saved in zip(self._states, own, strict=True):
+            if state.residual is not None and saved["residual"] is not None:
+                state.residual.copy_(saved["residual"])
+            for key, tensor in saved["tensors"].items():
+                state.tensors[key] = tensor.clone()
+
+    def _gather_states(self, own: list[dict[str, Any]]) -> list[list[dict[str, Any]]] | None:
+        flat = [t for state in own for t in (state["residual"], *state["tensors"].values())]
+        tensors = tuple(t for t in flat if t is not None)
+        gathered = self.comm.gather(tensors, root=0)
+        if gathered is None:
+            return None
+        return [_rebuilt(own, iter(tensors)) for tensors in gathered]
+
+    def _residuals(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for layout, state in zip(self.plan.layouts, self._states, strict=True):
+            if state.residual is not None:
+                found |= {n: x.clone() for n, x in _pieces(layout, state.residual).items()}
+        return found
+
+
+def _channel(comm: Communicator) -> Communicator:
+    if comm.size == 1 or comm.device.type == "cuda":
+        return comm
+    channel = comm.split(0, key=comm.rank)
+    assert channel is not None
+    return channel
+
+
+def _close(runner: Runner, transport: Transport, channel: Communicator, comm: Communicator) -> None:
+    runner.close()
+    transport.algorithm.close()
+    if channel is not comm:
+        channel.close()
+
+
+def _pieces(layout: BucketLayout, residual: Tensor) -> dict[str, Tensor]:
+    """name -> its slice of a residual."""
+    return dict(zip(layout.names, torch.split(residual, list(layout.sizes)), strict=True))
+
+
+@contextmanager
+def _withheld(
+    residual: Tensor | None, layout: BucketLayout, names: Sequence[str]
+) -> Iterator[None]:
+    """Inside, the residuals of some parameters are zero; they come back untouched."""
+    if residual is None or not names:
+        yield
+        return
+    pieces = _pieces(layout, residual)
+    kept = {name: pieces[name].clone() for name in names}
+    for name in names:
+        pieces[name].zero_()
+    yield
+    for name in names:
+        pieces[name].copy_(kept[name])
+
+
+def _rebuilt(like: list[dict[str, Any]], tensors: Iterator[Tensor]) -> list[dict[str, Any]]:
+    return [
+        {
+            "residual": None if state["residual"] is None else next(tensors),
+            "tensors": {key: next(tensors) for key in state["tensors"]},
+        }
+        for state in like
+    ]
+
+
+def _mean_states(states: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The mean residual of all workers, bucket by bucket; the rest is the same on all."""
+    means = []
+    for of_bucket in zip(*states, strict=True):
+        residuals = [state["residual"] for state in of_bucket]
+        mean = None if residuals[0] is None else torch.stack(residuals).mean(0)
+        means.append({"residual": mean, "tensors": of_bucket[0]["tensors"]})
+    return means

@@ -1,0 +1,195 @@
+"""Gradients some steps old, against a written reference in one process."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.errors import CheckpointError
+from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange.wires import Exact
+from tests.exchange.nets import mlp, shard
+
+NUM_STEPS = 9
+RATES = [0.1 / (1 + step) for step in range(NUM_STEPS)]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.01),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
+}
+
+
+def late(staleness: int, **kwargs: Any) -> ExchangePolicy:
+    return ExchangePolicy(algorithm="native", staleness=staleness, bucket_bytes=64, **kwargs)
+
+
+def reference(start: nn.Module, batches: Tensor, staleness: int, kind: str) -> list[Tensor]:
+    """theta_{t+1} = update(theta_t, gradient of step t - staleness, that step's rate)."""
+    model = copy.deepcopy(start)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    made: list[tuple[Tensor, ...]] = []
+
+    def update(step: int) -> None:
+        for p, gradient in zip(model.parameters(), made[step], strict=True):
+            p.grad = gradient.clone()
+        optimizer.param_groups[0]["lr"] = RATES[step]
+        optimizer.step()
+
+    for step, batch in enumerate(batches):
+        loss = model(batch).square().mean()
+        made.append(torch.autograd.grad(loss, list(model.parameters())))
+        if step >= staleness:
+            update(step - staleness)
+    for step in range(max(0, len(batches) - staleness), len(batches)):
+        update(step)
+    return list(model.parameters())
+
+
+def largest_difference(some: list[Tensor], others: list[Tensor]) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(some, others, strict=True))
+
+
+class Late:
+    """A training with an attached model, one step at a time."""
+
+    def __init__(self, start: nn.Module, comm: Communicator, staleness: int, kind: str, **kw: Any):
+        self.model = copy.deepcopy(start)
+        self.comm, self.staleness = comm, staleness
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.exchange = attach(self.model, comm, late(staleness, **kw))
+
+    def step(self, number: int, batch: Tensor) -> None:
+        self.model(shard(batch, self.comm)).square().mean().backward()
+        if self.exchange.has_landed:
+            self.update(number - self.staleness)
+        else:
+            assert all(p.grad is None for p in self.model.parameters())
+            assert not self.optimizer.state
+        self.optimizer.zero_grad()
+
+    def update(self, made_at: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = RATES[made_at]
+        self.optimizer.step()
+
+    def flush(self) -> None:
+        for made_at in self.exchange.flush():
+            self.update(made_at)
+            self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        parts = (self.model, self.optimizer, self.exchange)
+        return copy.deepcopy({type(part).__name__: part.state_dict() for part in parts})
+
+    def load(self, state: dict[str, Any]) -> None:
+        for part in (self.model, self.optimizer, self.exchange):
+            part.load_state_dict(state[type(part).__name__])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equals_the_written_reference(kind: str, staleness: int, size: int) -> None:
+    start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
+
+    def worker(comm: Communicator) -> list[Tensor]:
+        training = Late(start, comm, staleness, kind)
+        for number, batch in enumerate(batches):
+            training.step(number, batch)
+        training.flush()
+        assert not list(training.exchange.flush())
+        return list(training.model.parameters())
+
+    expected = reference(start, batches, staleness, kind)
+    fresh = reference(start, batches, 0, kind)
+    assert (
+        max(float((a - b).detach().abs().max()) for a, b in zip(expected, fresh, strict=True))
+        > 1e-6
+    )
+    for found in run_ranks(size, worker):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wire", ["fp32", Exact(fraction_bits=44)], ids=["fp32", "exact"])
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2)])
+def test_gradients_in_flight_survive_in_a_checkpoint(sizes: tuple[int, int], wire: Any) -> None:
+    start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
+
+    def until_the_middle(comm: Communicator) -> dict[str, Any]:
+        training = Late(start, comm, 2, "adamw", wire=wire)
+        for number, batch in enumerate(batches[:5]):
+            training.step(number, batch)
+        return training.state()
+
+    state = run_ranks(sizes[0], until_the_middle)[0]
+    assert len(state["OverlappedExchange"]["in_flight"]) == 2
+
+    def from_the_middle(comm: Communicator) -> list[Tensor]:
+        training = Late(mlp(), comm, 2, "adamw", wire=wire)
+        training.load(copy.deepcopy(state))
+        for number, batch in enumerate(batches[5:], start=5):
+            training.step(number, batch)
+        training.flush()
+        return list(training.model.parameters())
+
+    expected = reference(start, batches, 2, "adamw")
+    for found in run_ranks(sizes[1], from_the_middle):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused() -> None:
+    def worker(comm: Communicator) -> None:
+        state = attach(mlp(), comm, late(1)).state_dict()
+        with pytest.raises(CheckpointError, match="other parameters"):
+            attach(nn.Linear(2, 2), comm, late(1)).load_state_dict(state)
+
+    run_ranks(2, worker)
+
+
+def scaled_run(start: nn.Module, comm: Communicator, batches: Tensor, knows: bool) -> list[Tensor]:
+    """SGD one step late with a scaler whose scale grows and falls."""
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    exchange = attach(model, comm, late(1), scaler=scaler if knows else None)
+    for number, batch in enumerate(batches):
+        loss = model(shard(batch, comm)).square().mean()
+        if number == 4:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        if exchange.has_landed:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    for _ in exchange.flush():
+        scaler.step(optimizer)
+        scaler.update()
+    return list(model.parameters())
+
+
+def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone() -> None:
+    start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
+    model = copy.deepcopy(start)
+    made: list[tuple[Tensor, ...]] = []
+    for number, batch in enumerate(batches):
+        made.append(torch.autograd.grad(model(batch).square().mean(), list(model.parameters())))
+        if number >= 1 and number - 1 != 4:
+            with torch.no_grad():
+                for p, gradient in zip(model.parameters(), made[number - 1], strict=True):
+                    p -= 0.1 * gradient
+    with torch.no_grad():
+        for p, gradient in zip(model.parameters(), made[-1], strict=True):
+            p -= 0.1 * gradient
+    expected = list(model.parameters())
+    for found in run_ranks(2, lambda comm: scaled_run(start, comm, batches, True)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    naive = run_ranks(2, lambda comm: scaled_run(start, comm, batches, False))[0]
+    assert (
+        max(float((a - b).detach().abs().max()) for a, b in zip(naive, expected, strict=True))
+        > 1e-3
+    )
