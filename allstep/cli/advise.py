@@ -1,15 +1,14 @@
 """`allstep advise`: whether scaling pays, how, and up to how many workers; before you do it."""
 
-import argparse
 from argparse import Namespace
-from pathlib import Path
+from collections.abc import Callable
 
+from allstep.cli.advise_flags import make_parser, read_machines
 from allstep.cli.advise_output import Advice, check_plot, show, write_json, write_plot
-from allstep.cli.quantities import parse_bandwidth, parse_count, parse_counts
+from allstep.cli.quantities import parse_count
 from allstep.errors import UsageError
 from allstep.plan.accuracy import measured_accuracy
-from allstep.plan.cluster import Cluster, Link, check_positive
-from allstep.plan.cluster_files import preset_names, read_cluster
+from allstep.plan.cluster import Cluster, check_positive
 from allstep.plan.job import Job
 from allstep.plan.policy import POLICIES
 from allstep.plan.recommend import recommend
@@ -20,19 +19,20 @@ from allstep.plan.workload import Workload
 
 __all__ = ["run"]
 
-# What TCP leaves of a line with frames of 1,500 bytes.
-_TCP_SHARE = 0.94
-_WORKERS = "1,2,4,8,16,32"
-
-_EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --workers 1,2,4,8,32"
+_MICRO_BATCH = 32
 
 
 def run(arguments: list[str]) -> int:
     """Predicts the usual policies and recommends one, or none."""
-    known = _parser().parse_args(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        known, recipe_flags = make_parser().parse_known_args(arguments[1:])
+        make_job = _recipe_job(known, arguments[0], recipe_flags)
+    else:
+        known = make_parser().parse_args(arguments)
+        make_job = lambda cluster: _bare_job(known, cluster)  # noqa: E731
     if known.plot is not None:
         check_plot()
-    advice = _advise(known)
+    advice = _advise(known, make_job)
     if known.json is not None:
         write_json(known.json, advice)
     if known.plot is not None:
@@ -41,96 +41,16 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="allstep advise",
-        description="Predicts step time and efficiency of ways to exchange gradients, on any"
-        " number of workers, and recommends one; or says that scaling doesn't pay.",
-        epilog=_EXAMPLE,
-        allow_abbrev=False,
-    )
-    job = parser.add_argument_group("the training")
-    job.add_argument("--params", metavar="N", required=True, help="parameters, such as 25M")
-    job.add_argument(
-        "--step-ms", metavar="MS", type=float, help="milliseconds of a micro-batch on one worker"
-    )
-    job.add_argument(
-        "--micro-batch", metavar="N", type=int, default=32, help="its samples (default: 32)"
-    )
-    job.add_argument(
-        "--global-batch",
-        metavar="N",
-        type=int,
-        help="samples of a step whatever the workers (default: one micro-batch a worker)",
-    )
-    job.add_argument(
-        "--noise-scale",
-        metavar="N",
-        help="the gradient noise scale in samples, as a run reports it: counts what larger"
-        " batches cost in samples",
-    )
-    job.add_argument(
-        "--max-points-lost",
-        metavar="X",
-        type=float,
-        default=0.5,
-        help="points of accuracy that a policy may cost (default: 0.5)",
-    )
-    cluster = parser.add_argument_group("the machines")
-    cluster.add_argument("--workers", metavar="N,N,…", help=f"default: {_WORKERS}")
-    cluster.add_argument("--link", metavar="RATE", help="between machines, such as 10gbit")
-    cluster.add_argument(
-        "--cluster", metavar="NAME|FILE", help=f"instead of --link: {', '.join(preset_names())}"
-    )
-    cluster.add_argument(
-        "--latency-us",
-        metavar="US",
-        type=float,
-        help="microseconds of a small message (default: 30)",
-    )
-    cluster.add_argument(
-        "--per-node", metavar="N", type=int, help="workers of a machine (default: 1)"
-    )
-    cluster.add_argument(
-        "--node-link", metavar="RATE", help="between workers of a machine (default: 80gbit)"
-    )
-    cluster.add_argument(
-        "--copy-gb-s",
-        metavar="X",
-        type=float,
-        help="gigabytes a worker's memory copies in a second (default: 10; a GPU's is 300 to 3000)",
-    )
-    cluster.add_argument(
-        "--contention",
-        metavar="PCT",
-        type=float,
-        help="by how many percent compute is slower beside communication (default: 10)",
-    )
-    cluster.add_argument(
-        "--stragglers",
-        metavar="PCT",
-        type=float,
-        default=0.0,
-        help="by how many percent the compute of a step varies between workers (default: 0)",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--timeline", action="store_true", help="show the recommended step")
-    output.add_argument("--json", metavar="FILE", type=Path, help="write all numbers")
-    output.add_argument("--plot", metavar="FILE.png", type=Path, help="draw efficiency")
-    return parser
-
-
-def _advise(known: Namespace) -> Advice:
-    counts = None if known.workers is None else parse_counts("workers", known.workers)
-    cluster = _bare_cluster(known, counts) if known.cluster is None else _named_cluster(known)
-    if counts is None:
-        counts = _usual_counts(cluster)
-    job = Job(micro=_micro(known, cluster), global_batch=known.global_batch)
-    target = None
+def _advise(known: Namespace, make_job: Callable[[Cluster], Job]) -> Advice:
+    cluster, counts = read_machines(known)
+    stragglers = Stragglers(spread=known.stragglers / 100)
+    noise_scale = None
     if known.noise_scale is not None:
         noise_scale = parse_count("noise_scale", known.noise_scale)
+    job = make_job(cluster)
+    target = None
+    if noise_scale is not None:
         target = Target(critical_batch=noise_scale, known_batch=job.batch(1))
-    stragglers = Stragglers(spread=known.stragglers / 100)
     predictions = predict(job, cluster, POLICIES, counts, stragglers)
     accuracy = measured_accuracy()
     return Advice(
@@ -145,67 +65,41 @@ def _advise(known: Namespace) -> Advice:
     )
 
 
-def _bare_cluster(known: Namespace, counts: list[int] | None) -> Cluster:
-    if known.link is None:
+def _bare_job(known: Namespace, cluster: Cluster) -> Job:
+    if known.params is None:
         raise UsageError(
-            "`link` is missing: what joins the machines, such as `--link 10gbit`;"
-            " or name a `--cluster`."
+            "`params` is missing: how many parameters the model has, such as `--params 25M`;"
+            " or name a recipe, `allstep advise digits --link 10gbit`."
         )
-    most = max(counts if counts is not None else parse_counts("workers", _WORKERS))
-    per_node = 1 if known.per_node is None else known.per_node
-    if per_node < 1:
-        raise UsageError(f"`per_node` (={per_node}) must be at least 1.")
-    latency_us = 30.0 if known.latency_us is None else known.latency_us
-    node_link = "80gbit" if known.node_link is None else known.node_link
-    contention = 10.0 if known.contention is None else known.contention
-    copy_gb_s = 10.0 if known.copy_gb_s is None else known.copy_gb_s
-    return Cluster(
-        name=f"{known.link} between machines",
-        num_nodes=-(-most // per_node),
-        workers_per_node=per_node,
-        intra=Link(bandwidth_bps=parse_bandwidth("node_link", node_link), latency_s=5e-6),
-        inter=Link(
-            bandwidth_bps=_TCP_SHARE * parse_bandwidth("link", known.link),
-            latency_s=latency_us * 1e-6,
-        ),
-        copy_bytes_per_s=copy_gb_s * 1e9,
-        compute_slowdown=contention / 100,
-    )
-
-
-def _named_cluster(known: Namespace) -> Cluster:
-    for name in ("link", "latency_us", "per_node", "node_link", "copy_gb_s", "contention"):
-        if getattr(known, name) is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(
-                f"`{name}` (={getattr(known, name)}) and `cluster` (={known.cluster}) both say"
-                f" what the machines are: leave `--{flag}` out, or copy the cluster's file and"
-                " change it there."
-            )
-    return read_cluster(known.cluster)
-
-
-def _usual_counts(cluster: Cluster) -> list[int]:
-    """Powers of two that fill the cluster's nodes, and all of it."""
-    powers = {1 << exponent for exponent in range(cluster.num_workers.bit_length())}
-    per_node = cluster.workers_per_node
-    fitting = {n for n in powers if n <= per_node or n % per_node == 0}
-    return sorted(fitting | {cluster.num_workers})
-
-
-def _micro(known: Namespace, cluster: Cluster) -> Workload:
+    micro_batch = _MICRO_BATCH if known.micro_batch is None else known.micro_batch
     if known.step_ms is not None:
         check_positive("step_ms", known.step_ms, "110 is a tenth of a second")
         step_s = known.step_ms / 1000
     elif cluster.samples_per_s is not None:
-        step_s = known.micro_batch / cluster.samples_per_s
+        step_s = micro_batch / cluster.samples_per_s
     else:
         raise UsageError(
             "`step_ms` is missing: how long one worker takes for a micro-batch, forward and"
             " backward, such as `--step-ms 110`."
         )
-    return Workload.from_step(
-        num_params=parse_count("params", known.params),
-        step_s=step_s,
-        num_samples=known.micro_batch,
+    micro = Workload.from_step(
+        num_params=parse_count("params", known.params), step_s=step_s, num_samples=micro_batch
     )
+    return Job(micro=micro, global_batch=known.global_batch)
+
+
+def _recipe_job(known: Namespace, name: str, flags: list[str]) -> Callable[[Cluster], Job]:
+    """Reads the recipe now, so that mistakes show at once; measures when called."""
+    from allstep.cli.advise_recipe import measure, read_recipe_flags
+
+    for field in ("params", "step_ms"):
+        if getattr(known, field) is not None:
+            raise UsageError(
+                f"`{field}` (={getattr(known, field)}) is measured for a recipe: leave"
+                f" `--{field.replace('_', '-')}` out, or leave `{name}` out."
+            )
+    for field in ("micro_batch", "global_batch"):
+        if getattr(known, field) is not None:
+            flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
+    recipe = read_recipe_flags(name, flags)
+    return lambda cluster: Job(micro=measure(recipe), global_batch=recipe.global_batch)

@@ -81,8 +81,8 @@ def _assumptions(advice: Advice) -> str:
         f"{cluster.name}: {link.bandwidth_bps / 1e9:.3g} Gbit/s and {link.latency_s * 1e6:.3g} us,"
         f" {cluster.workers_per_node} worker{'s' * (cluster.workers_per_node > 1)} a machine,"
         f" compute {cluster.compute_slowdown:.0%} slower beside communication."
-        f" {micro.num_params:,} parameters, {seconds_text(micro.compute_s)} for"
-        f" {micro.num_samples} samples, a third of it forward."
+        f" {micro.num_params:,} parameters; {micro.num_samples} samples take"
+        f" {seconds_text(micro.forward_s)} forward, {seconds_text(micro.backward_s)} backward."
         f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a worker'}."
     )
 

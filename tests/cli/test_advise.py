@@ -219,11 +219,41 @@ def test_bad_input_is_one_clear_message(refuse, arguments, message):
     assert message in refuse(*arguments)
 
 
-def test_without_anything_it_says_what_it_needs(capsys):
+def test_without_anything_it_says_what_it_needs(refuse):
+    assert "`link` is missing" in refuse()
+    assert "`params` is missing" in refuse("--link", "10gbit")
+
+
+def test_a_recipe_is_measured(say):
+    text = say("digits", "--link", "1gbit", "--workers", "1,2", "--json", "out.json", "--timeline")
+    found = json.loads(Path("out.json").read_text())
+    assert found["params"] > 1000
+    assert found["global_batch"] % found["micro_batch"] == 0
+    assert found["compute_s"] > 0
+    assert "advice: " in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--params", "1M"], "`params` (=1M) is measured for a recipe: leave `--params` out"),
+        (["--step-ms", "9"], "`step_ms` (=9.0) is measured for a recipe: leave `--step-ms` out"),
+        (["--workers", "none"], "`workers` (=none) must be a count"),
+    ],
+)
+def test_a_recipes_flags_are_checked(refuse, flags, message):
+    assert message in refuse("digits", "--link", "1gbit", *flags)
+
+
+def test_a_recipes_own_checks_are_made(capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["advise"])
+        main(["advise", "digits", "--link", "1gbit", "--micro-batch", "7"])
     assert stop.value.code == 2
-    assert "--params" in capsys.readouterr().err
+    assert "multiple of `micro_batch`" in capsys.readouterr().err
+
+
+def test_an_unknown_recipe_gets_the_nearest(refuse):
+    assert "did you mean `digits`?" in refuse("digit", "--link", "1gbit")
 
 
 def test_help_has_an_example(capsys):

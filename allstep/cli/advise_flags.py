@@ -1,0 +1,159 @@
+"""The flags of `allstep advise`, and the machines that they describe."""
+
+import argparse
+from argparse import Namespace
+from pathlib import Path
+
+from allstep.cli.quantities import parse_bandwidth, parse_counts
+from allstep.errors import UsageError
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster_files import preset_names, read_cluster
+
+__all__ = ["make_parser", "read_machines"]
+
+# What TCP leaves of a line with frames of 1,500 bytes.
+_TCP_SHARE = 0.94
+_WORKERS = "1,2,4,8,16,32"
+
+_EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --workers 1,2,4,8,32"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags of `allstep advise`; those of a recipe come on top."""
+    parser = argparse.ArgumentParser(
+        prog="allstep advise",
+        usage="allstep advise --params N --step-ms MS (--link RATE | --cluster NAME) [flags]\n"
+        "       allstep advise RECIPE (--link RATE | --cluster NAME) [flags, also the recipe's]",
+        description="Predicts step time and efficiency of ways to exchange gradients, on any"
+        " number of workers, and recommends one; or says that scaling doesn't pay.",
+        epilog=_EXAMPLE,
+        allow_abbrev=False,
+    )
+    job = parser.add_argument_group("the training")
+    job.add_argument("--params", metavar="N", help="parameters, such as 25M")
+    job.add_argument(
+        "--step-ms", metavar="MS", type=float, help="milliseconds of a micro-batch on one worker"
+    )
+    job.add_argument("--micro-batch", metavar="N", type=int, help="its samples (default: 32)")
+    job.add_argument(
+        "--global-batch",
+        metavar="N",
+        type=int,
+        help="samples of a step whatever the workers (default: one micro-batch a worker)",
+    )
+    job.add_argument(
+        "--noise-scale",
+        metavar="N",
+        help="the gradient noise scale in samples, as a run reports it: counts what larger"
+        " batches cost in samples",
+    )
+    job.add_argument(
+        "--max-points-lost",
+        metavar="X",
+        type=float,
+        default=0.5,
+        help="points of accuracy that a policy may cost (default: 0.5)",
+    )
+    cluster = parser.add_argument_group("the machines")
+    cluster.add_argument("--workers", metavar="N,N,…", help=f"default: {_WORKERS}")
+    cluster.add_argument("--link", metavar="RATE", help="between machines, such as 10gbit")
+    cluster.add_argument(
+        "--cluster", metavar="NAME|FILE", help=f"instead of --link: {', '.join(preset_names())}"
+    )
+    cluster.add_argument(
+        "--latency-us",
+        metavar="US",
+        type=float,
+        help="microseconds of a small message (default: 30)",
+    )
+    cluster.add_argument(
+        "--per-node", metavar="N", type=int, help="workers of a machine (default: 1)"
+    )
+    cluster.add_argument(
+        "--node-link", metavar="RATE", help="between workers of a machine (default: 80gbit)"
+    )
+    cluster.add_argument(
+        "--copy-gb-s",
+        metavar="X",
+        type=float,
+        help="gigabytes a worker's memory copies in a second (default: 10; a GPU's is 300 to 3000)",
+    )
+    cluster.add_argument(
+        "--contention",
+        metavar="PCT",
+        type=float,
+        help="by how many percent compute is slower beside communication (default: 10)",
+    )
+    cluster.add_argument(
+        "--stragglers",
+        metavar="PCT",
+        type=float,
+        default=0.0,
+        help="by how many percent the compute of a step varies between workers (default: 0)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--timeline", action="store_true", help="show the recommended step")
+    output.add_argument("--json", metavar="FILE", type=Path, help="write all numbers")
+    output.add_argument("--plot", metavar="FILE.png", type=Path, help="draw efficiency")
+    return parser
+
+
+def read_machines(known: Namespace) -> tuple[Cluster, list[int]]:
+    """The cluster, and the numbers of workers that are asked about.
+
+    Raises:
+        UsageError: if flags are missing, contradict each other or are out of range.
+    """
+    counts = None if known.workers is None else parse_counts("workers", known.workers)
+    if known.cluster is not None:
+        cluster = _named_cluster(known)
+        return cluster, counts or _usual_counts(cluster)
+    counts = counts or parse_counts("workers", _WORKERS)
+    return _bare_cluster(known, max(counts)), counts
+
+
+def _bare_cluster(known: Namespace, most: int) -> Cluster:
+    if known.link is None:
+        raise UsageError(
+            "`link` is missing: what joins the machines, such as `--link 10gbit`;"
+            " or name a `--cluster`."
+        )
+    per_node = 1 if known.per_node is None else known.per_node
+    if per_node < 1:
+        raise UsageError(f"`per_node` (={per_node}) must be at least 1.")
+    latency_us = 30.0 if known.latency_us is None else known.latency_us
+    node_link = "80gbit" if known.node_link is None else known.node_link
+    contention = 10.0 if known.contention is None else known.contention
+    copy_gb_s = 10.0 if known.copy_gb_s is None else known.copy_gb_s
+    return Cluster(
+        name=f"{known.link} between machines",
+        num_nodes=-(-most // per_node),
+        workers_per_node=per_node,
+        intra=Link(bandwidth_bps=parse_bandwidth("node_link", node_link), latency_s=5e-6),
+        inter=Link(
+            bandwidth_bps=_TCP_SHARE * parse_bandwidth("link", known.link),
+            latency_s=latency_us * 1e-6,
+        ),
+        copy_bytes_per_s=copy_gb_s * 1e9,
+        compute_slowdown=contention / 100,
+    )
+
+
+def _named_cluster(known: Namespace) -> Cluster:
+    for name in ("link", "latency_us", "per_node", "node_link", "copy_gb_s", "contention"):
+        if getattr(known, name) is not None:
+            flag = name.replace("_", "-")
+            raise UsageError(
+                f"`{name}` (={getattr(known, name)}) and `cluster` (={known.cluster}) both say"
+                f" what the machines are: leave `--{flag}` out, or copy the cluster's file and"
+                " change it there."
+            )
+    return read_cluster(known.cluster)
+
+
+def _usual_counts(cluster: Cluster) -> list[int]:
+    """Powers of two that fill the cluster's nodes, and all of it."""
+    powers = {1 << exponent for exponent in range(cluster.num_workers.bit_length())}
+    per_node = cluster.workers_per_node
+    fitting = {n for n in powers if n <= per_node or n % per_node == 0}
+    return sorted(fitting | {cluster.num_workers})
