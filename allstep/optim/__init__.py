@@ -1,5 +1,83 @@
-"""Learning-rate schedules; nothing here knows of workers."""
+"""Large-batch optimizers, parameter groups and schedules; nothing here knows of workers.
 
-from allstep.optim.schedules import Schedule, constant, cosine, poly, step_decay
+Schedules are plain functions and come without torch; the rest is imported when it is used.
+"""
 
-__all__ = ["Schedule", "constant", "cosine", "poly", "step_decay"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from allstep.optim.compose import (
+    chain,
+    gradual_warmup,
+    hold,
+    in_samples,
+    scaled,
+    two_stage,
+)
+from allstep.optim.scaling import linear_scaling, linear_warmup_epochs, sqrt_scaling
+from allstep.optim.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    poly,
+    sgd_share,
+    slow_start,
+    step_decay,
+)
+
+if TYPE_CHECKING:
+    from allstep.optim.checks import NonfiniteGradientError as NonfiniteGradientError
+    from allstep.optim.grouping import groups as groups
+    from allstep.optim.lamb import LAMB as LAMB
+    from allstep.optim.lars import LARS as LARS
+    from allstep.optim.layer_wise import LayerWise as LayerWise
+    from allstep.optim.rmsprop_warmup import RMSpropWarmup as RMSpropWarmup
+    from allstep.optim.rules import Adam as Adam
+    from allstep.optim.rules import RMSprop as RMSprop
+    from allstep.optim.rules import Rule as Rule
+    from allstep.optim.rules import Sgd as Sgd
+    from allstep.optim.scheduler import ScheduledLR as ScheduledLR
+
+_MODULE_OF = {
+    "LARS": "lars",
+    "LAMB": "lamb",
+    "LayerWise": "layer_wise",
+    "RMSpropWarmup": "rmsprop_warmup",
+    "Adam": "rules",
+    "RMSprop": "rules",
+    "Rule": "rules",
+    "Sgd": "rules",
+    "ScheduledLR": "scheduler",
+    "NonfiniteGradientError": "checks",
+    "groups": "grouping",
+}
+
+__all__ = [
+    *_MODULE_OF,
+    "Schedule",
+    "constant",
+    "cosine",
+    "poly",
+    "slow_start",
+    "step_decay",
+    "chain",
+    "gradual_warmup",
+    "hold",
+    "in_samples",
+    "scaled",
+    "two_stage",
+    "sgd_share",
+    "linear_scaling",
+    "linear_warmup_epochs",
+    "sqrt_scaling",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(f"allstep.optim.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module 'allstep.optim' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,9 @@
-"""Learning-rate schedules: pure functions from the step to a multiplier of the learning rate."""
+"""Learning-rate schedules: pure functions from the step to a multiplier of the learning rate.
+
+Steps count from 0. Counted in optimizer steps or, by `in_samples`, in samples, a schedule never
+depends on the number of workers. One that has an end refuses to be asked beyond it: a rate that
+stays at its last value, often 0, would train nothing in silence. `hold` allows it.
+"""
 
 import itertools
 import math
@@ -6,7 +11,15 @@ from collections.abc import Callable, Sequence
 
 from allstep.errors import UsageError
 
-__all__ = ["Schedule", "constant", "cosine", "poly", "step_decay"]
+__all__ = [
+    "Schedule",
+    "constant",
+    "cosine",
+    "poly",
+    "sgd_share",
+    "slow_start",
+    "step_decay",
+]
 
 Schedule = Callable[[int], float]
 
@@ -30,6 +43,7 @@ def constant(*, warmup_steps: int = 0) -> Schedule:
     _check_warmup(warmup_steps)
 
     def multiplier(step: int) -> float:
+        check_step(step)
         return 1.0 if step >= warmup_steps else (step + 1) / warmup_steps
 
     return multiplier
@@ -42,7 +56,7 @@ def cosine(total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Sched
     multiplier(step) = final + (1 - final) * (1 + cos(pi * progress)) / 2
 
     Args:
-        total_steps: the step at which `final` is reached; it stays there afterwards.
+        total_steps: the step at which `final` is reached, and the last that may be asked for.
         warmup_steps: steps of linear growth before, part of `total_steps`.
         final: the last multiplier, 0 to 1.
 
@@ -50,10 +64,11 @@ def cosine(total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Sched
         A function of the step, which counts from 0.
 
     Raises:
-        UsageError: if the warm-up is not shorter than the whole, or `final` is not in 0 to 1.
+        UsageError: if the warm-up is not shorter than the whole, or `final` is not in 0 to 1;
+            from the schedule, if asked beyond its end.
 
-    >>> [round(cosine(4)(step), 3) for step in range(6)]
-    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    >>> [round(cosine(4)(step), 3) for step in range(5)]
+    [1.0, 0.854, 0.5, 0.146, 0.0]
 
     Source: Loshchilov and Hutter, 2017, arXiv:1608.03983 (without restarts).
     """
@@ -70,16 +85,16 @@ def poly(
     multiplier(step) = final + (1 - final) * (1 - progress) ** power, with `cosine`'s progress
 
     Args:
-        total_steps: the step at which `final` is reached; it stays there afterwards.
+        total_steps: the step at which `final` is reached, and the last that may be asked for.
         warmup_steps: steps of linear growth before, part of `total_steps`.
-        power: > 0; 1 is linear, 2 is the usual choice with LARS.
+        power: a positive number; 1 is linear, 2 is the usual choice with LARS.
         final: the last multiplier, 0 to 1.
 
     Returns:
         A function of the step, which counts from 0.
 
     Raises:
-        UsageError: if an argument is out of range.
+        UsageError: if an argument is out of range; from the schedule, if asked beyond its end.
 
     >>> [poly(4, power=1.0)(step) for step in range(5)]
     [1.0, 0.75, 0.5, 0.25, 0.0]
@@ -128,6 +143,75 @@ def step_decay(milestones: Sequence[int], factor: float = 0.1, warmup_steps: int
     return multiplier
 
 
+def slow_start(total_steps: int) -> Schedule:
+    """Half the rate for 40 of 90 epochs, then 0.075, 0.01 and 0.001 of it; fractions stay so.
+
+    The multipliers of 0.1 * batch / 256 in the 15-minute training; it goes with `RMSpropWarmup`
+    and has no other warm-up.
+
+    Args:
+        total_steps: of the whole run; the parts end after 40, 70, 85 and 90 ninetieths of it.
+
+    Returns:
+        A function of the step, which counts from 0.
+
+    Raises:
+        UsageError: if `total_steps` is not positive; from the schedule, if asked beyond its end.
+
+    >>> [slow_start(90)(step) for step in (0, 39, 40, 69, 70, 84, 85, 90)]
+    [0.5, 0.5, 0.075, 0.075, 0.01, 0.01, 0.001, 0.001]
+
+    Source: Akiba et al., 2017, arXiv:1711.04325, section 2.
+    """
+    if total_steps < 1:
+        raise UsageError(f"`total_steps` (={total_steps}) must be positive.")
+    parts = ((40, 0.5), (70, 0.075), (85, 0.01), (90, 0.001))
+
+    def multiplier(step: int) -> float:
+        check_step(step, total_steps)
+        return next((value for end, value in parts if 90 * step < end * total_steps), 0.001)
+
+    return multiplier
+
+
+def sgd_share(step: float, center_steps: float, period_steps: float) -> float:
+    """The weight of SGD in `RMSpropWarmup`: an exponential, a line, then 1.
+
+    share = exp(2 * (step - center_steps) / period_steps) / 2 before `center_steps`;
+    1 / 2 + (step - center_steps) / period_steps for half a period from there; 1 afterwards
+
+    The printed line is twice as steep. It would exceed 1, make RMSprop's weight negative and jump
+    back; the text says that it ends at 1, and the slope here is that of the exponential where
+    they meet.
+
+    Args:
+        step: counts from 0; any unit of time will do if all three share it.
+        center_steps: where the share is a half.
+        period_steps: the length of the transition, which ends half of it after the center.
+
+    Returns:
+        The share, above 0 and at most 1.
+
+    Raises:
+        UsageError: if `period_steps` is not positive or `center_steps` is negative.
+
+    >>> [round(sgd_share(epoch, 10, 5), 4) for epoch in (0, 5, 9, 10, 11, 12, 12.5, 90)]
+    [0.0092, 0.0677, 0.3352, 0.5, 0.7, 0.9, 1.0, 1.0]
+
+    Source: Akiba et al., 2017, arXiv:1711.04325, section 2, corrected.
+    """
+    if not period_steps > 0:
+        raise UsageError(f"`period_steps` (={period_steps}) must be positive; 5 epochs are usual.")
+    if not center_steps >= 0:
+        raise UsageError(
+            f"`center_steps` (={center_steps}) must be 0 or more; 10 epochs are usual."
+        )
+    periods = (step - center_steps) / period_steps
+    if periods < 0:
+        return math.exp(2 * periods) / 2
+    return min(0.5 + periods, 1.0)
+
+
 def _decay(
     total_steps: int, warmup_steps: int, final: float, shape: Callable[[float], float]
 ) -> Schedule:
@@ -142,9 +226,10 @@ def _decay(
     warmup = constant(warmup_steps=warmup_steps)
 
     def multiplier(step: int) -> float:
+        check_step(step, total_steps)
         if step < warmup_steps:
             return warmup(step)
-        progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        progress = (step - warmup_steps) / (total_steps - warmup_steps)
         return final + (1 - final) * shape(progress)
 
     return multiplier
@@ -153,3 +238,19 @@ def _decay(
 def _check_warmup(warmup_steps: int) -> None:
     if warmup_steps < 0:
         raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
+
+
+def check_step(step: int, total_steps: int | None = None) -> None:
+    """Refuses a step before the beginning or beyond the end of a schedule.
+
+    Raises:
+        UsageError: naming the step.
+    """
+    if step < 0:
+        raise UsageError(f"`step` (={step}) must be 0 or more; steps count from 0.")
+    if total_steps is not None and step > total_steps:
+        raise UsageError(
+            f"`step` (={step}) is beyond the schedule's end (`total_steps` is {total_steps}); make"
+            " the schedule longer, or keep its last value with"
+            " `allstep.optim.hold(schedule, total_steps)`."
+        )

@@ -1,0 +1,132 @@
+"""Arguments of optimizers, checked where they come in."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allstep.errors import AllstepError, UsageError
+
+__all__ = [
+    "NonfiniteGradientError",
+    "check_gradient",
+    "check_group_values",
+    "check_parameters",
+    "parameter_name",
+]
+
+_NUM_LISTED = 5
+
+
+class NonfiniteGradientError(AllstepError, ArithmeticError):
+    """Gradients hold NaN or infinity; the message names up to five of their parameters."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        more = len(names) - _NUM_LISTED
+        listed = ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
+        super().__init__(
+            f"the gradient of {listed}, or what it is added to, is not finite. Lower the learning"
+            ' rate, clip the gradient or look at the loss; `nonfinite="skip"` would leave such'
+            " steps out."
+        )
+
+
+def check_group_values(group: Mapping[str, Any]) -> None:
+    """Refuses rates, decays and moments that mean nothing; keys that a group lacks are skipped.
+
+    Raises:
+        UsageError: naming the key and its value.
+    """
+    for key, (holds, cure) in _RULES.items():
+        if key in group and not holds(group[key]):
+            raise UsageError(f"`{key}` (={group[key]}) {cure}")
+
+
+def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
+    """The given name of a parameter, or its place among the groups."""
+    names = group.get("param_names")
+    return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
+
+
+def _is_rate(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
+        return value.numel() == 1 and (value.device.type != "cpu" or bool(value >= 0))
+    return bool(0 <= value < math.inf)
+
+
+def _is_share(value: Any) -> bool:
+    return bool(0 <= value < 1)
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(0 <= value < math.inf)
+
+
+def _is_range(value: Any) -> bool:
+    return len(value) == 2 and bool(0 <= value[0] <= value[1]) and bool(value[1] > 0)
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_is_rate, "must be a finite number, 0 or more; a step goes down the gradient already."),
+    "weight_decay": (_is_finite, "must be finite and 0 or more; 0 switches it off."),
+    "eps": (_is_finite, "must be finite and 0 or more."),
+    "momentum": (_is_share, "must be at least 0 and below 1; 0.9 is usual."),
+    "alpha": (_is_share, "must be at least 0 and below 1; 0.99 is usual."),
+    "betas": (
+        lambda betas: len(betas) == 2 and all(map(_is_share, betas)),
+        "must be two numbers, each at least 0 and below 1; (0.9, 0.999) is usual.",
+    ),
+    "phi": (_is_range, "must be (low, high) with 0 <= low <= high and high > 0."),
+    "trust_coefficient": (
+        lambda value: 0 < value < math.inf,
+        "must be finite and positive; 1 leaves the ratio of the norms as it is.",
+    ),
+    "trust_clip": (
+        lambda value: value is None or value > 0,
+        "must be positive, the largest trust ratio, or None.",
+    ),
+    "trust_eps": (_is_finite, "must be finite and 0 or more."),
+}
+
+
+def check_parameters(group: Mapping[str, Any], group_index: int) -> None:
+    """Refuses groups that are empty, hold a parameter twice, or hold what has no real norm.
+
+    Raises:
+        UsageError: naming the group or the parameter.
+    """
+    parameters = group["params"]
+    if not parameters:
+        raise UsageError(
+            f"`params` of group {group_index} is empty; leave the group out, or check the filter"
+            " that made it."
+        )
+    if len(set(parameters)) < len(parameters):
+        raise UsageError(
+            f"group {group_index} holds a parameter twice; list tied parameters once, as"
+            " `allstep.optim.groups(model)` does."
+        )
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
+            kind = parameter.dtype if isinstance(parameter, Tensor) else type(parameter).__name__
+            raise UsageError(
+                f"{parameter_name(group, group_index, index)} (={kind}) must be a tensor of real"
+                " floating-point numbers."
+            )
+
+
+def check_gradient(gradient: Tensor, name: str) -> None:
+    """Refuses sparse gradients by name.
+
+    Raises:
+        UsageError: naming the parameter.
+    """
+    if gradient.layout != torch.strided:
+        raise UsageError(
+            f"the gradient of {name} (={gradient.layout}) must be dense: the norm of a layer needs"
+            " all its rows. Use `nn.Embedding(..., sparse=False)`, or `torch.optim.SparseAdam`"
+            " for this parameter."
+        )

@@ -1,0 +1,156 @@
+"""Schedules made of schedules."""
+
+from collections.abc import Sequence
+
+from allstep.errors import UsageError
+from allstep.optim.schedules import Schedule, check_step, poly
+
+__all__ = ["chain", "gradual_warmup", "hold", "in_samples", "scaled", "two_stage"]
+
+
+def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) -> Schedule:
+    """Another schedule, multiplied by a line from `start` to 1.
+
+    multiplier(step) = schedule(step) * (start + (1 - start) * (step + 1) / warmup_steps), and
+    schedule(step) from `warmup_steps` on
+
+    Args:
+        schedule: counted from the same step 0, so its milestones stay where they are.
+        warmup_steps: the last of them runs at the full rate.
+        start: where the line begins; base batch / batch begins at the small batch's rate, when
+            the rate was scaled linearly.
+
+    Raises:
+        UsageError: if `warmup_steps` is negative or `start` is not in 0 to 1.
+
+    >>> from allstep.optim import constant
+    >>> [gradual_warmup(constant(), 4, start=0.5)(step) for step in range(5)]
+    [0.625, 0.75, 0.875, 1.0, 1.0]
+
+    Source: Goyal et al., 2017, arXiv:1706.02677, section 2.2.
+    """
+    if warmup_steps < 0:
+        raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
+    if not 0 <= start <= 1:
+        raise UsageError(f"`start` (={start}) must be between 0 and 1, a share of the full rate.")
+
+    def multiplier(step: int) -> float:
+        if step >= warmup_steps:
+            return schedule(step)
+        return schedule(step) * (start + (1 - start) * (step + 1) / warmup_steps)
+
+    return multiplier
+
+
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """Another schedule times a factor.
+
+    >>> from allstep.optim import constant
+    >>> scaled(constant(), 0.5)(0)
+    0.5
+    """
+    return lambda step: factor * schedule(step)
+
+
+def hold(schedule: Schedule, total_steps: int) -> Schedule:
+    """Another schedule, which stays at its value of step `total_steps` afterwards.
+
+    >>> from allstep.optim import poly
+    >>> [hold(poly(2, power=1.0, final=0.5), 2)(step) for step in range(5)]
+    [1.0, 0.75, 0.5, 0.5, 0.5]
+    """
+    return lambda step: schedule(min(step, total_steps))
+
+
+def in_samples(schedule: Schedule, global_batch: int) -> Schedule:
+    """A schedule that was counted in samples, counted in steps of so many samples.
+
+    multiplier(step) = schedule((step + 1) * global_batch - 1), the value of the step's last sample
+
+    Args:
+        schedule: a function of the number of samples seen, whatever their batch.
+        global_batch: samples of one optimizer step, over all workers.
+
+    Raises:
+        UsageError: if `global_batch` is not positive.
+
+    >>> from allstep.optim import constant
+    >>> [in_samples(constant(warmup_steps=128), 32)(step) for step in range(5)]
+    [0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+    if global_batch < 1:
+        raise UsageError(f"`global_batch` (={global_batch}) must be positive.")
+
+    def multiplier(step: int) -> float:
+        check_step(step)
+        return schedule((step + 1) * global_batch - 1)
+
+    return multiplier
+
+
+def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
+    """Schedules one after the other, each counted from its own step 0.
+
+    Args:
+        stages: (number of steps, schedule) of each stage; the last one goes on to its own end.
+
+    Raises:
+        UsageError: if there is no stage, or one has no step; from the schedule, if asked beyond
+            the last stage.
+
+    >>> from allstep.optim import poly
+    >>> chained = chain([(2, poly(2, power=1.0)), (4, poly(4, power=1.0))])
+    >>> [chained(step) for step in range(7)]
+    [1.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    lengths = [num_steps for num_steps, _ in stages]
+    if not lengths or min(lengths) < 1:
+        raise UsageError(f"`stages` (of {lengths} steps) must be one or more, of 1 step or more.")
+    total_steps = sum(lengths)
+
+    def multiplier(step: int) -> float:
+        check_step(step, total_steps)
+        begin = 0
+        for num_steps, schedule in stages[:-1]:
+            if step < begin + num_steps:
+                return schedule(step - begin)
+            begin += num_steps
+        return stages[-1][1](step - begin)
+
+    return multiplier
+
+
+def two_stage(
+    first_steps: int,
+    second_steps: int,
+    first_warmup_steps: int,
+    second_warmup_steps: int,
+    second_peak: float = 1.0,
+) -> Schedule:
+    """LAMB's mixed batch: a warm-up and a linear decay to 0, twice.
+
+    When the batch and the length of the sequences change, the rate begins again from 0 and warms
+    up anew, so that the new statistics do not meet a large rate.
+
+    Args:
+        first_steps, second_steps: optimizer steps of each stage, warm-up included.
+        first_warmup_steps, second_warmup_steps: their warm-ups.
+        second_peak: the second stage's highest multiplier; its batch is another.
+
+    Raises:
+        UsageError: if a warm-up is not shorter than its stage, or `second_peak` not positive.
+
+    >>> [round(two_stage(4, 4, 2, 1, 0.5)(step), 3) for step in range(9)]
+    [0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 0.333, 0.167, 0.0]
+
+    Source: You et al., 2020, arXiv:1904.00962, section 4.1 (re-warm-up).
+    """
+    if not second_peak > 0:
+        raise UsageError(f"`second_peak` (={second_peak}) must be positive.")
+    second = poly(second_steps, second_warmup_steps, power=1.0)
+    return chain(
+        [
+            (first_steps, poly(first_steps, first_warmup_steps, power=1.0)),
+            (second_steps, scaled(second, second_peak)),
+        ]
+    )

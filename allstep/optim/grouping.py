@@ -1,0 +1,92 @@
+"""Which parameters are decayed and adapted, told by what kind of module they belong to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from allstep.errors import UsageError
+
+__all__ = ["groups"]
+
+_NORMALISATION: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+)
+# What these modules register besides their weights; by their definition, not by a guess.
+_BIASES: tuple[tuple[type[nn.Module], frozenset[str]], ...] = (
+    (nn.MultiheadAttention, frozenset({"bias_k", "bias_v"})),
+)
+
+
+def groups(
+    model: nn.Module,
+    *,
+    weight_decay: float = 0.01,
+    normalisation: tuple[type[nn.Module], ...] = (),
+) -> list[dict[str, Any]]:
+    """Two parameter groups: weights, and what is neither decayed nor adapted.
+
+    The second group holds all parameters of normalisation modules (batch, instance, group,
+    layer and RMS norm, and their subclasses), biases, and whatever else has fewer than two
+    dimensions. Tied parameters are listed once, in the first group if any of their owners would
+    put them there; parameters without `requires_grad` are left out.
+
+    Args:
+        model: any module.
+        weight_decay: of the first group.
+        normalisation: further module classes that are to be treated as normalisation.
+
+    Returns:
+        Groups of (name, parameter) pairs with `weight_decay` and `adapt`, for any of torch's
+        optimizers (those that adapt nothing ignore `adapt`); one that would be empty is left out.
+
+    Raises:
+        UsageError: if nothing in `model` is trainable.
+
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    >>> for group in groups(model):
+    ...     print([name for name, _ in group["params"]], group["weight_decay"], group["adapt"])
+    ['0.weight'] 0.01 True
+    ['0.bias', '1.weight', '1.bias'] 0.0 False
+
+    Source: Jia et al., 2018, arXiv:1807.11205, section 3.2 (no decay of biases and
+    normalisation); the skip lists of MLPerf's LARS and of BERT's LAMB.
+    """
+    kinds = _NORMALISATION + normalisation
+    names: dict[nn.Parameter, str] = {}
+    decayed: set[nn.Parameter] = set()
+    for name, module, own_name, parameter in _owned(model):
+        if parameter.requires_grad:
+            names.setdefault(parameter, name)
+            if _is_weight(module, own_name, parameter, kinds):
+                decayed.add(parameter)
+    if not names:
+        raise UsageError("`model` has no trainable parameter; check `requires_grad`.")
+    weights = [(name, p) for p, name in names.items() if p in decayed]
+    others = [(name, p) for p, name in names.items() if p not in decayed]
+    made = [
+        {"params": weights, "weight_decay": weight_decay, "adapt": True},
+        {"params": others, "weight_decay": 0.0, "adapt": False},
+    ]
+    return [group for group in made if group["params"]]
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(full name, owner, name in the owner, parameter), each owner once, tied ones repeated."""
+    for prefix, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield f"{prefix}.{own_name}" if prefix else own_name, module, own_name, parameter
+
+
+def _is_weight(
+    module: nn.Module,
+    own_name: str,
+    parameter: nn.Parameter,
+    normalisation: tuple[type[nn.Module], ...],
+) -> bool:
+    if isinstance(module, normalisation) or parameter.ndim < 2:
+        return False
+    return not any(isinstance(module, kind) and own_name in biases for kind, biases in _BIASES)

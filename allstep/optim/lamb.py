@@ -1,0 +1,243 @@
+"""LAMB: Adam's direction, layer-wise adapted."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allstep.optim.fast import (
+    block_sum,
+    blocks,
+    check_ways,
+    choose_way,
+    combine,
+    flats_of,
+)
+from allstep.optim.leaves import Batch
+from allstep.optim.optimizer import Nonfinite
+from allstep.optim.rules import Adam
+from allstep.optim.strategy import TrustRatioOptimizer
+from allstep.optim.trust import Norm
+
+__all__ = ["LAMB"]
+
+
+class LAMB(TrustRatioOptimizer):
+    """Adam's direction plus weight decay, scaled to the norm of every layer's weights.
+
+    m = beta1 * m + (1 - beta1) * gradient
+    v = beta2 * v + (1 - beta2) * gradient**2
+    u = (m / (1 - beta1**step)) / (sqrt(v / (1 - beta2**step)) + eps) + weight_decay * x
+    x = x - lr * phi(norm(x)) / norm(u) * u
+
+    It is `LayerWise` over `Adam`, in fewer passes over memory. The ratio is 1 where either norm
+    is zero, and in groups with `adapt=False`, as `allstep.optim.groups` makes them.
+
+    Published code differs from the paper in switches that are all here: Google's BERT leaves the
+    bias correction out (`bias_correction=False`), pytorch-lamb bounds the weights' norm
+    (`phi=(0, 10)`), LAMBC bounds the ratio (`trust_clip=1`), and TensorFlow Addons, Apex and timm
+    do not adapt what has no weight decay (`always_adapt=False`).
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, inside the direction and its norm.
+        bias_correction: divide the moments by 1 - beta**step.
+        phi: bounds (low, high) of the norm of the weights.
+        trust_eps: added to the ratio's denominator.
+        trust_clip: the largest ratio.
+        always_adapt: if False, groups without weight decay are not adapted.
+        norm: "l2", "l1" or "linf", for weights and updates alike.
+        maximize: go up the gradient.
+        foreach: use torch's multi-tensor kernels.
+        fused: use torch's fused Adam kernel, on a CPU block by block; the default where there
+            is one. With False (and `foreach` not True) every layer is computed by itself, as
+            in `LayerWise`.
+        capturable: the step may be captured in a CUDA graph.
+        nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
+
+    Raises:
+        UsageError: if an option is out of range or does not fit the others.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = LAMB([("weight", weight)], lr=0.1, weight_decay=0.0)
+    >>> weight.grad = torch.tensor([7.0, -1.0])
+    >>> optimizer.step()  # the first direction is the gradient's sign, of norm sqrt(2)
+    >>> {name: round(ratio, 4) for name, ratio in optimizer.trust_ratios().items()}
+    {'weight': 3.5355}
+
+    Source: You et al., 2020, arXiv:1904.00962, Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        phi: tuple[float, float] = (0.0, math.inf),
+        trust_eps: float = 0.0,
+        trust_clip: float | None = None,
+        always_adapt: bool = True,
+        norm: Norm = "l2",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        nonfinite: Nonfinite = "raise",
+    ) -> None:
+        check_ways(fused, foreach)
+        self._memory: dict[torch.dtype, Tensor] = {}
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "phi": phi,
+                "trust_eps": trust_eps,
+                "trust_clip": trust_clip,
+                "always_adapt": always_adapt,
+                "maximize": maximize,
+                "capturable": capturable,
+            },
+            norm=norm,
+            ratio_on="update",
+            nonfinite=nonfinite,
+            foreach=foreach,
+            fused=fused,
+        )
+
+    def _slots(self) -> tuple[str, ...]:
+        return Adam.slots
+
+    def _rule(self, group: dict[str, Any]) -> Adam:
+        return Adam(
+            betas=group["betas"], eps=group["eps"], bias_correction=group["bias_correction"]
+        )
+
+    def _measure(self, batch: Batch) -> Tensor:
+        way = choose_way(self._options, batch.device)
+        flats = None if way == "plain" else flats_of(batch, *Adam.slots)
+        if flats is None:
+            return super()._measure(batch)
+        batch.weights = flats[0]
+        if way == "fused" and batch.device.type == "cpu":
+            return self._measure_blocks(batch, *flats)
+        directions = _fused_directions if way == "fused" else _foreach_directions
+        batch.directions = directions(batch, *flats)
+        return self._sums(batch, batch.directions)
+
+    def _measure_blocks(
+        self,
+        batch: Batch,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+    ) -> Tensor:
+        """See [Note: directions from fused Adam]."""
+        group = batch.group
+        batch.directions = self._scratch(batch)
+        options, steps = _fused_options(group), _steps(batch)
+        sums: list[list[float]] = [[], []]
+        for *tensors, step in zip(
+            batch.directions, weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
+        ):
+            of_blocks: list[list[float]] = [[], []]
+            for direction, weight, gradient, exp_avg, exp_avg_sq in blocks(*tensors):
+                torch.mul(weight, group["weight_decay"], out=direction)
+                of_blocks[0].append(block_sum(weight, self._norm))
+                torch._fused_adam_(
+                    [direction], [gradient], [exp_avg], [exp_avg_sq], [], [step], **options
+                )
+                of_blocks[1].append(block_sum(direction, self._norm))
+            for total, parts in zip(sums, of_blocks, strict=True):
+                total.append(combine(parts, self._norm))
+        return torch.tensor(sums, dtype=torch.float64)
+
+    def _scratch(self, batch: Batch) -> list[Tensor]:
+        """Where a batch's directions lie: always the same memory, but for sharded batches."""
+        sizes = [weight.numel() for weight in batch.weights]
+        if batch.leaves[0].is_sharded:
+            return [torch.empty_like(weight) for weight in batch.weights]
+        dtype = batch.weights[0].dtype
+        memory = self._memory.get(dtype)
+        if memory is None or memory.numel() < sum(sizes):
+            memory = self._memory[dtype] = torch.empty(sum(sizes), dtype=dtype)
+        return list(torch.split(memory[: sum(sizes)], sizes))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._memory = {}
+
+
+def _fused_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of torch's fused Adam that add the direction to what the parameter holds."""
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": -1.0,
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": 0.0,
+        "eps": group["eps"],
+        "amsgrad": False,
+        "maximize": group["maximize"],
+    }
+
+
+def _steps(batch: Batch) -> list[Tensor]:
+    """The step that each leaf's bias correction is for; infinity switches it off."""
+    steps = [leaf.state["step"] for leaf in batch.leaves]
+    if batch.group["bias_correction"]:
+        return steps
+    return [torch.full_like(steps[0], math.inf)] * len(steps)
+
+
+def _fused_directions(
+    batch: Batch,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+) -> list[Tensor]:
+    """Directions of whole layers; see [Note: directions from fused Adam]."""
+    directions = list(torch._foreach_mul(weights, batch.group["weight_decay"]))
+    options, steps = _fused_options(batch.group), _steps(batch)
+    torch._fused_adam_(directions, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+    return directions
+
+
+def _foreach_directions(
+    batch: Batch,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+) -> list[Tensor]:
+    """`Adam.direction` plus decay, by torch's multi-tensor kernels."""
+    group, (beta1, beta2) = batch.group, batch.group["betas"]
+    if group["maximize"]:
+        gradients = list(torch._foreach_neg(gradients))
+    torch._foreach_mul_(exp_avgs, beta1)
+    torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, value=1 - beta2)
+    means, roots = exp_avgs, list(torch._foreach_sqrt(exp_avg_sqs))
+    if group["bias_correction"]:
+        steps = torch.stack(_steps(batch)).double()
+        dtype = weights[0].dtype
+        means = list(torch._foreach_div(means, list((1 - beta1**steps).to(dtype))))
+        torch._foreach_div_(roots, list((1 - beta2**steps).sqrt().to(dtype)))
+    torch._foreach_add_(roots, group["eps"])
+    directions = list(torch._foreach_mul(weights, group["weight_decay"]))
+    torch._foreach_addcdiv_(directions, means, roots)
+    return directions

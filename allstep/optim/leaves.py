@@ -1,0 +1,142 @@
+"""Parameters of a step as plain tensors: this worker's part, in the precision of the update."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Batch", "Leaf", "batches", "flat", "local"]
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False, slots=True)
+class Leaf:
+    """A parameter with a gradient.
+
+    `weight` is what the update changes: this worker's part of the parameter, or of its float32
+    master copy. `gradient` is this worker's part, in the dtype of the parameter.
+    """
+
+    name: str
+    group: dict[str, Any]
+    parameter: Tensor
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether norms must be summed over workers."""
+        return isinstance(self.parameter, DTensor) and any(
+            not placement.is_replicate() for placement in self.parameter.placements
+        )
+
+    def flat(self, *slots: str) -> list[Tensor] | None:
+        """Weight, gradient and the named slots as flat views of equal order.
+
+        None if the weight's memory has holes. The gradient is copied if its order differs.
+        """
+        gradient = self.gradient.to(self.weight.dtype)
+        if gradient.stride() != self.weight.stride():
+            gradient = torch.empty_like(self.weight).copy_(gradient)
+        tensors = [self.weight, gradient, *(local(self.state[slot]) for slot in slots)]
+        if any(tensor.stride() != self.weight.stride() for tensor in tensors):
+            return None
+        rows = [flat(tensor) for tensor in tensors]
+        return [row for row in rows if row is not None] if rows[0] is not None else None
+
+    def write_back(self) -> None:
+        """Rounds the master copy into the parameter."""
+        if "master" in self.state:
+            local(self.parameter).copy_(self.weight)
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Leaves of one group that are updated together, and what is known of them so far.
+
+    `directions` are what the weights move against, and `weights` views of them that go with it.
+    """
+
+    leaves: list[Leaf]
+    directions: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.weights = [leaf.weight for leaf in self.leaves]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The options that the leaves share."""
+        return self.leaves[0].group
+
+    @property
+    def device(self) -> torch.device:
+        """Where the leaves are."""
+        return self.leaves[0].weight.device
+
+
+def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
+    """Consecutive leaves of one group and device, up to so many elements (or one leaf)."""
+    batch: list[Leaf] = []
+    num_elements = 0
+    for leaf in leaves:
+        fits = batch and (
+            leaf.group is batch[0].group
+            and leaf.weight.device == batch[0].weight.device
+            and leaf.weight.dtype == batch[0].weight.dtype
+            and num_elements + leaf.weight.numel() <= max_elements
+        )
+        if batch and not fits:
+            yield Batch(batch)
+            batch, num_elements = [], 0
+        batch.append(leaf)
+        num_elements += leaf.weight.numel()
+    if batch:
+        yield Batch(batch)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This worker's part of a sharded tensor, any other as it is; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """This worker's part of the gradient, laid out over the workers as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if (
+        isinstance(parameter, DTensor)
+        and isinstance(gradient, DTensor)
+        and gradient.placements != parameter.placements
+    ):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)
+
+
+def flat(tensor: Tensor) -> Tensor | None:
+    """A dense tensor's memory as one row, in whatever order its dimensions lie; else None."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return None
+
+
+def new_state(parameter: Tensor, slots: Iterable[str]) -> dict[str, Tensor]:
+    """An optimizer's state of a parameter before its first step.
+
+    Parameters of half precision get a float32 `master` copy, and slots of its dtype.
+    """
+    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    weight = parameter.detach()
+    if parameter.dtype in _LOW_PRECISION:
+        weight = weight.float()
+        state["master"] = weight
+    for slot in slots:
+        state[slot] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+    return state

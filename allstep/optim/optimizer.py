@@ -1,0 +1,248 @@
+"""What all optimizers here share: checks, state, master copies, bad gradients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from allstep.errors import UsageError
+from allstep.optim.checks import (
+    NonfiniteGradientError,
+    check_gradient,
+    check_group_values,
+    check_parameters,
+    parameter_name,
+)
+from allstep.optim.leaves import Leaf, local, local_gradient, new_state
+from allstep.optim.sharding import reduce_over_shards
+
+__all__ = ["LargeBatchOptimizer", "Nonfinite"]
+
+Nonfinite = Literal["raise", "skip", "propagate"]
+
+
+class LargeBatchOptimizer(Optimizer, ABC):
+    """torch's `Optimizer`, with what its subclasses here have in common.
+
+    - Gradients are left bit for bit as they were; sparse ones are refused by name.
+    - Parameters of half precision are updated through a float32 master copy, which is part of
+      the state. Where such a parameter was changed from outside, its master follows.
+    - Sharded parameters (`DTensor`) get the update that whole ones would.
+    - `nonfinite` says what a gradient that is not finite does: "raise" stops before its
+      parameter is changed and names it (others may have made their step: go back to a
+      checkpoint), "skip" leaves everything as it was and counts (`num_skipped`), at the price of
+      reading all gradients first, "propagate" does not look.
+    """
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, nonfinite: Nonfinite, **options: Any
+    ) -> None:
+        if nonfinite not in get_args(Nonfinite):
+            raise UsageError(
+                f"`nonfinite` (={nonfinite!r}) must be one of {', '.join(get_args(Nonfinite))}."
+            )
+        if defaults["capturable"] and nonfinite != "propagate":
+            raise UsageError(
+                f"`nonfinite` (={nonfinite!r}) looks at numbers on the GPU, which `capturable`"
+                ' forbids; use `nonfinite="propagate"`.'
+            )
+        params = params if isinstance(params, Tensor) else list(params)
+        if not isinstance(params, Tensor) and not params:
+            raise UsageError("`params` is empty; pass `model.parameters()` or parameter groups.")
+        self._options: dict[str, Any] = {"nonfinite": nonfinite, **options}
+        self._versions: dict[Tensor, int] = {}
+        super().__init__(params, {**defaults, "num_skipped": 0})
+
+    # --- what a subclass says -------------------------------------------------------------------
+
+    @abstractmethod
+    def _slots(self) -> tuple[str, ...]:
+        """Names of the state's tensors of a parameter's shape."""
+
+    @abstractmethod
+    def _update(self, leaves: list[Leaf]) -> None:
+        """One step: asks `_tolerates`, then `_count`s it and changes weights and states."""
+
+    # --- torch's interface ----------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters from their gradients.
+
+        Args:
+            closure: computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            UsageError: if a gradient is sparse.
+            NonfiniteGradientError: if a gradient is not finite and the policy is "raise".
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            leaves = self._leaves()
+            if leaves:
+                self._update(leaves)
+            for leaf in leaves:
+                if "master" in leaf.state:
+                    leaf.write_back()
+                    self._versions[leaf.parameter] = local(leaf.parameter)._version
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters with options of its own.
+
+        Raises:
+            UsageError: if the group is empty, overlaps another or has a bad option.
+        """
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], Tensor | set):
+            listed = list(param_group["params"])
+            param_group = {**param_group, "params": listed}
+            bare = [item[1] if isinstance(item, tuple) else item for item in listed]
+            group = {**param_group, "params": bare}
+            check_parameters(group, len(self.param_groups))
+            self._refuse_overlap(bare)
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        check_group_values(group)
+
+    def _refuse_overlap(self, parameters: list[Tensor]) -> None:
+        places = {
+            parameter: parameter_name(group, group_index, index)
+            for group_index, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+        twice = [places[parameter] for parameter in parameters if parameter in places]
+        if twice:
+            raise UsageError(
+                f"group {len(self.param_groups)} overlaps an earlier one: it also holds"
+                f" {', '.join(twice[:5])}. Put every parameter in one group."
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict()` once gave; every tensor keeps its precision.
+
+        Raises:
+            ValueError: if the groups differ from those of this optimizer.
+        """
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, own, strict=True):
+            # torch casts to the parameter's dtype, which would round master copies.
+            for name, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
+                    like = torch.empty_like(parameter, dtype=value.dtype)
+                    self.state[parameter][name] = like.copy_(value)
+        self._versions.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._versions = {}
+
+    def _shows_later(self, leaf: Leaf) -> bool:
+        """Whether the step finds a bad gradient before it has touched the parameter."""
+        return False
+
+    # --- bad gradients --------------------------------------------------------------------------
+
+    @property
+    def nonfinite(self) -> Nonfinite:
+        """What a gradient that is not finite does."""
+        policy: Nonfinite = self._options["nonfinite"]
+        return policy
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps were left out because a gradient was not finite."""
+        counts: list[int] = [group["num_skipped"] for group in self.param_groups]
+        return max(counts)
+
+    def _bad_gradients(self, leaves: list[Leaf]) -> list[bool]:
+        """Which gradients are not finite, as far as the policy wants it known before the step."""
+        if self.nonfinite == "propagate":
+            return [False] * len(leaves)
+        if self.nonfinite == "raise":
+            seen = [leaf for leaf in leaves if not self._shows_later(leaf)]
+            bad = dict(zip(map(id, seen), _are_bad(seen), strict=True))
+            return [bad.get(id(leaf), False) for leaf in leaves]
+        found = torch.tensor([_are_bad(leaves)], dtype=torch.float64, device=_device(leaves))
+        reduce_over_shards(found, leaves, "max")
+        return [flag > 0 for flag in found[0].tolist()]
+
+    def _tolerates(self, leaves: list[Leaf], bad: list[bool]) -> bool:
+        """Whether to make the step, by the policy; skipped steps are counted.
+
+        Raises:
+            NonfiniteGradientError: if the policy is "raise" and a gradient is bad.
+        """
+        names = [leaf.name for leaf, is_bad in zip(leaves, bad, strict=True) if is_bad]
+        if names and self.nonfinite == "raise":
+            raise NonfiniteGradientError(names)
+        if names:
+            for group in self.param_groups:
+                group["num_skipped"] += 1
+        return not names
+
+    def _count(self, leaves: list[Leaf]) -> None:
+        torch._foreach_add_([leaf.state["step"] for leaf in leaves], 1)
+
+    # --- leaves ---------------------------------------------------------------------------------
+
+    def _leaves(self) -> list[Leaf]:
+        """The parameters that have a gradient, in the order of the groups."""
+        leaves = []
+        for group_index, group in enumerate(self.param_groups):
+            check_group_values({"lr": group["lr"]})
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    name = parameter_name(group, group_index, index)
+                    leaves.append(self._leaf(parameter, group, name))
+        return leaves
+
+    def _leaf(self, parameter: Tensor, group: dict[str, Any], name: str) -> Leaf:
+        assert parameter.grad is not None
+        check_gradient(parameter.grad, name)
+        state = self.state[parameter]
+        if "step" not in state:
+            state.update(new_state(parameter, self._slots()))
+        weight = local(parameter.detach())
+        if "master" in state:
+            self._follow(parameter, weight, local(state["master"]))
+            weight = local(state["master"])
+        return Leaf(name, group, parameter, weight, local_gradient(parameter), state)
+
+    def _follow(self, parameter: Tensor, rounded: Tensor, master: Tensor) -> None:
+        """Takes over what someone else wrote into a parameter that has a master copy."""
+        if self._versions.get(parameter) != rounded._version:
+            master.copy_(torch.where(master.to(rounded.dtype) == rounded, master, rounded.float()))
+
+
+def _are_bad(leaves: list[Leaf]) -> list[bool]:
+    """Which gradients hold NaN or infinity on this worker; each is read once."""
+    totals: dict[torch.device, list[Tensor]] = {}
+    for leaf in leaves:
+        dtype = torch.promote_types(leaf.gradient.dtype, torch.float32)
+        total = leaf.gradient.sum(dtype=dtype).double()
+        totals.setdefault(total.device, []).append(total)
+    if all(bool(torch.stack(of_device).isfinite().all()) for of_device in totals.values()):
+        return [False] * len(leaves)
+    # The sum of a finite gradient may be infinite.
+    return [not bool(leaf.gradient.isfinite().all()) for leaf in leaves]
+
+
+def _device(leaves: list[Leaf]) -> torch.device:
+    """Where the leaves' collectives run."""
+    return leaves[0].weight.device

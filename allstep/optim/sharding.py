@@ -1,0 +1,50 @@
+"""Sums over the workers among which a parameter is sharded."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from allstep.optim.leaves import Leaf
+
+__all__ = ["reduce_over_shards"]
+
+
+def reduce_over_shards(
+    columns: Tensor, leaves: Sequence["Leaf"], op: Literal["sum", "max"]
+) -> None:
+    """Combines every leaf's column over the workers that hold its parts, in place.
+
+    One collective for each dimension of the mesh that parameters are sharded over: one in all
+    under `fully_shard` or tensor parallelism alone, none for whole parameters.
+
+    Args:
+        columns: shape (rows, leaves); finished for leaves that are whole.
+        leaves: the same on all workers.
+        op: how the parts combine.
+    """
+    members: dict[dist.ProcessGroup, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        for group in _groups_of(leaf.parameter):
+            members.setdefault(group, []).append(index)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    for group, indices in members.items():
+        chosen = torch.tensor(indices, device=columns.device)
+        parts = columns[:, chosen]
+        dist.all_reduce(parts, reduce_op, group=group)
+        columns[:, chosen] = parts
+
+
+def _groups_of(parameter: Tensor) -> list[dist.ProcessGroup]:
+    """The process groups along which a parameter is cut, in the mesh's order."""
+    if not isinstance(parameter, DTensor):
+        return []
+    return [
+        parameter.device_mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    ]

@@ -1,0 +1,95 @@
+"""The trust ratio of a layer, and the norms that it is made of."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from allstep.optim.leaves import flat
+
+__all__ = ["Norm", "norms_of", "power_sum", "power_sums", "trust_ratio"]
+
+Norm = Literal["l1", "l2", "linf"]
+
+_SUM_ELEMENTS = 2**20
+
+
+def trust_ratio(
+    weight_norm: Tensor,
+    update_norm: Tensor,
+    *,
+    coefficient: float = 1.0,
+    weight_decay: float = 0.0,
+    phi: tuple[float, float] = (0.0, math.inf),
+    eps: float = 0.0,
+    clip: float | None = None,
+) -> Tensor:
+    """By how much the learning rate of a layer is multiplied.
+
+    ratio = coefficient * clamp(weight_norm, *phi) / (update_norm + weight_decay * weight_norm
+    + eps), 1 where the numerator or `update_norm` is zero, and at most `clip`
+
+    Args:
+        weight_norm: norms of the layers' weights, any shape.
+        update_norm: norms of the layers' updates (LAMB) or gradients (LARS), the same shape.
+        coefficient: LARS's eta.
+        weight_decay: the decay, where it is part of the update but not of `update_norm` (LARS).
+        phi: bounds of the weights' norm.
+        eps: added to the denominator.
+        clip: the largest ratio.
+
+    Returns:
+        The ratios, in the norms' shape.
+
+    >>> trust_ratio(torch.tensor([2.0, 0.0]), torch.tensor([0.5, 0.5]), coefficient=0.001)
+    tensor([0.0040, 1.0000])
+
+    Source: You et al., 2020, arXiv:1904.00962, Algorithm 2 (phi); You et al., 2017,
+    arXiv:1708.03888 (coefficient and weight decay).
+    """
+    scale = coefficient * weight_norm.clamp(*phi)
+    ratio = scale / (update_norm + weight_decay * weight_norm + eps)
+    ratio = torch.where((scale > 0) & (update_norm > 0), ratio, 1.0)
+    # A norm that is not a number must not become a harmless 1.
+    ratio = torch.where(update_norm.isnan() | weight_norm.isnan(), torch.nan, ratio)
+    return ratio if clip is None else ratio.clamp(max=clip)
+
+
+def power_sum(x: Tensor, norm: Norm) -> Tensor:
+    """What adds up over the parts of a tensor: its norm before the root.
+
+    Args:
+        x: of any shape; may be empty.
+        norm: "l2" gives the sum of squares, "l1" that of magnitudes, "linf" the largest
+            magnitude, which is to be combined by maximum instead of sum.
+
+    Returns:
+        A scalar in double precision.
+    """
+    if norm == "l2":
+        row = flat(x)
+        row = x.reshape(-1) if row is None else row
+        # Sums in single precision lose digits over many elements.
+        parts = [torch.dot(part, part) for part in torch.split(row, _SUM_ELEMENTS)]
+        return torch.stack(parts).double().sum()
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(
+        x, 1 if norm == "l1" else math.inf, dtype=torch.float64
+    )
+    return total
+
+
+def power_sums(tensors: list[Tensor], norm: Norm) -> Tensor:
+    """`power_sum` of each tensor, in a few kernels on a GPU."""
+    if tensors[0].device.type == "cpu":
+        return torch.stack([power_sum(x, norm) for x in tensors])
+    norms = torch._foreach_norm(tensors, {"l1": 1, "l2": 2, "linf": math.inf}[norm])
+    sums = torch.stack(norms).double()
+    return sums.square() if norm == "l2" else sums
+
+
+def norms_of(power_sums: Tensor, norm: Norm) -> Tensor:
+    """Norms from sums (or maxima) over all parts."""
+    return power_sums.sqrt() if norm == "l2" else power_sums
