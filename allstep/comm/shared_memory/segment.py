@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from allstep.comm.shared_memory.cuts import Cut, Piece, add_up
 from allstep.comm.shared_memory.meeting import meet
 from allstep.comm.shared_memory.signals import EMPTIED, FILLED, LINE_BYTES, REDUCED, Signals
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Segment"]
 
 NUM_SLOTS = 4
-SMALL_BYTES = 1 << 15
-_HALVES = (torch.float16, torch.bfloat16)
+SMALL_BYTES = 1 << 18
+_MAX_CUTS = 256
 
 
 def default_slot_bytes(num_ranks: int) -> int:
@@ -57,7 +58,9 @@ class Segment:
         self._slots = torch.frombuffer(memory, dtype=torch.uint8)[lines_bytes:].view(
             self.size, NUM_SLOTS, -1
         )
-        self._sequence = 0
+        self._slot_bytes = self._slots.shape[2]
+        self._cuts: dict[tuple[int, int, torch.dtype], Cut] = {}
+        self._num_pieces = 0
         self._is_open = True
 
     @classmethod
@@ -79,88 +82,82 @@ class Segment:
 
     def sum_(self, flat: Tensor) -> None:
         """flat = sum over ranks r, in their order, of flat_r; in place. [Note: shared sums]"""
-        if flat.nbytes <= min(SMALL_BYTES, self._slots.shape[2]):
+        if flat.nbytes <= min(SMALL_BYTES, self._slot_bytes):
             self._sum_small_(flat)
             return
-        pieces = self._pieces(flat)
-        first, last = self._sequence + 1, self._sequence + len(pieces)
-        self._sequence = last
-        for s in range(first, last + 3):
-            if s <= last:
-                self._fill(pieces[s - first], s)
-            if first < s <= last + 1:
-                self._reduce(pieces[s - 1 - first], s - 1)
-            if first + 1 < s:
-                self._collect(pieces[s - 2 - first], s - 2)
+        pieces = [Piece(self._cut(part, s), part, s) for s, part in self._numbered(flat)]
+        # Two rounds more than pieces, for the last to come out of the pipeline.
+        for filled, reduced, collected in zip(
+            [*pieces, None, None], [None, *pieces, None], [None, None, *pieces], strict=True
+        ):
+            if filled:
+                self._fill(filled)
+            if reduced:
+                self._reduce(reduced)
+            if collected:
+                self._collect(collected)
 
     def broadcast_(self, flat: Tensor, root: int = 0) -> None:
         """flat = flat_root, in place."""
-        for piece in self._pieces(flat):
-            s = self._next()
+        for s, part in self._numbered(flat):
+            slot = self._cut(part, s).whole[root]
             if self.rank == root:
                 self._signals.wait(EMPTIED, s - NUM_SLOTS)
-                self._slot(root, s, piece).copy_(piece)
+                slot.copy_(part)
                 self._signals.set(FILLED, s)
             else:
                 self._signals.wait(FILLED, s, [root])
-                piece.copy_(self._slot(root, s, piece))
+                part.copy_(slot)
             self._signals.set(EMPTIED, s)
 
     def _sum_small_(self, flat: Tensor) -> None:
-        s = self._next()
+        ((s, _),) = self._numbered(flat)
+        slots = self._cut(flat, s).whole
         self._signals.wait(EMPTIED, s - NUM_SLOTS)
-        self._slot(self.rank, s, flat).copy_(flat)
+        slots[self.rank].copy_(flat)
         self._signals.set(FILLED, s)
         self._signals.wait(FILLED, s)
-        add_up([self._slot(r, s, flat) for r in range(self.size)], flat)
+        add_up(slots, flat)
         self._signals.set(EMPTIED, s)
 
-    def _fill(self, piece: Tensor, s: int) -> None:
-        self._signals.wait(EMPTIED, s - NUM_SLOTS)
-        slot = self._slot(self.rank, s, piece)
-        start, stop = self._slice(piece, self.rank)
-        if start:
-            slot[:start].copy_(piece[:start])
-        if stop < len(piece):
-            slot[stop:].copy_(piece[stop:])
-        self._signals.set(FILLED, s)
+    def _fill(self, piece: Piece) -> None:
+        self._signals.wait(EMPTIED, piece.number - NUM_SLOTS)
+        for target, source in piece.to_fill:
+            target.copy_(source)
+        self._signals.set(FILLED, piece.number)
 
-    def _reduce(self, piece: Tensor, s: int) -> None:
-        self._signals.wait(FILLED, s)
-        start, stop = self._slice(piece, self.rank)
-        own = piece[start:stop]
-        total = self._slot(self.rank, s, piece)[start:stop]
-        parts = [
-            own if r == self.rank else self._slot(r, s, piece)[start:stop] for r in range(self.size)
-        ]
-        add_up(parts, total)
-        own.copy_(total)
-        self._signals.set(REDUCED, s)
+    def _reduce(self, piece: Piece) -> None:
+        self._signals.wait(FILLED, piece.number)
+        add_up(piece.to_add, piece.total)
+        piece.own.copy_(piece.total)
+        self._signals.set(REDUCED, piece.number)
 
-    def _collect(self, piece: Tensor, s: int) -> None:
-        self._signals.wait(REDUCED, s)
-        for r in range(self.size):
-            if r != self.rank:
-                start, stop = self._slice(piece, r)
-                piece[start:stop].copy_(self._slot(r, s, piece)[start:stop])
-        self._signals.set(EMPTIED, s)
+    def _collect(self, piece: Piece) -> None:
+        self._signals.wait(REDUCED, piece.number)
+        for target, source in piece.to_collect:
+            target.copy_(source)
+        self._signals.set(EMPTIED, piece.number)
 
-    def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
-        return torch.split(flat, self._slots.shape[2] // flat.itemsize)
+    def _numbered(self, flat: Tensor) -> list[tuple[int, Tensor]]:
+        """Pieces that fit a slot, numbered on from the last."""
+        first = self._num_pieces + 1
+        if flat.nbytes <= self._slot_bytes:
+            parts: Sequence[Tensor] = (flat,)
+        else:
+            parts = torch.split(flat, self._slot_bytes // flat.itemsize)
+        self._num_pieces += len(parts)
+        return list(enumerate(parts, first))
 
-    def _slot(self, rank: int, s: int, piece: Tensor) -> Tensor:
-        """A rank's slot for piece number s."""
-        return self._slots[rank, s % NUM_SLOTS, : piece.nbytes].view(piece.dtype)
-
-    def _slice(self, piece: Tensor, rank: int) -> tuple[int, int]:
-        """Where a rank's part of a piece starts and stops; no two share a cache line."""
-        line = 64 // piece.itemsize
-        step = -(-len(piece) // (self.size * line)) * line
-        return min(rank * step, len(piece)), min((rank + 1) * step, len(piece))
-
-    def _next(self) -> int:
-        self._sequence += 1
-        return self._sequence
+    def _cut(self, part: Tensor, s: int) -> Cut:
+        """The views of piece number s's slots; made once for a length and a dtype."""
+        key = (s % NUM_SLOTS, len(part), part.dtype)
+        cut = self._cuts.get(key)
+        if cut is None:
+            if len(self._cuts) >= _MAX_CUTS:
+                self._cuts.clear()
+            slots = self._slots[:, key[0], : part.nbytes].view(part.dtype)
+            cut = self._cuts[key] = Cut.of(slots, self.rank)
+        return cut
 
     def close(self) -> None:
         """Tells the others that this rank takes no part any more. The memory stays mapped as
@@ -169,19 +166,6 @@ class Segment:
         if self._is_open:
             self._is_open = False
             self._signals.close()
-
-
-def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
-    """total = parts[0] + parts[1] + ..., in this order; half precision in float32."""
-    if total.dtype in _HALVES:
-        accumulator = parts[0].float()
-        for part in parts[1:]:
-            accumulator.add_(part)
-        total.copy_(accumulator)
-        return
-    torch.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        total.add_(part)
 
 
 def _lines_bytes(num_ranks: int) -> int:
