@@ -1,0 +1,78 @@
+"""How pieces and slots are cut in slices, one a rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cut", "Piece", "add_up"]
+
+_LINE_BYTES = 64  # no two ranks write to one cache line
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """All ranks' slots for pieces of one length and dtype.
+
+    Making views takes longer than using them on little data, so they are kept.
+
+    Attributes:
+        rank: this one.
+        sizes: elements in each rank's slice.
+        whole: rank -> its slot.
+        slices: rank -> its slot, cut in slices.
+    """
+
+    rank: int
+    sizes: list[int]
+    whole: list[Tensor]
+    slices: list[Sequence[Tensor]]
+
+    @classmethod
+    def of(cls, slots: Tensor, rank: int) -> "Cut":
+        """Cuts slots, [size, n]."""
+        size, length = slots.shape
+        line = _LINE_BYTES // slots.itemsize
+        step = -(-length // (size * line)) * line
+        sizes = [min(step, max(length - r * step, 0)) for r in range(size)]
+        whole = list(slots.unbind())
+        return cls(rank, sizes, whole, [torch.split_with_sizes(slot, sizes) for slot in whole])
+
+
+class Piece:
+    """A piece of a tensor, cut as its slots are.
+
+    Attributes:
+        number: of the piece, counted from the segment's first.
+        own: this rank's slice of the tensor.
+        total: where its sum goes in this rank's slot.
+        to_add: what it is the sum of, by rank.
+        to_fill, to_collect: (target, source) of what others add up, and of what they have.
+    """
+
+    def __init__(self, cut: Cut, part: Tensor, number: int) -> None:
+        rank, slices = cut.rank, cut.slices
+        mine = torch.split_with_sizes(part, cut.sizes)
+        others = [other for other in range(len(mine)) if other != rank]
+        self.number = number
+        self.own = mine[rank]
+        self.total = slices[rank][rank]
+        self.to_add = [slot[rank] for slot in slices]
+        self.to_add[rank] = self.own
+        self.to_fill = [(slices[rank][other], mine[other]) for other in others]
+        self.to_collect = [(mine[other], slices[other][other]) for other in others]
+
+
+def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
+    """total = parts[0] + parts[1] + ..., in this order; half precision in float32."""
+    if total.dtype in _HALVES:
+        accumulator = parts[0].float()
+        for part in parts[1:]:
+            accumulator.add_(part)
+        total.copy_(accumulator)
+        return
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)
