@@ -1,0 +1,243 @@
+"""Local SGD: workers train alone for some steps, then take the mean of their parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from allstep.comm import Communicator
+from allstep.errors import CheckpointError, UsageError
+from allstep.exchange.hooks import FunctionHook, Removable
+from allstep.exchange.outer import Nesterov
+
+__all__ = ["ParameterAveraging"]
+
+
+class ParameterAveraging:
+    """Averages the workers' parameters every few global batches, in place.
+
+    p = 1/size * sum_r p_r      after the global batches after + every, after + 2 every, ...
+
+    [Note: rounds] Batches are counted, not the optimizer's steps: a GradScaler may skip a step
+    on one worker alone, and workers that count differently would wait for each other. An
+    attached exchange counts with `count_batch` at the end of each synchronising backward pass.
+    The average is taken right after the optimizer's step; a worker that has skipped it joins
+    the others at its next forward, before the model is used again. Where nobody calls
+    `count_batch`, each step of the optimizer counts as a batch, and before `after` parameters
+    are averaged after each.
+
+    Batch norm's running statistics are the exchange's. Between averages workers have different
+    models: call `flush` on all before one of them saves or evaluates its own.
+
+    Args:
+        model: the same on every worker.
+        comm: the workers.
+        optimizer: of the model's parameters.
+        every: batches between averages (H).
+        after: batches before the first local one; until then gradients are exchanged (post-local
+            SGD).
+        outer: how a round's mean is used; None takes it as it is.
+        average_optimizer_state: whether the optimizer's moments, too, become their mean.
+        algorithm: how sums are taken, as of `Communicator.all_reduce`.
+
+    Raises:
+        UsageError: if `every` or `after` is out of range.
+
+    Attributes:
+        num_batches: counted so far.
+
+    Example:
+        >>> import torch, allstep
+        >>> model, comm = torch.nn.Linear(2, 1), allstep.Communicator.lone()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> averaging = ParameterAveraging(model, comm, optimizer, every=16)
+        >>> model(torch.ones(3, 2)).mean().backward()
+        >>> optimizer.step()  # after every 16th, parameters are the mean over the workers
+        >>> averaging.flush()
+
+    Source: Stich, "Local SGD converges fast and communicates little", ICLR 2019; Lin et al.,
+    "Don't use large mini-batches, use local SGD", ICLR 2020, on post-local SGD; Douillard et
+    al., "DiLoCo", 2023, arXiv:2311.08105.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        after: int = 0,
+        outer: Nesterov | None = None,
+        average_optimizer_state: bool = False,
+        algorithm: str | None = None,
+    ) -> None:
+        for name, value, smallest in (("every", every, 1), ("after", after, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
+        self.num_batches = 0
+        self._model, self._comm, self._optimizer = model, comm, optimizer
+        self._every, self._after, self._outer = every, after, outer
+        self._average_optimizer_state = average_optimizer_state
+        self._algorithm = algorithm
+        self._is_driven = False  # whether somebody calls `count_batch`
+        self._num_averaged = 0  # batches whose updates are in everyone's parameters
+        self._anchors: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+        self._hooks: list[Removable] = [
+            model.register_forward_pre_hook(FunctionHook(self, self._before_forward)),
+            optimizer.register_step_pre_hook(FunctionHook(self, self._before_step)),
+            optimizer.register_step_post_hook(FunctionHook(self, self._after_step)),
+        ]
+
+    def is_local(self, step: int) -> bool:
+        """Whether the gradients of a global batch stay with their worker.
+
+        Args:
+            step: the batch's number, from 0.
+        """
+        return step >= self._after
+
+    def count_batch(self, *, was_exchanged: bool) -> None:
+        """A global batch's gradients are complete; its update may follow. Collective at times.
+
+        Args:
+            was_exchanged: whether `p.grad` is the mean over the workers, so that their
+                parameters stay equal.
+        """
+        self._is_driven = True
+        self._average_if_due()
+        self.num_batches += 1
+        if was_exchanged:
+            self._num_averaged = self.num_batches
+            self._anchors.clear()
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether all workers have the same parameters."""
+        return self._num_averaged == self.num_batches
+
+    def flush(self) -> None:
+        """Ends the round now: all workers have the same parameters. Collective."""
+        if not self.is_synchronized:
+            self._average()
+
+    def detach(self) -> None:
+        """Removes the hooks from model and optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rounds stand, the same on every worker after `flush`."""
+        return {
+            "num_batches": self.num_batches,
+            "num_averaged": self._num_averaged,
+            "anchors": {name: tensor.clone() for name, tensor in self._anchors.items()},
+            "momenta": {name: tensor.clone() for name, tensor in self._momenta.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken.
+
+        Raises:
+            CheckpointError: if it is of another model.
+        """
+        parameters = self._parameters()
+        for name, tensor in {**state["anchors"], **state["momenta"]}.items():
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"The checkpoint averages a parameter `{name}` of shape {list(tensor.shape)},"
+                    " which the model does not have; load it into the model that it was made with."
+                )
+        self.num_batches, self._num_averaged = state["num_batches"], state["num_averaged"]
+        self._anchors = {n: t.to(parameters[n].device) for n, t in state["anchors"].items()}
+        self._momenta = {n: t.to(parameters[n].device) for n, t in state["momenta"].items()}
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._average_if_due()
+
+    def _before_step(self, *_: Any) -> None:
+        if self.is_local(self.num_batches - int(self._is_driven)):
+            self._set_anchors()
+
+    def _after_step(self, *_: Any) -> None:
+        if not self._is_driven:
+            self.num_batches += 1
+        self._average_if_due()
+
+    # -- the average ---------------------------------------------------------------------------
+
+    def _average_if_due(self) -> None:
+        is_round_over = (self.num_batches - self._after) % self._every == 0
+        is_before_rounds = self.num_batches <= self._after
+        if not self.is_synchronized and (is_round_over or is_before_rounds):
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        parameters = self._parameters()
+        means = self._means(parameters)
+        if self._outer is not None and self.num_batches > self._after:
+            self._set_anchors()  # of a worker that has skipped all steps of the round
+            for name, anchor in self._anchors.items():
+                start = anchor.to(parameters[name].dtype)  # what the parameter could hold of it
+                self._outer.step_(anchor, start - means[name], self._momenta[name])
+                means[name] = anchor
+        for name, p in parameters.items():
+            p.copy_(means[name])
+        if self._average_optimizer_state:
+            self._average_moments(parameters)
+        self._num_averaged = self.num_batches
+
+    def _average_moments(self, parameters: Mapping[str, Tensor]) -> None:
+        """The optimizer's tensors that are shaped like a parameter, if every worker has them."""
+        moments = {
+            f"{name} {key}": value
+            for name, p in parameters.items()
+            for key, value in self._optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == p.shape
+        }
+        everyones = set.intersection(*map(set, self._comm.all_gather_object(list(moments))))
+        shared = {name: moment for name, moment in moments.items() if name in everyones}
+        for name, mean in self._means(shared).items():
+            shared[name].copy_(mean)
+
+    def _means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Means over the workers, in at least float32, of tensors that are sent as one."""
+        means = {name: _at_least_float32(tensor) for name, tensor in tensors.items()}
+        kinds = dict.fromkeys((mean.dtype, mean.device) for mean in means.values())
+        for kind in kinds:
+            names = [name for name, mean in means.items() if (mean.dtype, mean.device) == kind]
+            flat = torch.cat([means[name].view(-1) for name in names])
+            self._comm.all_reduce(flat, "mean", algorithm=self._algorithm)
+            pieces = flat.split_with_sizes([means[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                means[name] = piece.view_as(means[name])
+        return means
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained; frozen parameters are everyone's anyway."""
+        named = self._model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad and not is_lazy(p)}
+
+    @torch.no_grad()
+    def _set_anchors(self) -> None:
+        """Remembers where a round begins."""
+        if self._outer is None:
+            return
+        for name, p in self._parameters().items():
+            if name not in self._anchors:
+                self._anchors[name] = _at_least_float32(p).clone()
+                self._momenta.setdefault(name, torch.zeros_like(self._anchors[name]))
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """The values in the usual memory order; maybe the tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)).contiguous()
