@@ -71,6 +71,8 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
         console.print("\n".join(["", *lanes]), markup=False, soft_wrap=True)
         console.print(key, style="dim")
     console.print(f"\n[bold]advice:[/] {advice.recommendation.sentence}")
+    if choice is not None:
+        console.print(f"[bold]in code:[/] {choice.policy.in_code}", soft_wrap=True)
 
 
 def _assumptions(advice: Advice) -> str:
@@ -157,6 +159,7 @@ def plain_advice(advice: Advice) -> dict[str, Any]:
             for p in advice.predictions
         ],
         "recommended": None if choice is None else plain_data(choice),
+        "in_code": None if choice is None else choice.policy.in_code,
         "advice": advice.recommendation.sentence,
     }
 

@@ -65,6 +65,21 @@ class Policy:
         """Whether nothing is left to choose."""
         return "auto" not in (self.algorithm, self.bucket_bytes)
 
+    @property
+    def in_code(self) -> str:
+        """What a user writes for it.
+
+        >>> print(Policy(name="", wire="fp16", staleness=1).in_code)
+        allstep.ExchangePolicy(wire="fp16", staleness=1, algorithm="auto", bucket_bytes="auto")
+        """
+        if self.every > 1:
+            return f"allstep.exchange.averaging.ParameterAveraging(..., every={self.every})"
+        if self.algorithm == "native":
+            return "torch.nn.parallel.DistributedDataParallel, or allstep.ExchangePolicy()"
+        wire = "" if self.wire == "fp32" else f'wire="{self.wire}", '
+        stale = f"staleness={self.staleness}, " if self.staleness else ""
+        return f'allstep.ExchangePolicy({wire}{stale}algorithm="auto", bucket_bytes="auto")'
+
     def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "Policy":
         """This policy with what was left to choose settled."""
         return replace(

@@ -1,7 +1,9 @@
+import importlib
 import itertools
 
 import pytest
 
+import allstep
 from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.job import Job
@@ -131,3 +133,14 @@ def test_wrong_targets_are_refused(name):
     values = {"critical_batch": 100.0, "num_samples": 1000.0, "known_batch": 10.0, name: 0.0}
     with pytest.raises(UsageError, match=rf"`{name}` \(=0.0\) must be above 0"):
         Target(**values)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_what_is_recommended_can_be_written(policy):
+    """Every policy of the exchange is one that `ExchangePolicy` takes."""
+    if policy.every > 1:
+        assert importlib.import_module("allstep.exchange.averaging").ParameterAveraging
+        return
+    code = policy.in_code.split("or ")[-1]
+    found = eval(code, {"allstep": allstep})
+    assert (found.wire, found.staleness) == (policy.wire, policy.staleness)
