@@ -84,7 +84,7 @@ def choose_bucket_bytes(
 
     >>> gradients = [ReadyGradient(str(i), 1 << 20, ready_s=0.001 * i) for i in range(32)]
     >>> choose_bucket_bytes(gradients, backward_s=0.032, latency_s=0, bytes_per_s=2e9) >> 20
-    1
+    2
     >>> choose_bucket_bytes(gradients, backward_s=0.032, latency_s=0.1, bytes_per_s=2e9) >> 20
     128
     """

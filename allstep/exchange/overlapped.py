@@ -61,6 +61,7 @@ class OverlappedExchange(Exchange):
         self._is_recorded = False  # whether the buckets follow a backward pass's order
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
+        self._comes_twice = False  # a gradient may grow after its hook: reentrant checkpointing
         self._pass_number = 0
         self._failure: str | None = None
         self._exposed_s = 0.0
@@ -149,7 +150,9 @@ class OverlappedExchange(Exchange):
         if name not in self._arrivals:
             self._arrivals[name] = perf_counter()
             self._missing[self._sender.plan.bucket_of[name]] -= 1
-        if self._is_recorded and self.policy.overlap:
+        elif not self._is_recorded:
+            self._comes_twice = True
+        if self._is_recorded and self.policy.overlap and not self._comes_twice:
             while self._missing and self._missing[len(self._flight.jobs)] == 0:
                 self._send_next()
 

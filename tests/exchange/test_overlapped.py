@@ -1,0 +1,387 @@
+"""What buckets that travel during the backward pass add to the contract of all exchanges."""
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep.comm import Communicator
+from allstep.comm.algorithms import Native
+from allstep.comm.threads import run_ranks
+from allstep.errors import CollectiveTimeoutError, DisagreementError, UsageError
+from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange.wires import WIRES, PowerSGD, TopK
+from tests.exchange.nets import mlp, shard
+
+SMALL = ExchangePolicy(algorithm="native", bucket_bytes=64)
+
+
+class Announced(Native):
+    """Says when it is called."""
+
+    def __init__(self, comm: Communicator, called: threading.Event) -> None:
+        super().__init__(comm)
+        self._called = called
+
+    def reduce_(self, flat: Tensor) -> None:
+        self._called.set()
+        super().reduce_(flat)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_first_bucket_travels_while_the_last_gradient_is_made(overlap: bool) -> None:
+    def worker(comm: Communicator) -> list[bool]:
+        model, called = mlp(), threading.Event()
+        policy = ExchangePolicy(
+            algorithm=lambda comm: Announced(comm, called), bucket_bytes=64, overlap=overlap
+        )
+        attach(model, comm, policy)
+        waits: list[bool] = []
+        model[0].weight.register_hook(lambda _: waits.append(called.wait(5 if overlap else 0.1)))
+        for _ in range(3):
+            called.clear()
+            model(torch.ones(2, 5)).sum().backward()
+            model.zero_grad()
+        return waits
+
+    # The first pass only records the order.
+    for waits in run_ranks(2, worker):
+        assert waits[1:] == [overlap, overlap]
+
+
+def test_buckets_follow_the_order_in_which_rank_0s_gradients_were_ready() -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))
+            self.order = (0, 1, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in self.order:
+                x = self.parts[index](x)
+            return x
+
+    def worker(comm: Communicator) -> list[list[str]]:
+        model = Crossed()
+        model.order = (2, 0, 3, 1) if comm.rank == 0 else (0, 1, 2, 3)
+        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        model(torch.ones(1, 2)).sum().backward()
+        return exchange.buckets
+
+    expected = [[f"parts.{index}.weight"] for index in (1, 3, 0, 2)]
+    assert run_ranks(2, worker) == [expected, expected]
+
+
+def test_buckets_hold_one_dtype_and_about_their_bytes() -> None:
+    def worker(comm: Communicator) -> list[list[str]]:
+        model = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=torch.float32) for _ in range(6))
+        model[2].to(torch.bfloat16)
+        return attach(model, comm, ExchangePolicy(bucket_bytes=128)).buckets
+
+    buckets = run_ranks(2, worker)[0]
+    assert buckets == [
+        ["5.weight", "4.weight"],
+        ["3.weight", "1.weight"],
+        ["2.weight"],
+        ["0.weight"],
+    ]
+
+
+def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureFixture) -> None:
+    def worker(comm: Communicator) -> tuple[list[list[str]], dict[str, Any]]:
+        model = mlp()
+        exchange = attach(model, comm, ExchangePolicy(bucket_bytes="auto"))
+        for _ in range(5):
+            model(torch.ones(2, 5)).sum().backward()
+        return exchange.buckets, exchange.state_dict()
+
+    with caplog.at_level(logging.INFO, "allstep"):
+        found = run_ranks(3, worker)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[0][1]["is_tuned"]
+    (message,) = [r.message for r in caplog.records if r.message.startswith("buckets of")]
+    assert f"buckets of {found[0][1]['bucket_bytes'] / 2**20:g} MiB" in message
+
+    def resumed(comm: Communicator) -> dict[str, Any]:
+        exchange = attach(mlp(), comm, ExchangePolicy(bucket_bytes="auto"))
+        exchange.load_state_dict(found[0][1])
+        return exchange.state_dict()
+
+    assert all(state == found[0][1] for state in run_ranks(2, resumed))
+
+
+def assert_disagreement(worker: Any, size: int, words: str) -> None:
+    """Every rank's worker must end with a DisagreementError."""
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(DisagreementError) as caught:
+            worker(comm)
+        return str(caught.value)
+
+    for message in run_ranks(size, run, timeout_s=20):
+        assert words in message
+
+
+def test_a_rank_that_skips_a_step_under_no_sync_is_named_on_all() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        exchange = attach(model, comm, SMALL)
+        for step in range(4):
+            if comm.rank == 1 and step == 2:
+                with exchange.no_sync():
+                    model(torch.ones(2, 5)).sum().backward()
+            else:
+                model(torch.ones(2, 5)).sum().backward()
+
+    assert_disagreement(
+        worker,
+        3,
+        "ranks 0, 2: exchange gradients 2, after 0 `no_sync`;"
+        " rank 1: exchange gradients 2, after 1 `no_sync`",
+    )
+
+
+def test_a_rank_that_skips_a_global_batch_is_named_on_all() -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Linear(3, 1)
+        exchange = attach(model, comm, SMALL)
+        samples = TensorDataset(torch.randn(24, 3))
+        loader = allstep.data.loader(samples, comm, global_batch=6, micro_batch=2)
+        for batch in allstep.steps(loader, exchange):
+            if comm.rank == 2 and batch.step == 1:
+                continue
+            for (x,) in batch:
+                batch.backward(model(x).square().mean())
+
+    assert_disagreement(worker, 3, "rank 2: exchange gradients 1, of global batch 2")
+
+
+def test_a_rank_that_stops_is_named_by_the_others() -> None:
+    def worker(comm: Communicator) -> str:
+        model = mlp()
+        attach(model, comm, SMALL)
+        for step in range(3):
+            if comm.rank == 1 and step == 2:
+                return "stopped"
+            try:
+                model(torch.ones(2, 5)).sum().backward()
+            except CollectiveTimeoutError as error:
+                return str(error)
+        raise AssertionError("nobody noticed")
+
+    messages = run_ranks(3, worker, timeout_s=1.5)
+    assert messages[1] == "stopped"
+    for rank in (0, 2):
+        assert "missing: rank 1" in messages[rank]
+
+
+class Stubborn(torch.autograd.Function):
+    """Fails in backward when told to."""
+
+    fails = threading.local()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if getattr(Stubborn.fails, "now", False):
+            raise ArithmeticError("no")
+        return gradient
+
+
+def test_a_pass_that_failed_halfway_fails_the_exchange_on_all_ranks() -> None:
+    def worker(comm: Communicator) -> str:
+        model = mlp()
+        attach(model, comm, SMALL)
+
+        def backward() -> None:
+            hidden = Stubborn.apply(model[:2](torch.ones(2, 5)))
+            model[2:](hidden).sum().backward()
+
+        backward()
+        if comm.rank == 1:
+            Stubborn.fails.now = True
+            with pytest.raises(ArithmeticError):
+                backward()
+            Stubborn.fails.now = False
+        with pytest.raises((UsageError, DisagreementError)) as caught:
+            backward()
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    others, failed = run_ranks(2, worker, timeout_s=20)
+    assert failed.startswith("UsageError An earlier backward pass ended with an exception")
+    assert others.startswith("DisagreementError") and "rank 1: An earlier backward pass" in others
+
+
+class Twice(nn.Module):
+    """One layer in two reentrant segments: its gradient comes in two pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.is_reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            if self.is_reentrant:
+                x = checkpoint(self.shared, x, use_reentrant=True)
+            else:
+                x = self.shared(x)
+        return x
+
+
+def test_gradients_that_come_in_pieces_are_sent_whole() -> None:
+    def gradient(model: Twice) -> Tensor:
+        model.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        assert model.shared.weight.grad is not None
+        return model.shared.weight.grad.clone()
+
+    def worker(comm: Communicator) -> None:
+        model = Twice()
+        attach(model, comm, SMALL)
+        for _ in range(3):
+            found = gradient(model)
+        other = Twice()
+        other.load_state_dict(model.state_dict())
+        other.is_reentrant = False
+        torch.testing.assert_close(found, gradient(other))
+
+    run_ranks(2, worker)
+
+
+def test_pieces_that_come_late_are_an_error_not_a_wrong_mean() -> None:
+    def worker(comm: Communicator) -> None:
+        model = Twice()
+        model.is_reentrant = False
+        attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        model(torch.ones(2, 3)).sum().backward()
+        model.is_reentrant = True
+        with pytest.raises(UsageError, match=r"second gradient.*`ExchangePolicy\(overlap=False\)`"):
+            model(torch.ones(2, 3)).sum().backward()
+
+    run_ranks(2, worker)
+
+
+def test_a_changed_dtype_is_an_error_on_all_ranks() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        attach(model, comm, SMALL)
+        model(torch.ones(2, 5)).sum().backward()
+        model.zero_grad()
+        if comm.rank == 0:
+            model.float()
+        with pytest.raises(
+            (UsageError, DisagreementError), match=r"`\d.\w+` was .*float64 at `att"
+        ):
+            model(torch.ones(2, 5, dtype=model[0].weight.dtype)).sum().backward()
+
+    run_ranks(2, worker)
+
+
+BOUNDS = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "int8": 3e-2, "exact": 1e-6}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("wire", BOUNDS)
+def test_every_format_travels_in_buckets(wire: str, staleness: int) -> None:
+    """Mixed dtypes, an empty parameter, one that some and one that none of the ranks use."""
+    scales = torch.randn(4)
+
+    def worker(comm: Communicator, policy: ExchangePolicy) -> list[Tensor | None]:
+        torch.manual_seed(3)
+        parts = [nn.Parameter(torch.ones(shape, dtype=torch.float32)) for shape in (5, 0, 3, 300)]
+        parts.append(nn.Parameter(torch.ones(2, 3, dtype=torch.float64)))
+        parts.append(nn.Parameter(torch.ones(7, dtype=torch.bfloat16)))
+        parts.append(nn.Parameter(torch.ones(2)))
+        model = nn.ParameterList(parts)
+        exchange = attach(model, comm, policy)
+        for _ in range(1 + policy.staleness):
+            model.zero_grad()
+            used = [p for i, p in enumerate(parts[:-1]) if i != 2 or comm.rank == 1]
+            factor = float(scales[comm.rank])
+            sum(
+                (p.double() * torch.arange(p.numel()).view_as(p)).sum() * factor for p in used
+            ).backward()
+        assert exchange.has_landed
+        return [p.grad for p in parts]
+
+    plain = ExchangePolicy(plain=True)
+    late = ExchangePolicy(algorithm="native", wire=wire, bucket_bytes=512, staleness=staleness)
+    for size in (2, 3):
+        expected = run_ranks(size, lambda comm: worker(comm, plain))[0]
+        found = run_ranks(size, lambda comm: worker(comm, late))
+        for ours in found:
+            assert ours[-1] is None and expected[-1] is None
+            for one, other in zip(ours[:-1], expected[:-1], strict=True):
+                largest = float(other.abs().max()) if other.numel() else 0.0
+                tolerance = max(BOUNDS[wire], 1e-2 if one.dtype is torch.bfloat16 else 0) * largest
+                torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+            assert all(torch.equal(a, b) for a, b in zip(ours[:-1], found[0][:-1], strict=True))
+
+
+@pytest.mark.parametrize("wire", [TopK(fraction=0.2), PowerSGD(rank=1)], ids=["topk", "powersgd"])
+def test_a_parameter_without_a_gradient_keeps_what_it_has_not_sent(wire: Any) -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.ModuleList([nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)])
+        exchange = attach(model, comm, ExchangePolicy(algorithm="native", wire=wire))
+        x = torch.randn(4, 6)
+        (model[0](x) + model[1](x)).square().mean().backward()
+
+        def residual(name: str) -> Tensor:
+            (layout,) = exchange._sender.plan.layouts
+            start = dict(zip(layout.names, layout.offsets, strict=True))[name]
+            return exchange.state_dict()["states"][0][0]["residual"][start : start + 36]
+
+        if comm.rank == 0:
+            before = residual("0.weight").clone()
+            assert before.abs().max() > 0
+        else:
+            exchange.state_dict()
+        model.zero_grad()
+        model[1](x).square().mean().backward()
+        assert model[0].weight.grad is None
+        if comm.rank == 0:
+            assert torch.equal(residual("0.weight"), before)
+        else:
+            exchange.state_dict()
+
+    run_ranks(2, worker)
+
+
+def test_unknown_and_excluded_arguments_name_the_cure() -> None:
+    assert len(WIRES) == 7
+    for arguments, words in (
+        ({"wire": "fp15"}, "did you mean"),
+        ({"staleness": -1}, "`staleness` \\(=-1\\)"),
+        ({"bucket_bytes": 0}, "`bucket_bytes` \\(=0\\)"),
+        ({"algorithm": "rings"}, "`algorithm` \\(='rings'\\)"),
+        ({"first_timeout_s": 0}, "`first_timeout_s` \\(=0\\)"),
+        ({"plain": True, "wire": "fp16"}, "drop `plain`"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            ExchangePolicy(**arguments)
+
+
+def test_bytes_are_those_of_the_algorithm() -> None:
+    def worker(comm: Communicator) -> tuple[int, int]:
+        model = nn.Linear(100, 10, bias=False)
+        exchange = attach(model, comm, ExchangePolicy(algorithm="ring"))
+        for _ in range(2):
+            model(shard(torch.ones(12, 100), comm)).sum().backward()
+        return exchange.stats().sent_bytes, exchange.stats().num_exchanges
+
+    size = 4
+    payload_bytes = 8 * (1000 + 4 * size + 1 + 1)
+    for sent_bytes, num_exchanges in run_ranks(size, worker):
+        assert num_exchanges == 2
+        assert abs(sent_bytes - 2 * 2 * (size - 1) / size * payload_bytes) <= 8 * 2 * 2 * size
