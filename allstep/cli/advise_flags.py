@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="points of accuracy that a policy may cost (default: 0.5)",
     )
     cluster = parser.add_argument_group("the machines")
-    cluster.add_argument("--workers", metavar="N,N,…", help=f"default: {_WORKERS}")
+    cluster.add_argument("--workers", metavar="N,N,...", help=f"default: {_WORKERS}")
     cluster.add_argument("--link", metavar="RATE", help="between machines, such as 10gbit")
     cluster.add_argument(
         "--cluster", metavar="NAME|FILE", help=f"instead of --link: {', '.join(preset_names())}"

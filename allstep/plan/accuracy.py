@@ -28,9 +28,9 @@ class AccuracyCost:
         """The cost in a table's words.
 
         >>> print(AccuracyCost(0.12, 0.2), AccuracyCost(-0.04, 0.1))
-        0.12 ± 0.20 -0.04 ± 0.10
+        0.12 +- 0.20 -0.04 +- 0.10
         """
-        return f"{self.mean:.2f} ± {self.std:.2f}"
+        return f"{self.mean:.2f} +- {self.std:.2f}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,11 @@ def is_lossless(policy: Policy) -> bool:
 
 @cache
 def measured_accuracy() -> AccuracyTable:
-    """The costs that come with the package."""
+    """The costs that come with the package, from `accuracy_cost.json`.
+
+    {"task": "what was trained, epochs, seeds",
+     "points_lost": {"name of a policy": {"mean": points, "std": points}, ...}}
+    """
     text = (files("allstep.plan") / "accuracy_cost.json").read_text(encoding="utf-8")
     table = json.loads(text)
     costs = {

@@ -54,12 +54,13 @@ def plain_data(prediction: Prediction) -> dict[str, Any]:
 
 
 def chart(predictions: Sequence[Prediction]) -> list[str]:
-    """Efficiency over workers in characters: a letter for each policy, `*` where they meet.
+    """Efficiency over workers in characters: a letter for each policy.
 
-    Each number of workers has a column; lines of the same height share it.
+    Each number of workers has a column; policies of the same efficiency stand side by side.
     """
     names = list(dict.fromkeys(p.policy.name for p in predictions))
     counts = sorted({p.num_workers for p in predictions})
+    assert len(names) < _COLUMN
     letters = dict(zip(names, _LETTERS, strict=False))
     rows = [[" "] * (_COLUMN * len(counts)) for _ in range(_CHART_ROWS + 1)]
     for p in predictions:
@@ -91,7 +92,7 @@ def timeline(spans: Sequence[Span], width: int) -> list[str]:
     >>> print(*timeline(step, 17), sep="\n")
     compute  ffbbbb..
     wire           00
-    f forward, b backward, u update, l local step, . waiting, 0 1 2 … buckets; 8 columns are 4 s
+    f forward, b backward, u update, l local step, . waiting, 0 1 2 ... buckets; 8 columns are 4 s
     """
     marks = {"forward": "f", "optimizer": "u", "local step": "l", "wait": "."}
     columns = max(1, width - 9)
@@ -105,6 +106,6 @@ def timeline(spans: Sequence[Span], width: int) -> list[str]:
         lane[first:last] = [mark] * (last - first)
     return [
         *(f"{name:9}{''.join(lane)}".rstrip() for name, lane in lanes.items()),
-        "f forward, b backward, u update, l local step, . waiting, 0 1 2 … buckets;"
+        "f forward, b backward, u update, l local step, . waiting, 0 1 2 ... buckets;"
         f" {columns} columns are {seconds_text(end_s)}",
     ]

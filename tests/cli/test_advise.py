@@ -128,7 +128,7 @@ def test_more_points_may_be_spared_or_none(say, monkeypatch):
     monkeypatch.setattr(advise, "measured_accuracy", lambda: table)
     text = say(*BARE)
     assert "fp16 + staleness 1: " in advice_of(text)
-    assert "It cost 0.40 ± 0.10 points of accuracy on fashion." in advice_of(text)
+    assert "It cost 0.40 +- 0.10 points of accuracy on fashion." in advice_of(text)
     assert "workers with fp16: " in advice_of(say(*BARE, "--max-points-lost", "0.2"))
     assert "workers with fp32: " in advice_of(say(*BARE, "--max-points-lost", "0"))
 
@@ -137,6 +137,10 @@ def test_a_timeline_is_shown_when_asked_for(say):
     text = say(*BARE, "--timeline")
     assert re.search(r"^compute  f+b+", text, re.MULTILINE)
     assert "columns are" in text
+
+
+def test_any_encoding_can_say_it(say):
+    say(*BARE, "--timeline", "--noise-scale", "2000").encode("ascii")
 
 
 def test_presets_bring_their_workers(say):
@@ -208,6 +212,7 @@ def test_a_file_that_cannot_be_written(refuse, flag):
         ([*BARE, "--stragglers", "-5"], "`spread` (=-0.05) must be 0 or more"),
         ([*BARE, "--global-batch", "100"], "`global_batch` (=100) must be a multiple of"),
         ([*BARE, "--micro-batch", "0"], "`num_samples` (=0) must be a whole number"),
+        ([*BARE, "--max-points-lost", "-1"], "`max_points_lost` (=-1.0) must be 0 or more"),
         ([*BARE, "--noise-scale", "0"], "`noise_scale` (=0) must be at least 1."),
         ([*BARE, "--cluster", "mn-1"], "`link` (=10gbit) and `cluster` (=mn-1) both say"),
         (

@@ -31,7 +31,7 @@ def predictions(gbit_s, counts, num_params=25_000_000, global_batch=None):
 def test_the_fastest_that_keeps_its_accuracy():
     found = recommend(predictions(1, [1, 2, 4]), MEASURED)
     assert found.choice.policy.name == "local SGD, H = 16"
-    assert "It cost 0.45 ± 0.20 points of accuracy on fashion." in found.sentence
+    assert "It cost 0.45 +- 0.20 points of accuracy on fashion." in found.sentence
     strict = recommend(predictions(10, [1, 2, 4]), MEASURED, max_points_lost=0.2)
     assert strict.choice.policy.name in ("fp16", "int8")
     plain = recommend(predictions(10, [1, 2, 4]), MEASURED, max_points_lost=0.0)

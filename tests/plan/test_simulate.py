@@ -80,6 +80,25 @@ def test_local_sgd_pays_once_in_a_while():
     assert report.exposed_s == pytest.approx(wire_s(cluster) / 5)
 
 
+@pytest.mark.parametrize("bandwidth_bps", [1e7, 1e8, 1e9, 1e10, 1e12])
+@pytest.mark.parametrize("bucket_bytes", [MIB, 8 * MIB, None])
+@pytest.mark.parametrize("num_nodes", [2, 5, 64])
+def test_a_step_lies_between_its_bounds(bandwidth_bps, bucket_bytes, num_nodes):
+    """Not shorter than compute or wire alone, not longer than both; less on a faster wire."""
+    policy = replace(OVERLAPPED, bucket_bytes=bucket_bytes)
+
+    def step(bps):
+        link = Link(bandwidth_bps=bps, latency_s=1e-5)
+        return simulate(WORKLOAD, replace(hosts(num_nodes), intra=link, inter=link), policy)
+
+    found = step(bandwidth_bps)
+    compute_s = WORKLOAD.compute_s
+    assert max(compute_s, found.wire_s) <= found.step_s * (1 + 1e-9)
+    assert found.step_s <= (compute_s + found.wire_s) * (1 + 1e-9)
+    assert found.step_s == pytest.approx(compute_s + found.exposed_s)
+    assert step(2 * bandwidth_bps).step_s <= found.step_s
+
+
 def test_an_update_is_never_hidden_without_staleness():
     """A negative control: with an endless wire only staleness 0 shows it in full."""
     cluster = hosts(2)
