@@ -75,12 +75,13 @@ class _Simulation:
         self, workload: Workload, cluster: Cluster, policy: Policy, stragglers: Stragglers
     ) -> None:
         self.workload, self.cluster, self.policy = workload, cluster, policy
-        self.stragglers = stragglers
+        # A lone worker waits for nobody: in the long run it takes its mean.
+        self.stragglers = stragglers if cluster.num_workers > 1 else NO_STRAGGLERS
         sizes = _bucket_sizes(workload, policy)
         self.buckets = workload.buckets(sizes)
         self.wire_s = [self.exchange_s(size) for size in sizes]
         # Equal workers are all at the same point: one clock stands for them.
-        self.progress = np.zeros(cluster.num_workers if stragglers.is_active else 1)
+        self.progress = np.zeros(cluster.num_workers if self.stragglers.is_active else 1)
         self.wire = Activity(cluster.compute_slowdown if cluster.num_workers > 1 else 0.0)
         self.ends_s: list[float] = []  # of the collectives of each step
         self.step = 0

@@ -150,6 +150,11 @@ def test_the_slowest_of_many_is_slower():
     assert many.step_s - wire_s(hosts(1000)) > few.step_s - wire_s(hosts(2)) > WORKLOAD.compute_s
 
 
+def test_a_lone_worker_takes_its_mean():
+    report = simulate(WORKLOAD, hosts(1), AT_THE_END, Stragglers(spread=0.5))
+    assert report.step_s == pytest.approx(WORKLOAD.compute_s)
+
+
 def test_fewer_meetings_even_stragglers_out():
     cluster = replace(hosts(64), inter=Link(bandwidth_bps=1e15))
     stragglers = Stragglers(spread=0.2)
