@@ -8,6 +8,7 @@ from torch import nn
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_tensors
+from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
 from allstep.exchange.overlapped import OverlappedExchange
@@ -25,6 +26,7 @@ def attach(
     *,
     global_batch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Exchange:
     """Makes a model's gradients the mean over the workers, from now on. Collective.
 
@@ -41,13 +43,14 @@ def attach(
         policy: how to exchange; the default takes the mean.
         global_batch: samples of one step over all workers, for the message alone.
         scaler: the GradScaler that losses are scaled with; only staleness needs to know it.
+        optimizer: of the model's parameters; only local SGD needs to know it.
 
     Returns:
         The exchange.
 
     Raises:
         UsageError: if the model or one of its parameters is attached already, or `global_batch`
-            isn't positive.
+            isn't positive, or if local SGD is not told its optimizer.
         DisagreementError: if names, shapes or dtypes differ between workers.
 
     Example:
@@ -60,6 +63,11 @@ def attach(
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
     policy = policy or ExchangePolicy()
+    if policy.is_local and optimizer is None:
+        raise UsageError(
+            f"`optimizer` (=None) must be given for local SGD (`every` is {policy.every}):"
+            " attach(model, comm, policy, optimizer=optimizer)."
+        )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     _refuse_attached(model)
     if comm.size > 1:
@@ -71,8 +79,20 @@ def attach(
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
     if policy.plain:
-        return PlainExchange(model, comm, policy)
-    return OverlappedExchange(model, comm, policy, scaler)
+        exchange: Exchange = PlainExchange(model, comm, policy)
+    else:
+        exchange = OverlappedExchange(model, comm, policy, scaler)
+    if policy.is_local and optimizer is not None:
+        exchange.averaging = ParameterAveraging(
+            model,
+            comm,
+            optimizer,
+            every=policy.every,
+            after=policy.after,
+            outer=policy.outer,
+            average_optimizer_state=policy.average_optimizer_state,
+        )
+    return exchange
 
 
 def _refuse_attached(model: nn.Module) -> None:
@@ -101,5 +121,7 @@ def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -
     )
     wire = "" if policy.wire_format.is_lossless else f", {policy.wire_format.name} wire"
     steps = "step" if policy.staleness == 1 else "steps"
+    if policy.is_local:
+        wire += f", parameters every {policy.every} batches"
     late = f", {policy.staleness} {steps} late" if policy.staleness else ""
     return f"{policy.reduction} over {size} {workers}{wire}{late}; {batch}; learning rate untouched"

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree, digest
+from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.hooks import FunctionHook, Hook, Removable
 from allstep.exchange.parameters import ParameterSet, Signature, signature
@@ -36,6 +37,7 @@ class Exchange(ABC):
         policy: how gradients are exchanged.
         statistics: batch norm's running statistics.
         has_landed: whether the last exchange left a gradient to make an update with.
+        averaging: of the parameters, with local SGD.
         global_step: the step of the global batch that `steps` is at, whose losses it weighs.
     """
 
@@ -55,6 +57,7 @@ class Exchange(ABC):
         self._num_no_sync = 0  # since the last exchange
         self.has_landed = True
         self.global_step: int | None = None
+        self.averaging: ParameterAveraging | None = None
         mark = Hook(self)  # on an event that costs nothing in a step
         self._module_hooks.append(model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
         if self._is_active:
@@ -123,7 +126,8 @@ class Exchange(ABC):
         Gradients in flight, what was not sent yet, and how buckets are made. What differs
         between workers is whole on rank 0 alone, which writes it.
         """
-        return {"num_exchanges": self._num_exchanges}
+        averaging = None if self.averaging is None else self.averaging.state_dict()
+        return {"num_exchanges": self._num_exchanges, "averaging": averaging}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint, the same on all workers, whose number may be another.
@@ -132,6 +136,8 @@ class Exchange(ABC):
             CheckpointError: if it is of an exchange of other parameters.
         """
         self._num_exchanges = state["num_exchanges"]
+        if self.averaging is not None and state["averaging"] is not None:
+            self.averaging.load_state_dict(state["averaging"])
 
     @property
     def loss_scale(self) -> int:
@@ -139,7 +145,12 @@ class Exchange(ABC):
         return self.comm.size if self.policy.reduction == "mean" else 1
 
     def sync_buffers(self) -> None:
-        """Makes batch norm's running statistics the mean over the workers. Collective."""
+        """Makes batch norm's running statistics the mean over the workers. Collective.
+
+        With local SGD it ends the round first, so that all workers have one model.
+        """
+        if self.averaging is not None:
+            self.averaging.flush()
         if self._is_active:
             self._agree("sum running statistics")
         self.statistics.sync()
@@ -177,6 +188,8 @@ class Exchange(ABC):
             _remove_all(handles)
         self._gradient_hooks.clear()
         self.statistics.detach()
+        if self.averaging is not None:
+            self.averaging.detach()
 
     # -- the backward pass -------------------------------------------------------------------
 
@@ -208,10 +221,19 @@ class Exchange(ABC):
         self._refuse_late_parameters()
         self._exchange()
 
+    @property
+    def _stays_local(self) -> bool:
+        """Whether the present global batch's gradients stay with their worker."""
+        return self.averaging is not None and self.averaging.is_local(self.averaging.num_batches)
+
     def _exchange(self) -> None:
-        self._refuse_sparse_gradients()
-        with torch.no_grad():
-            self._reduce()
+        stays_local = self._stays_local
+        if not stays_local:
+            self._refuse_sparse_gradients()
+            with torch.no_grad():
+                self._reduce()
+        if self.averaging is not None:
+            self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
         self.statistics.mark_local()
         self._num_exchanges += 1

@@ -137,6 +137,8 @@ class OverlappedExchange(Exchange):
         gradient = p.grad
         if gradient is None or gradient.layout != torch.strided:
             return  # refused at the end of the pass, on every worker
+        if self._stays_local:
+            return
         if self._num_suspended:
             if self._sender.is_exact:
                 self._flight.place(name, p)

@@ -7,6 +7,7 @@ from typing import Literal
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
 from allstep.errors import UsageError
+from allstep.exchange.outer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
 __all__ = ["ExchangePolicy", "ExchangeStats"]
@@ -29,6 +30,12 @@ class ExchangePolicy:
             machines: shared memory between CPU workers of one host, else native.
         bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
             still makes others; "auto" measures the first steps and chooses.
+        every: workers take the mean of their parameters after this many global batches, and
+            none of gradients between (local SGD); needs `attach(…, optimizer=…)`.
+        after: global batches before the first local one, whose gradients are exchanged
+            (post-local SGD).
+        outer: how a round's mean is used, such as DiLoCo's `Nesterov()`; None takes it as it is.
+        average_optimizer_state: whether the optimizer's moments become their mean, too.
         overlap: False sends everything at the end of the backward pass.
         plain: one native all-reduce a tensor at the end of the backward pass; the
             specification of everything else, which it excludes.
@@ -47,6 +54,10 @@ class ExchangePolicy:
     staleness: int = 0
     algorithm: str | Callable[[Communicator], AllReduce] | None = None
     bucket_bytes: int | Literal["auto"] = 8 << 20
+    every: int = 1
+    after: int = 0
+    outer: Nesterov | None = None
+    average_optimizer_state: bool = False
     overlap: bool = True
     plain: bool = False
     first_timeout_s: float = 120.0
@@ -66,6 +77,15 @@ class ExchangePolicy:
             raise UsageError(
                 f"`first_timeout_s` (={self.first_timeout_s!r}) must be a positive number."
             )
+        for name, smallest in (("every", 1), ("after", 0)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < smallest:
+                raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
+        if self.every > 1 and self.staleness:
+            raise UsageError(
+                f"`every` (={self.every}) and `staleness` (={self.staleness}) exclude each other:"
+                " local steps have nothing to wait for."
+            )
         make_wire(self.wire)
         if isinstance(self.algorithm, str):
             check_algorithm(self.algorithm)
@@ -74,6 +94,11 @@ class ExchangePolicy:
                 "`plain` (=True) is one native fp32 all-reduce a tensor; leave `wire`, `staleness`"
                 " and `algorithm` alone, or drop `plain`."
             )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether workers take steps alone."""
+        return self.every > 1 or self.outer is not None
 
     @property
     def wire_format(self) -> WireFormat:

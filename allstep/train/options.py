@@ -59,6 +59,9 @@ class TrainOptions:
     staleness: int = 0
     """Steps by which gradients may be late; 1 hides the exchange behind a whole step."""
 
+    every: int = 1
+    """Global batches between two averages of the parameters (local SGD); 1 exchanges gradients."""
+
     algorithm: str | None = None
     """How workers sum gradients: native, ring, shared_memory, auto, ...; by default what suits."""
 
@@ -86,6 +89,8 @@ class TrainOptions:
         return ExchangePolicy(
             wire=self.wire,
             staleness=self.staleness,
+            every=self.every,
+            average_optimizer_state=True,  # a checkpoint holds one worker's
             algorithm=self.algorithm,
             bucket_bytes=self.bucket_bytes,
         )

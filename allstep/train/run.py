@@ -30,6 +30,7 @@ _KEPT_OPTIONS = (
     "precision",
     "wire",
     "staleness",
+    "every",
 )
 
 
@@ -63,6 +64,7 @@ class Run:
             options.exchange_policy,
             global_batch=options.global_batch,
             scaler=self.precision.scaler,
+            optimizer=self._optimizer,
         )
         self.train_step = TrainStep(
             task, called_model, self._optimizer, self.precision, self.exchange, options.clip_norm

@@ -1,0 +1,67 @@
+"""Local SGD through `attach`, against a simulation of the workers in one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.errors import UsageError
+from allstep.exchange import ExchangePolicy, attach
+from tests.exchange.nets import mlp
+
+SIZE, NUM_BATCHES = 3, 9
+
+
+def simulate(start: nn.Module, batches: Tensor, every: int, after: int) -> list[Tensor]:
+    """Every worker's SGD in turn; the mean of gradients first, then of parameters."""
+    models = [copy.deepcopy(start) for _ in range(SIZE)]
+    for number, of_ranks in enumerate(batches):
+        parameters = [list(model.parameters()) for model in models]
+        made = [
+            torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+            for model, x in zip(models, of_ranks, strict=True)
+        ]
+        with torch.no_grad():
+            for index in range(len(parameters[0])):
+                mean = torch.stack([gradients[index] for gradients in made]).mean(0)
+                for rank in range(SIZE):
+                    is_local = number >= after
+                    parameters[rank][index] -= 0.1 * (made[rank][index] if is_local else mean)
+                if number >= after and (number + 1 - after) % every == 0:
+                    average = torch.stack([own[index] for own in parameters]).mean(0)
+                    for own in parameters:
+                        own[index].copy_(average)
+    return list(models[0].parameters())
+
+
+@pytest.mark.parametrize(("every", "after"), [(3, 0), (2, 3), (3, 6)])
+def test_local_steps_equal_the_simulation(every: int, after: int) -> None:
+    start, batches = mlp(), torch.randn(NUM_BATCHES, SIZE, 4, 5)
+
+    def worker(comm: Communicator) -> tuple[list[Tensor], int]:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = ExchangePolicy(algorithm="ring", every=every, after=after)
+        exchange = attach(model, comm, policy, optimizer=optimizer)
+        for of_ranks in batches:
+            model(of_ranks[comm.rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters()), exchange.stats().sent_bytes
+
+    expected = simulate(start, batches, every, after)
+    exchanged = simulate(start, batches, every, NUM_BATCHES)
+    assert not torch.allclose(expected[0], exchanged[0], rtol=1e-3)
+    for found, sent_bytes in run_ranks(SIZE, worker):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert bool(sent_bytes) == bool(after)
+
+
+def test_local_steps_need_their_optimizer() -> None:
+    with pytest.raises(UsageError, match=r"`optimizer` \(=None\) must be given.*every` is 4"):
+        attach(mlp(), Communicator.lone(), ExchangePolicy(every=4))
+    with pytest.raises(UsageError, match="exclude each other"):
+        ExchangePolicy(every=4, staleness=1)
