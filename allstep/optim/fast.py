@@ -76,7 +76,11 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def block_sum(x: Tensor, norm: Norm) -> float:
     """`power_sum` of a block that is in the cache."""
-    return torch.dot(x, x).item() if norm == "l2" else power_sum(x, norm).item()
+    if norm == "l2":
+        total = torch.dot(x, x).item()
+        if 0 < total < math.inf:
+            return total
+    return power_sum(x, norm).item()
 
 
 def combine(sums: list[float], norm: Norm) -> float:

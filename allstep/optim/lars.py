@@ -21,6 +21,9 @@ LarsVariant = Literal["paper", "lamb_paper", "mlperf"]
 # What Keras puts in place of MLPerf's 0.
 _MLPERF_EPS = 1e-7
 
+# 1 - (1 - scale) is off by 1e-16: so much above it that no digit of the dtype is lost.
+_SMALLEST_SCALE = {torch.float32: 1e-8, torch.float64: 1e-3}
+
 
 class LARS(TrustRatioOptimizer):
     """Momentum SGD whose rate is scaled to every layer's weights and gradient.
@@ -174,27 +177,27 @@ class LARS(TrustRatioOptimizer):
         buffers: list[Tensor],
     ) -> None:
         """[Note: rate inside fused SGD's momentum] The kernel's buffer takes (1 - dampening)
-        times the gradient, so a dampening of 1 - scale puts the scale into the momentum.
+        times the gradient, so a dampening of 1 - scale puts the scale into the momentum. A scale
+        far below 1 would be rounded away there, and goes the other way.
         """
         group = batch.group
         momentum = float(group["momentum"] * self._correction(group))
-        for weight, gradient, buffer, scale in zip(
-            weights, gradients, buffers, scales.tolist(), strict=True
-        ):
-            torch._fused_sgd_(
-                [weight],
-                [gradient],
-                [buffer] if momentum else [],
-                weight_decay=self._coupled_decay(group),
-                momentum=momentum,
-                lr=1.0 if momentum else scale,
-                dampening=1.0 - scale if momentum else 0.0,
-                nesterov=False,
-                maximize=group["maximize"],
-                is_first_step=False,
-            )
-            if not momentum:
-                buffer.zero_()
+        smallest = _SMALLEST_SCALE[weights[0].dtype]
+        for index, scale in enumerate(scales.tolist()):
+            one = [weights[index]], [gradients[index]], [buffers[index]]
+            if momentum and scale >= smallest:
+                torch._fused_sgd_(
+                    *one,
+                    weight_decay=self._coupled_decay(group),
+                    momentum=momentum,
+                    lr=1.0,
+                    dampening=1.0 - scale,
+                    nesterov=False,
+                    maximize=group["maximize"],
+                    is_first_step=False,
+                )
+            else:
+                self._move_foreach(batch, scales[index : index + 1], *one)
 
     def _move_foreach(
         self,

@@ -60,7 +60,7 @@ def power_sum(x: Tensor, norm: Norm) -> Tensor:
     """What adds up over the parts of a tensor: its norm before the root.
 
     Args:
-        x: of any shape; may be empty.
+        x: on a CPU, of any shape; may be empty.
         norm: "l2" gives the sum of squares, "l1" that of magnitudes, "linf" the largest
             magnitude, which is to be combined by maximum instead of sum.
 
@@ -72,13 +72,13 @@ def power_sum(x: Tensor, norm: Norm) -> Tensor:
         row = x.reshape(-1) if row is None else row
         # Sums in single precision lose digits over many elements.
         parts = [torch.dot(part, part) for part in torch.split(row, _SUM_ELEMENTS)]
-        return torch.stack(parts).double().sum()
+        total = torch.stack(parts).double().sum()
+        # Squares in single precision may overflow, or vanish.
+        return total if 0 < total < math.inf else x.double().square().sum()
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(
-        x, 1 if norm == "l1" else math.inf, dtype=torch.float64
-    )
-    return total
+    size: Tensor = torch.linalg.vector_norm(x, 1 if norm == "l1" else math.inf, dtype=torch.float64)
+    return size
 
 
 def power_sums(tensors: list[Tensor], norm: Norm) -> Tensor:

@@ -1,3 +1,4 @@
+import itertools
 import math
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allstep.errors import UsageError
-from allstep.optim import constant, cosine, poly, step_decay
+from allstep.optim import constant, cosine, poly, sgd_share, slow_start, step_decay
 
 
 def test_warmup_grows_linearly_and_its_last_step_is_full() -> None:
@@ -40,9 +41,43 @@ def test_poly_is_a_power_of_what_is_left(power: float) -> None:
         assert schedule(step) == pytest.approx(0.1 + 0.9 * ((110 - step) / 100) ** power)
 
 
-def test_decays_stay_at_their_end() -> None:
-    assert cosine(10, final=0.3)(10) == cosine(10, final=0.3)(1000) == pytest.approx(0.3)
-    assert poly(10)(10) == poly(10)(1000) == 0.0
+def test_decays_refuse_to_be_asked_beyond_their_end() -> None:
+    assert cosine(10, final=0.3)(10) == pytest.approx(0.3)
+    assert poly(10)(10) == 0.0
+    for schedule in (cosine(10), poly(10), slow_start(10)):
+        with pytest.raises(
+            UsageError, match=r"`step` \(=11\) is beyond .* \(`total_steps` is 10\)"
+        ):
+            schedule(11)
+
+
+def test_schedules_begin_at_step_zero() -> None:
+    for schedule in (constant(), cosine(10), poly(10), step_decay([5]), slow_start(10)):
+        with pytest.raises(UsageError, match=r"`step` \(=-1\) must be 0 or more"):
+            schedule(-1)
+
+
+def test_slow_start_keeps_its_fractions() -> None:
+    whole, short = slow_start(90 * 39), slow_start(90 * 7)
+    for epoch in range(90):
+        assert whole(39 * epoch) == short(7 * epoch)
+        assert whole(39 * epoch + 38) == short(7 * epoch + 6)
+    assert [whole(39 * epoch) for epoch in (39, 40, 69, 70, 84, 85, 89)] == [
+        *(0.5, 0.075, 0.075, 0.01, 0.01, 0.001, 0.001)
+    ]
+
+
+def test_share_of_sgd_is_smooth_where_its_parts_meet() -> None:
+    """The printed slope, 2 / period, is not: it exceeds 1 and jumps back."""
+    tiny = 1e-6
+    left = (sgd_share(10, 10, 5) - sgd_share(10 - tiny, 10, 5)) / tiny
+    right = (sgd_share(10 + tiny, 10, 5) - sgd_share(10, 10, 5)) / tiny
+    assert left == pytest.approx(right, rel=1e-5) == pytest.approx(1 / 5, rel=1e-5)
+    shares = [sgd_share(epoch / 100, 10, 5) for epoch in range(2000)]
+    assert shares == sorted(shares) and max(shares) == 1.0
+    assert max(b - a for a, b in itertools.pairwise(shares)) < 0.0021
+    printed = [0.5 + 2 * (epoch / 100 - 10) / 5 for epoch in range(1000, 1250)]
+    assert max(printed) > 1.4
 
 
 def test_step_decay_multiplies_at_each_milestone() -> None:
@@ -57,12 +92,13 @@ def test_step_decay_multiplies_at_each_milestone() -> None:
     total_steps=st.integers(2, 500),
     warmup_share=st.floats(0, 0.99),
     final=st.floats(0, 1),
-    step=st.integers(0, 600),
+    progress=st.floats(0, 1),
 )
 def test_multipliers_stay_in_bounds_and_fall_after_the_warmup(
-    total_steps: int, warmup_share: float, final: float, step: int
+    total_steps: int, warmup_share: float, final: float, progress: float
 ) -> None:
     warmup_steps = int(warmup_share * total_steps)
+    step = int(progress * (total_steps - 1))
     for schedule in (cosine(total_steps, warmup_steps, final), poly(total_steps, warmup_steps)):
         now, later = schedule(step), schedule(step + 1)
         assert 0 <= now <= 1 + 1e-12
@@ -83,6 +119,7 @@ def test_multipliers_stay_in_bounds_and_fall_after_the_warmup(
         (lambda: step_decay([3], factor=0.0), r"`factor` \(=0.0\) must be above 0"),
         (lambda: step_decay([3, 3]), r"`milestones` \(=\[3, 3\]\) must increase"),
         (lambda: step_decay([3], warmup_steps=4), "must not begin before the warm-up ends"),
+        (lambda: slow_start(0), r"`total_steps` \(=0\) must be positive"),
     ],
 )
 def test_bad_arguments_are_named(make: object, message: str) -> None:

@@ -1,0 +1,108 @@
+import pytest
+
+from allstep.errors import UsageError
+from allstep.optim import (
+    chain,
+    constant,
+    cosine,
+    gradual_warmup,
+    hold,
+    in_samples,
+    linear_scaling,
+    linear_warmup_epochs,
+    poly,
+    scaled,
+    sqrt_scaling,
+    step_decay,
+    two_stage,
+)
+
+
+def test_gradual_warmup_is_goyals() -> None:
+    """From 0.1 to 3.2 over 5 epochs by equal increments, then 0.1 times less at 30, 60 and 80."""
+    epoch = 156
+    schedule = gradual_warmup(step_decay([30 * epoch, 60 * epoch, 80 * epoch]), 5 * epoch, 1 / 32)
+    rates = [3.2 * schedule(step) for step in range(90 * epoch)]
+    increments = [late - early for early, late in zip(rates, rates[1 : 5 * epoch], strict=False)]
+    assert increments == pytest.approx([3.1 / (5 * epoch)] * (5 * epoch - 1))
+    assert rates[0] == pytest.approx(0.1 + increments[0])
+    assert rates[5 * epoch - 1] == rates[5 * epoch] == rates[30 * epoch - 1] == 3.2
+    assert rates[30 * epoch] == pytest.approx(0.32)
+    assert rates[-1] == pytest.approx(0.0032)
+
+
+def test_warmups_from_zero_are_those_of_the_schedules() -> None:
+    for step in range(20):
+        assert gradual_warmup(constant(), 7)(step) == constant(warmup_steps=7)(step)
+
+
+def test_schedules_in_samples_do_not_depend_on_the_batch() -> None:
+    """After the same samples the rate is the same, up to one step."""
+    schedule = cosine(4096, 512)
+    for batch in (1, 32, 128):
+        by_steps = in_samples(schedule, batch)
+        for seen in range(batch, 4096, 512):
+            step = seen // batch - 1
+            assert by_steps(step) == schedule(batch * (step + 1) - 1)
+    assert in_samples(constant(warmup_steps=512), 128)(3) == 1.0
+    assert in_samples(cosine(4096), 128)(31) > 0
+    with pytest.raises(UsageError, match="beyond the schedule's end"):
+        in_samples(cosine(4096), 128)(32)
+    with pytest.raises(UsageError, match=r"`step` \(=-1\)"):
+        in_samples(cosine(4096), 128)(-1)
+
+
+def test_chained_stages_begin_anew() -> None:
+    first, second = poly(10, 2), cosine(20, 5)
+    chained = chain([(10, first), (20, second)])
+    assert [chained(step) for step in range(10)] == [first(step) for step in range(10)]
+    assert [chained(10 + step) for step in range(21)] == [second(step) for step in range(21)]
+    with pytest.raises(UsageError, match=r"`step` \(=31\) is beyond"):
+        chained(31)
+
+
+def test_two_stages_warm_up_twice() -> None:
+    """The mixed batch of BERT in 76 minutes: 7,037 steps of 64K, 1,562 of 32K."""
+    schedule = two_stage(7037, 1562, 1000, 400, second_peak=0.7)
+    values = [schedule(step) for step in range(7037 + 1562 + 1)]
+    assert max(values[:7037]) == values[999] == 1.0
+    assert values[7036] < 2e-4 and values[7037] == pytest.approx(0.7 / 400)
+    assert max(values[7037:]) == values[7037 + 399] == 0.7
+    assert values[-1] == 0.0
+    # One schedule over both would meet the new batch at a tenth of the rate, without warm-up.
+    assert poly(8599, 1000, power=1.0)(7037) > 0.2
+
+
+def test_held_and_scaled() -> None:
+    held = hold(scaled(poly(10, final=0.2), 0.5), 10)
+    assert held(5) == 0.5 * poly(10, final=0.2)(5)
+    assert held(10) == held(1000) == pytest.approx(0.1)
+
+
+def test_scaling_rules_give_the_published_rates() -> None:
+    assert linear_scaling(0.1, 256, 32768) == 12.8  # Akiba et al.
+    for k in range(7):  # LAMB on BERT, from 512 to 32K
+        rate = sqrt_scaling(5 / (2**3 * 1e3), 512, 512 * 2**k)
+        assert rate == pytest.approx(5 / (2 ** (3 - k / 2) * 1e3))
+    assert linear_warmup_epochs(0.3125, 512, 16384) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gradual_warmup(constant(), -1), r"`warmup_steps` \(=-1\) must be 0 or more"),
+        (lambda: gradual_warmup(constant(), 3, 2.0), r"`start` \(=2.0\) must be between 0 and 1"),
+        (lambda: in_samples(constant(), 0), r"`global_batch` \(=0\) must be positive"),
+        (lambda: chain([]), r"`stages` \(of \[\] steps\) must be one or more"),
+        (lambda: chain([(0, constant())]), r"`stages` \(of \[0\] steps\)"),
+        (lambda: two_stage(5, 5, 5, 1), r"`total_steps` \(=5\) must exceed `warmup_steps`"),
+        (lambda: two_stage(5, 5, 1, 1, 0.0), r"`second_peak` \(=0.0\) must be positive"),
+        (lambda: linear_scaling(0.0, 1, 1), r"`base_lr` \(=0.0\) must be finite and positive"),
+        (lambda: sqrt_scaling(0.1, 0, 1), r"`base_batch` \(=0\) must be"),
+        (lambda: linear_warmup_epochs(0.1, 1, -1), r"`global_batch` \(=-1\) must be"),
+    ],
+)
+def test_bad_arguments_are_named(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(UsageError, match=message):
+        make()

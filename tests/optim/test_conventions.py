@@ -1,0 +1,492 @@
+"""What every optimizer promises: torch's conventions, clean gradients, master copies, errors."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allstep.errors import UsageError
+from allstep.optim import (
+    LAMB,
+    LARS,
+    Adam,
+    LayerWise,
+    NonfiniteGradientError,
+    RMSprop,
+    RMSpropWarmup,
+    ScheduledLR,
+    Sgd,
+    constant,
+)
+from tests.optim.table import (
+    OPTIMIZERS,
+    WAYS,
+    Make,
+    gradients,
+    largest_difference,
+    parameters,
+    set_gradients,
+    train,
+)
+
+for_all = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@for_all
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_stay_bit_for_bit(make: Make, dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = make(params, weight_decay=0.1, maximize=True)
+    for step in range(3):
+        set_gradients(params, step)
+        kept = [parameter.grad for parameter in params]
+        before = [gradient.clone() for gradient in kept if gradient is not None]
+        optimizer.step()
+        assert all(
+            parameter.grad is gradient for parameter, gradient in zip(params, kept, strict=True)
+        )
+        assert equal([gradient for gradient in kept if gradient is not None], before)
+
+
+@for_all
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_state_dict_resumes_bit_for_bit(make: Make, dtype: torch.dtype) -> None:
+    whole = parameters(dtype)
+    expected = train(make(whole, weight_decay=0.1), whole, 8)
+
+    first = parameters(dtype)
+    optimizer = make(first, weight_decay=0.1)
+    train(optimizer, first, 5)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    second = [nn.Parameter(parameter.detach().clone()) for parameter in first]
+    resumed = make(second, weight_decay=0.7)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert equal(train(resumed, second, 3, first=5), expected)
+
+
+@for_all
+def test_state_of_half_precision_loads_in_its_own(make: Make) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = make(params)
+    train(optimizer, params, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for state in optimizer.state.values():
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def test_state_loads_in_the_layout_of_its_parameter() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = LAMB([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for name in ("exp_avg", "exp_avg_sq"):
+        state["state"][0][name] = state["state"][0][name].contiguous()
+    optimizer.load_state_dict(state)
+    assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+
+
+@for_all
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_updated_through_a_master(make: Make, dtype: torch.dtype) -> None:
+    """Small steps add up in the master; without it they are rounded away."""
+    half, single = parameters(dtype), parameters(dtype)
+    for parameter in single:
+        parameter.data = parameter.data.float()
+    optimizer, oracle = make(half, lr=1e-4), make(single, lr=1e-4)
+    for step in range(30):
+        set_gradients(half, step)
+        for parameter, twin in zip(half, single, strict=True):
+            assert parameter.grad is not None
+            twin.grad = parameter.grad.float()
+        optimizer.step()
+        oracle.step()
+    assert equal([p.detach() for p in half], [p.detach().to(dtype) for p in single])
+    for parameter, twin in zip(half, single, strict=True):
+        assert torch.equal(optimizer.state[parameter]["master"], twin.detach())
+
+
+@for_all
+def test_master_follows_a_parameter_that_was_set(make: Make) -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = make(params)
+    train(optimizer, params, 2)
+    kept = optimizer.state[params[0]]["master"].clone()
+    with torch.no_grad():
+        params[0][0].fill_(3.0)
+    set_gradients(params, 2)
+    params[0].grad = torch.zeros_like(params[0])
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-30
+    optimizer.step()
+    master = optimizer.state[params[0]]["master"]
+    # What momentum is left goes on.
+    torch.testing.assert_close(master[0], torch.full((5,), 3.0), rtol=0, atol=0.3)
+    torch.testing.assert_close(master[1:], kept[1:], rtol=0, atol=0.3)
+
+
+@for_all
+def test_maximize_is_the_negative_gradient(make: Make) -> None:
+    up, down = parameters(), parameters()
+    ascent, descent = make(up, weight_decay=0.1, maximize=True), make(down, weight_decay=0.1)
+    for step in range(5):
+        for parameter, twin, gradient in zip(up, down, gradients(step), strict=True):
+            parameter.grad, twin.grad = gradient, -gradient
+        ascent.step()
+        descent.step()
+    assert largest_difference([p.detach() for p in up], [p.detach() for p in down]) < 1e-14
+
+
+@for_all
+def test_rate_as_a_tensor(make: Make) -> None:
+    numbers, tensors = parameters(), parameters()
+    expected = train(make(numbers, lr=0.02), numbers, 5)
+    lr = torch.tensor(0.02, dtype=torch.float64)
+    found = train(make(tensors, lr=lr), tensors, 5)
+    assert largest_difference(found, expected) < 1e-14
+
+
+@for_all
+def test_closure_is_called_with_gradients_enabled(make: Make) -> None:
+    params = parameters()
+    optimizer = make(params)
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum((parameter.square().sum() for parameter in params), torch.zeros(()))
+        loss.backward()
+        calls.append(torch.is_grad_enabled())
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [True] and float(loss.detach()) > 0
+
+
+@for_all
+def test_groups_have_their_own_options(make: Make) -> None:
+    """Two groups in one optimizer are two optimizers."""
+    together, apart = parameters(), parameters()
+    optimizer = make([{"params": together[:2], "lr": 0.03}], weight_decay=0.1)
+    optimizer.add_param_group({"params": together[2:], "weight_decay": 0.5})
+    found = train(optimizer, together, 5)
+    first, second = make(apart[:2], lr=0.03, weight_decay=0.1), make(apart[2:], weight_decay=0.5)
+    for step in range(5):
+        set_gradients(apart, step)
+        first.step()
+        second.step()
+    assert largest_difference(found, [p.detach() for p in apart]) < 1e-14
+
+
+@for_all
+def test_parameters_without_a_gradient_wait(make: Make) -> None:
+    params = parameters()
+    optimizer = make(params)
+    optimizer.step()
+    assert not optimizer.state
+    set_gradients(params, 0)
+    params[0].grad = None
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[0].detach(), before) and params[0] not in optimizer.state
+
+
+@for_all
+def test_any_layout_of_memory(make: Make) -> None:
+    """Transposed, channels-last and non-dense weights, and gradients that lie otherwise."""
+
+    def odd() -> list[nn.Parameter]:
+        made = parameters()
+        made[0].data = made[0].data.t().contiguous().t()
+        made[2].data = made[2].data.to(memory_format=torch.channels_last)
+        made[4].data = torch.zeros(4, 6, dtype=torch.float64)[:, ::2]
+        return made
+
+    plain, strange = parameters(), odd()
+    expected = train(make(plain, weight_decay=0.1), plain, 5)
+    found = train(make(strange, weight_decay=0.1), strange, 5)
+    assert largest_difference(found, expected) < 1e-13
+
+
+@for_all
+def test_copies_and_pickles(make: Make) -> None:
+    params = parameters()
+    optimizer = make(params, weight_decay=0.1)
+    train(optimizer, params, 2)
+    model, twin = copy.deepcopy((params, optimizer))
+    expected = train(optimizer, params, 2, first=2)
+    assert equal(train(twin, model, 2, first=2), expected)
+    assert pickle.loads(pickle.dumps(twin)).nonfinite == "raise"  # type: ignore[attr-defined]
+
+
+def test_named_parameters_name_the_ratios() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = LAMB(model.named_parameters())
+    assert optimizer.trust_ratios() == {}
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert list(optimizer.trust_ratios()) == ["weight", "bias"]
+
+
+def test_ratios_are_those_of_the_norms() -> None:
+    for way in WAYS:
+        weight = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+        optimizer = LARS([weight], variant="lamb_paper", momentum=0.0, **way)
+        weight.grad = torch.tensor([0.0, 0.5], dtype=torch.float64)
+        optimizer.step()
+        assert optimizer.trust_ratios() == {"param_groups[0]['params'][0]": 10.0}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_groups_that_do_not_adapt_have_a_ratio_of_one(way: dict[str, bool]) -> None:
+    params, twin = parameters(), parameters()
+    optimizer = LAMB([{"params": params, "adapt": False}], weight_decay=0.1, eps=1e-8, **way)
+    adamw = torch.optim.AdamW(twin, 0.01, weight_decay=0.1, eps=1e-8)
+    found = train(optimizer, params, 20, lambda step: 0.01)
+    assert largest_difference(found, train(adamw, twin, 20)) < 1e-12
+    assert optimizer.trust_ratios() == {}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_always_adapt_decides_about_groups_without_decay(way: dict[str, bool]) -> None:
+    def ratios(weight_decay: float, always_adapt: bool) -> dict[str, float]:
+        params = parameters()
+        optimizer = LAMB(params, weight_decay=weight_decay, always_adapt=always_adapt, **way)
+        train(optimizer, params, 1)
+        return optimizer.trust_ratios()
+
+    assert ratios(0.0, always_adapt=False) == {}
+    assert len(ratios(0.0, always_adapt=True)) == len(ratios(0.1, always_adapt=False)) == 5
+
+
+def test_state_is_adams() -> None:
+    """So that a run can change from AdamW to LAMB in the middle."""
+    params, twin = parameters(torch.float32), parameters(torch.float32)
+    adamw = torch.optim.AdamW(params)
+    train(adamw, params, 3)
+    lamb = LAMB(twin)
+    lamb.load_state_dict({**lamb.state_dict(), "state": adamw.state_dict()["state"]})
+    train(lamb, twin, 1)
+    assert all(float(lamb.state[parameter]["step"]) == 4 for parameter in twin)
+
+
+# --- gradients that are not finite ------------------------------------------------------------
+
+
+def bad_gradient(params: list[nn.Parameter], value: float = float("nan")) -> None:
+    set_gradients(params, 9)
+    assert params[1].grad is not None
+    params[1].grad[2] = value
+
+
+@for_all
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_bad_gradients_are_named(make: Make, value: float) -> None:
+    params = parameters()
+    optimizer = make(params)
+    train(optimizer, params, 1)
+    before = params[1].detach().clone()
+    bad_gradient(params, value)
+    message = r"gradient of param_groups\[0\]\['params'\]\[1\], .* is not finite"
+    with pytest.raises(NonfiniteGradientError, match=message):
+        optimizer.step()
+    assert torch.equal(params[1].detach(), before)
+
+
+def test_bad_gradients_are_named_by_the_given_names() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    optimizer = LARS(list(model.named_parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    with pytest.raises(NonfiniteGradientError, match=r"0.weight, .*, 2.weight and 3 more"):
+        optimizer.step()
+
+
+@for_all
+def test_bad_gradients_are_skipped_and_counted(make: Make) -> None:
+    params, clean = parameters(), parameters()
+    optimizer, oracle = make(params, nonfinite="skip"), make(clean)
+    train(optimizer, params, 2)
+    bad_gradient(params)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.step()
+    assert optimizer.num_skipped == 1  # type: ignore[attr-defined]
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    found = train(optimizer, params, 2, first=2)
+    assert equal(found, train(oracle, clean, 4))
+    assert optimizer.state_dict()["param_groups"][0]["num_skipped"] == 1
+
+
+@for_all
+def test_bad_gradients_propagate_if_wanted(make: Make) -> None:
+    params = parameters()
+    optimizer = make(params, nonfinite="propagate")
+    bad_gradient(params)
+    optimizer.step()
+    assert bool(params[1].isnan().any()) and bool(params[0].isfinite().all())
+
+
+@for_all
+def test_large_finite_gradients_are_fine(make: Make) -> None:
+    """Their sum is infinite in single precision; they are not."""
+    params = parameters(torch.float32)
+    optimizer = make(params, nonfinite="skip")
+    for parameter in params:
+        parameter.grad = torch.full_like(parameter, 3e38)
+    optimizer.step()
+    assert optimizer.num_skipped == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_norms_neither_overflow_nor_vanish(size: float, way: dict[str, bool]) -> None:
+    """Squares of these are infinite or zero in single precision."""
+    params, oracle = parameters(torch.float32), parameters(torch.float32)
+    optimizer, twin = LARS(params, 1.0, **way), LARS(oracle, 1.0, fused=False)
+    for parameter, same, gradient in zip(params, oracle, gradients(0), strict=True):
+        parameter.grad, same.grad = gradient.float() * size, gradient.float()
+    params, oracle = params[:3], oracle[:3]  # of the others a norm is zero
+    optimizer.step()
+    twin.step()
+    assert largest_difference(params, oracle) < 1e-6
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+def one() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2, 2))]
+
+
+@for_all
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -0.1}, r"`lr` \(=-0.1\) must be a finite number, 0 or more"),
+        ({"lr": float("nan")}, r"`lr` \(=nan\) must be a finite number"),
+        ({"lr": torch.tensor(-1.0)}, r"`lr` \(=-1.0\) must be a finite number"),
+        ({"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\) must be finite and 0 or more"),
+        ({"nonfinite": "ignore"}, r"`nonfinite` \(='ignore'\) must be one of raise, skip"),
+    ],
+)
+def test_bad_options_are_named(make: Make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(one(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LAMB(one(), betas=(0.9, 1.0)), r"`betas` \(=\(0.9, 1.0\)\) must be two numbers"),
+        (lambda: LAMB(one(), eps=-1.0), r"`eps` \(=-1.0\) must be finite and 0 or more"),
+        (lambda: LAMB(one(), phi=(2.0, 1.0)), r"`phi` \(=\(2.0, 1.0\)\) must be \(low, high\)"),
+        (lambda: LAMB(one(), trust_clip=0.0), r"`trust_clip` \(=0.0\) must be positive"),
+        (lambda: LAMB(one(), trust_eps=-1.0), r"`trust_eps` \(=-1.0\) must be finite"),
+        (lambda: LAMB(one(), norm="l3"), r"`norm` \(='l3'\) must be one of l1, l2, linf"),
+        (lambda: LAMB(one(), fused=True, foreach=True), "exclude each other"),
+        (lambda: LAMB(one(), capturable=True), r"`nonfinite` \(='raise'\) looks at numbers"),
+        (lambda: LARS(one(), momentum=1.0), r"`momentum` \(=1.0\) must be at least 0"),
+        (lambda: LARS(one(), variant="apex"), r"`variant` \(='apex'\) must be one of paper"),
+        (lambda: LARS(one(), trust_coefficient=0.0), r"`trust_coefficient` \(=0.0\)"),
+        (lambda: LARS(one(), momentum=0.0, nesterov=True), r"`nesterov` \(=True\) needs a"),
+        (
+            lambda: LARS(one(), variant="lamb_paper", momentum_correction=True),
+            r"`momentum_correction` \(=True\) needs the ratio on the gradient",
+        ),
+        (lambda: LayerWise(one(), Adam(), ratio_on="loss"), r"`ratio_on` \(='loss'\) must be"),
+        (lambda: LayerWise(one(), Adam(), ratio_on="gradient"), r"must be `Sgd` when the ratio"),
+        (lambda: Sgd(momentum=-0.1), r"`momentum` \(=-0.1\)"),
+        (lambda: Adam(eps=-0.1), r"`eps` \(=-0.1\)"),
+        (lambda: RMSprop(alpha=1.0), r"`alpha` \(=1.0\)"),
+        (
+            lambda: RMSpropWarmup(one(), 0.1, center_steps=1, period_steps=0),
+            r"`period_steps` \(=0\) must be positive",
+        ),
+        (
+            lambda: RMSpropWarmup(one(), 0.1, center_steps=-1, period_steps=1),
+            r"`center_steps` \(=-1\) must be 0 or more",
+        ),
+    ],
+)
+def test_bad_options_of_one_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@for_all
+def test_bad_groups_are_refused(make: Make) -> None:
+    with pytest.raises(UsageError, match="`params` is empty; pass"):
+        make([])
+    with pytest.raises(UsageError, match="`params` of group 1 is empty; leave the group out"):
+        make([{"params": one()}, {"params": []}])
+    shared = one()
+    with pytest.raises(UsageError, match="group 0 holds a parameter twice; list tied parameters"):
+        make(shared * 2)
+    overlap = r"group 1 overlaps .* also holds param_groups\[0\]\['params'\]\[0\]"
+    with pytest.raises(UsageError, match=overlap):
+        make([{"params": shared}, {"params": [*one(), *shared]}])
+    with pytest.raises(UsageError, match=r"\(=torch.complex64\) must be a tensor of real"):
+        make([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(UsageError, match=r"\(=int\) must be a tensor of real"):
+        make([1])
+    with pytest.raises(UsageError, match=r"`lr` \(=-1\)"):
+        make(one()).add_param_group({"params": one(), "lr": -1})
+    with pytest.raises(TypeError, match="should be an iterable"):
+        make(torch.ones(2))
+
+
+@for_all
+def test_a_negative_rate_is_refused_when_a_schedule_sets_it(make: Make) -> None:
+    params = parameters()
+    optimizer = make(params)
+    ScheduledLR(optimizer, lambda step: -1.0)
+    set_gradients(params, 0)
+    with pytest.raises(UsageError, match=r"`lr` \(=-0.01\)"):
+        optimizer.step()
+
+
+@for_all
+def test_sparse_gradients_are_refused_by_name(make: Make) -> None:
+    embedding = nn.Embedding(4, 3, sparse=True)
+    optimizer = make(list(embedding.named_parameters()))
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match=r"gradient of weight \(=torch.sparse_coo\) must be dense"):
+        optimizer.step()
+
+
+def test_rmsprop_warmup_needs_a_rate() -> None:
+    params = parameters()
+    optimizer = RMSpropWarmup(params, 0.0, center_steps=5, period_steps=5)
+    set_gradients(params, 0)
+    with pytest.raises(UsageError, match=r"`lr` \(=0.0\) must be positive during the transition"):
+        optimizer.step()
+
+
+def test_scheduled_rates_follow_the_schedule() -> None:
+    params = parameters()
+    optimizer = LARS([{"params": params[:1]}, {"params": params[1:], "lr": 1.0}], lr=0.5)
+    scheduler = ScheduledLR(optimizer, constant(warmup_steps=4))
+    rates = []
+    for step in range(6):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        set_gradients(params, step)
+        optimizer.step()
+        scheduler.step()
+    assert rates == [[0.5 * m, m] for m in (0.25, 0.5, 0.75, 1, 1, 1)]
+    state = scheduler.state_dict()
+    assert "schedule" not in state
+    other = ScheduledLR(LARS(parameters(), lr=0.5), constant(warmup_steps=4))
+    other.load_state_dict(state)
+    assert other.last_epoch == 6

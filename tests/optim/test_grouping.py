@@ -1,0 +1,134 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep.optim
+from allstep.errors import UsageError
+from allstep.optim import LAMB, LARS, groups
+
+
+class Scale(nn.Module):
+    """A normalisation that torch does not know."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class MyBatchNorm(nn.BatchNorm2d):
+    pass
+
+
+class Block(nn.Module):
+    """Nested modules, a parameter of its own, a tied weight, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 4, 6))
+        self.offset = nn.Parameter(torch.zeros(6))
+        self.embedding = nn.Embedding(9, 6)
+        self.body = nn.ModuleList(
+            [
+                nn.MultiheadAttention(6, 2, add_bias_kv=True),
+                nn.Sequential(nn.Conv2d(3, 6, 3), MyBatchNorm(6), nn.PReLU()),
+                nn.LayerNorm([4, 6]),
+                nn.RMSNorm([4, 6]),
+                nn.GroupNorm(2, 6),
+                nn.InstanceNorm1d(6, affine=True),
+                nn.LSTM(6, 6),
+                Scale(1, 6, 1, 1),
+            ]
+        )
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+
+DECAYED = {
+    "position",
+    "embedding.weight",
+    "body.0.in_proj_weight",
+    "body.0.out_proj.weight",
+    "body.1.0.weight",
+    "body.6.weight_ih_l0",
+    "body.6.weight_hh_l0",
+    "body.7.gain",
+}
+
+
+def test_kinds_of_modules_decide() -> None:
+    model = Block()
+    decayed, others = groups(model, weight_decay=0.3)
+    assert {name for name, _ in decayed["params"]} == DECAYED
+    assert (decayed["weight_decay"], decayed["adapt"]) == (0.3, True)
+    assert (others["weight_decay"], others["adapt"]) == (0.0, False)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, _ in others["params"]} == trainable - DECAYED
+    # The number of dimensions alone would decay these.
+    flat = {name for name, p in others["params"] if p.ndim > 1}
+    assert flat == {
+        "body.0.bias_k",
+        "body.0.bias_v",
+        "body.2.weight",
+        "body.2.bias",
+        "body.3.weight",
+    }
+
+
+def test_names_decide_nothing() -> None:
+    class Misnamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Linear(3, 3)
+            self.norm = nn.Linear(3, 3, bias=False)
+            self.weight = nn.LayerNorm(3)
+
+    decayed, others = groups(Misnamed())
+    assert [name for name, _ in decayed["params"]] == ["bias.weight", "norm.weight"]
+    assert [name for name, _ in others["params"]] == ["bias.bias", "weight.weight", "weight.bias"]
+
+
+def test_further_kinds_of_normalisation() -> None:
+    decayed, _ = groups(Block(), normalisation=(Scale,))
+    assert {name for name, _ in decayed["params"]} == DECAYED - {"body.7.gain"}
+
+
+def test_tied_parameters_are_listed_once_and_decayed_if_any_owner_would() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale(3, 3)
+            self.linear = nn.Linear(3, 3, bias=False)
+            self.linear.weight = self.scale.gain
+
+    (group,) = groups(Tied(), normalisation=(Scale,))
+    assert [name for name, _ in group["params"]] == ["scale.gain"] and group["adapt"]
+
+
+def test_optimizers_take_the_groups() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    for make in (LAMB, LARS, torch.optim.AdamW, torch.optim.SGD):
+        optimizer = make(groups(model), lr=0.1)
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 3]
+        if isinstance(optimizer, LAMB | LARS):
+            assert list(optimizer.trust_ratios()) == ["0.weight"]
+
+
+def test_a_lone_module_and_no_parameters() -> None:
+    decayed, others = groups(nn.Linear(2, 2))
+    assert decayed["params"][0][0] == "weight" and others["params"][0][0] == "bias"
+    assert len(groups(nn.LayerNorm(2))) == 1
+    with pytest.raises(UsageError, match="`model` has no trainable parameter"):
+        groups(nn.ReLU())
+
+
+def test_the_room_leads_to_each_name() -> None:
+    for name in allstep.optim.__all__:
+        assert callable(getattr(allstep.optim, name)) and name in dir(allstep.optim)
+    with pytest.raises(AttributeError, match="has no attribute 'Lamb'"):
+        allstep.optim.Lamb  # noqa: B018
