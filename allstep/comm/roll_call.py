@@ -2,11 +2,12 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["call_roll", "report"]
+__all__ = ["call_roll", "listed", "report"]
 
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _POLL_S = 0.02
@@ -48,14 +49,17 @@ def _sentence(verbs: dict[int, str], size: int) -> str:
     if not verbs:
         return ""
     waiting = "; ".join(
-        f"{_listed([rank for rank in sorted(verbs) if verbs[rank] == verb])} in `{verb}`"
+        f"{listed([rank for rank in sorted(verbs) if verbs[rank] == verb])} in `{verb}`"
         for verb in sorted(set(verbs.values()))
     )
     missing = [rank for rank in range(size) if rank not in verbs]
-    return f"Waiting: {waiting}{'; missing: ' + _listed(missing) if missing else ''}."
+    return f"Waiting: {waiting}{'; missing: ' + listed(missing) if missing else ''}."
 
 
-def _listed(ranks: list[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """>>> listed([1, 3])
+    'ranks 1, 3'
+    """
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 

@@ -21,6 +21,7 @@ __all__ = ["Auto"]
 
 _SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _REPEATS = 3
+_ENOUGH_S = 0.1  # a slow network is known before the largest size
 
 
 class Auto(AllReduce):
@@ -48,6 +49,8 @@ class Auto(AllReduce):
             for size_bytes in _SIZES_BYTES:
                 self.seconds[size_bytes] = self._measure(size_bytes)
                 self.choices[size_bytes] = _fastest(self.seconds[size_bytes])
+                if min(self.seconds[size_bytes].values()) > _ENOUGH_S:
+                    break
             for name in self._algorithms.keys() - set(self.choices.values()):
                 self._algorithms.pop(name).close()
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from allstep.comm.roll_call import listed
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
 __all__ = ["EMPTIED", "FILLED", "LINE_BYTES", "REDUCED", "Signals"]
@@ -125,9 +126,9 @@ class Signals:
             )
         if late and waited_s > self._timeout_s:
             raise CollectiveTimeoutError(
-                f"{where} did not finish within {self._timeout_s:g} s; missing: rank "
-                f"{', '.join(map(str, late))}. Check that all ranks make the same calls in the "
-                "same order, or raise `timeout_s`."
+                f"{where} did not finish within {self._timeout_s:g} s; missing: "
+                f"{listed(late)}. Check that all ranks make the same calls in the same order, "
+                "or raise `timeout_s`."
             )
 
     def close(self) -> None:
