@@ -1,0 +1,141 @@
+"""Means of gradients that another engine hands over: what the hooks of DDP and FSDP2 share."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from allstep.comm import Communicator
+from allstep.comm.algorithms import make_algorithm
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.runner import Job, make_runner
+from allstep.exchange.transport import Transport
+from allstep.exchange.wires import WireState
+
+__all__ = ["GuestMeans", "StaleGradients"]
+
+
+class GuestMeans:
+    """Takes means over the workers of flat tensors, one after the other, in the background.
+
+    What lossy formats have not sent belongs to parameters' names, since the engine may put the
+    parameters in other buckets later.
+
+    Args:
+        comm: the workers.
+        policy: wire format, reduction and algorithm.
+    """
+
+    def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
+        self._wire = policy.wire_format
+        self._factor = comm.size if policy.reduction == "sum" else 1
+        self._runner = make_runner(comm.device)
+        # The engine's own collectives run at the same time; on CUDA the stream orders them.
+        is_shared = comm.size == 1 or comm.device.type == "cuda"
+        channel = comm if is_shared else comm.split(0, key=comm.rank)
+        assert channel is not None
+        self._transport = Transport(channel, make_algorithm(policy.algorithm, channel))
+        self._states: dict[BucketLayout, WireState] = {}
+        self._unsent: dict[str, Tensor] = {}  # of parameters that aren't in a bucket at present
+        self._close = finalize(self, self._runner.close)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this worker has sent so far."""
+        return self._transport.sent_bytes
+
+    def start(
+        self,
+        flat: Tensor,
+        layout: BucketLayout,
+        on_end: Callable[[BaseException | None], None] = lambda error: None,
+    ) -> Job:
+        """Starts to make `flat` the mean, in place; every worker must start the same.
+
+        Args:
+            flat: [num_elements].
+            layout: where parameters lie in it.
+            on_end: called when it is done, with the error if there was one.
+        """
+
+        def work() -> None:
+            try:
+                with torch.profiler.record_function("allstep::bucket reduce"):
+                    self._wire.mean_(flat, layout, self._state(layout), self._transport)
+                    if self._factor != 1:
+                        flat.mul_(self._factor)
+            except BaseException as error:
+                on_end(error)
+                raise
+            on_end(None)
+
+        return self._runner.submit(work)
+
+    def unsent(self) -> dict[str, Tensor]:
+        """name -> what was not sent yet of a parameter, when all that was started has ended."""
+        self._runner.submit(lambda: None).wait()
+        found = dict(self._unsent)
+        for layout, state in self._states.items():
+            found |= _pieces(layout, state)
+        return {name: piece.clone() for name, piece in found.items()}
+
+    def load_unsent(self, unsent: Mapping[str, Tensor]) -> None:
+        """Goes on where `unsent` was taken."""
+        self._states.clear()
+        self._unsent = dict(unsent)
+
+    def _state(self, layout: BucketLayout) -> WireState:
+        if layout in self._states:
+            return self._states[layout]
+        for old in [old for old in self._states if set(old.names) & set(layout.names)]:
+            self._unsent |= _pieces(old, self._states.pop(old))
+        state = self._states[layout] = self._wire.new_state(layout)
+        for name, piece in _pieces(layout, state).items():
+            if name in self._unsent:
+                piece.copy_(self._unsent.pop(name))
+        return state
+
+
+def _pieces(layout: BucketLayout, state: WireState) -> dict[str, Tensor]:
+    if state.residual is None:
+        return {}
+    pieces = state.residual.split_with_sizes(list(layout.sizes))
+    return dict(zip(layout.names, pieces, strict=True))
+
+
+@dataclass
+class StaleGradients:
+    """Gradients of the last steps, under way. [Note: stale timeline]
+
+    Attributes:
+        staleness: steps between a gradient's start and its use.
+    """
+
+    staleness: int
+    _steps: deque[dict[str, tuple[Job, Tensor]]] = field(
+        default_factory=lambda: deque([{}]), init=False
+    )
+
+    def add(self, job: Job, gradients: Mapping[str, Tensor]) -> None:
+        """Gradients of this step, that will be their mean when the job has ended."""
+        self._steps[-1] |= {name: (job, gradient) for name, gradient in gradients.items()}
+
+    def end_step(self) -> dict[str, Tensor] | None:
+        """The means that this step may use, by name; None in the first steps."""
+        self._steps.append({})
+        return self._land() if len(self._steps) > self.staleness + 1 else None
+
+    def flush(self) -> Iterator[dict[str, Tensor]]:
+        """What is under way, the oldest first."""
+        while len(self._steps) > 1:
+            yield self._land()
+
+    def _land(self) -> dict[str, Tensor]:
+        landed = self._steps.popleft()
+        for job in {id(job): job for job, _ in landed.values()}.values():
+            job.wait()
+        return {name: gradient for name, (_, gradient) in landed.items()}
