@@ -105,11 +105,12 @@ class _Simulation:
         It would get later by a little each step, until stale gradients are as late as they may
         be: thousands of steps if compute and wire take nearly the same time.
         """
-        cluster, compute_s = self.cluster, self.workload.compute_s
+        cluster, staleness = self.cluster, self.policy.staleness
         wire_s = sum(self.wire_s) * (1 + cluster.communication_slowdown)
-        if wire_s > compute_s * (1 + cluster.compute_slowdown):
-            self.wire.occupy(0.0, self.policy.staleness * compute_s)
-        for _ in range(self.policy.staleness + 1):
+        compute_s = self.workload.compute_s * (1 + cluster.compute_slowdown)
+        if staleness and wire_s > compute_s:
+            self.wire.occupy(0.0, (staleness + 1) * compute_s)
+        for _ in range(2 * staleness + 1):
             self.round()
 
     @property

@@ -117,9 +117,9 @@ def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
     buckets = WORKLOAD.buckets(WORKLOAD.bucket_sizes(4 * MIB))
     seconds = [wire_s(cluster, bucket.num_elements) for bucket in buckets]
     clocks, ends, marks = [0.0] * 5, [], []
-    free = staleness * WORKLOAD.compute_s  # this wire can't keep up
+    free = (staleness + 1) * WORKLOAD.compute_s if staleness else 0.0  # it can't keep up
     assert sum(seconds) > WORKLOAD.compute_s
-    num_warm, num_rounds = staleness + 1, 20
+    num_warm, num_rounds = 2 * staleness + 1, 20
     for step in range((num_warm + num_rounds) * every):
         factors = stragglers.draw(step + 1, 5)
         if every > 1:
@@ -181,6 +181,20 @@ def test_compute_slows_down_beside_communication():
     slowed = min(busy, 1.5 * compute)
     expected = max(busy, compute + slowed * (1 - 1 / 1.5))
     assert report.step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("bandwidth_bps", [1e8, 1e9, 1.5e9, 1.7e9, 2e9, 1e10])
+@pytest.mark.parametrize("bucket_bytes", [MIB, None])
+def test_one_round_tells_the_long_run(staleness, bandwidth_bps, bucket_bytes):
+    """Twenty rounds of workers that hardly differ come to the one that is measured of equals."""
+    link = Link(bandwidth_bps=bandwidth_bps, latency_s=1e-4)
+    slow = {"compute_slowdown": 0.3, "communication_slowdown": 0.2}
+    cluster = replace(hosts(4, **slow), intra=link, inter=link)
+    policy = replace(OVERLAPPED, bucket_bytes=bucket_bytes, staleness=staleness)
+    one = simulate(WORKLOAD, cluster, policy).step_s
+    many = simulate(WORKLOAD, cluster, policy, Stragglers(spread=1e-9)).step_s
+    assert many == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize("staleness", [1, 3, 8])
