@@ -224,10 +224,14 @@ def test_too_little_memory_is_no_error_but_a_word(caplog, monkeypatch):
 
 
 def test_one_rank_that_may_not_map_is_enough(monkeypatch):
-    def refuse(pid):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    open_file = os.open
 
-    monkeypatch.setattr(os, "pidfd_open", refuse)
+    def refuse(path, *flags):
+        if "/fd/" in str(path):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return open_file(path, *flags)
+
+    monkeypatch.setattr(os, "open", refuse)
 
     def work(comm):
         with pytest.raises(NotShared, match=r"rank 0 cannot map memory of rank 0: .*permitted"):

@@ -8,6 +8,8 @@ no limit of /dev/shm's size: the kernel frees it with its last mapping.
 
 import mmap
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +17,49 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
-__all__ = ["Meeting", "NotShared", "meet"]
+__all__ = ["Bells", "Meeting", "NotShared", "meet"]
 
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
     """The ranks cannot share memory; the message says why, the same on every rank."""
+
+
+class Bells:
+    """A pipe for each rank, into which the others write to wake it.
+
+    Attributes:
+        own: the end of this rank's pipe to read from.
+        rope: the other end.
+        pidfds: what can be polled for the end of another rank's process -> that rank.
+    """
+
+    def __init__(self) -> None:
+        self.own, self.rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.pidfds: dict[int, int] = {}
+        self._ropes: dict[int, int] = {}
+
+    def tie(self, rank: int, pid: int, rope: int) -> None:
+        """Opens the end of a rank's pipe to write to, and watches its process."""
+        if pid != os.getpid():
+            self.pidfds[os.pidfd_open(pid)] = rank
+        self._ropes[rank] = os.open(
+            f"/proc/{pid}/fd/{rope}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )
+
+    def ring(self, rank: int) -> None:
+        """Wakes a rank up."""
+        with suppress(BlockingIOError, BrokenPipeError):  # it rings already; nobody is there
+            os.write(self._ropes[rank], b"!")
+
+    def silence(self) -> None:
+        """Takes what the others have rung."""
+        with suppress(BlockingIOError):
+            os.read(self.own, 1 << 12)
+
+    def __del__(self) -> None:
+        """Only with the last reference: a thread may still wait when the segment is closed."""
+        for fd in (self.own, self.rope, *self.pidfds, *self._ropes.values()):
+            os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -29,10 +69,12 @@ class Meeting:
     Attributes:
         memory: the same for all of them, zero at first.
         pids: each rank's process.
+        bells: to wake ranks with.
     """
 
     memory: mmap.mmap
     pids: tuple[int, ...]
+    bells: Bells
 
 
 def meet(comm: "Communicator", num_bytes: int) -> Meeting:
@@ -42,15 +84,17 @@ def meet(comm: "Communicator", num_bytes: int) -> Meeting:
         NotShared: on every rank, if one of them cannot.
     """
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
+    bells = Bells()
     try:
-        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble))
-        hosts, pids, fds, troubles = zip(*entries, strict=True)
+        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, bells.rope, trouble))
+        hosts, pids, fds, ropes, troubles = zip(*entries, strict=True)
         if troubles[0]:
             raise NotShared(troubles[0])
         for rank, host in enumerate(hosts):
             if host != hosts[0]:
                 raise NotShared(f"ranks 0 and {rank} are not CPU ranks of one host")
         memory, trouble = _map(pids[0], fds[0], num_bytes)
+        trouble = trouble or _tie(bells, pids, ropes)
         for rank, other in enumerate(comm.all_gather_object(trouble)):
             if other:
                 raise NotShared(f"rank {rank} cannot map memory of rank 0: {other}")
@@ -58,7 +102,7 @@ def meet(comm: "Communicator", num_bytes: int) -> Meeting:
         if fd >= 0:
             os.close(fd)
     assert memory is not None
-    return Meeting(memory, pids)
+    return Meeting(memory, pids, bells)
 
 
 def _host(comm: "Communicator") -> tuple[str, str, int, str]:
@@ -93,10 +137,19 @@ def _map(pid: int, fd: int, num_bytes: int) -> tuple[mmap.mmap | None, str]:
     own = -1
     try:
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        os.close(os.pidfd_open(pid))
         return mmap.mmap(own, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), ""
     except (OSError, AttributeError) as error:
         return None, str(error)
     finally:
         if own >= 0:
             os.close(own)
+
+
+def _tie(bells: Bells, pids: Sequence[int], ropes: Sequence[int]) -> str:
+    """Ties the bells of all ranks; returns what went wrong."""
+    try:
+        for rank, (pid, rope) in enumerate(zip(pids, ropes, strict=True)):
+            bells.tie(rank, pid, rope)
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return ""

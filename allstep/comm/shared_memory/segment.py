@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm.shared_memory.cuts import Cut, Piece, add_up
-from allstep.comm.shared_memory.meeting import meet
+from allstep.comm.shared_memory.meeting import Meeting, meet
 from allstep.comm.shared_memory.signals import EMPTIED, FILLED, LINE_BYTES, REDUCED, Signals
 
 if TYPE_CHECKING:
@@ -45,17 +45,18 @@ class Segment:
     """Memory that the CPU ranks of one host share, and the verbs that go through it.
 
     Args:
-        memory: mapped by all ranks, zero at first.
-        pids: each rank's process.
+        meeting: where the ranks have met.
         rank: this one.
         timeout_s: how long each wait may take.
     """
 
-    def __init__(self, memory: mmap.mmap, pids: Sequence[int], rank: int, timeout_s: float) -> None:
-        self.rank, self.size = rank, len(pids)
+    def __init__(self, meeting: Meeting, rank: int, timeout_s: float) -> None:
+        self.rank, self.size = rank, len(meeting.pids)
         lines_bytes = _lines_bytes(self.size)
-        self._signals = Signals(memoryview(memory)[:lines_bytes], rank, pids, timeout_s)
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8)[lines_bytes:].view(
+        self._signals = Signals(
+            memoryview(meeting.memory)[:lines_bytes], rank, meeting.pids, meeting.bells, timeout_s
+        )
+        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[lines_bytes:].view(
             self.size, NUM_SLOTS, -1
         )
         self._slot_bytes = self._slots.shape[2]
@@ -78,7 +79,7 @@ class Segment:
         slot_bytes = slot_bytes or default_slot_bytes(comm.size)
         num_bytes = _lines_bytes(comm.size) + comm.size * NUM_SLOTS * slot_bytes
         meeting = meet(comm, num_bytes)
-        return cls(meeting.memory, meeting.pids, comm.rank, comm.timeout_s)
+        return cls(meeting, comm.rank, comm.timeout_s)
 
     def sum_(self, flat: Tensor) -> None:
         """flat = sum over ranks r, in their order, of flat_r; in place. [Note: shared sums]"""

@@ -8,36 +8,32 @@ and releasing a lock is an atomic operation with acquire order and one with rele
 since no acquire passes a release that stands before it, doing so twice lets nothing pass in
 either direction. Values only grow, so a stale read costs another look and no more.
 
-[Note: waiting] Peers are late by microseconds inside a sum and by anything before it. So a wait
-first gives way to other threads (the scheduler's, not Python's `sleep(0)`, which takes 50 us),
-then sleeps, ever longer, and looks now and then whether its peers live. The lock of the
-interpreter is free meanwhile.
+[Note: waiting] Peers are late by microseconds inside a sum and by anything before it. So where
+each rank has a core, a wait first looks again and again for a moment. Then it says that it is
+asleep, looks once more, and blocks until a peer rings its bell, a pipe, or a peer's process
+ends. Who sets a counter looks for sleepers after that, so one of the two sees the other
+([Note: ordering]: the fence lets no later read pass an earlier write either). Blocked ranks take
+no time from those that compute, and wake up sooner than ranks that had only given way to them.
 """
 
-import ctypes
 import os
 import select
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from allstep.comm.roll_call import listed
+from allstep.comm.shared_memory.meeting import Bells
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
 __all__ = ["EMPTIED", "FILLED", "LINE_BYTES", "REDUCED", "Signals"]
 
 LINE_BYTES = 128  # of counters for each rank, two cache lines: processors fetch them in pairs
 _LINE_WORDS = LINE_BYTES // 8
-FILLED, REDUCED, EMPTIED, _LEFT = range(4)  # the counters in a line
+FILLED, REDUCED, EMPTIED, _ASLEEP, _LEFT = range(5)  # the words in a line
 
-_YIELD_S = 2e-3
-_SLEEP_S = 5e-5
-_LONGEST_SLEEP_S = 1e-3
-_CHECK_S = 0.02
-
-# Python's own os.sched_yield holds the interpreter's lock before 3.13.
-_sched_yield = ctypes.CDLL(None).sched_yield
+_SPIN_S = 1e-4
+_LONGEST_SLEEP_S = 0.1  # should ever a bell be missed
 
 
 class Signals:
@@ -46,27 +42,39 @@ class Signals:
     Args:
         memory: the lines of all ranks, zero at first.
         rank, pids: this rank, and the process of each.
+        bells: to wake the others and to be woken by them.
         timeout_s: how long a wait may take.
     """
 
-    def __init__(self, memory: memoryview, rank: int, pids: Sequence[int], timeout_s: float):
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        pids: Sequence[int],
+        bells: Bells,
+        timeout_s: float,
+    ) -> None:
         self._words = memory.cast("q")
         self._rank = rank
         self._others = [other for other in range(len(pids)) if other != rank]
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._ends = select.poll()
-        self._pidfds: dict[int, int] = {}
-        for other, pid in enumerate(pids):
-            if pid != os.getpid():
-                pidfd = os.pidfd_open(pid)
-                self._pidfds[pidfd] = other
-                self._ends.register(pidfd, select.POLLIN)
+        self._bells = bells
+        alone = len(set(pids)) == len(pids) <= len(os.sched_getaffinity(0))
+        self._spin_s = _SPIN_S if alone else 0.0
+        self._events = select.poll()
+        for fd in (bells.own, *bells.pidfds):
+            self._events.register(fd, select.POLLIN)
 
     def set(self, counter: int, value: int) -> None:
         """Tells the others that this rank has come to `value`. [Note: ordering]"""
+        words = self._words
         self._fence()
-        self._words[self._rank * _LINE_WORDS + counter] = value
+        words[self._rank * _LINE_WORDS + counter] = value
+        self._fence()
+        for rank in self._others:
+            if words[rank * _LINE_WORDS + _ASLEEP]:
+                self._bells.ring(rank)
 
     def wait(self, counter: int, value: int, ranks: Sequence[int] | None = None) -> None:
         """Returns when some ranks, all others if None, have come to `value`."""
@@ -88,31 +96,35 @@ class Signals:
     def _wait_for(self, counter: int, value: int, ranks: Sequence[int]) -> None:
         """[Note: waiting]"""
         start_s = time.monotonic()
-        check_s = start_s + _CHECK_S
-        sleep_s = _SLEEP_S
-        while late := self._late(counter, value, ranks):
-            now_s = time.monotonic()
-            if now_s - start_s < _YIELD_S:
-                _sched_yield()
-                continue
-            time.sleep(sleep_s)
-            sleep_s = min(1.1 * sleep_s, _LONGEST_SLEEP_S)
-            if now_s >= check_s:
-                gone = self._gone()
-                # Looked at anew: one that has come and left since is not missed.
-                late = self._late(counter, value, ranks)
-                self._check(late, [rank for rank in gone if rank in late], now_s - start_s)
-                check_s = now_s + _CHECK_S
+        while self._late(counter, value, ranks):
+            if time.monotonic() - start_s >= self._spin_s:
+                break
+        while self._late(counter, value, ranks):
+            gone = self._sleep(counter, value, ranks)
+            # Looked at anew: one that has come and left since is not missed.
+            late = self._late(counter, value, ranks)
+            lost = [rank for rank in gone if rank in late]
+            self._check(late, lost, time.monotonic() - start_s)
+
+    def _sleep(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
+        """Blocks until something happens; returns the ranks that have left, in whatever way."""
+        asleep = self._rank * _LINE_WORDS + _ASLEEP
+        self._words[asleep] = 1
+        self._fence()
+        events: list[tuple[int, int]] = []
+        if self._late(counter, value, ranks) and not self._left():
+            events = self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._timeout_s))
+        self._words[asleep] = 0
+        self._bells.silence()
+        ended = [self._bells.pidfds[fd] for fd, _ in events if fd != self._bells.own]
+        return ended + self._left()
 
     def _late(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
         words = self._words
         return [rank for rank in ranks if words[rank * _LINE_WORDS + counter] < value]
 
-    def _gone(self) -> list[int]:
-        """Ranks that have left, in whatever way."""
-        ended = [self._pidfds.get(fd, -1) for fd, _ in self._ends.poll(0)]
-        left = [r for r in self._others if self._words[r * _LINE_WORDS + _LEFT]]
-        return sorted({*ended, *left})
+    def _left(self) -> list[int]:
+        return [r for r in self._others if self._words[r * _LINE_WORDS + _LEFT]]
 
     def _check(self, late: Sequence[int], gone: Sequence[int], waited_s: float) -> None:
         """Raises if a rank that is waited for is gone or too late, or if this one has left."""
@@ -134,8 +146,4 @@ class Signals:
     def close(self) -> None:
         """Tells the others that this rank comes to nothing any more."""
         self.set(_LEFT, 1)
-        for pidfd in list(self._pidfds):
-            with suppress(OSError, KeyError):
-                self._ends.unregister(pidfd)
-                os.close(pidfd)
-        self._pidfds.clear()
+        self._bells.ring(self._rank)  # for a thread of this rank that waits
