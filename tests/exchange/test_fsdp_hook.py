@@ -1,0 +1,110 @@
+"""Sharded in a node, exchanged between two: equals the exchange on four workers."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from allstep.comm import Communicator, init
+from allstep.errors import UsageError
+from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange.fsdp_hook import fsdp_hook
+from tests.exchange.nets import assert_same, differs, mlp
+from tests.helpers.processes import run_processes
+
+CASES = {
+    name: ExchangePolicy(algorithm="native", **changes)
+    for name, changes in {
+        "fp32": {},
+        "stale": {"staleness": 1},
+        "fp16": {"wire": "fp16"},
+        "int8": {"wire": "int8"},
+        "stale-int8": {"wire": "int8", "staleness": 1},
+        "sum": {"reduction": "sum"},
+    }.items()
+}
+
+
+def train(model: nn.Module, batches: Tensor) -> list[bool]:
+    """Whether each step had gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    had = []
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        had.append(all(p.grad is not None for p in model.parameters()))
+        assert had[-1] or all(p.grad is None for p in model.parameters())
+        optimizer.step()
+    return had
+
+
+def work(comm: Communicator) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas = init(process_group=mesh["replicate"], device="cpu")
+    torch.manual_seed(0)
+    start, batches = mlp(), torch.randn(6, 4, 3, 5)[:, comm.rank]
+    results: dict[str, Any] = {}
+    for name, policy in CASES.items():
+        model = copy.deepcopy(start)
+        fully_shard(model[2], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        if replicas.rank:  # the hook gives it the first replica's values
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+        hook = fsdp_hook(model, replicas, policy)
+        had = train(model, batches)
+        whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        results[name] = (had, whole, hook.sent_bytes)
+    for name in ("fp32", "stale"):
+        model = copy.deepcopy(start)
+        exchange = attach(model, comm, CASES[name])
+        train(model, batches)
+        exchange.detach()
+        results[f"{name} exchange"] = {n: p.detach() for n, p in model.named_parameters()}
+    return results
+
+
+@pytest.mark.process
+def test_equals_the_exchange_on_four_workers() -> None:
+    workers = run_processes(4, work, timeout_s=100.0)
+    results = workers[0]
+    for worker in workers:
+        for name in CASES:
+            assert_same(worker[name][1], results[name][1], rtol=0)
+    expected = results["fp32 exchange"]
+    assert_same(results["fp32"][1], expected)
+    assert_same(results["stale"][1], results["stale exchange"])
+    assert differs(results["stale"][1], expected, by=1e-3)
+    for name, exact in (("fp16", "fp32"), ("int8", "fp32"), ("stale-int8", "stale")):
+        assert differs(results[name][1], results[exact][1], by=1e-8)
+        assert not differs(results[name][1], results[exact][1], by=3e-3)
+    assert differs(results["sum"][1], expected, by=1e-3)
+    assert [results[name][0][:2] for name in ("fp32", "stale")] == [[True, True], [False, True]]
+    sent = {name: results[name][2] for name in CASES}
+    assert sent["fp16"] * 4 == sent["fp32"]
+    assert sent["int8"] < sent["fp32"] / 5  # whose numbers are of 8 bytes here
+
+
+def test_model_that_is_not_sharded() -> None:
+    with pytest.raises(UsageError, match="`model` is a Sequential that FSDP2 has not sharded"):
+        fsdp_hook(mlp(), Communicator.lone())
+
+
+def test_format_that_needs_matrices() -> None:
+    class Sharded(nn.Linear, torch.distributed.fsdp.FSDPModule):
+        """As `fully_shard` makes it."""
+
+        def __new__(cls, *args: object) -> "Sharded":
+            return nn.Module.__new__(cls)
+
+    policy = ExchangePolicy(wire="powersgd")
+    with pytest.raises(UsageError, match=r"`wire` \(='powersgd'\) needs matrices, .* use \"int8\""):
+        fsdp_hook(Sharded(2, 2), Communicator.lone(), policy)
