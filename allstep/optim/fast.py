@@ -17,12 +17,11 @@ from torch import Tensor
 
 from allstep.errors import UsageError
 from allstep.optim.leaves import Batch
-from allstep.optim.trust import Norm, power_sum
+from allstep.optim.trust import Norm
 
 __all__ = [
     "BLOCK_ELEMENTS",
     "Way",
-    "block_sum",
     "blocks",
     "check_ways",
     "choose_way",
@@ -72,15 +71,6 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if tensors[0].numel() <= BLOCK_ELEMENTS:
         return iter([tensors])
     return zip(*(torch.split(tensor, BLOCK_ELEMENTS) for tensor in tensors), strict=True)
-
-
-def block_sum(x: Tensor, norm: Norm) -> float:
-    """`power_sum` of a block that is in the cache."""
-    if norm == "l2":
-        total = torch.dot(x, x).item()
-        if 0 < total < math.inf:
-            return total
-    return power_sum(x, norm).item()
 
 
 def combine(sums: list[float], norm: Norm) -> float:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from allstep.optim.fast import (
-    block_sum,
     blocks,
     check_ways,
     choose_way,
@@ -17,8 +16,8 @@ from allstep.optim.fast import (
 from allstep.optim.leaves import Batch
 from allstep.optim.optimizer import Nonfinite
 from allstep.optim.rules import Adam
-from allstep.optim.strategy import TrustRatioOptimizer
-from allstep.optim.trust import Norm
+from allstep.optim.strategy import TrustRatioOptimizer, adapts
+from allstep.optim.trust import Norm, power_sum
 
 __all__ = ["LAMB"]
 
@@ -130,6 +129,9 @@ class LAMB(TrustRatioOptimizer):
         if flats is None:
             return super()._measure(batch)
         batch.weights = flats[0]
+        if way == "fused" and not adapts(batch.group):
+            _step_adamw(batch, *flats)
+            return torch.zeros(2, len(batch.leaves), dtype=torch.float64, device=batch.device)
         if way == "fused" and batch.device.type == "cpu":
             return self._measure_blocks(batch, *flats)
         directions = _fused_directions if way == "fused" else _foreach_directions
@@ -155,11 +157,11 @@ class LAMB(TrustRatioOptimizer):
             of_blocks: list[list[float]] = [[], []]
             for direction, weight, gradient, exp_avg, exp_avg_sq in blocks(*tensors):
                 torch.mul(weight, group["weight_decay"], out=direction)
-                of_blocks[0].append(block_sum(weight, self._norm))
+                of_blocks[0].append(power_sum(weight, self._norm))
                 torch._fused_adam_(
                     [direction], [gradient], [exp_avg], [exp_avg_sq], [], [step], **options
                 )
-                of_blocks[1].append(block_sum(direction, self._norm))
+                of_blocks[1].append(power_sum(direction, self._norm))
             for total, parts in zip(sums, of_blocks, strict=True):
                 total.append(combine(parts, self._norm))
         return torch.tensor(sums, dtype=torch.float64)
@@ -200,6 +202,20 @@ def _steps(batch: Batch) -> list[Tensor]:
     if batch.group["bias_correction"]:
         return steps
     return [torch.full_like(steps[0], math.inf)] * len(steps)
+
+
+def _step_adamw(
+    batch: Batch,
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+) -> None:
+    """With a ratio of 1, LAMB is AdamW."""
+    group = batch.group
+    lr = float(group["lr"]) if batch.device.type == "cpu" else group["lr"]
+    options = {**_fused_options(group), "lr": lr, "weight_decay": group["weight_decay"]}
+    torch._fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, [], _steps(batch), **options)
 
 
 def _fused_directions(

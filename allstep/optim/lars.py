@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from allstep.errors import UsageError
-from allstep.optim.fast import block_sum, blocks, check_ways, choose_way, combine, flats_of
+from allstep.optim.fast import blocks, check_ways, choose_way, combine, flats_of
 from allstep.optim.leaves import Batch
 from allstep.optim.optimizer import Nonfinite
 from allstep.optim.rules import Sgd
-from allstep.optim.strategy import TrustRatioOptimizer
-from allstep.optim.trust import Norm
+from allstep.optim.strategy import TrustRatioOptimizer, adapts
+from allstep.optim.trust import Norm, power_sum
 
 __all__ = ["LARS", "LarsVariant"]
 
@@ -183,21 +183,26 @@ class LARS(TrustRatioOptimizer):
         group = batch.group
         momentum = float(group["momentum"] * self._correction(group))
         smallest = _SMALLEST_SCALE[weights[0].dtype]
-        for index, scale in enumerate(scales.tolist()):
-            one = [weights[index]], [gradients[index]], [buffers[index]]
-            if momentum and scale >= smallest:
+        rates: list[float] = scales.tolist()
+        ends = range(1, len(rates) + 1) if adapts(group) else [len(rates)]
+        begin = 0
+        for end in ends:
+            part = slice(begin, end)
+            one = weights[part], gradients[part], buffers[part]
+            if momentum and rates[begin] >= smallest:
                 torch._fused_sgd_(
                     *one,
                     weight_decay=self._coupled_decay(group),
                     momentum=momentum,
                     lr=1.0,
-                    dampening=1.0 - scale,
+                    dampening=1.0 - rates[begin],
                     nesterov=False,
                     maximize=group["maximize"],
                     is_first_step=False,
                 )
             else:
-                self._move_foreach(batch, scales[index : index + 1], *one)
+                self._move_foreach(batch, scales[part], *one)
+            begin = end
 
     def _move_foreach(
         self,
@@ -245,9 +250,9 @@ class LARS(TrustRatioOptimizer):
         for tensors in zip(weights, gradients, buffers, strict=True):
             of_blocks: list[list[float]] = [[], []]
             for weight, gradient, buffer in blocks(*tensors):
-                of_blocks[0].append(block_sum(weight, self._norm))
+                of_blocks[0].append(power_sum(weight, self._norm))
                 self._average(batch.group, [weight], [gradient], [buffer])
-                of_blocks[1].append(block_sum(buffer, self._norm))
+                of_blocks[1].append(power_sum(buffer, self._norm))
             for total, parts in zip(sums, of_blocks, strict=True):
                 total.append(combine(parts, self._norm))
         return torch.tensor(sums, dtype=torch.float64)

@@ -44,6 +44,8 @@ class Leaf:
         if gradient.stride() != self.weight.stride():
             gradient = torch.empty_like(self.weight).copy_(gradient)
         tensors = [self.weight, gradient, *(local(self.state[slot]) for slot in slots)]
+        if all(tensor.is_contiguous() for tensor in tensors):
+            return [tensor.view(-1) for tensor in tensors]
         if any(tensor.stride() != self.weight.stride() for tensor in tensors):
             return None
         rows = [flat(tensor) for tensor in tensors]

@@ -170,6 +170,8 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         return lr / previous if previous else 1.0
 
     def _move(self, batch: Batch, scales: Tensor) -> None:
+        if not batch.directions:
+            return
         if batch.device.type != "cpu":
             steps = torch._foreach_mul(batch.directions, list(scales.to(batch.weights[0].dtype)))
             torch._foreach_sub_(batch.weights, list(steps))
@@ -182,7 +184,10 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     # --- the plain way --------------------------------------------------------------------------
 
     def _measure(self, batch: Batch) -> Tensor:
-        """Moves the state on and sets the directions; sums of weights and directions."""
+        """Moves the state on and sets the directions; sums of weights and directions.
+
+        A faster way may move the weights of a group that does not adapt at once.
+        """
         rule, group = self._rule(batch.group), batch.group
         for leaf in batch.leaves:
             gradient = signed_gradient(leaf)

@@ -56,35 +56,33 @@ def trust_ratio(
     return ratio if clip is None else ratio.clamp(max=clip)
 
 
-def power_sum(x: Tensor, norm: Norm) -> Tensor:
+def power_sum(x: Tensor, norm: Norm) -> float:
     """What adds up over the parts of a tensor: its norm before the root.
 
     Args:
         x: on a CPU, of any shape; may be empty.
         norm: "l2" gives the sum of squares, "l1" that of magnitudes, "linf" the largest
             magnitude, which is to be combined by maximum instead of sum.
-
-    Returns:
-        A scalar in double precision.
     """
+    if x.numel() == 0:
+        return 0.0
     if norm == "l2":
         row = flat(x)
         row = x.reshape(-1) if row is None else row
-        # Sums in single precision lose digits over many elements.
-        parts = [torch.dot(part, part) for part in torch.split(row, _SUM_ELEMENTS)]
-        total = torch.stack(parts).double().sum()
-        # Squares in single precision may overflow, or vanish.
-        return total if 0 < total < math.inf else x.double().square().sum()
-    if x.numel() == 0:
-        return x.new_zeros((), dtype=torch.float64)
-    size: Tensor = torch.linalg.vector_norm(x, 1 if norm == "l1" else math.inf, dtype=torch.float64)
+        # Sums in single precision lose digits over many elements, ...
+        parts = torch.split(row, _SUM_ELEMENTS) if row.numel() > _SUM_ELEMENTS else (row,)
+        total = sum(torch.dot(part, part).item() for part in parts)
+        # ... and squares may overflow, or vanish.
+        return total if 0 < total < math.inf else x.double().square().sum().item()
+    order = 1 if norm == "l1" else math.inf
+    size: float = torch.linalg.vector_norm(x, order, dtype=torch.float64).item()
     return size
 
 
 def power_sums(tensors: list[Tensor], norm: Norm) -> Tensor:
-    """`power_sum` of each tensor, in a few kernels on a GPU."""
+    """`power_sum` of each tensor, in double precision; a few kernels on a GPU."""
     if tensors[0].device.type == "cpu":
-        return torch.stack([power_sum(x, norm) for x in tensors])
+        return torch.tensor([power_sum(x, norm) for x in tensors], dtype=torch.float64)
     norms = torch._foreach_norm(tensors, {"l1": 1, "l2": 2, "linf": math.inf}[norm])
     sums = torch.stack(norms).double()
     return sums.square() if norm == "l2" else sums

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from allstep.errors import UsageError
@@ -23,7 +25,8 @@ def test_gradual_warmup_is_goyals() -> None:
     epoch = 156
     schedule = gradual_warmup(step_decay([30 * epoch, 60 * epoch, 80 * epoch]), 5 * epoch, 1 / 32)
     rates = [3.2 * schedule(step) for step in range(90 * epoch)]
-    increments = [late - early for early, late in zip(rates, rates[1 : 5 * epoch], strict=False)]
+    warmup = rates[: 5 * epoch]
+    increments = [late - early for early, late in itertools.pairwise(warmup)]
     assert increments == pytest.approx([3.1 / (5 * epoch)] * (5 * epoch - 1))
     assert rates[0] == pytest.approx(0.1 + increments[0])
     assert rates[5 * epoch - 1] == rates[5 * epoch] == rates[30 * epoch - 1] == 3.2
