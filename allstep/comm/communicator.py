@@ -113,6 +113,18 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         new.barrier()  # one that left at once would break off the others' connecting
         return new
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long calls may take from now on.
+
+        Args:
+            timeout_s: seconds; call it with the same on all ranks.
+
+        Raises:
+            UsageError: if it isn't a positive number.
+        """
+        check_timeout(timeout_s)
+        self.timeout_s = self._wire.timeout_s = timeout_s
+
     def close(self) -> None:
         """Leaves the group; ends what `init` or `split` made, never a framework's own group."""
         self._close_algorithms()

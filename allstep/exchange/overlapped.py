@@ -240,6 +240,7 @@ class OverlappedExchange(Exchange):
     def _land(self, flight: Flight) -> None:
         """Waits for a flight and leaves its means in `p.grad`."""
         self._wait_for(flight)
+        self._sender.lift_first_timeout()
         self._check_failure(flight)
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / flight.scale

@@ -41,6 +41,9 @@ class Sender:
         self.runner: Runner = make_runner(comm.device)
         self.comm = _channel(comm)
         self.transport = Transport(self.comm, make_algorithm(policy.algorithm, self.comm))
+        self._timeout_s = comm.timeout_s
+        if self.comm is not comm:
+            self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
         self._states: list[WireState] = []
         self.close = finalize(self, _close, self.runner, self.transport, self.comm, comm)
@@ -89,6 +92,11 @@ class Sender:
                 flight.check(self.comm)  # before the others: who disagrees will send none
 
         flight.jobs.append(self.runner.submit(work))
+
+    def lift_first_timeout(self) -> None:
+        """The first exchange has landed: from now on the communicator's own timeout holds."""
+        if self.comm.timeout_s < self._timeout_s:
+            self.comm.set_timeout(self._timeout_s)
 
     def send_check(self, action: str, described: Signature) -> Job:
         """Starts what looks like the first bucket of an exchange, but is only its check.

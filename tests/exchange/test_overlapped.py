@@ -181,6 +181,19 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
         assert "missing: rank 1" in messages[rank]
 
 
+def test_the_first_exchange_has_a_timeout_of_its_own() -> None:
+    def worker(comm: Communicator) -> str:
+        model = mlp()
+        attach(model, comm, ExchangePolicy(algorithm="native", first_timeout_s=0.5))
+        if comm.rank == 0:
+            return "did not come"
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            model(torch.ones(2, 5)).sum().backward()
+        return str(caught.value)
+
+    assert "missing: rank 0" in run_ranks(2, worker, timeout_s=60)[1]
+
+
 class Stubborn(torch.autograd.Function):
     """Fails in backward when told to."""
 
