@@ -73,7 +73,7 @@ class Policy:
         allstep.ExchangePolicy(wire="fp16", staleness=1, algorithm="auto", bucket_bytes="auto")
         """
         if self.every > 1:
-            return f"allstep.exchange.averaging.ParameterAveraging(..., every={self.every})"
+            return f"allstep.ExchangePolicy(every={self.every})"
         if self.algorithm == "native":
             return "torch.nn.parallel.DistributedDataParallel, or allstep.ExchangePolicy()"
         wire = "" if self.wire == "fp32" else f'wire="{self.wire}", '
