@@ -43,7 +43,7 @@ def test_the_first_bucket_travels_while_the_last_gradient_is_made(overlap: bool)
         )
         attach(model, comm, policy)
         waits: list[bool] = []
-        model[0].weight.register_hook(lambda _: waits.append(called.wait(5 if overlap else 0.1)))
+        model[0].weight.register_hook(lambda _: waits.append(called.wait(5 if overlap and waits else 0.1)))
         for _ in range(3):
             called.clear()
             model(torch.ones(2, 5)).sum().backward()
@@ -398,3 +398,42 @@ def test_bytes_are_those_of_the_algorithm() -> None:
     for sent_bytes, num_exchanges in run_ranks(size, worker):
         assert num_exchanges == 2
         assert abs(sent_bytes - 2 * 2 * (size - 1) / size * payload_bytes) <= 8 * 2 * 2 * size
+
+
+class Counted(Native):
+    """Counts its calls."""
+
+    num_calls = 0
+
+    def reduce_(self, flat: Tensor) -> None:
+        self.num_calls += 1
+        super().reduce_(flat)
+
+
+def test_a_step_sends_its_buckets_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worker(comm: Communicator) -> tuple[int, int, int]:
+        made: list[Counted] = []
+
+        def make(channel: Communicator) -> Counted:
+            made.append(Counted(channel))
+            return made[0]
+
+        model = mlp()
+        exchange = attach(model, comm, ExchangePolicy(algorithm=make, bucket_bytes=64))
+        model(torch.ones(2, 5)).sum().backward()
+        before, others = made[0].num_calls, 0
+
+        def refuse(*_: Any, **__: Any) -> None:
+            nonlocal others
+            others += 1
+
+        for verb in ("all_reduce", "all_gather", "all_gather_object", "broadcast"):
+            monkeypatch.setattr(comm, verb, refuse)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 5)).sum().backward()
+        return made[0].num_calls - before, 3 * len(exchange.buckets), others
+
+    for num_calls, num_buckets, others in run_ranks(2, worker):
+        assert num_calls == num_buckets > 3
+        assert others == 0

@@ -1,0 +1,66 @@
+"""Workers that are killed in the middle of an exchange."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from allstep.comm import Communicator
+from allstep.errors import CommunicationError
+from allstep.exchange import ExchangePolicy, attach
+from tests.helpers.processes import start_processes
+
+POLICIES = {
+    "default": ExchangePolicy(),
+    "native": ExchangePolicy(algorithm="native"),
+    "ring-int8-late": ExchangePolicy(algorithm="ring", wire="int8", staleness=1),
+}
+
+
+def exchange_for_ever(comm: Communicator, folder: str, name: str) -> None:
+    """Until a peer is lost; then writes how many seconds after the kill."""
+    model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(4)))
+    attach(model, comm, POLICIES[name])
+    x = torch.ones(2, 400)
+    with pytest.raises(CommunicationError):
+        for step in range(1_000_000):
+            model(x).sum().backward()
+            model.zero_grad()
+            if step == 3:
+                (Path(folder) / f"rank {comm.rank}").touch()
+    waited_s = time.time() - (Path(folder) / "killed").stat().st_mtime
+    (Path(folder) / f"seconds {comm.rank}").write_text(str(waited_s))
+
+
+def wait_for(folder: Path, kind: str, count: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while len(list(folder.glob(f"{kind} *"))) < count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    time.sleep(0.1)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_others_raise_soon_after_a_kill(name: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with start_processes(3, exchange_for_ever, str(tmp_path), name, timeout_s=60) as workers:
+        wait_for(tmp_path, "rank", 3)
+        (tmp_path / "killed").touch()
+        workers.kill(1)
+        wait_for(tmp_path, "seconds", 2)
+    assert all(float(path.read_text()) < 10 for path in tmp_path.glob("seconds *"))
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.process
+def test_killing_all_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with start_processes(2, exchange_for_ever, str(tmp_path), "default", timeout_s=60) as workers:
+        wait_for(tmp_path, "rank", 2)
+        workers.kill()
+        assert workers.join(10) == [-9, -9]
+    assert set(os.listdir("/dev/shm")) <= before
