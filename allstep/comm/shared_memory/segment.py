@@ -38,7 +38,7 @@ _MAX_CUTS = 256
 
 def default_slot_bytes(num_ranks: int) -> int:
     """Pieces stay in a core's cache; where ranks take turns on a core, fewer turns pay more."""
-    return 1 << 20 if num_ranks <= len(os.sched_getaffinity(0)) else 1 << 22
+    return 1 << 20 if num_ranks <= len(os.sched_getaffinity(0)) else 1 << 21
 
 
 class Segment:

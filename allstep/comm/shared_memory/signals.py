@@ -8,14 +8,16 @@ and releasing a lock is an atomic operation with acquire order and one with rele
 since no acquire passes a release that stands before it, doing so twice lets nothing pass in
 either direction. Values only grow, so a stale read costs another look and no more.
 
-[Note: waiting] Peers are late by microseconds inside a sum and by anything before it. So where
-each rank has a core, a wait first looks again and again for a moment. Then it says that it is
-asleep, looks once more, and blocks until a peer rings its bell, a pipe, or a peer's process
-ends. Who sets a counter looks for sleepers after that, so one of the two sees the other
-([Note: ordering]: the fence lets no later read pass an earlier write either). Blocked ranks take
-no time from those that compute, and wake up sooner than ranks that had only given way to them.
+[Note: waiting] Peers are late by microseconds inside a sum and by anything before it. So a wait
+first looks again and again for a moment, giving way to other threads between two looks where
+there are more ranks than cores. Then it says that it is asleep, looks once more, and blocks
+until a peer rings its bell, a pipe, or a peer's process ends. Who sets a counter looks for
+sleepers after that, so one of the two sees the other ([Note: ordering]: the fence lets no later
+read pass an earlier write either). Blocked ranks take no time from those that compute, and wake
+up sooner than ranks that only gave way to them.
 """
 
+import ctypes
 import os
 import select
 import threading
@@ -32,8 +34,11 @@ LINE_BYTES = 128  # of counters for each rank, two cache lines: processors fetch
 _LINE_WORDS = LINE_BYTES // 8
 FILLED, REDUCED, EMPTIED, _ASLEEP, _LEFT = range(5)  # the words in a line
 
-_SPIN_S = 1e-4
+_SPIN_S = 2e-4
 _LONGEST_SLEEP_S = 0.1  # should ever a bell be missed
+
+# Python's own os.sched_yield holds the interpreter's lock before 3.13.
+_sched_yield = ctypes.CDLL(None).sched_yield
 
 
 class Signals:
@@ -60,8 +65,7 @@ class Signals:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._bells = bells
-        alone = len(set(pids)) == len(pids) <= len(os.sched_getaffinity(0))
-        self._spin_s = _SPIN_S if alone else 0.0
+        self._gives_way = not len(set(pids)) == len(pids) <= len(os.sched_getaffinity(0))
         self._events = select.poll()
         for fd in (bells.own, *bells.pidfds):
             self._events.register(fd, select.POLLIN)
@@ -97,8 +101,10 @@ class Signals:
         """[Note: waiting]"""
         start_s = time.monotonic()
         while self._late(counter, value, ranks):
-            if time.monotonic() - start_s >= self._spin_s:
+            if time.monotonic() - start_s >= _SPIN_S:
                 break
+            if self._gives_way:
+                _sched_yield()
         while self._late(counter, value, ranks):
             gone = self._sleep(counter, value, ranks)
             # Looked at anew: one that has come and left since is not missed.
