@@ -1,0 +1,63 @@
+"""The model-parallel examples learn, and learn the same on any number of workers."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from allstep.comm.threads import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seeding_in_turns(module: ModuleType, function: str, monkeypatch) -> None:
+    """Threads share torch's generator: one after the other may seed it and draw."""
+    lock, plain = threading.Lock(), getattr(module, function)
+
+    def locked(*arguments):
+        with lock:
+            return plain(*arguments)
+
+    monkeypatch.setattr(module, function, locked)
+
+
+@pytest.mark.parametrize(
+    ("name", "seeded", "numbers"),
+    [("parallel_mlp", "layers", (2, 3)), ("parallel_convolution", "classifier", (2, 4))],
+)
+def test_the_same_is_learnt_on_any_number_of_workers(name, seeded, numbers, monkeypatch):
+    module = load(name)
+    monkeypatch.setattr(module, "EPOCHS", 1)
+    seeding_in_turns(module, seeded, monkeypatch)
+    ((accuracy, norm),) = run_ranks(1, module.train)
+    for num_workers in numbers:
+        split_accuracy, split_norm = run_ranks(num_workers, module.train)[0]
+        assert split_accuracy == accuracy and abs(split_norm - norm) < 1e-9 * norm
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["parallel_mlp", "parallel_convolution"])
+def test_torchrun_runs_the_script(name):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py")],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[2].rstrip(",")) > 0.85
