@@ -34,7 +34,8 @@ LINE_BYTES = 128  # of counters for each rank, two cache lines: processors fetch
 _LINE_WORDS = LINE_BYTES // 8
 FILLED, REDUCED, EMPTIED, _ASLEEP, _LEFT = range(5)  # the words in a line
 
-_SPIN_S = 2e-4
+_SPIN_S = 5e-5
+_GIVE_WAY_S = 2e-4
 _LONGEST_SLEEP_S = 0.1  # should ever a bell be missed
 
 # Python's own os.sched_yield holds the interpreter's lock before 3.13.
@@ -100,9 +101,8 @@ class Signals:
     def _wait_for(self, counter: int, value: int, ranks: Sequence[int]) -> None:
         """[Note: waiting]"""
         start_s = time.monotonic()
-        while self._late(counter, value, ranks):
-            if time.monotonic() - start_s >= _SPIN_S:
-                break
+        stop_s = start_s + (_GIVE_WAY_S if self._gives_way else _SPIN_S)
+        while self._late(counter, value, ranks) and time.monotonic() < stop_s:
             if self._gives_way:
                 _sched_yield()
         while self._late(counter, value, ranks):
