@@ -21,6 +21,13 @@ from allstep.exchange.wires import (
 )
 from tests.exchange.wiring import bucket, exchange, gradients, mean, transport, vector
 
+
+@pytest.fixture(autouse=True)
+def float32(float64: None) -> None:
+    """What gradients usually are."""
+    torch.set_default_dtype(torch.float32)
+
+
 # -- 16 bits ---------------------------------------------------------------------------------
 
 
@@ -231,3 +238,21 @@ def test_fixed_point_out_of_range_names_parameter_and_cure() -> None:
     assert Exact(fraction_bits=35).encode(torch.tensor(3000.0)) == 3000 << 35
     with pytest.raises(UsageError, match=r"^A parameter has .*\"fp32\" has room"):
         Exact().encode(torch.tensor(1e30))
+
+
+@pytest.mark.parametrize("count", [1, 700, 70_000])
+def test_topk_finds_the_largest_of_many(count: int) -> None:
+    """Whether or not a sample tells how large they are."""
+    x = torch.randn(70_000).abs()
+    striped = torch.zeros(70_000)
+    striped[::4] = 1 + torch.rand(17_500)  # all that the sample sees
+    for values in (x, x.sort().values, torch.ones(70_000), striped):
+        values[123] = float("nan")
+        results = mean(TopK(count / 70_000), vector(70_000), torch.stack([values] * 2))
+        kept = results[0].nonzero().view(-1)
+        assert results[0][123].isnan()
+        assert len(kept) <= count
+        finite = values[values.isfinite()]
+        if count > 1:
+            expected = finite.topk(count - 1).values.sum()
+            assert results[0][results[0].isfinite()].sum() == pytest.approx(float(expected))

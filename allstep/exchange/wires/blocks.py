@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 __all__ = ["BlockParts"]
 
@@ -67,7 +66,7 @@ class BlockParts:
         """[size, num_blocks, block] -> [num_elements]."""
         return parts.reshape(-1)[: self.num_elements]
 
-    def encode(self, values: Tensor, tail: Tensor) -> Tensor:
+    def encode(self, values: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """One row of bytes a part: its numbers, its scales, its piece of the tail.
 
         A block that isn't finite gets a scale that isn't either, and so comes out as NaN.
@@ -77,14 +76,15 @@ class BlockParts:
             tail: [parts, tail_length], whole numbers of at most 127.
 
         Returns:
-            [parts, bytes] of int8.
+            The message, [parts, bytes] of int8; and the values that `decode` will make of it.
         """
-        scale = (values.abs().amax(-1, keepdim=True) / 127).float()
+        largest = torch.maximum(values.amax(-1, keepdim=True), -values.amin(-1, keepdim=True))
+        scale = (largest / 127).float()
         scale = torch.where(scale < _TINY, 0, torch.where(scale.isinf(), torch.nan, scale))
-        factor = torch.where(scale > 0, scale, 1)
-        numbers = (values / factor).round_().to(torch.int8)
-        pieces = (numbers, scale, tail.to(torch.int8))
-        return torch.cat([x.flatten(1).view(torch.int8) for x in pieces], 1)
+        sent = (values / torch.where(scale > 0, scale, 1)).round_()
+        pieces = (sent.to(torch.int8), scale, tail.to(torch.int8))
+        message = torch.cat([piece.flatten(1).view(torch.int8) for piece in pieces], 1)
+        return message, sent.mul_(scale)
 
     def decode(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """What `encode` made rows of.
@@ -104,5 +104,9 @@ class BlockParts:
         return blocks.mul_(scale.unsqueeze(-1)), tail
 
     def _rows(self, x: Tensor, length: int) -> Tensor:
-        padding = self.size * length - x.numel()
-        return (pad(x, (0, padding)) if padding else x).view(self.size, length)
+        rows = x
+        if x.numel() < self.size * length:
+            rows = x.new_empty(self.size * length)
+            rows[: x.numel()] = x
+            rows[x.numel() :] = 0
+        return rows.view(self.size, length)

@@ -58,5 +58,9 @@ def keep_unsent(state: WireState, unsent: Tensor) -> None:
         state: the bucket's.
         unsent: [num_elements].
     """
-    if state.residual is not None:
+    if state.residual is None:
+        return
+    if not unsent.is_cuda and unsent.sum().isfinite():  # then all are; several times faster
+        state.residual.copy_(unsent)
+    else:
         torch.where(unsent.isfinite(), unsent, state.residual, out=state.residual)

@@ -71,9 +71,12 @@ class Exact(WireFormat):
             UsageError: if x holds a finite number out of range. On CUDA, where looking would
                 stop the host, it decodes to NaN instead.
         """
-        scaled = x.double() * 2.0**self.fraction_bits
+        # A power of two changes no digit, so that float32 needs no more digits for it.
+        scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * 2.0**self.fraction_bits
+        if _is_within_limit(scaled):
+            return scaled.round_().long()
         fits = scaled.abs() < _LIMIT
-        if not x.is_cuda and not fits.all():
+        if not x.is_cuda:
             self._refuse_large(x, fits, name)
         return torch.where(fits, scaled.round_(), _POISON).long()
 
@@ -86,8 +89,9 @@ class Exact(WireFormat):
             divisor: what the sum is divided by.
         """
         values = whole.double()
-        poisoned = values.abs() >= _LIMIT
-        out.copy_(values.div_(divisor * 2.0**self.fraction_bits).masked_fill_(poisoned, torch.nan))
+        poisoned = None if _is_within_limit(whole) else values.abs() >= _LIMIT
+        values.div_(divisor * 2.0**self.fraction_bits)
+        out.copy_(values if poisoned is None else values.masked_fill_(poisoned, torch.nan))
 
     def mean_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
@@ -116,3 +120,13 @@ class Exact(WireFormat):
             f" {_LIMIT / 2.0**self.fraction_bits:,.4g} that `fraction_bits`"
             f" (={self.fraction_bits}) leave; {cure}."
         )
+
+
+def _is_within_limit(numbers: Tensor) -> bool:
+    """Whether all are sure to be; on CUDA, where the host would have to wait, nothing is sure."""
+    if numbers.is_cuda:
+        return False
+    if not numbers.numel():
+        return True
+    smallest, largest = torch.aminmax(numbers)
+    return bool(smallest > -_LIMIT) and bool(largest < _LIMIT)

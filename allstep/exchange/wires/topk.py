@@ -15,6 +15,8 @@ from allstep.exchange.wires.error_feedback import keep_unsent, new_residual, wit
 
 __all__ = ["TopK"]
 
+_SAMPLE = 1 << 14
+
 
 @dataclass(frozen=True)
 class TopK(WireFormat):
@@ -63,8 +65,7 @@ class TopK(WireFormat):
             return
         n = layout.num_elements
         wanted = with_residual(flat, layout, state)
-        # One that isn't finite counts as larger than all that are.
-        indices = wanted.abs().topk(min(n, ceil(self.fraction * n)), sorted=False).indices
+        indices = _largest(wanted.abs(), min(n, ceil(self.fraction * n)))
         values = wanted[indices]
         wanted[indices] = values - values  # zero, or NaN for what isn't finite
         keep_unsent(state, wanted)
@@ -78,6 +79,23 @@ class TopK(WireFormat):
             tail += their_tail
         flat[:n] = mean.div_(transport.size)
         flat[n:] = tail
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Where the largest elements are; one that isn't finite is larger than all that are.
+
+    On the CPU `topk` of all takes many times as long as one of candidates, which a sample of
+    the elements finds.
+    """
+    stride = x.numel() // _SAMPLE
+    if not x.is_cuda and stride > 1:
+        sample = x[::stride]
+        likely = min(len(sample), 64 + 2 * count * len(sample) // x.numel())
+        candidates = (x < sample.topk(likely, sorted=False).values.amin()).logical_not_()
+        found = candidates.nonzero().view(-1)
+        if len(found) >= count:
+            return found[x[found].topk(count, sorted=False).indices]
+    return x.topk(count, sorted=False).indices
 
 
 def _pack(values: Tensor, indices: Tensor, tail: Tensor) -> Tensor:
