@@ -129,7 +129,7 @@ class LAMB(TrustRatioOptimizer):
         if flats is None:
             return super()._measure(batch)
         batch.weights = flats[0]
-        if way == "fused" and not adapts(batch.group):
+        if way == "fused" and not adapts(batch.group) and not batch.leaves[0].is_sharded:
             _step_adamw(batch, *flats)
             return torch.zeros(2, len(batch.leaves), dtype=torch.float64, device=batch.device)
         if way == "fused" and batch.device.type == "cpu":

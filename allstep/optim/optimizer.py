@@ -172,15 +172,15 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
     def _bad_gradients(self, leaves: list[Leaf]) -> list[bool]:
         """Which gradients are not finite, as far as the policy wants it known before the step."""
-        if self.nonfinite == "propagate":
+        skips = self.nonfinite == "skip"
+        early = [skips or not self._shows_later(leaf) for leaf in leaves]
+        seen = [leaf for leaf, is_early in zip(leaves, early, strict=True) if is_early]
+        if self.nonfinite == "propagate" or not seen:
             return [False] * len(leaves)
-        if self.nonfinite == "raise":
-            seen = [leaf for leaf in leaves if not self._shows_later(leaf)]
-            bad = dict(zip(map(id, seen), _are_bad(seen), strict=True))
-            return [bad.get(id(leaf), False) for leaf in leaves]
-        found = torch.tensor([_are_bad(leaves)], dtype=torch.float64, device=_device(leaves))
-        reduce_over_shards(found, leaves, "max")
-        return [flag > 0 for flag in found[0].tolist()]
+        found = torch.tensor([_are_bad(seen)], dtype=torch.float64, device=seen[0].weight.device)
+        reduce_over_shards(found, seen, "max")
+        flags = iter(found[0].tolist())
+        return [is_early and next(flags) > 0 for is_early in early]
 
     def _tolerates(self, leaves: list[Leaf], bad: list[bool]) -> bool:
         """Whether to make the step, by the policy; skipped steps are counted.
@@ -241,8 +241,3 @@ def _are_bad(leaves: list[Leaf]) -> list[bool]:
         return [False] * len(leaves)
     # The sum of a finite gradient may be infinite.
     return [not bool(leaf.gradient.isfinite().all()) for leaf in leaves]
-
-
-def _device(leaves: list[Leaf]) -> torch.device:
-    """Where the leaves' collectives run."""
-    return leaves[0].weight.device
