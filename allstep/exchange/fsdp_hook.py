@@ -1,7 +1,8 @@
 """Wire formats and staleness between the replicas of a model that FSDP2 has sharded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,14 @@ class FSDPHook:
     def sent_bytes(self) -> int:
         """Bytes that this worker has sent so far."""
         return self._means.sent_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker has not sent yet; other workers have other values."""
+        return {"unsent": self._means.unsent()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, by a worker of the same rank."""
+        self._means.load_unsent(state["unsent"])
 
     @torch.no_grad()
     def reduce_(self, name: str, flat: Tensor) -> None:

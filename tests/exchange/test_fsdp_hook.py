@@ -63,6 +63,10 @@ def work(comm: Communicator) -> dict[str, Any]:
         whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
         assert all(isinstance(p, DTensor) for p in model.parameters())
         results[name] = (had, whole, hook.sent_bytes)
+        saved = hook.state_dict()
+        assert len(saved["unsent"]) == (2 if "int8" in name else 0)  # a module's each
+        hook.load_state_dict(saved)
+        assert str(hook.state_dict()) == str(saved)
     for name in ("fp32", "stale"):
         model = copy.deepcopy(start)
         exchange = attach(model, comm, CASES[name])
