@@ -12,7 +12,7 @@ Shapes: x [height, width, channels, batch]; weight [rows, columns, filters, fan_
 where fan_in = kernel * kernel * channels in this order; y [rows, columns, filters, batch].
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,11 @@ class Fields:
         """Receptive fields of a row of blocks, as [num, kernel, kernel * channels, batch].
 
         Args:
-            x: what they are in; contiguous.
+            x: what they are in; contiguous, or a window of what is.
             row, first: which blocks; `num` of them, each `every` columns after the last.
         """
-        _, width, channels, batch = x.shape
-        pixel = channels * batch
-        line = width * pixel
+        _, _, channels, batch = x.shape
+        line, pixel, _, _ = x.stride()
         return x.as_strided(
             (num, self.kernel[0], self.kernel[1] * channels, batch),
             (every * self.step[1] * pixel, line, batch, 1),
@@ -70,15 +69,24 @@ class Fields:
         return -(-self.kernel[1] // self.step[1])
 
 
-def responses(x: Tensor, weight: Tensor, fields: Fields) -> Tensor:
-    """y[i, j] = weight[i, j] @ x[receptive field of i, j]."""
-    y: Tensor = _Responses.apply(x, weight, fields)  # type: ignore[no-untyped-call]
+Room = Callable[[], Tensor]
+
+
+def responses(x: Tensor, weight: Tensor, fields: Fields, room: Room | None = None) -> Tensor:
+    """y[i, j] = weight[i, j] @ x[receptive field of i, j].
+
+    `room` gives the tensor that the weight's gradient is written to.
+    """
+    y: Tensor = _Responses.apply(x, weight, fields, room)  # type: ignore[no-untyped-call]
     return y
 
 
-def spread(y: Tensor, weight: Tensor, fields: Fields) -> Tensor:
-    """x[receptive field of i, j] += weight[i, j].T @ y[i, j], for all blocks i, j."""
-    x: Tensor = _Spread.apply(y, weight, fields)  # type: ignore[no-untyped-call]
+def spread(y: Tensor, weight: Tensor, fields: Fields, room: Room | None = None) -> Tensor:
+    """x[receptive field of i, j] += weight[i, j].T @ y[i, j], for all blocks i, j.
+
+    `room` gives the tensor that the weight's gradient is written to.
+    """
+    x: Tensor = _Spread.apply(y, weight, fields, room)  # type: ignore[no-untyped-call]
     return x
 
 
@@ -88,12 +96,18 @@ def correlations(y: Tensor, x: Tensor, fields: Fields) -> Tensor:
     return weight
 
 
+def _weight_gradient(y: Tensor, x: Tensor, fields: Fields, room: Room | None) -> Tensor:
+    if room is None or torch.is_grad_enabled():  # the latter: to be differentiated again
+        return correlations(y, x, fields)
+    return _correlate(y, x, fields, room())
+
+
 class _Responses(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, fields: Fields) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fields: Fields, room: Room | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fields = fields
-        x = x.contiguous()
+        ctx.fields, ctx.room = fields, room
+        x = _in_lines(x)
         rows, columns, num_filters, _ = weight.shape
         y = x.new_empty(rows, columns, num_filters, x.shape[3])
         for row, first, num, buffer in _tiles(weight, x):
@@ -102,21 +116,22 @@ class _Responses(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         return (
             spread(grads[0], weight, ctx.fields) if needs_x else None,
-            correlations(grads[0], x, ctx.fields) if needs_weight else None,
+            _weight_gradient(grads[0], x, ctx.fields, ctx.room) if needs_weight else None,
+            None,
             None,
         )
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, fields: Fields) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weight: Tensor, fields: Fields, room: Room | None) -> Tensor:
         ctx.save_for_backward(y, weight)
-        ctx.fields = fields
+        ctx.fields, ctx.room = fields, room
         y = y.contiguous()
         rows, columns, _, fan_in = weight.shape
         channels = fan_in // (fields.kernel[0] * fields.kernel[1])
@@ -132,12 +147,13 @@ class _Spread(Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, weight = ctx.saved_tensors
-        needs_y, needs_weight, _ = ctx.needs_input_grad
+        needs_y, needs_weight, *_ = ctx.needs_input_grad
         return (
             responses(grads[0], weight, ctx.fields) if needs_y else None,
-            correlations(y, grads[0], ctx.fields) if needs_weight else None,
+            _weight_gradient(y, grads[0], ctx.fields, ctx.room) if needs_weight else None,
+            None,
             None,
         )
 
@@ -147,14 +163,8 @@ class _Correlations(Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, fields: Fields) -> Tensor:
         ctx.save_for_backward(y, x)
         ctx.fields = fields
-        x, y = x.contiguous(), y.contiguous()
         fan_in = fields.kernel[0] * fields.kernel[1] * x.shape[2]
-        weight = x.new_empty(*y.shape[:3], fan_in)
-        for row, first, num, buffer in _tiles(weight, x):
-            tile = slice(first, first + num)
-            buffer.view_as(fields.view(x, row, first, num)).copy_(fields.view(x, row, first, num))
-            torch.bmm(y[row, tile], buffer.transpose(1, 2), out=weight[row, tile])
-        return weight
+        return _correlate(y, x, fields, x.new_empty(*y.shape[:3], fan_in))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -165,6 +175,23 @@ class _Correlations(Function):
             spread(y, grads[0], ctx.fields) if needs_x else None,
             None,
         )
+
+
+def _correlate(y: Tensor, x: Tensor, fields: Fields, weight: Tensor) -> Tensor:
+    """Writes `correlations` into a tensor."""
+    x, y = _in_lines(x), y.contiguous()
+    for row, first, num, buffer in _tiles(weight, x):
+        tile = slice(first, first + num)
+        buffer.view_as(fields.view(x, row, first, num)).copy_(fields.view(x, row, first, num))
+        torch.bmm(y[row, tile], buffer.transpose(1, 2), out=weight[row, tile])
+    return weight
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """The tensor itself if each line of it is contiguous."""
+    _, width, channels, batch = x.shape
+    is_so = x.stride()[1:] == (channels * batch, batch, 1) and x.stride(0) >= width * x.stride(1)
+    return x if is_so else x.contiguous()
 
 
 def _tiles(weight: Tensor, x: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:

@@ -8,15 +8,14 @@ and for as many neurons as before a bigger step.
 
 from collections.abc import Sequence
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from allstep.errors import UsageError
 from allstep.nn.batch_last import from_batch_last, to_batch_last
-from allstep.nn.local_products import Fields, responses, spread
+from allstep.nn.filter_parts import Filters, cut_filters
+from allstep.nn.local_products import Fields
 from allstep.nn.over_windows import OverWindows
 from allstep.nn.seeds import agreed_seed, generator_at
 from allstep.nn.windows import Grid, Layout, Reach, Window
@@ -54,15 +53,14 @@ class _Blocks(nn.Module):
             fault = f"`x` has shape {list(x.shape)}; pass [batch, {channels}, height, width]."
         self._windows.grid.agree(f"a call of {self}", fault)
 
-    def _filters(self) -> "dict[Window, Tensor]":
+    def _filters(self) -> dict[Window, Filters]:
         """The weight of the inner blocks and of the strips around them."""
         windows = self._windows
-        parts = [windows.outputs] if windows.is_local else [windows.inner, *windows.strips]
-        own = windows.outputs
-        if len(parts) == 1:
-            return {parts[0]: self.weight}
-        cut: tuple[Tensor, ...] = _Cut.apply(self.weight, [p.slices(own) for p in parts])  # type: ignore[no-untyped-call]
-        return dict(zip(parts, cut, strict=True))
+        parts = [windows.outputs]
+        if not windows.is_local:
+            parts = [p for p in (windows.inner, *windows.strips) if p.num_positions]
+        places = [part.slices(windows.outputs) for part in parts]
+        return dict(zip(parts, cut_filters(self.weight, places), strict=True))
 
     def extra_repr(self) -> str:
         """What torch's layers show."""
@@ -173,7 +171,7 @@ class LocallyConnected2d(_Blocks):
         y = self._windows.forward(
             to_batch_last(x),
             lambda part, blocks: _to_rows(
-                responses(part, filters[blocks], self._fields), self._windows.block
+                filters[blocks].responses(part, self._fields), self._windows.block
             ),
         )
         return from_batch_last(y if self.bias is None else y + self.bias.unsqueeze(3))
@@ -221,39 +219,11 @@ class LocallyConnectedTranspose2d(_Blocks):
         filters = self._filters()
         x = self._windows.backward_of_inputs(
             to_batch_last(y),
-            lambda part, blocks: spread(
-                _to_blocks(part, self._windows.block), filters[blocks], self._fields
+            lambda part, blocks: filters[blocks].spread(
+                _to_blocks(part, self._windows.block), self._fields
             ),
         )
         return from_batch_last(x)
-
-
-class _Cut(Function):
-    """Parts of a weight; their gradients are put side by side, not added up."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, parts: list[tuple[slice, ...]]) -> tuple[Tensor, ...]:
-        ctx.parts = parts
-        return tuple(weight[part] for part in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Paste.apply(ctx.parts, *grads), None  # type: ignore[no-untyped-call]
-
-
-class _Paste(Function):
-    @staticmethod
-    def forward(ctx: Any, parts: list[tuple[slice, ...]], *pieces: Tensor) -> Tensor:
-        ctx.parts = parts
-        rows, columns = (max(part[dim].stop for part in parts) for dim in range(2))
-        weight = pieces[0].new_empty(rows, columns, *pieces[0].shape[2:])
-        for part, piece in zip(parts, pieces, strict=True):
-            weight[part] = piece
-        return weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_Cut.apply(*grads, ctx.parts)  # type: ignore[no-untyped-call]
 
 
 def _to_rows(y: Tensor, block: tuple[int, int]) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
-from allstep.nn import Grid, LocallyConnected2d, LocallyConnectedTranspose2d
+from allstep.nn import Grid, LocallyConnected2d, LocallyConnectedTranspose2d, filter_parts
 from allstep.nn.local_products import Fields, correlations, responses, spread
 from tests.nn.grids import GRIDS, on_grid, part, values, whole
 
@@ -177,6 +177,35 @@ def test_each_worker_has_the_weight_of_its_own_part_alone():
     for grid_shape in GRIDS[1:]:
         counts = on_grid(grid_shape, work)
         assert sum(counts) == alone and max(counts) == alone / len(counts)
+
+
+def test_gradients_of_parts_are_written_in_place_and_copied_to_be_differentiated(monkeypatch):
+    """[Note: gradient room]: no copy in a plain backward; second derivatives all the same."""
+    copies = []
+    plain = filter_parts._Paste.forward
+    monkeypatch.setattr(
+        filter_parts._Paste,
+        "forward",
+        staticmethod(lambda *arguments: copies.append(1) or plain(*arguments)),
+    )
+
+    def work(grid):
+        layer = LocallyConnected2d(
+            grid, grid.split((9, 9)), 1, 3, 1, (2, 1, 1), bias=False, seed=0, dtype=torch.float64
+        )
+        x = part(values(2, 1, 9, 9), layer.in_layout.windows[grid.rank]).clone().requires_grad_()
+        (layer(x) ** 2).sum().backward()
+        assert not copies
+        grid.comm.barrier()
+        first = torch.autograd.grad((layer(x) ** 3).sum(), (x, layer.weight), create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, layer.weight))
+        return layer.in_layout, layer._windows.out_layout, second
+
+    alone, split = (on_grid(shape, work) for shape in ((1, 1), (2, 2)))
+    assert copies
+    for i, layout in enumerate(split[0][:2]):
+        got = whole([result[2][i] for result in split], layout, first_dim=(2, 0)[i])
+        torch.testing.assert_close(got, alone[0][2][i], rtol=1e-10, atol=1e-9)
 
 
 def test_no_halo_gradients_differ():

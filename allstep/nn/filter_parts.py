@@ -1,0 +1,103 @@
+"""Parts of a worker's filters, whose gradients need no copy to become one.
+
+[Note: gradient room] While its halo is on the way a layer computes with the filters of its inner
+blocks, and then with those around them. Slices of a parameter have gradients of the parameter's
+size, which autograd adds up: as many passes over the largest tensor of all as there are parts.
+Here all parts write their gradient to one tensor, each in its place. What shall be differentiated
+again is put together by a copy instead.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from allstep.nn.local_products import Fields, responses, spread
+
+__all__ = ["Filters", "cut_filters"]
+
+Place = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Filters:
+    """A part of a weight, and where its gradient goes."""
+
+    weight: Tensor
+    room: Callable[[], Tensor] | None = None
+
+    def responses(self, x: Tensor, fields: Fields) -> Tensor:
+        return responses(x, self.weight, fields, self.room)
+
+    def spread(self, y: Tensor, fields: Fields) -> Tensor:
+        return spread(y, self.weight, fields, self.room)
+
+
+def cut_filters(weight: Tensor, places: Sequence[Place]) -> list[Filters]:
+    """Parts of a weight, which together are the whole of it; see [Note: gradient room]."""
+    if len(places) == 1:
+        return [Filters(weight)]
+    room = _Room()
+    parts = _Cut.apply(weight, places, room)  # type: ignore[no-untyped-call]
+    return [
+        Filters(part, partial(room.part, weight, place))
+        for part, place in zip(parts, places, strict=True)
+    ]
+
+
+class _Room:
+    """The gradient of a weight, which its parts' backwards write to, each in its place."""
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+
+    def part(self, weight: Tensor, place: Place) -> Tensor:
+        """Where a part's gradient goes."""
+        if self._whole is None:
+            self._whole = torch.empty_like(weight)
+        return self._whole[place]
+
+    def take(self, parts: Sequence[Tensor]) -> Tensor | None:
+        """The whole gradient, if these are all its parts."""
+        whole, self._whole = self._whole, None
+        if whole is None or torch.is_grad_enabled():
+            return None
+        is_here = (p.untyped_storage().data_ptr() == whole.data_ptr() for p in parts)
+        return whole if all(is_here) else None
+
+
+class _Cut(Function):
+    """Parts of a weight; their gradients are put side by side, not added up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, places: Sequence[Place], room: _Room
+    ) -> tuple[Tensor, ...]:
+        ctx.places, ctx.room = places, room
+        return tuple(weight[place] for place in places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        whole = ctx.room.take(grads)
+        if whole is None:
+            whole = _Paste.apply(ctx.places, *grads)  # type: ignore[no-untyped-call]
+        return whole, None, None
+
+
+class _Paste(Function):
+    @staticmethod
+    def forward(ctx: Any, places: Sequence[Place], *parts: Tensor) -> Tensor:
+        ctx.places = places
+        rows, columns = (max(place[dim].stop for place in places) for dim in range(2))
+        weight = parts[0].new_empty(rows, columns, *parts[0].shape[2:])
+        for place, part in zip(places, parts, strict=True):
+            weight[place] = part
+        return weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Cut.apply(*grads, ctx.places, _Room())  # type: ignore[no-untyped-call]
