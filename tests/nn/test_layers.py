@@ -20,7 +20,7 @@ from allstep.nn import (
     MaxPool2d,
     SubtractiveNorm,
 )
-from allstep.nn.windows import Layout
+from allstep.nn.windows import Layout, Reach, plan_fetch
 from tests.nn.grids import GRIDS, on_grid, part, values, whole
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -208,6 +208,20 @@ def test_layers_follow_one_another_and_messages_are_as_on_paper():
         torch.testing.assert_close(got_grad, grad, **CLOSE)
         for worker in workers:
             torch.testing.assert_close(worker, parameters[0], **CLOSE)
+
+
+@pytest.mark.parametrize("grid_shape", GRIDS)
+def test_a_layer_sends_its_halo_and_nothing_else(grid_shape):
+    def work(grid):
+        conv = Conv2d(grid, grid.split((13, 11)), 2, 4, (5, 3), (2, 1), (2, 1), seed=0).double()
+        x = part(values(3, 2, 13, 11), conv.in_layout.windows[grid.rank]).clone().requires_grad_()
+        conv(x).sum().backward()
+        reach = Reach((5, 3), (2, 1), ((2, 2), (1, 1)), (1, 1))
+        wanted = tuple(reach.inputs(window) for window in conv.out_layout.windows)
+        once = plan_fetch(conv.in_layout, wanted, grid.rank).stats(3 * 2 * 8)
+        return grid.stats == once + once.mirrored()
+
+    assert all(on_grid(grid_shape, work))
 
 
 def test_without_halos_convolution_differs():
