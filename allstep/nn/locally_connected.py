@@ -7,7 +7,7 @@ and for as many neurons as before a bigger step.
 """
 
 from collections.abc import Sequence
-from math import sqrt
+from math import prod, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -128,15 +128,16 @@ class LocallyConnected2d(_Blocks):
             kernel, steps = pair("kernel_size", kernel_size, 1), pair("step", step, 1)
             reach = Reach(kernel, steps, ((0, 0), (0, 0)), (1, 1))
             blocks = grid.split(reach.out_shape(in_layout.shape))
-        windows = OverWindows(grid, in_layout, blocks, reach, first_dim=0, block=_two(sides))
-        shape = (depth * sides[0] * sides[1], kernel[0] * kernel[1] * in_channels)
-        own = windows.outputs
-        weight = torch.empty(*own.shape, *shape, dtype=dtype, device=grid.comm.device)
+            windows = OverWindows(grid, in_layout, blocks, reach, first_dim=0, block=_two(sides))
+            shape = (depth * sides[0] * sides[1], kernel[0] * kernel[1] * in_channels)
+            weight = _room_for(windows, shape, dtype)
         super().__init__(windows, in_channels, depth, nn.Parameter(weight))
         self.in_layout = in_layout
         self.out_layout = blocks.scaled(sides)
         self._seed = agreed_seed(grid, seed)
-        values = torch.empty(*own.scaled(sides).shape, depth, dtype=dtype, device=weight.device)
+        values = torch.empty(
+            *windows.outputs.scaled(sides).shape, depth, dtype=dtype, device=weight.device
+        )
         self.bias = nn.Parameter(values) if bias else None
         self.reset_parameters()
 
@@ -224,6 +225,19 @@ class LocallyConnectedTranspose2d(_Blocks):
             ),
         )
         return from_batch_last(x)
+
+
+def _room_for(windows: OverWindows, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:
+    """An empty weight for this worker's blocks."""
+    size = (*windows.outputs.shape, *shape)
+    try:
+        return torch.empty(size, dtype=dtype, device=windows.grid.comm.device)
+    except RuntimeError as error:  # torch's out-of-memory errors are such
+        num_bytes = prod(size) * (dtype or torch.get_default_dtype()).itemsize
+        raise UsageError(
+            f"rank {windows.grid.rank}'s filters take {num_bytes} bytes, for which there is no "
+            f"room; use more than {windows.grid.size} workers, which have a part of them each."
+        ) from error
 
 
 def _to_rows(y: Tensor, block: tuple[int, int]) -> Tensor:
