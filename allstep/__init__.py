@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from allstep.errors import UsageError as UsageError
     from allstep.exchange import Exchange as Exchange
     from allstep.exchange import ExchangePolicy as ExchangePolicy
+    from allstep.exchange import Nesterov as Nesterov
     from allstep.exchange import attach as attach
+    from allstep.exchange import ddp_hook as ddp_hook
+    from allstep.exchange import fsdp_hook as fsdp_hook
     from allstep.train import Evaluator as Evaluator
     from allstep.train import Metrics as Metrics
     from allstep.train import Task as Task
@@ -46,7 +49,10 @@ _ROOM_OF = {
     "UsageError": "errors",
     "Exchange": "exchange",
     "ExchangePolicy": "exchange",
+    "Nesterov": "exchange",
     "attach": "exchange",
+    "ddp_hook": "exchange",
+    "fsdp_hook": "exchange",
     "Evaluator": "train",
     "Metrics": "train",
     "Task": "train",

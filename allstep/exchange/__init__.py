@@ -1,16 +1,37 @@
 """The gradient exchange: after each backward pass `p.grad` is the mean over the workers."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from allstep.exchange.attach import attach
+from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.exchange import Exchange
+from allstep.exchange.outer import Nesterov
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.running_statistics import RunningStatistics
+
+if TYPE_CHECKING:
+    from allstep.exchange.for_ddp import ddp_hook as ddp_hook
+    from allstep.exchange.for_fsdp import fsdp_hook as fsdp_hook
 
 __all__ = [
     "Exchange",
     "ExchangePolicy",
     "ExchangeStats",
+    "Nesterov",
+    "ParameterAveraging",
     "PlainExchange",
     "RunningStatistics",
     "attach",
+    "ddp_hook",
+    "fsdp_hook",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The hooks for torch's engines, whose import takes seconds, when they are asked for."""
+    if name in ("ddp_hook", "fsdp_hook"):
+        engine = name.removesuffix("_hook")
+        return getattr(import_module(f"allstep.exchange.for_{engine}"), name)
+    raise AttributeError(f"module 'allstep.exchange' has no attribute {name!r}")

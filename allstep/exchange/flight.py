@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.errors import DisagreementError
+from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import digest, explain
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
@@ -235,7 +235,17 @@ class FixedPointFlight(Flight):
 
     @classmethod
     def of(cls, plan: BucketPlan, exact: Exact) -> "FixedPointFlight":
-        """An empty flight."""
+        """An empty flight.
+
+        Raises:
+            UsageError: if a parameter is complex.
+        """
+        for layout in plan.layouts:
+            if layout.dtype.is_complex:
+                raise UsageError(
+                    f"Parameter `{layout.names[0]}` is {layout.dtype}, which has no fixed-point"
+                    ' form; choose another `wire` (="exact").'
+                )
         flats = [torch.zeros_like(x.new_flat(), dtype=torch.int64) for x in plan.layouts]
         return cls(plan, flats, exact=exact)
 

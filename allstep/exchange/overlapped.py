@@ -64,6 +64,7 @@ class OverlappedExchange(Exchange):
         self._comes_twice = False  # a gradient may grow after its hook: reentrant checkpointing
         self._pass_number = 0
         self._failure: str | None = None
+        self._last_scale = self._residual_factor = 1.0
         self._exposed_s = 0.0
         self._pass_start_s = self._last_wait_s = 0.0
         auto = policy.bucket_bytes == "auto"
@@ -102,6 +103,7 @@ class OverlappedExchange(Exchange):
             "is_recorded": self._is_recorded,
             "is_tuned": self._is_tuned,
             "bucket_bytes": self._bucket_bytes,
+            "scale": self._last_scale,
             "in_flight": [flight.state_dict() for flight in self._airborne],
         }
 
@@ -116,7 +118,7 @@ class OverlappedExchange(Exchange):
                 " the model as it was."
             )
         self._is_recorded, self._is_tuned = state["is_recorded"], state["is_tuned"]
-        self._bucket_bytes = state["bucket_bytes"]
+        self._bucket_bytes, self._last_scale = state["bucket_bytes"], state["scale"]
         self._set_plan(state["buckets"])
         self._sender.load_states(state["states"])
         self._airborne.clear()
@@ -141,14 +143,15 @@ class OverlappedExchange(Exchange):
             return
         if self._num_suspended:
             if self._sender.is_exact:
-                self._flight.place(name, p)
+                self._place(name, p)
             return
         if self._pass_number != self._backward_pass.number:
             self._begin_pass()
         self._check_arrival(name, gradient)
         if self._failure is not None:
             return
-        self._flight.place(name, p)
+        if not self._place(name, p):
+            return
         if name not in self._arrivals:
             self._arrivals[name] = perf_counter()
             self._missing[self._sender.plan.bucket_of[name]] -= 1
@@ -157,6 +160,14 @@ class OverlappedExchange(Exchange):
         if self._is_recorded and self.policy.overlap and not self._comes_twice:
             while self._missing and self._missing[len(self._flight.jobs)] == 0:
                 self._send_next()
+
+    def _place(self, name: str, p: nn.Parameter) -> bool:
+        """Puts a gradient in the flight; what is wrong with it is told to all at the end."""
+        try:
+            self._flight.place(name, p)
+        except UsageError as error:
+            self._failure = str(error)
+        return self._failure is None
 
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
@@ -189,6 +200,8 @@ class OverlappedExchange(Exchange):
         is_last = index == len(flight.plan.layouts) - 1
         if index == 0:
             flight.step, flight.scale = self._num_exchanges, self._present_scale()
+            self._residual_factor = flight.scale / self._last_scale
+            self._last_scale = flight.scale
             flight.action, flight.described = self._describe(), self._signature
             flight.divisor = self._divisor
             flight.write_check(self.comm.rank)
@@ -198,7 +211,8 @@ class OverlappedExchange(Exchange):
             flight.write_flags()
             self._missing = []
         names = flight.plan.layouts[index].names
-        self._sender.send(flight, index, [name for name in names if name not in self._touched])
+        withheld = [name for name in names if name not in self._touched]
+        self._sender.send(flight, index, withheld, self._residual_factor)
 
     # -- the end of a backward pass --------------------------------------------------------------
 
@@ -234,8 +248,10 @@ class OverlappedExchange(Exchange):
                 isinstance(flight, FixedPointFlight) and p.grad is flight.emptied.get(name, ...)
             ):
                 continue
-            place = flight.place if name in self._touched else flight.leave
-            place(name, p)
+            if name in self._touched:
+                self._place(name, p)
+            else:
+                flight.leave(name, p)
 
     def _land(self, flight: Flight) -> None:
         """Waits for a flight and leaves its means in `p.grad`."""
@@ -275,7 +291,8 @@ class OverlappedExchange(Exchange):
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _present_scale(self) -> float:
-        return self._scaler.get_scale() if self._scaler and self.policy.staleness else 1.0
+        matters = self.policy.staleness or self._sender.has_residuals
+        return self._scaler.get_scale() if self._scaler and matters else 1.0
 
     def _wait_for_all(self) -> None:
         for flight in (*self._airborne, self._flight):

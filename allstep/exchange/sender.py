@@ -49,6 +49,11 @@ class Sender:
         self.close = finalize(self, _close, self.runner, self.transport, self.comm, comm)
 
     @property
+    def has_residuals(self) -> bool:
+        """Whether something of earlier gradients waits to be sent."""
+        return any(state.residual is not None for state in self._states)
+
+    @property
     def is_exact(self) -> bool:
         """Whether every backward pass must be added up by the exchange itself."""
         return isinstance(self.wire, Exact)
@@ -70,18 +75,28 @@ class Sender:
             return FixedPointFlight.of(self.plan, self.wire)
         return Flight.new(self.plan)
 
-    def send(self, flight: Flight, index: int, withheld: Sequence[str] = ()) -> None:
+    def send(
+        self,
+        flight: Flight,
+        index: int,
+        withheld: Sequence[str] = (),
+        residual_factor: float = 1.0,
+    ) -> None:
         """Starts the exchange of a bucket.
 
         Args:
             flight: whose.
             index: of the bucket; they must be sent in order.
             withheld: parameters without a gradient here, whose unsent residual waits for one.
+            residual_factor: by which gradients are larger than when the residual was left: a
+                GradScaler's scale has changed.
         """
         flat, layout = flight.flats[index], flight.plan.layouts[index]
         state, transport = self._states[index], self.transport
 
         def work() -> None:
+            if residual_factor != 1 and state.residual is not None:
+                state.residual.mul_(residual_factor)
             with record_function(f"allstep::bucket {index} reduce"):
                 if isinstance(flight, FixedPointFlight):
                     transport.all_reduce(flat)
@@ -182,7 +197,7 @@ def _pieces(layout: BucketLayout, residual: Tensor) -> dict[str, Tensor]:
 def _withheld(
     residual: Tensor | None, layout: BucketLayout, names: Sequence[str]
 ) -> Iterator[None]:
-    """Inside, the residuals of some parameters are zero; they come back untouched."""
+    """Inside, the residuals of some parameters are zero; what they were is added afterwards."""
     if residual is None or not names:
         yield
         return
@@ -190,9 +205,11 @@ def _withheld(
     kept = {name: pieces[name].clone() for name in names}
     for name in names:
         pieces[name].zero_()
-    yield
-    for name in names:
-        pieces[name].copy_(kept[name])
+    try:
+        yield
+    finally:
+        for name in names:
+            pieces[name].add_(kept[name])  # the format may have left a debt there
 
 
 def _rebuilt(like: list[dict[str, Any]], tensors: Iterator[Tensor]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """What buckets that travel during the backward pass add to the contract of all exchanges."""
 
+import copy
 import logging
 import threading
 from typing import Any
@@ -43,7 +44,9 @@ def test_the_first_bucket_travels_while_the_last_gradient_is_made(overlap: bool)
         )
         attach(model, comm, policy)
         waits: list[bool] = []
-        model[0].weight.register_hook(lambda _: waits.append(called.wait(5 if overlap and waits else 0.1)))
+        model[0].weight.register_hook(
+            lambda _: waits.append(called.wait(5 if overlap and waits else 0.1))
+        )
         for _ in range(3):
             called.clear()
             model(torch.ones(2, 5)).sum().backward()
@@ -367,6 +370,48 @@ def test_a_parameter_without_a_gradient_keeps_what_it_has_not_sent(wire: Any) ->
             assert torch.equal(residual("0.weight"), before)
         else:
             exchange.state_dict()
+
+    run_ranks(2, worker)
+
+
+def test_a_residual_follows_the_scale_of_the_gradients() -> None:
+    """Feedback under a GradScaler whose scale doubles is that without one, times the scale."""
+    xs, start = torch.randn(6, 2, 4, 6), nn.Linear(6, 6, bias=False)
+
+    def worker(comm: Communicator, knows: bool, growth: float) -> Tensor:
+        model = copy.deepcopy(start)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0, growth_interval=1, growth_factor=growth, backoff_factor=0.5
+        )
+        policy = ExchangePolicy(algorithm="native", wire=TopK(fraction=0.3))
+        attach(model, comm, policy, scaler=scaler if knows else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in xs:
+            scaler.scale(model(x[comm.rank]).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return model.weight.detach()
+
+    expected = run_ranks(2, lambda comm: worker(comm, True, 1.0 + 1e-9))[0]
+    found = run_ranks(2, lambda comm: worker(comm, True, 2.0))[0]
+    naive = run_ranks(2, lambda comm: worker(comm, False, 2.0))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert float((naive - expected).abs().max()) > 1e-4
+
+
+def test_what_has_no_fixed_point_form_is_refused_on_all_ranks() -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Linear(2, 1, bias=False)
+        attach(model, comm, ExchangePolicy(algorithm="native", wire="exact"))
+        with pytest.raises((UsageError, DisagreementError), match="`weight` has a gradient of 1e"):
+            model(torch.full((1, 2), 1e9 if comm.rank else 1.0)).sum().backward()
+        with pytest.raises(UsageError, match=r"`weight` is torch.complex64.*another `wire`"):
+            attach(
+                nn.Linear(2, 1, bias=False, dtype=torch.complex64),
+                comm,
+                ExchangePolicy(wire="exact"),
+            )
 
     run_ranks(2, worker)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
 from allstep.exchange import ExchangePolicy, attach
-from allstep.exchange.ddp_hook import DDPHook, ddp_hook
+from allstep.exchange.for_ddp import DDPHook, ddp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
 
