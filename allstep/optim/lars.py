@@ -183,26 +183,25 @@ class LARS(TrustRatioOptimizer):
         group = batch.group
         momentum = float(group["momentum"] * self._correction(group))
         smallest = _SMALLEST_SCALE[weights[0].dtype]
-        rates: list[float] = scales.tolist()
-        ends = range(1, len(rates) + 1) if adapts(group) else [len(rates)]
-        begin = 0
-        for end in ends:
-            part = slice(begin, end)
-            one = weights[part], gradients[part], buffers[part]
-            if momentum and rates[begin] >= smallest:
+        # Layers that do not adapt share one scale, and one call.
+        num_layers = 1 if adapts(group) else len(weights)
+        for begin in range(0, len(weights), num_layers):
+            part = slice(begin, begin + num_layers)
+            layers = weights[part], gradients[part], buffers[part]
+            scale = float(scales[begin])
+            if momentum and scale >= smallest:
                 torch._fused_sgd_(
-                    *one,
+                    *layers,
                     weight_decay=self._coupled_decay(group),
                     momentum=momentum,
                     lr=1.0,
-                    dampening=1.0 - rates[begin],
+                    dampening=1.0 - scale,
                     nesterov=False,
                     maximize=group["maximize"],
                     is_first_step=False,
                 )
             else:
-                self._move_foreach(batch, scales[part], *one)
-            begin = end
+                self._move_foreach(batch, scales[part], *layers)
 
     def _move_foreach(
         self,

@@ -1,0 +1,331 @@
+"""What a step of LAMB and LARS costs, against torch's fused AdamW and SGD and against peers.
+
+    python benchmarks/bench_optim.py [--quick] [--device cuda]
+
+108 M parameters in the shapes of BERT-base, and those of ResNet-50, with random weights and
+gradients in single precision. All optimizers do the same: the groups of `allstep.optim.groups`
+for ours (biases and normalisation neither decayed nor adapted), the like for the others. They
+take turns step by step. Peers are measured where they are installed
+(`pip install pytorch-optimizer==4.1.0 torch-optimizer==0.3.0 timm==1.0.31`). Extra
+memory is the highest during a step without weights, gradients and state, in a process of its own.
+"""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Estimate, estimate, interleave, print_headline, ratio, write_results
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from allstep.optim import LAMB, LARS
+
+LAMB_TARGET = 2.2
+PEER_TARGET = 2.0
+LARS_TARGET = 2.0
+CUDA_TARGET = 1.6
+ADAMW_PASSES = 7  # reads weight, gradient and two moments, writes three of them
+
+Groups = list[dict[str, Any]]
+Make = Callable[[Groups], torch.optim.Optimizer]
+
+
+def bert_shapes() -> list[tuple[int, ...]]:
+    """BERT-base with 30,522 words: 108 M parameters without the output layer."""
+    d, hidden = 768, 3072
+    layer = [*[(d, d), (d,)] * 4, (d,), (d,), (hidden, d), (hidden,), (d, hidden), (d,), (d,), (d,)]
+    return [(30522, d), (512, d), (2, d), (d,), (d,), *layer * 12]
+
+
+def resnet_shapes() -> list[tuple[int, ...]]:
+    """ResNet-50: 25.6 M parameters."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            for out, inner, kernel in (
+                (width, channels, 1),
+                (width, width, 3),
+                (4 * width, width, 1),
+            ):
+                shapes += [(out, inner, kernel, kernel), (out,), (out,)]
+            if block == 0:
+                shapes += [(4 * width, channels, 1, 1), (4 * width,), (4 * width,)]
+            channels = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+SHAPES = {"bert": bert_shapes, "resnet50": resnet_shapes}
+
+
+def make_groups(shapes: Iterable[tuple[int, ...]], device: str, weight_decay: float) -> Groups:
+    """Random weights with gradients: matrices and kernels decayed and adapted, vectors not."""
+    generator = torch.Generator().manual_seed(0)
+    groups: Groups = [
+        {"params": [], "weight_decay": weight_decay, "adapt": True},
+        {"params": [], "weight_decay": 0.0, "adapt": False},
+    ]
+    for shape in shapes:
+        parameter = nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device))
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+        groups[len(shape) < 2]["params"].append(parameter)
+    return groups
+
+
+def timm_lamb() -> Any:
+    """timm's file of LAMB without its front doors, which need torchvision."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None:
+        raise ImportError("No module named 'timm'")
+    (folder,) = spec.submodule_search_locations or []
+    for name, path in (("timm", folder), ("timm.optim", f"{folder}/optim")):
+        door = types.ModuleType(name)
+        door.__path__ = [path]
+        sys.modules[name] = door
+    return importlib.import_module("timm.optim.lamb").Lamb
+
+
+def lamb_variants() -> dict[str, Make]:
+    """By name; those that are not installed are left out, and said so."""
+    variants: dict[str, Make] = {
+        "AdamW, fused": lambda groups: torch.optim.AdamW(groups, 1e-4, fused=True),
+        "LAMB": lambda groups: LAMB(groups, 1e-4),
+        'LAMB, nonfinite="skip"': lambda groups: LAMB(groups, 1e-4, nonfinite="skip"),
+        "LAMB, foreach": lambda groups: LAMB(groups, 1e-4, foreach=True),
+        "LAMB, plain": lambda groups: LAMB(groups, 1e-4, fused=False),
+    }
+    peers: dict[str, Callable[[], Make]] = {
+        "pytorch_optimizer": lambda: _pytorch_optimizer("Lamb"),
+        "torch_optimizer": lambda: _torch_optimizer("Lamb"),
+        "timm": lambda: _timm(),
+    }
+    return variants | _installed(peers)
+
+
+def lars_variants() -> dict[str, Make]:
+    variants: dict[str, Make] = {
+        "SGD, fused": lambda groups: torch.optim.SGD(groups, 1e-4, momentum=0.9, fused=True),
+        "LARS": lambda groups: LARS(groups, 1e-1),
+        'LARS, variant="lamb_paper"': lambda groups: LARS(groups, 1e-4, variant="lamb_paper"),
+        "LARS, foreach": lambda groups: LARS(groups, 1e-1, foreach=True),
+        "LARS, plain": lambda groups: LARS(groups, 1e-1, fused=False),
+    }
+    peers: dict[str, Callable[[], Make]] = {
+        "pytorch_optimizer": lambda: _pytorch_optimizer("LARS"),
+        "torch_optimizer": lambda: _torch_optimizer("LARS"),
+    }
+    return variants | _installed(peers)
+
+
+def _pytorch_optimizer(name: str) -> Make:
+    module = importlib.import_module("pytorch_optimizer")
+    options = {"weight_decouple": False} if name == "Lamb" else {}
+    return lambda groups: getattr(module, name)(groups, 1e-4, **options)
+
+
+def _torch_optimizer(name: str) -> Make:
+    module = importlib.import_module("torch_optimizer")
+    options = {} if name == "Lamb" else {"momentum": 0.9}
+    return lambda groups: getattr(module, name)(groups, 1e-4, **options)
+
+
+def _timm() -> Make:
+    lamb = timm_lamb()
+    return lambda groups: lamb(groups, 1e-4, max_grad_norm=None)
+
+
+def _installed(peers: dict[str, Callable[[], Make]]) -> dict[str, Make]:
+    found = {}
+    for name, load in peers.items():
+        try:
+            found[name] = load()
+        except ImportError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    return found
+
+
+FAMILIES = {"lamb": (lamb_variants, "bert", 0.01), "lars": (lars_variants, "resnet50", 1e-4)}
+
+
+def measure(family: str, device: str, repeats: int, slow: bool) -> dict[str, list[float]]:
+    """Seconds of a step, by variant and repeat; `slow` is whether to measure ours in all ways."""
+    variants, shapes, weight_decay = FAMILIES[family]
+    weights = make_groups(SHAPES[shapes](), device, weight_decay)
+    steps = {}
+    for name, make in variants().items():
+        if not slow and name.endswith((", foreach", ", plain")):
+            continue
+        steps[name] = _synchronised(make(_with_own_gradients(weights)), device)
+    return interleave(steps, repeats, warmups=2)
+
+
+def _with_own_gradients(groups: Groups) -> Groups:
+    """The same memory for weights; gradients are copied, because peers' steps change them."""
+    own: Groups = []
+    for group in groups:
+        params = [nn.Parameter(p.detach()) for p in group["params"]]
+        for parameter, source in zip(params, group["params"], strict=True):
+            parameter.grad = source.grad.clone()
+        own.append({**group, "params": params})
+    return own
+
+
+def _synchronised(optimizer: torch.optim.Optimizer, device: str) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def extra_memory_bytes(family: str, name: str, device: str) -> int:
+    """The highest memory during a step, without weights, gradients and the optimizer's state."""
+    if device == "cpu":
+        command = [sys.executable, __file__, "--memory", family, name]
+        return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return _extra_memory_bytes(family, name, device)
+
+
+def _extra_memory_bytes(family: str, name: str, device: str) -> int:
+    variants, shapes, weight_decay = FAMILIES[family]
+    base_bytes = _status_bytes("VmRSS")
+    optimizer = variants()[name](make_groups(SHAPES[shapes](), device, weight_decay))
+    if device == "cuda":
+        optimizer.step()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        return torch.cuda.max_memory_allocated() - before
+    optimizer.step()
+    needed = sum(
+        tensor.nbytes
+        for values in optimizer.state.values()
+        for tensor in values.values()
+        if isinstance(tensor, torch.Tensor)
+    )
+    needed += 2 * sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    optimizer.step()
+    return max(0, _status_bytes("VmHWM") - base_bytes - needed)
+
+
+def _status_bytes(key: str) -> int:
+    """A line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return 1024 * int(line.split()[1])
+    raise KeyError(key)
+
+
+def show(
+    title: str, seconds: dict[str, list[float]], base: str, memory: dict[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Prints the table; the rows as data."""
+    table = Table("optimizer", "step, ms", f"over {base}", "extra memory, MB", title=title)
+    rows = {}
+    for name, values in seconds.items():
+        time_s, slower = estimate(values), ratio(values, seconds[base])
+        extra = f"{memory[name] / 1e6:.0f}" if name in memory else ""
+        ms = Estimate(*(1e3 * x for x in (time_s.median, time_s.low, time_s.high)))
+        table.add_row(name, f"{ms.median:.1f} [{ms.low:.1f}, {ms.high:.1f}]", _ratio(slower), extra)
+        rows[name] = {
+            "step_s": time_s.median,
+            "interval_s": [time_s.low, time_s.high],
+            "ratio": slower.median,
+            "ratio_interval": [slower.low, slower.high],
+            "extra_memory_bytes": memory.get(name),
+        }
+    Console().print(table)
+    return rows
+
+
+def _ratio(slower: Estimate) -> str:
+    return f"{slower.median:.2f} [{slower.low:.2f}, {slower.high:.2f}]"
+
+
+def copy_bytes_per_s(device: str, repeats: int) -> float:
+    """Bytes read and written by a plain copy, in a second."""
+    source = torch.randn(2**26, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    seconds = interleave({"copy": copy}, repeats, warmups=2)["copy"]
+    return 2 * source.nbytes / estimate(seconds).median
+
+
+def best_peer(seconds: dict[str, list[float]]) -> str | None:
+    """The fastest of those that are installed."""
+    peers = [name for name in seconds if name in ("pytorch_optimizer", "torch_optimizer", "timm")]
+    return min(peers, key=lambda name: estimate(seconds[name]).median, default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="about half a minute on two cores")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch; default: torch's own choice")
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.memory:
+        print(_extra_memory_bytes(*arguments.memory, device="cpu"))
+        return
+    device, repeats = arguments.device, 7 if arguments.quick else 31
+
+    lamb = measure("lamb", device, repeats, slow=not arguments.quick)
+    lars = measure("lars", device, 3 * repeats, slow=not arguments.quick)
+    memory = {
+        family: {name: extra_memory_bytes(family, name, device) for name in names}
+        for family, names in {
+            "lamb": ["AdamW, fused", "LAMB", *filter(None, [best_peer(lamb)])],
+            "lars": ["SGD, fused", "LARS"],
+        }.items()
+    }
+    rows = {
+        "bert": show("108 M parameters, BERT-base", lamb, "AdamW, fused", memory["lamb"]),
+        "resnet50": show("25.6 M parameters, ResNet-50", lars, "SGD, fused", memory["lars"]),
+    }
+    headline = {
+        "lamb_vs_adamw": ratio(lamb["LAMB"], lamb["AdamW, fused"]).median,
+        "lars_vs_sgd": ratio(lars["LARS"], lars["SGD, fused"]).median,
+    }
+    peer = best_peer(lamb)
+    if peer is not None:
+        headline["lamb_vs_best_peer"] = ratio(lamb[peer], lamb["LAMB"]).median
+    num_bytes = 4 * sum(torch.Size(shape).numel() for shape in bert_shapes())
+    floor_s = ADAMW_PASSES * num_bytes / copy_bytes_per_s(device, repeats)
+    share = floor_s / estimate(lamb["LAMB"]).median
+    print(f"seven passes at a copy's bandwidth take {share:.0%} of LAMB's step")
+    path = write_results(
+        "bench_optim" if device == "cpu" else f"bench_optim_{device}",
+        {
+            "repeats": repeats,
+            "targets": {
+                "lamb_vs_adamw": LAMB_TARGET if device == "cpu" else CUDA_TARGET,
+                "lamb_vs_best_peer": PEER_TARGET,
+                "lars_vs_sgd": LARS_TARGET,
+            },
+            "best_peer": peer,
+            "share_of_copy_bandwidth": share,
+            "rows": rows,
+        },
+    )
+    print(f"written to {Path(path).name}")
+    print_headline(**headline)
+
+
+if __name__ == "__main__":
+    main()
