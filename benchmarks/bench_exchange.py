@@ -1,0 +1,88 @@
+"""A training step with 100 MB of gradients on one host: allstep against DDP on Gloo.
+
+    python benchmarks/bench_exchange.py [--quick] [--ranks 2]
+
+Processes of one thread each. The net computes little and the optimizer's update is left out, so
+that the exchange is what is measured;
+"alone" is the same step without any. DDP is measured with and without `gradient_as_bucket_view`,
+and the claims are against the faster. Keys: `speedup_vs_ddp` (default policy), `native_vs_ddp`
+(our time over DDP's with the same all-reduce).
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import estimate, print_headline, ratio, write_results
+from exchange_worker import Point, run_point
+from network import run_on_one_host
+from rich.console import Console
+from rich.table import Table
+
+VARIANTS = ("alone", "ddp", "ddp view", "fp32", "native")
+SHOWN = {"ddp": "DDP", "ddp view": "DDP, views", "fp32": "allstep", "native": "allstep, native"}
+TARGETS = {"speedup_vs_ddp": 2.5, "native_vs_ddp": 1.0}
+GRADIENT_BYTES = 24 * 1024 * 1024 * 4  # 24 square layers
+
+
+def measure(num_ranks: int, repeats: int, steps: int) -> dict[str, list[float]]:
+    """Variant -> seconds of a step, of the slowest rank, in each repeat."""
+    point = Point(
+        variants=VARIANTS,
+        gradient_bytes=GRADIENT_BYTES,
+        num_layers=24,
+        updates=False,
+        repeats=repeats,
+        steps=steps,
+    )
+
+    def run(command: list[object], *, timeout_s: float) -> None:
+        run_on_one_host(num_ranks, command, timeout_s=timeout_s)
+
+    with tempfile.TemporaryDirectory() as folder:
+        measured = run_point(point, run, Path(folder))
+    return {name: row["seconds"] for name, row in measured.items()}
+
+
+def row_of(seconds: list[float], peer: list[float]) -> dict[str, Any]:
+    """What is written about a variant."""
+    step, faster = estimate(seconds), ratio(peer, seconds)
+    return {
+        "step_s": step.median,
+        "interval_s": [step.low, step.high],
+        "speedup_vs_ddp": faster.median,
+        "speedup_interval": [faster.low, faster.high],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="about a minute on two cores")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, help="default: 25, quick 7")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    repeats = arguments.repeats or (7 if arguments.quick else 25)
+    seconds = measure(arguments.ranks, repeats, steps=2 if arguments.quick else 4)
+
+    peer = min(("ddp", "ddp view"), key=lambda name: estimate(seconds[name]).median)
+    title = f"{arguments.ranks} ranks, {GRADIENT_BYTES / 1e6:.0f} MB of gradients"
+    table = Table("", "step, ms", f"times as fast as {SHOWN[peer]}", title=title)
+    for name in VARIANTS:
+        step_ms = estimate([1e3 * s for s in seconds[name]])
+        table.add_row(SHOWN.get(name, name), str(step_ms), f"{ratio(seconds[peer], seconds[name])}")
+    Console().print(table)
+    keys = {
+        "speedup_vs_ddp": ratio(seconds[peer], seconds["fp32"]).median,
+        "native_vs_ddp": ratio(seconds["native"], seconds[peer]).median,
+    }
+    rows = {name: row_of(seconds[name], seconds[peer]) for name in VARIANTS}
+    results = {"num_ranks": arguments.ranks, "peer": peer, "repeats": repeats, "rows": rows}
+    write_results("bench_exchange", {"targets": TARGETS, **keys, **results})
+    print_headline(**keys)
+
+
+if __name__ == "__main__":
+    main()
