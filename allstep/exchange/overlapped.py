@@ -84,7 +84,7 @@ class OverlappedExchange(Exchange):
         return ExchangeStats(
             self._num_exchanges,
             sender.transport.sent_bytes,
-            sender.runner.busy_s,
+            sender.busy_s,
             self._exposed_s,
         )
 

@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 
+from allstep.comm.wire import Posted
 from allstep.errors import CollectiveTimeoutError
 
-__all__ = ["Job", "Runner", "StreamRunner", "ThreadRunner", "make_runner"]
+__all__ = ["Job", "PostedJob", "Runner", "StreamRunner", "ThreadRunner", "make_runner"]
 
 
 class Job(Protocol):
@@ -97,6 +98,33 @@ class ThreadRunner:
             start_s = perf_counter()
             error = job.run(error)
             self._busy_s += perf_counter() - start_s
+
+
+class PostedJob:
+    """A call that a backend works on by itself, and what is left to do after it.
+
+    Args:
+        posted: the call.
+        finish: done once, by whoever waits first.
+        count_s: takes the seconds from its start to its end.
+    """
+
+    def __init__(
+        self, posted: Posted, finish: Callable[[], None], count_s: Callable[[float], None]
+    ) -> None:
+        self._posted = posted
+        self._finish: Callable[[], None] | None = finish
+        self._start_s = perf_counter()
+        self._count_s = count_s
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._finish is None:
+            return
+        self._posted.wait(timeout_s)
+        self._count_s(self._start_s)
+        finish, self._finish = self._finish, None
+        with torch.no_grad():
+            finish()
 
 
 class StreamRunner:

@@ -1,8 +1,9 @@
 """Sends buckets: a wire format, a group of workers, and a thread or stream to do it in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from time import perf_counter
 from typing import Any
 from weakref import finalize
 
@@ -11,15 +12,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import make_algorithm
+from allstep.comm.algorithms import Native, make_algorithm
 from allstep.errors import CheckpointError
 from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy
-from allstep.exchange.runner import Job, Runner, make_runner
+from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
 from allstep.exchange.transport import Transport
-from allstep.exchange.wires import Exact, WireState
+from allstep.exchange.wires import Exact, FullPrecision, WireState
 
 __all__ = ["Sender"]
 
@@ -39,8 +40,13 @@ class Sender:
     def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
         self.wire = policy.wire_format
         self.runner: Runner = make_runner(comm.device)
+        self._main_comm = comm
         self.comm = _channel(comm)
         self.transport = Transport(self.comm, make_algorithm(policy.algorithm, self.comm))
+        algorithm = self.transport.algorithm
+        plain = type(self.wire) is FullPrecision and comm.device.type == "cpu" and comm.size > 1
+        self._native = algorithm if plain and type(algorithm) is Native else None
+        self._posted_s = self._last_end_s = 0.0
         self._timeout_s = comm.timeout_s
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
@@ -106,7 +112,31 @@ class Sender:
             if index == 0 and self.comm.size > 1:
                 flight.check(self.comm)  # before the others: who disagrees will send none
 
-        flight.jobs.append(self.runner.submit(work))
+        if self._native is not None:
+            flight.jobs.append(self._post(self._native, flight, index))
+        else:
+            flight.jobs.append(self.runner.submit(work))
+
+    def _post(self, native: Native, flight: Flight, index: int) -> Job:
+        """Hands a bucket to the backend itself, which works on several at once."""
+        flat = flight.flats[index]
+
+        def finish() -> None:
+            flat.div_(self.comm.size)
+            if index == 0:
+                flight.check(self._main_comm)  # other buckets are under way on this sender's own
+
+        def count(start_s: float) -> None:
+            end_s = perf_counter()
+            self._posted_s += end_s - max(start_s, self._last_end_s)
+            self._last_end_s = end_s
+
+        return PostedJob(native.post(flat), finish, count)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in collectives, encoding and decoding so far."""
+        return self.runner.busy_s + self._posted_s
 
     def lift_first_timeout(self) -> None:
         """The first exchange has landed: from now on the communicator's own timeout holds."""

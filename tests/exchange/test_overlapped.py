@@ -30,9 +30,9 @@ class Announced(Native):
         super().__init__(comm)
         self._called = called
 
-    def reduce_(self, flat: Tensor) -> None:
+    def mean_(self, flat: Tensor) -> None:
         self._called.set()
-        super().reduce_(flat)
+        super().mean_(flat)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -450,9 +450,9 @@ class Counted(Native):
 
     num_calls = 0
 
-    def reduce_(self, flat: Tensor) -> None:
+    def mean_(self, flat: Tensor) -> None:
         self.num_calls += 1
-        super().reduce_(flat)
+        super().mean_(flat)
 
 
 def test_a_step_sends_its_buckets_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.ring import chunks_sent
+from allstep.comm.wire import Posted
 
 __all__ = ["Dummy", "Native"]
 
@@ -22,11 +23,19 @@ class Native(AllReduce):
 
     def _reduce_(self, flat: Tensor) -> None:
         on_wire = flat.to(self.comm.wire.carrier(flat.device))
-        self.comm.wire.all_reduce(on_wire, dist.ReduceOp.SUM, "all_reduce").wait()
+        self.post(on_wire).wait()
         if on_wire is not flat:
             flat.copy_(on_wire)
+
+    def post(self, flat: Tensor) -> Posted:
+        """Starts a sum, in place, and returns at once; several may be under way.
+
+        Args:
+            flat: as of `reduce_`, on a device that the backend takes.
+        """
         for chunk in chunks_sent(flat.tensor_split(self.comm.size), self.comm.rank):
             self._messenger.count(chunk.nbytes)
+        return self.comm.wire.all_reduce(flat.detach(), dist.ReduceOp.SUM, "all_reduce")
 
 
 class Dummy(AllReduce):

@@ -54,6 +54,13 @@ class SharedMemory(AllReduce):
         elif self._segment is not None:
             self._segment.sum_(flat)
 
+    def _mean_(self, flat: Tensor) -> None:
+        """Divides each slice while it is in cache."""
+        if self.fallback is not None:
+            self.fallback.mean_(flat)
+        elif self._segment is not None:
+            self._segment.sum_(flat, divisor=self.comm.size)
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has handed to the wire so far."""

@@ -65,14 +65,16 @@ class Piece:
         self.to_collect = [(mine[other], slices[other][other]) for other in others]
 
 
-def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
-    """total = parts[0] + parts[1] + ..., in this order; half precision in float32."""
+def add_up(parts: Sequence[Tensor], total: Tensor, divisor: int = 1) -> None:
+    """total = (parts[0] + parts[1] + ...) / divisor, in this order; half precision in float32."""
     if total.dtype in _HALVES:
         accumulator = parts[0].float()
         for part in parts[1:]:
             accumulator.add_(part)
-        total.copy_(accumulator)
+        total.copy_(accumulator.div_(divisor) if divisor != 1 else accumulator)
         return
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total.add_(part)
+    if divisor != 1:
+        total.div_(divisor)

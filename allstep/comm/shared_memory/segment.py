@@ -81,10 +81,13 @@ class Segment:
         meeting = meet(comm, num_bytes)
         return cls(meeting, comm.rank, comm.timeout_s)
 
-    def sum_(self, flat: Tensor) -> None:
-        """flat = sum over ranks r, in their order, of flat_r; in place. [Note: shared sums]"""
+    def sum_(self, flat: Tensor, divisor: int = 1) -> None:
+        """flat = sum over ranks r, in their order, of flat_r / divisor; in place.
+
+        [Note: shared sums]
+        """
         if flat.nbytes <= min(SMALL_BYTES, self._slot_bytes):
-            self._sum_small_(flat)
+            self._sum_small_(flat, divisor)
             return
         pieces = [Piece(self._cut(part, s), part, s) for s, part in self._numbered(flat)]
         # Two rounds more than pieces, for the last to come out of the pipeline.
@@ -94,7 +97,7 @@ class Segment:
             if filled:
                 self._fill(filled)
             if reduced:
-                self._reduce(reduced)
+                self._reduce(reduced, divisor)
             if collected:
                 self._collect(collected)
 
@@ -111,14 +114,14 @@ class Segment:
                 part.copy_(slot)
             self._signals.set(EMPTIED, s)
 
-    def _sum_small_(self, flat: Tensor) -> None:
+    def _sum_small_(self, flat: Tensor, divisor: int) -> None:
         ((s, _),) = self._numbered(flat)
         slots = self._cut(flat, s).whole
         self._signals.wait(EMPTIED, s - NUM_SLOTS)
         slots[self.rank].copy_(flat)
         self._signals.set(FILLED, s)
         self._signals.wait(FILLED, s)
-        add_up(slots, flat)
+        add_up(slots, flat, divisor)
         self._signals.set(EMPTIED, s)
 
     def _fill(self, piece: Piece) -> None:
@@ -127,9 +130,9 @@ class Segment:
             target.copy_(source)
         self._signals.set(FILLED, piece.number)
 
-    def _reduce(self, piece: Piece) -> None:
+    def _reduce(self, piece: Piece, divisor: int) -> None:
         self._signals.wait(FILLED, piece.number)
-        add_up(piece.to_add, piece.total)
+        add_up(piece.to_add, piece.total, divisor)
         piece.own.copy_(piece.total)
         self._signals.set(REDUCED, piece.number)
 

@@ -24,5 +24,4 @@ class FullPrecision(WireFormat):
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
         """Makes `flat` the mean over the workers; see `WireFormat`."""
-        transport.all_reduce(flat)
-        flat.div_(transport.size)
+        transport.mean(flat)
