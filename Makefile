@@ -13,7 +13,7 @@ train: $(VENV)/recipes.stamp
 
 test: $(VENV)/test.stamp
 	scripts/install_test_packages
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
