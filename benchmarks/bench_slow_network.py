@@ -38,7 +38,7 @@ GBIT_BPS, LAYERS, GRADIENT_BYTES = 1e9, 6, 6 * 1024 * 1024 * 4
 SMALL_BPS, SMALL_LAYERS, SMALL_BYTES = 100e6, 16, 16 * 256 * 256 * 4
 PEERS = ("alone", "ddp")
 DOCS = Path(__file__).parent.parent / "docs"
-TABLE, PLOT = DOCS / "tables" / "slow_network.md", DOCS / "tables" / "slow_network.svg"
+TABLE, PLOT = DOCS / "tables" / "slow_network.md", DOCS / "guides" / "slow_network.svg"
 HEADINGS = {
     "1gbit": "Two hosts, 25 MB of gradients, 110 ms of compute",
     "100mbit": "Two hosts, 25 MB of gradients, 50 ms of compute",
@@ -199,8 +199,9 @@ def read_parts(path: Path) -> dict[str, Any]:
 
 def write_report(parts: dict[str, Any]) -> None:
     """The table and the plot of docs/guides/slow_network.md."""
-    lines = []
-    for part, measured in parts.items():
+    lines = [f"![Efficiency, hollow where a policy loses]({PLOT.name})"] if plot(parts) else []
+    for part in (part for part in HEADINGS if part in parts):
+        measured = parts[part]
         columns = list(measured["points"])
         lines += [f"\n### {HEADINGS[part]}\n", "| | " + " | ".join(columns) + " |"]
         lines += ["|---|" + "---|" * len(columns)]
@@ -212,7 +213,6 @@ def write_report(parts: dict[str, Any]) -> None:
     lines += ["\n### Where each does worst, against plain fp32\n", *worst]
     TABLE.parent.mkdir(exist_ok=True)
     TABLE.write_text("\n".join(lines).lstrip() + "\n")
-    plot(parts)
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -220,16 +220,16 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{row['efficiency'][0]:.0%}, {row['speedup_vs_ddp'][0]:.2f}x{loses}"
 
 
-def plot(parts: dict[str, Any]) -> None:
-    """Efficiency over compute : wire and over hosts; hollow where a policy loses."""
+def plot(parts: dict[str, Any]) -> bool:
+    """Efficiency over compute : wire and over hosts; False without matplotlib or these parts."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no plot: pip install allstep[plot]")
-        return
+        return False
     shown = [part for part in ("curve", "hosts") if part in parts]
     if not shown:
-        return
+        return False
     figure = Figure(figsize=(5.5 * len(shown), 4.5), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         points = parts[part]["points"]
@@ -248,6 +248,7 @@ def plot(parts: dict[str, Any]) -> None:
         axes.set_ylim(0, None)
     axes.legend(fontsize="small", ncols=2)
     figure.savefig(PLOT)
+    return True
 
 
 def main() -> None:
