@@ -4,6 +4,8 @@ Windows are laid over the global array; layers are single-worker code on windows
 """
 
 from allstep.nn import windows
+from allstep.nn.batch_norm import GroupedBatchNorm, convert_batch_norm
+from allstep.nn.batch_norm_statistics import keep_last_statistics, precise_batch_norm
 from allstep.nn.contrast import DivisiveNorm, LocalContrastNorm, SubtractiveNorm
 from allstep.nn.convolution import Conv2d
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
@@ -16,6 +18,7 @@ __all__ = [
     "Conv2d",
     "DivisiveNorm",
     "Grid",
+    "GroupedBatchNorm",
     "L2Pool2d",
     "Layout",
     "LocalContrastNorm",
@@ -24,6 +27,9 @@ __all__ = [
     "MaxPool2d",
     "SubtractiveNorm",
     "Window",
+    "convert_batch_norm",
+    "keep_last_statistics",
+    "precise_batch_norm",
     "replicated",
     "windows",
 ]

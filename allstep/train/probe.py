@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from allstep.comm import Communicator
+from allstep.nn import GroupedBatchNorm
 from allstep.train.devices import num_cores
 from allstep.train.precision import Precision
 from allstep.train.task import Task
@@ -55,6 +56,9 @@ def probe(task: Task, precision: Precision, comm: Communicator, data: Any) -> Pr
 
 def _measure(task: Task, precision: Precision, data: Any) -> tuple[float, float, float]:
     model = copy.deepcopy(task.model).train()
+    for module in model.modules():
+        if isinstance(module, GroupedBatchNorm):
+            module.leave_peers()  # they aren't called
     optimizer = task.optimizer(model)
 
     def compute() -> None:

@@ -1,0 +1,230 @@
+"""Batch norm over fixed groups of samples, whatever the workers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from allstep.comm import Communicator
+from allstep.errors import UsageError, nearest_multiples
+from allstep.nn.batch_norm_across import batch_norm_across
+
+__all__ = ["GroupedBatchNorm", "convert_batch_norm"]
+
+Across = Callable[
+    [Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor, Tensor]
+]
+
+
+def convert_batch_norm(
+    model: nn.Module,
+    comm: Communicator,
+    span: int,
+    *,
+    micro_batch: int,
+    global_batch: int | None = None,
+) -> nn.Module:
+    """Replaces each batch norm by one whose statistics are of groups of `span` samples.
+
+    [Note: groups of samples] A group is `span` consecutive samples of the global batch, so that
+    the model is the same on any number of workers:
+
+    - `span` up to `micro_batch` (ghost batch norm): groups within a micro-batch. Nothing is sent.
+    - `span` beyond it: groups of span / micro_batch micro-batches, of consecutive workers, which
+      must all run at the same time. So each worker has to have one micro-batch in each step, and
+      short steps, in which some have none, can't be: train with `drop_last=True`. A worker that
+      calls the model without samples is fine. The result is that of `micro_batch=span` on fewer
+      workers.
+
+    The last group may be short. A call's statistics in the running ones are the mean over its
+    groups, weighted by samples.
+
+    Args:
+        model: changed in place; parameters and buffers stay the same tensors.
+        comm: the workers; all of them must call this.
+        span: samples that share statistics.
+        micro_batch: samples that a worker puts through the model at once.
+        global_batch: samples of one optimizer step; needed where `span` exceeds `micro_batch`.
+
+    Returns:
+        The model; another module only if it is itself a batch norm.
+
+    Raises:
+        UsageError: if groups of `span` would depend on the workers, or if a batch norm has not
+            got its shape yet.
+
+    Call it before `attach`.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> convert_batch_norm(model, Communicator.lone(), span=16, micro_batch=32)[1].span
+    16
+
+    Source: Hoffer et al., 2017, arXiv:1705.08741 (ghost batch norm).
+    """
+    for name, value in (("span", span), ("micro_batch", micro_batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"`{name}` (={value!r}) must be a whole number, at least 1.")
+    for name, module in model.named_modules():
+        if isinstance(module, _LazyNormBase):
+            raise UsageError(
+                f"`model`: {name or 'the module'} is a {type(module).__name__} without a shape;"
+                " call the model once on a batch first."
+            )
+    peers = _peers(comm, span, micro_batch, global_batch)
+    return _converted(model, peers, span, micro_batch, {})
+
+
+class GroupedBatchNorm(_BatchNorm):
+    """Batch norm over groups of samples [Note: groups of samples]; `convert_batch_norm` makes it.
+
+    Args:
+        norm: whose parameters, buffers and settings it takes over.
+        span: samples that share statistics.
+        micro_batch: most samples in a training call.
+        peers: the workers of this worker's group, if groups are larger than a micro-batch.
+    """
+
+    def __init__(
+        self, norm: _BatchNorm, span: int, micro_batch: int, peers: Communicator | None
+    ) -> None:
+        super().__init__(norm.num_features, norm.eps, norm.momentum, affine=False, device="meta")
+        self.affine, self.track_running_stats = norm.affine, norm.track_running_stats
+        self._parameters.update(norm._parameters)
+        self._buffers.update(norm._buffers)
+        self.training = norm.training
+        self.span = span
+        self._micro_batch = micro_batch
+        # A function, for copies of the model have the same peers.
+        self._across = None if peers is None else _normaliser(peers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises x (samples, channels, *)."""
+        self._check_input_dim(x)
+        if not self.training:
+            mean, var = self.running_mean, self.running_var
+            return F.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
+        if len(x) > self._micro_batch:
+            raise UsageError(
+                f"A training batch has {len(x)} samples, but `micro_batch` of `convert_batch_norm`"
+                f" is {self._micro_batch}; give it what goes through the model at once."
+            )
+        if self._across is None:
+            return self._within(x)
+        y, mean, var, count = self._across(x, self.weight, self.bias, self.eps)
+        self._take_in(mean, var, count.clamp(max=1))
+        return y
+
+    def leave_peers(self) -> None:
+        """Makes groups of this worker's samples alone, to call the module on one worker."""
+        self._across = None
+
+    def extra_repr(self) -> str:
+        """The module's settings."""
+        given: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{given}, span={self.span}"
+
+    def _within(self, x: Tensor) -> Tensor:
+        """Groups within this call, one after the other: torch's kernels take no groups."""
+        channels, dtype = self.num_features, _statistics_dtype(x)
+        total = x.new_zeros(2, channels, dtype=dtype)
+        ys = []
+        for group in torch.split(x, self.span):
+            last = x.new_zeros(2, channels, dtype=dtype)
+            mean, var = last
+            ys.append(F.batch_norm(group, mean, var, self.weight, self.bias, True, 1.0, self.eps))
+            if len(x):
+                total.add_(last, alpha=len(group) / len(x))
+        if len(x):
+            self._take_in(total[0], total[1])
+        return torch.cat(ys)
+
+    def _take_in(self, mean: Tensor, var: Tensor, weight: Tensor | float = 1.0) -> None:
+        """One exponential-average step of the running statistics, by torch's rule."""
+        if self.running_mean is None or self.running_var is None or not self.track_running_stats:
+            return
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1 / int(self.num_batches_tracked)
+        with torch.no_grad():
+            for running, last in ((self.running_mean, mean), (self.running_var, var)):
+                running.add_((last - running) * weight, alpha=momentum or 0.0)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise UsageError(
+                f"The input's shape is {tuple(input.shape)}; expected (samples,"
+                f" {self.num_features}, …)."
+            )
+
+
+def _normaliser(peers: Communicator) -> Across:
+    def across(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return batch_norm_across(peers, x, weight, bias, eps)
+
+    return across
+
+
+def _peers(
+    comm: Communicator, span: int, micro_batch: int, global_batch: int | None
+) -> Communicator | None:
+    """The workers whose micro-batches form a group; None if a micro-batch is enough."""
+    if span <= micro_batch:
+        if micro_batch % span:
+            divisors = [n for n in range(1, micro_batch + 1) if micro_batch % n == 0]
+            below = max(n for n in divisors if n < span)
+            above = min(n for n in divisors if n > span)
+            raise UsageError(
+                f"`span` (={span}) must divide `micro_batch` (={micro_batch}); nearest:"
+                f" {below}, {above}."
+            )
+        return None
+    if span % micro_batch:
+        raise UsageError(
+            f"`span` (={span}) must be a multiple of `micro_batch` (={micro_batch}); nearest:"
+            f" {nearest_multiples(span, micro_batch)}."
+        )
+    if global_batch != comm.size * micro_batch:
+        raise UsageError(
+            f"`span` (={span}) exceeds `micro_batch` (={micro_batch}), so that each worker must"
+            f" have one micro-batch in each step: `global_batch` (={global_batch}) must be"
+            f" {comm.size} x {micro_batch} = {comm.size * micro_batch}. Or take `micro_batch`"
+            f" = {span}."
+        )
+    num_peers = span // micro_batch
+    if comm.size % num_peers:
+        raise UsageError(
+            f"`span` (={span}) takes {num_peers} workers at `micro_batch` (={micro_batch}), and"
+            f" {comm.size} workers don't divide in such groups; nearest numbers of workers:"
+            f" {nearest_multiples(comm.size, num_peers)}."
+        )
+    # Its own channel, for in a backward pass the exchange may be using the given one.
+    return comm.split(color=comm.rank // num_peers)
+
+
+def _converted(
+    module: nn.Module,
+    peers: Communicator | None,
+    span: int,
+    micro_batch: int,
+    done: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    """The module with its batch norms replaced; one that is used twice stays one."""
+    if module not in done:
+        if isinstance(module, _BatchNorm):
+            done[module] = GroupedBatchNorm(module, span, micro_batch, peers)
+        else:
+            done[module] = module
+            for name, child in module._modules.items():
+                if child is not None:
+                    module._modules[name] = _converted(child, peers, span, micro_batch, done)
+    return done[module]
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

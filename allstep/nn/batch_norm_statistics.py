@@ -1,0 +1,127 @@
+"""Which statistics batch norm uses at evaluation: those of training's last step, or fresh ones."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from allstep.comm import Communicator
+from allstep.errors import UsageError
+
+__all__ = ["keep_last_statistics", "precise_batch_norm"]
+
+
+def keep_last_statistics(model: nn.Module) -> nn.Module:
+    """Batch norm without moving averages: evaluation uses the statistics of the last step alone.
+
+    R = sum_k w_k s_k over the last step's micro-batches k, w_k their share of the samples; that
+    is momentum 1. `exchange.sync_buffers` takes the mean over the workers, as `fit` does before
+    each evaluation. At extremely large batches one step sees samples enough, and the moving
+    averages lag behind weights that change fast.
+
+    Args:
+        model: changed in place; may be attached already.
+
+    Returns:
+        The model.
+
+    >>> keep_last_statistics(nn.BatchNorm1d(2)).momentum
+    1.0
+
+    Source: Akiba, Suzuki and Fukuda, 2017, arXiv:1711.04325, section 2.
+    """
+    for norm in _norms(model):
+        norm.momentum = 1.0
+    return model
+
+
+@torch.no_grad()
+def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communicator) -> None:
+    """Sets the running statistics to the mean over batches, with the weights as they are.
+
+    R = sum_k n_k s_k / sum_k n_k over all calls k on all workers, n_k their samples. All but
+    the batch norms is in eval mode meanwhile: as at evaluation, dropout is off.
+
+    Args:
+        model: whose running statistics are replaced; a batch norm that no batch reached keeps
+            its own.
+        batches: this worker's, on the model's device: inputs, or tuples that begin with them;
+            200 micro-batches over all workers are plenty. Workers may have different numbers,
+            unless batch norm's groups span several workers.
+        comm: the workers; all of them must call this.
+
+    Raises:
+        UsageError: if no worker has a batch.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> precise_batch_norm(norm, [torch.tensor([[1.0], [3.0]])], Communicator.lone())
+    >>> norm.running_mean, norm.running_var
+    (tensor([2.]), tensor([2.]))
+
+    Source: Wu and Johnson, 2021, arXiv:2105.07576, section 3.
+    """
+    norms = [norm for norm in _norms(model) if norm.running_mean is not None]
+    sums = [_Sums(norm) for norm in norms]
+    num_batches = torch.zeros((), dtype=torch.float64)
+    with _statistics_alone(model, norms), ExitStack() as hooks:
+        for norm, own in zip(norms, sums, strict=True):
+            hooks.callback(norm.register_forward_hook(own.add).remove)
+        for batch in batches:
+            model(batch[0] if isinstance(batch, tuple | list) else batch)
+            num_batches += 1
+    totals = (num_batches.to(comm.device), *(own.total for own in sums))
+    comm.all_reduce(totals)
+    if not totals[0]:
+        raise UsageError("`batches` is empty on every worker: give at least one batch.")
+    for own in sums:
+        own.restore()
+
+
+class _Sums:
+    """Weighted sums of a batch norm's statistics: mean, variance and, last, the weight."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        assert norm.running_mean is not None and norm.running_var is not None
+        self._norm = norm
+        self._running = norm.running_mean, norm.running_var
+        self._before = torch.cat(self._running)
+        self.total = self._before.new_zeros(len(self._before) + 1, dtype=torch.float64)
+
+    def add(self, _module: nn.Module, args: tuple[Tensor, ...], _y: Tensor) -> None:
+        num_samples = len(args[0])
+        if num_samples:
+            self.total[:-1].add_(torch.cat(self._running), alpha=num_samples)
+            self.total[-1] += num_samples
+
+    def restore(self) -> None:
+        weight = self.total[-1]
+        values = self.total[:-1] / weight if weight else self._before
+        for running, value in zip(self._running, values.chunk(2), strict=True):
+            running.copy_(value)
+
+
+@contextmanager
+def _statistics_alone(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+    """Batch norms leave the statistics of their last call; all else is as in evaluation."""
+    modes = [(module, module.training) for module in model.modules()]
+    settings = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    counts = [None if count is None else count.clone() for _, _, count in settings]
+    model.eval()
+    for norm in norms:
+        norm.training, norm.momentum = True, 1.0
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for (norm, momentum, counter), count in zip(settings, counts, strict=True):
+            norm.momentum = momentum
+            if counter is not None and count is not None:
+                counter.copy_(count)
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]

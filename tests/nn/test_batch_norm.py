@@ -1,0 +1,353 @@
+"""Batch norm over groups of samples is that of one process on the same samples."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, TrainOptions
+from allstep.comm.threads import run_ranks
+from allstep.errors import UsageError
+from allstep.exchange import attach
+from allstep.nn import convert_batch_norm, keep_last_statistics, precise_batch_norm
+from tests.helpers import same_model
+
+TOLERANCE = 1e-10
+Result = dict[str, Tensor]
+
+
+def make_net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        )
+        for parameter in net.parameters():
+            nn.init.normal_(parameter)
+    return net.double()
+
+
+NET = make_net()
+
+
+def images(num_samples: int, seed: int = 1) -> Tensor:
+    """Drifting, so that every group has other statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 2, 6, 6, generator=generator, dtype=torch.float64)
+    return x * torch.linspace(1, 3, num_samples, dtype=torch.float64).view(-1, 1, 1, 1) + 5
+
+
+def loss_of(y: Tensor) -> Tensor:
+    """A sum over samples, not symmetric in them."""
+    weights = torch.linspace(-1, 2, y.shape[1:].numel(), dtype=y.dtype).view(y.shape[1:])
+    return (y.sin() * weights).sum()
+
+
+def one_process(x: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor, Result]:
+    """torch's batch norm, called group by group; gradients are summed over the groups.
+
+    Returns y, the gradient of x, and each parameter's gradient and buffer.
+    """
+    x = x.clone().requires_grad_()
+    ys, buffers = [], []
+    net = copy.deepcopy(NET)
+    for group in x.split(groups):
+        copied = copy.deepcopy(NET)
+        for mine, shared in zip(copied.modules(), net.modules(), strict=True):
+            mine._parameters = shared._parameters
+        ys.append(copied(group))
+        buffers.append(dict(copied.named_buffers()))
+    loss_of(torch.cat(ys)).backward()
+    assert x.grad is not None
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    for name in buffers[0]:
+        parts = [n * b[name] for n, b in zip(groups, buffers, strict=True)]
+        found[name] = sum(parts[1:], parts[0]) / len(x)
+    return torch.cat(ys).detach(), x.grad, found
+
+
+def several_workers(
+    x: Tensor, shares: Sequence[int], convert: Callable[[nn.Module, Communicator], nn.Module]
+) -> tuple[Tensor, Tensor, list[Result]]:
+    """One call on each worker; parameters' gradients are summed over the workers."""
+
+    def work(comm: Communicator) -> tuple[Tensor, Tensor, Result]:
+        net = convert(copy.deepcopy(NET), comm)
+        part = x.split(list(shares))[comm.rank].clone().requires_grad_()
+        y = net(part)
+        loss_of(y).backward()
+        assert part.grad is not None
+        found = dict(net.named_buffers())
+        for name, p in net.named_parameters():
+            assert p.grad is not None
+            found[name] = comm.all_reduce(p.grad)
+        return y.detach(), part.grad, found
+
+    results = run_ranks(len(shares), work)
+    ys, grads, found = zip(*results, strict=True)
+    return torch.cat(ys), torch.cat(grads), list(found)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    scale = max(1.0, float(expected.abs().max()))
+    assert float((actual - expected).abs().max()) < TOLERANCE * scale
+
+
+@pytest.mark.parametrize("shares", [(4, 4), (4, 3), (4, 0), (1, 4), (4, 4, 4), (4, 0, 1)])
+def test_a_group_across_workers(shares: tuple[int, ...]) -> None:
+    size = len(shares)
+
+    def convert(net: nn.Module, comm: Communicator) -> nn.Module:
+        return convert_batch_norm(net, comm, 4 * size, micro_batch=4, global_batch=4 * size)
+
+    x = images(sum(shares))
+    y, grad, expected = one_process(x, [len(x)])
+    found_y, found_grad, found = several_workers(x, shares, convert)
+    assert_near(found_y, y)
+    assert_near(found_grad, grad)
+    for result in found:
+        for name, value in expected.items():
+            assert_near(result[name], value)
+
+    if 1 not in shares and 0 not in shares:  # the control: each worker's own statistics
+        plain_y, _, _ = several_workers(x, shares, lambda net, comm: net)
+        assert float((plain_y - y).abs().max()) > 0.1
+
+
+def test_two_groups_of_two_workers() -> None:
+    x = images(4 * 4)
+    y, grad, expected = one_process(x, [8, 8])
+    found_y, found_grad, found = several_workers(
+        x,
+        [4] * 4,
+        lambda net, comm: convert_batch_norm(net, comm, 8, micro_batch=4, global_batch=16),
+    )
+    assert_near(found_y, y)
+    assert_near(found_grad, grad)
+    for name, value in expected.items():
+        is_statistic = "running" in name or "num_batches" in name
+        total = sum(r[name] for r in found) / 4 if is_statistic else found[0][name]
+        assert_near(total, value)
+
+
+@pytest.mark.parametrize("num_samples", [12, 10, 3])
+def test_ghost_groups_within_a_micro_batch(num_samples: int) -> None:
+    x = images(num_samples)
+    groups = [len(group) for group in x.split(4)]
+    y, grad, expected = one_process(x, groups)
+    found_y, found_grad, (found,) = several_workers(
+        x, [num_samples], lambda net, comm: convert_batch_norm(net, comm, 4, micro_batch=12)
+    )
+    assert_near(found_y, y)
+    assert_near(found_grad, grad)
+    for name, value in expected.items():
+        assert_near(found[name], value)
+    if len(groups) > 1:
+        plain_y, _, _ = one_process(x, [num_samples])
+        assert float((plain_y - y).abs().max()) > 0.1
+
+
+def trained(
+    comm: Communicator, micro_batch: int, span: int | None, batches: Sequence[Tensor]
+) -> Result:
+    """Some steps with the exchange's running statistics."""
+    model: nn.Module = copy.deepcopy(NET)
+    if span is not None:
+        convert_batch_norm(model, comm, span, micro_batch=micro_batch, global_batch=len(batches[0]))
+    exchange = attach(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for batch in batches:
+        parts = batch.split(micro_batch)
+        local = parts[
+            comm.rank * len(parts) // comm.size : (comm.rank + 1) * len(parts) // comm.size
+        ]
+        with exchange.statistics.step(), exchange.no_sync():
+            for part in local:
+                share = comm.size * len(part) / len(batch)
+                with exchange.statistics.micro_batch(share):
+                    (loss_of(model(part)) / len(part) * share).backward()
+        exchange.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange.sync_buffers()
+    return model.state_dict()
+
+
+def test_training_with_the_linear_rule_of_running_statistics() -> None:
+    batches = [images(n, seed=i) for i, n in enumerate((16, 16, 15))]  # the last group is short
+    expected = trained(Communicator.lone(), 8, None, batches)
+    for size, micro_batch in ((1, 16), (2, 16), (4, 4), (2, 8)):
+        for found in run_ranks(size, lambda comm, m=micro_batch: trained(comm, m, 8, batches)):
+            for name, value in expected.items():
+                if "num_batches" not in name:
+                    assert_near(found[name], value)
+    (plain, *_) = run_ranks(4, lambda comm: trained(comm, 4, None, batches))
+    assert float((plain["4.running_mean"] - expected["4.running_mean"]).abs().max()) > 1e-3
+
+
+def test_fit_takes_groups_across_workers(tmp_path: Path) -> None:
+    """Among others, what `fit` measures on one worker alone must not wait for its peers."""
+
+    def train(comm: Communicator) -> Result:
+        task = same_model.make_task("sgd", augment=False)
+        micro_batch = 96 // comm.size
+        for module in task.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if comm.size > 1:
+            convert_batch_norm(task.model, comm, 96, micro_batch=micro_batch, global_batch=96)
+        options = TrainOptions(
+            epochs=1,
+            global_batch=96,
+            micro_batch=micro_batch,
+            drop_last=True,
+            precision="float64",
+        )
+        allstep.fit(task, options, comm, tmp_path / str(comm.size))
+        return task.model.state_dict()
+
+    (expected,) = run_ranks(1, train)
+    for found in run_ranks(2, train):
+        assert same_model.largest_difference(found, expected) < TOLERANCE
+
+
+def test_parameters_settings_and_shared_modules_stay() -> None:
+    norm = nn.BatchNorm1d(3, eps=0.1, momentum=None, affine=False)
+    net = nn.ModuleList([norm, nn.Sequential(norm), nn.BatchNorm1d(2, track_running_stats=False)])
+    net[2].eval()
+    state = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
+    converted = convert_batch_norm(net, Communicator.lone(), 2, micro_batch=4)
+    assert converted is net
+    assert net[0] is net[1][0]
+    assert (net[0].eps, net[0].momentum, net[0].weight) == (0.1, None, None)
+    assert not net[2].training
+    assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == state
+    assert "span=2" in repr(net[0])
+
+    x = torch.randn(4, 3)
+    for part in (x, 2 * x):  # without momentum: the mean over all calls
+        net[0](part)
+    assert net[0].num_batches_tracked == 2
+    torch.testing.assert_close(net[0].running_mean, 1.5 * x.mean(0))
+    torch.testing.assert_close(net[2](x[:, :2]).mean(0), torch.zeros(2))  # those of the call
+
+
+def test_evaluation_is_torchs() -> None:
+    net = copy.deepcopy(NET)
+    ours = convert_batch_norm(copy.deepcopy(NET), Communicator.lone(), 2, micro_batch=4)
+    x = images(9)
+    assert torch.equal(ours.eval()(x), net.eval()(x))
+
+
+def test_no_worker_has_samples() -> None:
+    def work(comm: Communicator) -> Tensor:
+        norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 4, micro_batch=2, global_batch=4)
+        assert norm(torch.zeros(0, 2)).shape == (0, 2)
+        return norm.running_var
+
+    assert all(torch.equal(found, torch.ones(2)) for found in run_ranks(2, work))
+
+
+def test_half_precision_keeps_its_dtype_and_float_statistics() -> None:
+    def work(comm: Communicator) -> tuple[Tensor, Tensor]:
+        norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 8, micro_batch=4, global_batch=8)
+        x = (torch.arange(8.0).view(4, 2) + 1000).bfloat16().requires_grad_()
+        y = norm(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        assert y.dtype == x.grad.dtype == torch.bfloat16
+        return y, norm.running_mean
+
+    for y, running_mean in run_ranks(2, work):
+        assert y.isfinite().all()
+        assert running_mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"span": 0}, "`span` (=0) must be a whole number"),
+        ({"span": 4, "micro_batch": 2.5}, "`micro_batch` (=2.5) must be a whole number"),
+        ({"span": 5}, "`span` (=5) must divide `micro_batch` (=8); nearest: 4, 8."),
+        ({"span": 12}, "`span` (=12) must be a multiple of `micro_batch` (=8); nearest: 8, 16."),
+        ({"span": 16}, "`global_batch` (=None) must be 3 x 8 = 24. Or take `micro_batch` = 16."),
+        ({"span": 16, "global_batch": 48}, "`global_batch` (=48) must be 3 x 8 = 24."),
+        ({"span": 16, "global_batch": 24}, "3 workers don't divide in such groups"),
+    ],
+)
+def test_layouts_that_cannot_honour_the_span(arguments: dict, message: str) -> None:
+    def work(comm: Communicator) -> str:
+        with pytest.raises(UsageError) as caught:
+            convert_batch_norm(nn.BatchNorm1d(2), comm, **{"micro_batch": 8} | arguments)
+        return str(caught.value)
+
+    assert all(message in found for found in run_ranks(3, work))
+
+
+def test_wrong_inputs() -> None:
+    comm = Communicator.lone()
+    norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 2, micro_batch=2)
+    with pytest.raises(UsageError, match="has 3 samples, but `micro_batch`"):
+        norm(torch.randn(3, 2))
+    with pytest.raises(UsageError, match=r"shape is \(2, 3\); expected \(samples, 2"):
+        norm(torch.randn(2, 3))
+    with pytest.raises(UsageError, match="LazyBatchNorm1d without a shape"):
+        convert_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()), comm, 2, micro_batch=2)
+
+
+def test_last_statistics_are_the_mean_over_the_last_step() -> None:
+    batches = [images(16, seed=i) for i in range(3)]
+
+    def train(comm: Communicator) -> Tensor:
+        norm = keep_last_statistics(nn.BatchNorm2d(2, affine=False).double())
+        exchange = attach(norm, comm)
+        for batch in batches:
+            with exchange.statistics.step():
+                for part in batch.chunk(comm.size)[comm.rank].split(4):
+                    with exchange.statistics.micro_batch(comm.size * 4 / 16):
+                        norm(part)
+        exchange.sync_buffers()
+        return norm.running_mean
+
+    for size in (1, 2, 4):
+        for found in run_ranks(size, train):
+            assert_near(found, batches[-1].mean((0, 2, 3)))
+
+
+def test_precise_statistics_are_the_mean_over_all_batches() -> None:
+    x = images(22)
+    parts = x.split(4)  # the last one is short
+    norm = nn.BatchNorm2d(2, affine=False).double()
+    means = sum(len(part) * part.mean((0, 2, 3)) for part in parts) / len(x)
+    variances = sum(len(part) * part.var((0, 2, 3)) for part in parts) / len(x)
+
+    def work(comm: Communicator) -> tuple[nn.Module, nn.Module]:
+        model = nn.Sequential(nn.Dropout(0.5), copy.deepcopy(norm))
+        unused = nn.BatchNorm1d(3)
+        model[0].add_module("unused", unused)
+        local = parts[comm.rank :: comm.size]
+        precise_batch_norm(model, [(part, None) for part in local] if comm.rank else local, comm)
+        return model, unused
+
+    for size in (1, 2, 7):  # the seventh worker has none
+        for model, unused in run_ranks(size, work):
+            assert_near(model[1].running_mean, means)
+            assert_near(model[1].running_var, variances)
+            assert model.training
+            assert model[0].training
+            assert model[1].momentum == 0.1
+            assert model[1].num_batches_tracked == 0
+            assert torch.equal(unused.running_var, torch.ones(3))
+    # the control: torch's moving average forgets the first batches
+    for part in parts:
+        norm(part)
+    assert float((norm.running_mean - means).abs().max()) > 0.1
+
+
+def test_precise_statistics_need_a_batch() -> None:
+    with pytest.raises(UsageError, match="`batches` is empty on every worker"):
+        precise_batch_norm(nn.BatchNorm1d(2), [], Communicator.lone())
