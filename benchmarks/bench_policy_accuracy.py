@@ -33,7 +33,9 @@ from allstep.recipes.fashion import Fashion
 
 NUM_WORKERS, EPOCHS = 2, 5
 BASE = "fp32"
-DOCS = Path(__file__).parent.parent / "docs" / "tables" / "policy_accuracy.md"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "tables" / "policy_accuracy.md"
+PLANNER = ROOT / "allstep" / "plan" / "accuracy_cost.json"
 # Points that may be lost.
 ALLOWED = {"fp16": 0.3, "bf16": 0.3, "int8": 0.3, "staleness 1": 0.5}
 
@@ -153,12 +155,21 @@ def write_docs(rows: dict[str, dict[str, Any]]) -> None:
     DOCS.write_text("\n".join(lines) + "\n")
 
 
+def write_planner(rows: dict[str, dict[str, Any]], num_seeds: int) -> None:
+    """What `allstep advise` tells of accuracy."""
+    lost = {name: row["lost"] for name, row in rows.items() if row["lost"] and name != BASE}
+    costs = {name: {"mean": mean, "std": std} for name, (mean, std) in lost.items()}
+    task = f"Fashion-MNIST, {EPOCHS} epochs, {num_seeds} seeds, {NUM_WORKERS} workers"
+    PLANNER.write_text(json.dumps({"task": task, "points_lost": costs}, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, one epoch, two policies")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--policies", nargs="+", choices=policies(), metavar="POLICY")
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--planner", action="store_true", help=f"also write {PLANNER.name}")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -178,6 +189,8 @@ def main() -> None:
     Console().print(table)
     if epochs == EPOCHS:
         write_docs(rows)
+        if arguments.planner:
+            write_planner(rows, arguments.seeds)
     write_results(file, {"epochs": epochs, "workers": NUM_WORKERS, "rows": rows, "runs": runs})
     lost = {name: row["lost"][0] for name, row in rows.items() if row["lost"] and name != BASE}
     print_headline(**{f"lost_{name}": points for name, points in lost.items()})
