@@ -85,6 +85,8 @@ def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
             f"{report.data_share:.1%} for data, {report.exchange_share:.1%} for the exchange",
         )
     )
+    if report.useful_batch is not None:
+        rows.append(("batch", report.useful_batch))
     if report.checkpoint is not None:
         rows.append(("checkpoint", str(report.checkpoint)))
     rows.append(("run", str(report.run_dir)))

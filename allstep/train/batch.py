@@ -145,12 +145,14 @@ class Batch:
         self._num_passes += 1
         self._is_open = False
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, exchange: bool = True) -> None:
         """Adds this micro-batch's share of the global gradient; exchanges on the last.
 
         Args:
             loss: scalar; the mean over the micro-batch's samples (a GradScaler's scaled
                 loss is fine).
+            exchange: False leaves the exchange to the end of the loop over the batch, so that
+                `p.grad` can be looked at before.
 
         Raises:
             UsageError: outside of the loop over the batch, or for a second loss of the last
@@ -168,10 +170,10 @@ class Batch:
         share = micro_batch.num_samples / self.num_samples * self._exchanges[0].loss_scale
         if share != 1:
             loss = loss * share
-        if micro_batch.is_last and len(self._exchanges) == 1:
+        if exchange and micro_batch.is_last and len(self._exchanges) == 1:
             self._backward_and_exchange(loss)
         else:
-            with _all(exchange.no_sync() for exchange in self._exchanges):
+            with _all(each.no_sync() for each in self._exchanges):
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def check_finished(self) -> None:

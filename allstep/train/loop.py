@@ -132,7 +132,8 @@ class _Loop:
 
     def _log_loss(self, batch: Batch) -> None:
         """Writes the mean loss since the last line; the one wait for the device in the loop."""
-        loss = float(self._comm.all_reduce(self._losses).item()) / self._num_losses
+        noise = self._run.noise
+        loss = float(noise.all_reduce(self._comm, self._losses).item()) / self._num_losses
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         samples_per_s = self._meter.samples_per_s
@@ -143,6 +144,7 @@ class _Loop:
             loss=loss,
             learning_rate=learning_rate,
             samples_per_s=samples_per_s,
+            **noise.scalars,
         )
         self._progress.update(self._run.loader.step, batch.epoch, loss, samples_per_s)
 
@@ -183,6 +185,8 @@ class _Loop:
             exchange_share=exchange_share,
             flops_per_sample=flops_per_sample,
             lone_samples_per_s=lone_samples_per_s,
+            noise_scale=self._run.noise.scale.value,
+            useful_batch=self._run.noise.summary,
             checkpoint=self._run.last_checkpoint,
             interrupted=self._interrupted,
         )

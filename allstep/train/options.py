@@ -74,6 +74,9 @@ class TrainOptions:
     log_every_steps: int = 10
     """Steps between two lines of metrics.jsonl."""
 
+    noise_scale_every_steps: int = 0
+    """Steps between two measurements of the gradient noise scale (10 is plenty); 0 for none."""
+
     evaluate_every_epochs: int = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
 
@@ -112,8 +115,27 @@ class TrainOptions:
             )
         if self.loader_workers < 0:
             raise UsageError(f"`loader_workers` (={self.loader_workers}) must be 0 or more.")
+        self._check_noise_scale()
         if self.checkpoint_every_steps is not None and self.checkpoint_every_steps < 1:
             raise UsageError(
                 f"`checkpoint_every_steps` (={self.checkpoint_every_steps}) must be at least 1;"
                 " leave it out for one checkpoint an epoch."
+            )
+
+    def _check_noise_scale(self) -> None:
+        every = self.noise_scale_every_steps
+        if every < 0:
+            raise UsageError(f"`noise_scale_every_steps` (={every}) must be 0 or more.")
+        if not every:
+            return
+        if self.staleness or self.every > 1:
+            name = "staleness" if self.staleness else "every"
+            raise UsageError(
+                f"`noise_scale_every_steps` (={every}) needs the global gradient of the same step,"
+                f" which `{name}` (={getattr(self, name)}) does not give; leave one of them out."
+            )
+        if self.global_batch == self.micro_batch:
+            raise UsageError(
+                f"`noise_scale_every_steps` (={every}) compares a micro-batch with the global"
+                f" batch, but `micro_batch` (={self.micro_batch}) is all of it; take a smaller one."
             )

@@ -22,6 +22,8 @@ class RunReport:
         flops_per_sample: floating-point operations of a sample's forward and backward pass.
         lone_samples_per_s: what one worker with this machine to itself would reach; None if
             there is one worker, or if it was not measured.
+        noise_scale: samples in a step up to which more of them save steps; None if it was not
+            measured. `useful_batch` says it in words.
         checkpoint: the newest checkpoint.
         interrupted: number of the signal that ended the run early, or None.
     """
@@ -36,5 +38,7 @@ class RunReport:
     exchange_share: float
     flops_per_sample: float | None
     lone_samples_per_s: float | None
+    noise_scale: float | None
+    useful_batch: str | None
     checkpoint: Path | None
     interrupted: int | None

@@ -13,6 +13,7 @@ from allstep.exchange import attach
 from allstep.train.checkpoint import Checkpoints
 from allstep.train.evaluator import Evaluator
 from allstep.train.load_state import load_model_state, load_optimizer_state
+from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
@@ -66,8 +67,21 @@ class Run:
             scaler=self.precision.scaler,
             optimizer=self._optimizer,
         )
+        self.noise = NoiseProbe(
+            self._model.parameters(),
+            self.exchange,
+            self.precision,
+            micro_batch=options.micro_batch,
+            every_steps=options.noise_scale_every_steps,
+        )
         self.train_step = TrainStep(
-            task, called_model, self._optimizer, self.precision, self.exchange, options.clip_norm
+            task,
+            called_model,
+            self._optimizer,
+            self.precision,
+            self.exchange,
+            self.noise,
+            options.clip_norm,
         )
         self.loader = loader(
             task.train_set,
@@ -120,6 +134,7 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
+        self.noise.flush(self._comm)
         state = {
             "options": {name: getattr(self._options, name) for name in _KEPT_OPTIONS},
             "model": self._model.state_dict(),
@@ -127,6 +142,7 @@ class Run:
             "scaler": self.precision.scaler.state_dict(),
             "loader": self.loader.state_dict(),
             "exchange": self.exchange.state_dict(),
+            "noise_scale": self.noise.state_dict(),
         }
         self.last_checkpoint = self._checkpoints.save(self.loader.step, state)
 
@@ -163,6 +179,7 @@ class Run:
             self.precision.scaler.load_state_dict(state["scaler"])
         self.loader.load_state_dict(state["loader"])
         self.exchange.load_state_dict(state["exchange"])
+        self.noise.load_state_dict(state["noise_scale"])
 
     def cost_of_sample(self) -> tuple[float, float]:
         """Floating-point operations and seconds of a sample on one worker alone.

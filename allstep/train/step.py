@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from allstep.exchange import Exchange
 from allstep.train.batch import Batch
+from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
 from allstep.train.task import Task
 
@@ -24,6 +25,7 @@ class TrainStep:
         optimizer: over the task's model; its groups' learning rates are the base rates.
         precision: compute dtype, gradient scaler.
         exchange: the model's; says how late its gradients are.
+        noise: sees the gradients of some steps.
         clip_norm: largest L2 norm of the global gradient, or None.
     """
 
@@ -34,6 +36,7 @@ class TrainStep:
         optimizer: Optimizer,
         precision: Precision,
         exchange: Exchange,
+        noise: NoiseProbe,
         clip_norm: float | None = None,
     ) -> None:
         self._task = task
@@ -41,6 +44,7 @@ class TrainStep:
         self._optimizer = optimizer
         self._precision = precision
         self._exchange = exchange
+        self._noise = noise
         self._clip_norm = clip_norm
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.first_data: object = None  # a whole micro-batch, for measuring its cost
@@ -66,6 +70,7 @@ class TrainStep:
                 self.first_data = data
             loss = self._local_gradient(batch, data)
             local_loss = local_loss.to(loss.device) + loss
+        self._noise.see_global(batch)
         if self._exchange.has_landed:
             self.update(batch.step - self._exchange.policy.staleness)
         return local_loss
@@ -81,7 +86,10 @@ class TrainStep:
         assert batch.micro_batch is not None
         with self._precision.autocast():
             loss = self._task.loss(self._model, self._precision.prepare_data(data))
-        batch.backward(self._precision.scaler.scale(loss))
+        is_seen_alone = self._noise.wants_micro_batch(batch)
+        batch.backward(self._precision.scaler.scale(loss), exchange=not is_seen_alone)
+        if is_seen_alone:
+            self._noise.see_micro_batch(batch)
         return loss.detach().double() * (batch.micro_batch.num_samples / batch.num_samples)
 
     def _set_learning_rate(self, multiplier: float) -> None:

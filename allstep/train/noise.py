@@ -1,0 +1,143 @@
+"""The gradient noise scale, measured while training."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.exchange import Exchange
+from allstep.plan.noise_scale import NoiseScale
+from allstep.train.batch import Batch
+from allstep.train.precision import Precision
+
+__all__ = ["NoiseProbe"]
+
+_DECAY = 0.99  # remembers about 100 measurements: the noise scale grows during a run
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """One step's squared norms, in float64; `micro` is 0 but on the worker of micro-batch 0."""
+
+    micro_squared_norm: Tensor
+    global_squared_norm: Tensor
+    global_batch: int
+
+
+class NoiseProbe:
+    """Measures squared gradient norms every few steps and keeps the noise scale.
+
+    [Note: noise at fixed micro-batches] The small batch is micro-batch 0 of the global batch,
+    whichever worker has it, so that the estimate does not depend on the workers. That worker
+    sends nothing during its backward pass, for its gradient must be seen alone; then the step
+    goes on as ever. The norms stay on the device, and are summed over the workers together
+    with the loss when that is logged (or before a checkpoint): no collective is added.
+
+    Steps whose gradients are not finite, or that are no larger than a micro-batch, are left out.
+
+    Args:
+        parameters: of the model.
+        exchange: the model's.
+        precision: for its gradient scaler.
+        micro_batch: samples of micro-batch 0.
+        every_steps: steps between two measurements; 0 for none at all.
+
+    Attributes:
+        scale: the estimate so far; the same on every worker.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        exchange: Exchange,
+        precision: Precision,
+        *,
+        micro_batch: int,
+        every_steps: int,
+    ) -> None:
+        self._parameters = tuple(parameters)
+        self._exchange = exchange
+        self._scaler = precision.scaler
+        self._micro_batch = micro_batch
+        self._every_steps = every_steps
+        self._micro: Tensor | None = None
+        self._pending: list[_Measurement] = []
+        self.scale = NoiseScale(_DECAY)
+
+    def wants(self, batch: Batch) -> bool:
+        """Whether this step is measured."""
+        is_due = self._every_steps > 0 and batch.step % self._every_steps == 0
+        return is_due and batch.num_samples > self._micro_batch
+
+    def wants_micro_batch(self, batch: Batch) -> bool:
+        """Whether the gradient of the current micro-batch is to be seen alone."""
+        assert batch.micro_batch is not None
+        return batch.micro_batch.index == 0 and self.wants(batch)
+
+    def see_micro_batch(self, batch: Batch) -> None:
+        """Takes the norm of `p.grad`, which holds the current micro-batch's share alone."""
+        assert batch.micro_batch is not None
+        share = batch.micro_batch.num_samples / batch.num_samples * self._exchange.loss_scale
+        self._micro = self._squared_norm() / share**2
+
+    def see_global(self, batch: Batch) -> None:
+        """Takes the norm of `p.grad`, which holds the global gradient, if the step is measured."""
+        if not self.wants(batch):
+            return
+        whole = self._squared_norm()
+        micro = torch.zeros_like(whole) if self._micro is None else self._micro
+        self._pending.append(_Measurement(micro, whole, batch.num_samples))
+        self._micro = None
+
+    def all_reduce(self, comm: Communicator, x: Tensor) -> Tensor:
+        """The sum of `x`, a scalar, over the workers, and of what was measured along with it."""
+        local = [measured.micro_squared_norm.to(x.device) for measured in self._pending]
+        total, *micro = comm.all_reduce(torch.stack([x, *local])).unbind()
+        for squared_norm, measured in zip(micro, self._pending, strict=True):
+            self._take_in(float(squared_norm), measured)
+        self._pending = []
+        return total
+
+    def flush(self, comm: Communicator) -> None:
+        """Takes in what was measured since the loss was logged. All workers call it."""
+        if self._pending:
+            self.all_reduce(comm, torch.zeros((), dtype=torch.float64))
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """What to log."""
+        value = self.scale.value
+        return {} if value is None else {"noise_scale": value}
+
+    @property
+    def summary(self) -> str | None:
+        """What the run found out, in the user's terms; None if nothing was measured."""
+        return self.scale.summary(self._micro_batch) if self.scale.num_updates else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The estimate so far; call `flush` first."""
+        return self.scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues with what `state_dict` gave."""
+        self.scale.load_state_dict(state)
+
+    def _take_in(self, micro_squared_norm: float, measured: _Measurement) -> None:
+        global_squared_norm = float(measured.global_squared_norm)
+        if math.isfinite(micro_squared_norm) and math.isfinite(global_squared_norm):
+            self.scale.update(
+                micro_squared_norm=micro_squared_norm,
+                global_squared_norm=global_squared_norm,
+                micro_batch=self._micro_batch,
+                global_batch=measured.global_batch,
+            )
+
+    def _squared_norm(self) -> Tensor:
+        """Of what is in `p.grad`, without the gradient scaler's factor."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads).double() / self._scaler.get_scale()
+        return norm.square()
