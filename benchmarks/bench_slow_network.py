@@ -20,6 +20,7 @@ the plot of the docs.
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -263,6 +264,7 @@ def main() -> None:
         write_report(read_parts(path))
         return
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
     try:
         for part in arguments.parts:
             measure_part(part, path, quick=arguments.quick)
