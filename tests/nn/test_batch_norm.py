@@ -1,5 +1,6 @@
 """Batch norm over groups of samples is that of one process on the same samples."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.nn import convert_batch_norm, keep_last_statistics, precise_batch_norm
 from tests.helpers import same_model
+from tests.helpers.processes import run_processes
 
 TOLERANCE = 1e-10
 Result = dict[str, Tensor]
@@ -165,12 +167,15 @@ def trained(
         local = parts[
             comm.rank * len(parts) // comm.size : (comm.rank + 1) * len(parts) // comm.size
         ]
-        with exchange.statistics.step(), exchange.no_sync():
-            for part in local:
+        with exchange.statistics.step():
+            for i, part in enumerate(local, 1):
                 share = comm.size * len(part) / len(batch)
-                with exchange.statistics.micro_batch(share):
+                is_last = i == len(local)
+                context = contextlib.nullcontext() if is_last else exchange.no_sync()
+                with context, exchange.statistics.micro_batch(share):
                     (loss_of(model(part)) / len(part) * share).backward()
-        exchange.synchronize()
+        if not local:
+            exchange.synchronize()
         optimizer.step()
         optimizer.zero_grad()
     exchange.sync_buffers()
@@ -187,6 +192,18 @@ def test_training_with_the_linear_rule_of_running_statistics() -> None:
                     assert_near(found[name], value)
     (plain, *_) = run_ranks(4, lambda comm: trained(comm, 4, None, batches))
     assert float((plain["4.running_mean"] - expected["4.running_mean"]).abs().max()) > 1e-3
+
+
+def trained_in_one_group(comm: Communicator) -> Result:
+    return trained(comm, 16 // comm.size, 16, [images(n, seed=n) for n in (16, 15)])
+
+
+@pytest.mark.process
+def test_processes() -> None:
+    """Beside the exchange, which is under way in the same backward pass."""
+    expected = trained_in_one_group(Communicator.lone())
+    for found in run_processes(2, trained_in_one_group, timeout_s=60):
+        assert same_model.largest_difference(found, expected) < TOLERANCE
 
 
 def test_fit_takes_groups_across_workers(tmp_path: Path) -> None:
