@@ -32,7 +32,7 @@ __all__ = [
 Way = Literal["plain", "foreach", "fused"]
 
 # Smaller blocks stay in closer caches, but start the threads more often; measured on 1 and 2.
-BLOCK_ELEMENTS = 2**21
+BLOCK_ELEMENTS = 2**20
 
 
 def check_ways(fused: bool | None, foreach: bool | None) -> None:

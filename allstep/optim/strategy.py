@@ -4,8 +4,7 @@
 be applied. So a batch of layers is first measured (the state moves on, directions and norms come
 out), then moved. Whole layers are measured and moved batch by batch, while the batch is in the
 cache. Sharded layers are all measured first, so that one collective adds up all their norms.
-With the ratio on the gradient nothing but norms is needed beforehand: all layers are measured
-first, and the norms show whether the gradients are finite.
+With the ratio on the gradient, norms of weights and gradients are all that is measured.
 """
 
 import math
@@ -102,36 +101,32 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
 
     def _update(self, leaves: list[Leaf]) -> None:
         self._ratios = []
-        if self._options["ratio_on"] == "gradient":
-            self._update_by_gradients(leaves)
-        elif self._tolerates(leaves, self._bad_gradients(leaves)):
-            self._count(leaves)
-            for stage in _stages(leaves):
-                self._update_stage(stage)
-
-    def _update_stage(self, stage: list[Batch]) -> None:
-        """Measures and moves batches, with their norms summed over workers in between."""
-        leaves = [leaf for batch in stage for leaf in batch.leaves]
-        sums = _joined([self._measure(batch) for batch in stage])
-        self._reduce(sums, leaves)
-        if self.nonfinite == "raise" and self._shows_later(leaves[0]):
-            self._tolerates(leaves, _not_finite(sums[1]))
-        for batch, part in zip(stage, _parted(sums, stage), strict=True):
-            self._move(batch, self._scales(batch, part))
-
-    def _update_by_gradients(self, leaves: list[Leaf]) -> None:
-        stage = list(batches(leaves, BATCH_ELEMENTS))
-        sums = _joined([self._measure_gradients(batch) for batch in stage])
-        self._reduce(sums, leaves)
-        if self.nonfinite != "propagate" and not self._tolerates(leaves, _not_finite(sums[1])):
+        if not self._tolerates(leaves, self._bad_gradients(leaves)):
             return
         self._count(leaves)
-        for batch, part in zip(stage, _parted(sums, stage), strict=True):
-            self._move_by_gradients(batch, self._scales(batch, part))
+        for stage in _stages(leaves):
+            self._update_stage(stage)
         for group in self.param_groups:
             if group["momentum_correction"]:
                 lr = group["lr"]
                 group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+
+    def _update_stage(self, stage: list[Batch]) -> None:
+        """Measures and moves batches, with their norms summed over workers in between."""
+        measure, move = self._measure, self._move
+        if self._on_gradient:
+            measure, move = self._measure_gradients, self._move_by_gradients
+        leaves = [leaf for batch in stage for leaf in batch.leaves]
+        sums = _joined([measure(batch) for batch in stage])
+        self._reduce(sums, leaves)
+        if self.nonfinite == "raise" and self._shows_later(leaves[0]):
+            self._tolerates(leaves, _not_finite(sums[1]))
+        for batch, part in zip(stage, _parted(sums, stage), strict=True):
+            move(batch, self._scales(batch, part))
+
+    @property
+    def _on_gradient(self) -> bool:
+        return bool(self._options["ratio_on"] == "gradient")
 
     def _reduce(self, sums: Tensor, leaves: list[Leaf]) -> None:
         reduce_over_shards(sums, leaves, "max" if self._norm == "linf" else "sum")
@@ -139,13 +134,13 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     def _scales(self, batch: Batch, sums: Tensor) -> Tensor:
         """Learning rate times ratio, of every leaf; `sums` are of weights and updates."""
         group = batch.group
-        ratios = torch.ones_like(sums[0])
-        if adapts(group):
-            on_gradient = self._options["ratio_on"] == "gradient"
+        if not adapts(group):
+            ratios = torch.ones_like(sums[0])
+        else:
             ratios = trust_ratio(
                 *norms_of(sums, self._norm),
                 coefficient=group["trust_coefficient"],
-                weight_decay=group["weight_decay"] if on_gradient else 0.0,
+                weight_decay=group["weight_decay"] if self._on_gradient else 0.0,
                 phi=group["phi"],
                 eps=group["trust_eps"],
                 clip=group["trust_clip"],
@@ -200,7 +195,9 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         return self._sums(batch, batch.directions)
 
     def _measure_gradients(self, batch: Batch) -> Tensor:
-        """Sums of weights and gradients."""
+        """Sums of weights and gradients, where somebody wants to know them."""
+        if not adapts(batch.group) and not batch.leaves[0].is_sharded:
+            return batch.leaves[0].weight.new_zeros((2, len(batch.leaves)), dtype=torch.float64)
         return self._sums(batch, [leaf.gradient.to(leaf.weight.dtype) for leaf in batch.leaves])
 
     def _move_by_gradients(self, batch: Batch, scales: Tensor) -> None:
@@ -241,11 +238,13 @@ def _advance(rule: Rule, leaf: Leaf, gradient: Tensor) -> Tensor:
 
 def _joined(sums: list[Tensor]) -> Tensor:
     """The sums of all batches on one device."""
-    return torch.cat([part.to(sums[0].device) for part in sums], dim=1)
+    return sums[0] if len(sums) == 1 else torch.cat([x.to(sums[0].device) for x in sums], dim=1)
 
 
 def _parted(sums: Tensor, stage: list[Batch]) -> list[Tensor]:
     """Each batch's sums, on its device."""
+    if len(stage) == 1:
+        return [sums]
     parts = torch.split(sums, [len(batch.leaves) for batch in stage], dim=1)
     return [part.to(batch.device) for part, batch in zip(parts, stage, strict=True)]
 

@@ -48,11 +48,14 @@ def trust_ratio(
     Source: You et al., 2020, arXiv:1904.00962, Algorithm 2 (phi); You et al., 2017,
     arXiv:1708.03888 (coefficient and weight decay).
     """
-    scale = coefficient * weight_norm.clamp(*phi)
-    ratio = scale / (update_norm + weight_decay * weight_norm + eps)
-    ratio = torch.where((scale > 0) & (update_norm > 0), ratio, 1.0)
-    # A norm that is not a number must not become a harmless 1.
-    ratio = torch.where(update_norm.isnan() | weight_norm.isnan(), torch.nan, ratio)
+    # A step has one call for each large layer: what changes nothing is left out.
+    low, high = phi
+    scale = weight_norm if (low, high) == (0.0, math.inf) else weight_norm.clamp(low, high)
+    scale = scale if coefficient == 1 else coefficient * scale
+    size = update_norm if eps == 0 else update_norm + eps
+    size = size if weight_decay == 0 else size + weight_decay * weight_norm
+    # Norms that are not numbers are not zero, so the ratio shows them.
+    ratio = torch.where((scale == 0) | (update_norm == 0), 1.0, scale / size)
     return ratio if clip is None else ratio.clamp(max=clip)
 
 
