@@ -18,7 +18,8 @@ class Leaf:
     """A parameter with a gradient.
 
     `weight` is what the update changes: this worker's part of the parameter, or of its float32
-    master copy. `gradient` is this worker's part, in the dtype of the parameter.
+    master copy. `gradient` is this worker's part, in the dtype of the parameter. Norms of
+    sharded leaves must be summed over workers.
     """
 
     name: str
@@ -27,29 +28,23 @@ class Leaf:
     weight: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether norms must be summed over workers."""
-        return isinstance(self.parameter, DTensor) and any(
-            not placement.is_replicate() for placement in self.parameter.placements
-        )
+    is_sharded: bool
 
     def flat(self, *slots: str) -> list[Tensor] | None:
         """Weight, gradient and the named slots as flat views of equal order.
 
         None if the weight's memory has holes. The gradient is copied if its order differs.
         """
-        gradient = self.gradient.to(self.weight.dtype)
-        if gradient.stride() != self.weight.stride():
-            gradient = torch.empty_like(self.weight).copy_(gradient)
-        tensors = [self.weight, gradient, *(local(self.state[slot]) for slot in slots)]
-        if all(tensor.is_contiguous() for tensor in tensors):
-            return [tensor.view(-1) for tensor in tensors]
-        if any(tensor.stride() != self.weight.stride() for tensor in tensors):
-            return None
-        rows = [flat(tensor) for tensor in tensors]
-        return [row for row in rows if row is not None] if rows[0] is not None else None
+        weight, gradient = self.weight, self.gradient
+        if gradient.dtype != weight.dtype:
+            gradient = gradient.to(weight.dtype)
+        tensors = [weight, gradient, *(local(self.state[slot]) for slot in slots)]
+        rows = []
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                return _flat_in_order(tensors)
+            rows.append(tensor if tensor.dim() == 1 else tensor.view(-1))
+        return rows
 
     def write_back(self) -> None:
         """Rounds the master copy into the parameter."""
@@ -87,17 +82,18 @@ def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
     batch: list[Leaf] = []
     num_elements = 0
     for leaf in leaves:
+        weight, size = leaf.weight, leaf.weight.numel()
         fits = batch and (
-            leaf.group is batch[0].group
-            and leaf.weight.device == batch[0].weight.device
-            and leaf.weight.dtype == batch[0].weight.dtype
-            and num_elements + leaf.weight.numel() <= max_elements
+            num_elements + size <= max_elements
+            and leaf.group is batch[0].group
+            and weight.device == batch[0].weight.device
+            and weight.dtype == batch[0].weight.dtype
         )
         if batch and not fits:
             yield Batch(batch)
             batch, num_elements = [], 0
         batch.append(leaf)
-        num_elements += leaf.weight.numel()
+        num_elements += size
     if batch:
         yield Batch(batch)
 
@@ -118,6 +114,25 @@ def local_gradient(parameter: Tensor) -> Tensor:
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
     return local(gradient)
+
+
+def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:
+    """The same for weights that are dense in another order, such as channels-last."""
+    weight, gradient, *slots = tensors
+    if gradient.stride() != weight.stride():
+        gradient = torch.empty_like(weight).copy_(gradient)
+    tensors = [weight, gradient, *slots]
+    if any(tensor.stride() != weight.stride() for tensor in tensors):
+        return None
+    rows = [flat(tensor) for tensor in tensors]
+    return [row for row in rows if row is not None] if rows[0] is not None else None
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether other workers hold other parts of it."""
+    return isinstance(parameter, DTensor) and any(
+        not placement.is_replicate() for placement in parameter.placements
+    )
 
 
 def flat(tensor: Tensor) -> Tensor | None:

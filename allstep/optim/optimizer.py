@@ -1,5 +1,6 @@
 """What all optimizers here share: checks, state, master copies, bad gradients."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -17,7 +18,7 @@ from allstep.optim.checks import (
     check_parameters,
     parameter_name,
 )
-from allstep.optim.leaves import Leaf, local, local_gradient, new_state
+from allstep.optim.leaves import Leaf, is_sharded, local, local_gradient, new_state
 from allstep.optim.sharding import reduce_over_shards
 
 __all__ = ["LargeBatchOptimizer", "Nonfinite"]
@@ -222,7 +223,8 @@ class LargeBatchOptimizer(Optimizer, ABC):
         if "master" in state:
             self._follow(parameter, weight, local(state["master"]))
             weight = local(state["master"])
-        return Leaf(name, group, parameter, weight, local_gradient(parameter), state)
+        gradient = local_gradient(parameter)
+        return Leaf(name, group, parameter, weight, gradient, state, is_sharded(parameter))
 
     def _follow(self, parameter: Tensor, rounded: Tensor, master: Tensor) -> None:
         """Takes over what someone else wrote into a parameter that has a master copy."""
@@ -231,13 +233,14 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
 
 def _are_bad(leaves: list[Leaf]) -> list[bool]:
-    """Which gradients hold NaN or infinity on this worker; each is read once."""
-    totals: dict[torch.device, list[Tensor]] = {}
-    for leaf in leaves:
-        dtype = torch.promote_types(leaf.gradient.dtype, torch.float32)
-        total = leaf.gradient.sum(dtype=dtype).double()
-        totals.setdefault(total.device, []).append(total)
-    if all(bool(torch.stack(of_device).isfinite().all()) for of_device in totals.values()):
-        return [False] * len(leaves)
-    # The sum of a finite gradient may be infinite.
-    return [not bool(leaf.gradient.isfinite().all()) for leaf in leaves]
+    """Which gradients hold NaN or infinity on this worker, by their largest magnitudes."""
+    bad = [False] * len(leaves)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf.gradient.numel():
+            alike.setdefault((leaf.gradient.device, leaf.gradient.dtype), []).append(index)
+    for indices in alike.values():
+        largest = torch._foreach_norm([leaves[index].gradient for index in indices], math.inf)
+        for index, is_fine in zip(indices, torch.stack(largest).isfinite().tolist(), strict=True):
+            bad[index] = not is_fine
+    return bad

@@ -29,8 +29,9 @@ def reduce_over_shards(
     """
     members: dict[dist.ProcessGroup, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        for group in _groups_of(leaf.parameter):
-            members.setdefault(group, []).append(index)
+        if leaf.is_sharded:
+            for group in _groups_of(leaf.parameter):
+                members.setdefault(group, []).append(index)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     for group, indices in members.items():
         chosen = torch.tensor(indices, device=columns.device)
@@ -41,8 +42,7 @@ def reduce_over_shards(
 
 def _groups_of(parameter: Tensor) -> list[dist.ProcessGroup]:
     """The process groups along which a parameter is cut, in the mesh's order."""
-    if not isinstance(parameter, DTensor):
-        return []
+    assert isinstance(parameter, DTensor)
     return [
         parameter.device_mesh.get_group(dim)
         for dim, placement in enumerate(parameter.placements)
