@@ -445,6 +445,16 @@ def test_bytes_are_those_of_the_algorithm() -> None:
         assert abs(sent_bytes - 2 * 2 * (size - 1) / size * payload_bytes) <= 8 * 2 * 2 * size
 
 
+def test_a_dummy_exchange_leaves_every_rank_its_gradient() -> None:
+    def worker(comm: Communicator) -> tuple[float, int]:
+        model = nn.Linear(1, 1, bias=False)
+        exchange = attach(model, comm, ExchangePolicy(algorithm="dummy"))
+        model(torch.full((1, 1), comm.rank + 1.0)).sum().backward()
+        return model.weight.grad.item() * comm.size, exchange.stats().sent_bytes
+
+    assert run_ranks(2, worker) == [(1.0, 0), (2.0, 0)]
+
+
 class Counted(Native):
     """Counts its calls."""
 
