@@ -1,6 +1,6 @@
 """Sends buckets: a wire format, a group of workers, and a thread or stream to do it in."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
