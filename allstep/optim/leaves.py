@@ -38,7 +38,9 @@ class Leaf:
         weight, gradient = self.weight, self.gradient
         if gradient.dtype != weight.dtype:
             gradient = gradient.to(weight.dtype)
-        tensors = [weight, gradient, *(local(self.state[slot]) for slot in slots)]
+        tensors = [weight, gradient]
+        for slot in slots:
+            tensors.append(local(self.state[slot]))
         rows = []
         for tensor in tensors:
             if not tensor.is_contiguous():

@@ -250,8 +250,7 @@ def _parted(sums: Tensor, stage: list[Batch]) -> list[Tensor]:
 
 
 def _not_finite(sums: Tensor) -> list[bool]:
-    flags: list[bool] = (~sums.isfinite()).tolist()
-    return flags
+    return [not math.isfinite(total) for total in sums.tolist()]
 
 
 def _stages(leaves: list[Leaf]) -> Iterator[list[Batch]]:

@@ -55,7 +55,7 @@ def trust_ratio(
     size = update_norm if eps == 0 else update_norm + eps
     size = size if weight_decay == 0 else size + weight_decay * weight_norm
     # Norms that are not numbers are not zero, so the ratio shows them.
-    ratio = torch.where((scale == 0) | (update_norm == 0), 1.0, scale / size)
+    ratio = (scale / size).masked_fill_((scale == 0) | (update_norm == 0), 1.0)
     return ratio if clip is None else ratio.clamp(max=clip)
 
 
