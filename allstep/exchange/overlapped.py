@@ -109,8 +109,8 @@ class OverlappedExchange(Exchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if "buckets" not in state or not self._is_active:
-            return
+        if not state.get("buckets") or not self._is_active:
+            return  # a lone worker had none, or needs none
         names = sorted(name for bucket in state["buckets"] for name in bucket)
         if names != sorted(self._parameters.trained):
             raise CheckpointError(

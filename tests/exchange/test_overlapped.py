@@ -15,7 +15,12 @@ import allstep
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Native
 from allstep.comm.threads import run_ranks
-from allstep.errors import CollectiveTimeoutError, DisagreementError, UsageError
+from allstep.errors import (
+    CollectiveTimeoutError,
+    DisagreementError,
+    PeerLostError,
+    UsageError,
+)
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
 from tests.exchange.nets import mlp, shard
@@ -119,6 +124,19 @@ def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureF
     assert all(state == found[0][1] for state in run_ranks(2, resumed))
 
 
+def test_a_lone_workers_checkpoint_goes_on_with_others() -> None:
+    alone = attach(mlp(), Communicator.lone(), SMALL).state_dict()
+
+    def worker(comm: Communicator) -> int:
+        model = mlp()
+        exchange = attach(model, comm, SMALL)
+        exchange.load_state_dict({**alone, "num_exchanges": 7})
+        model(torch.ones(2, 5)).sum().backward()
+        return exchange.num_exchanges
+
+    assert run_ranks(2, worker) == [8, 8]
+
+
 def assert_disagreement(worker: Any, size: int, words: str) -> None:
     """Every rank's worker must end with a DisagreementError."""
 
@@ -174,14 +192,16 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
                 return "stopped"
             try:
                 model(torch.ones(2, 5)).sum().backward()
-            except CollectiveTimeoutError as error:
+            except (CollectiveTimeoutError, PeerLostError) as error:
                 return str(error)
         raise AssertionError("nobody noticed")
 
     messages = run_ranks(3, worker, timeout_s=1.5)
     assert messages[1] == "stopped"
+    # Who times out first says who is missing, and closes its connections to the others.
+    assert "missing: rank 1" in messages[0] + messages[2]
     for rank in (0, 2):
-        assert "missing: rank 1" in messages[rank]
+        assert "missing: rank 1" in messages[rank] or "another rank closed" in messages[rank]
 
 
 def test_the_first_exchange_has_a_timeout_of_its_own() -> None:
