@@ -11,6 +11,7 @@ from allstep.nn.convolution import Conv2d
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
 from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated
+from allstep.nn.sparse_autoencoder import SparseAutoencoder, Stage, StageTraining
 from allstep.nn.windows import Grid, Layout, Window
 
 __all__ = [
@@ -25,6 +26,9 @@ __all__ = [
     "LocallyConnected2d",
     "LocallyConnectedTranspose2d",
     "MaxPool2d",
+    "SparseAutoencoder",
+    "Stage",
+    "StageTraining",
     "SubtractiveNorm",
     "Window",
     "convert_batch_norm",

@@ -93,6 +93,7 @@ class LocallyConnected2d(_Blocks):
             fan_in = kernel height * kernel width * in_channels, in this order.
         bias: [block height * rows, block width * columns, depth] or None.
         out_layout: who owns what of the output; blocks are split evenly.
+        block_layout: who has which blocks, and so which filters.
 
     Raises:
         UsageError: if the array is smaller than a receptive field, or has fewer blocks than the
@@ -134,6 +135,7 @@ class LocallyConnected2d(_Blocks):
         super().__init__(windows, in_channels, depth, nn.Parameter(weight))
         self.in_layout = in_layout
         self.out_layout = blocks.scaled(sides)
+        self.block_layout = blocks
         self._seed = agreed_seed(grid, seed)
         values = torch.empty(
             *windows.outputs.scaled(sides).shape, depth, dtype=dtype, device=weight.device

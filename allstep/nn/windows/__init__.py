@@ -12,6 +12,7 @@ from allstep.nn.windows.fetch import (
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.plan import FetchPlan, FetchStats, Parcel, plan_fetch
 from allstep.nn.windows.receptive import Reach
+from allstep.nn.windows.whole import gather_whole, own_part
 from allstep.nn.windows.window import Layout, Window
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "Window",
     "deliver",
     "fetch",
+    "gather_whole",
+    "own_part",
     "plan_fetch",
     "redistribute",
     "start_deliver",

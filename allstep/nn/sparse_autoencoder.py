@@ -1,0 +1,280 @@
+"""Sparse autoencoders on arrays that are split over workers, trained stage after stage."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from allstep.errors import UsageError
+from allstep.nn.contrast import LocalContrastNorm
+from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
+from allstep.nn.pooling import L2Pool2d
+from allstep.nn.replicated import replicated
+from allstep.nn.windows import Grid, Layout, Window, gather_whole, own_part
+
+__all__ = ["SparseAutoencoder", "Stage", "StageTraining"]
+
+
+class Stage(nn.Module):
+    """Three layers: local filtering, L2 pooling and local contrast normalisation.
+
+    Filters have a norm of 1, at first and after every step of `StageTraining`.
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input.
+        in_channels, kernel_size, step, block: as `LocallyConnected2d`'s.
+        pool_size, pool_stride: positions of a pool in each dim, and between two pools.
+        norm_size: positions of the contrast normalisation's neighbourhood in each dim; odd.
+        relu: let responses below zero be zero; else filtering is linear, as it was published.
+        seed: of the initial filters; None to draw it from torch's default generator on rank 0.
+        dtype: of the filters.
+
+    Attributes:
+        filtering, pooling, norm: the layers.
+        out_layout: who owns what of the output.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> stage = Stage(
+    ...     grid, grid.split((9, 9)), 3, 5, 2, (4, 2, 2), pool_size=2, pool_stride=2, norm_size=3
+    ... )
+    >>> stage(torch.ones(8, 3, 9, 9)).shape
+    torch.Size([8, 4, 3, 3])
+
+    Source: Le et al., 2012, arXiv:1112.6209, section 3; Coates et al., 2013.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        in_layout: Layout,
+        in_channels: int,
+        kernel_size: int | Sequence[int],
+        step: int | Sequence[int],
+        block: Sequence[int],
+        *,
+        pool_size: int,
+        pool_stride: int,
+        norm_size: int,
+        relu: bool = False,
+        seed: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.filtering = LocallyConnected2d(
+            grid, in_layout, in_channels, kernel_size, step, block, False, seed=seed, dtype=dtype
+        )
+        self.pooling = L2Pool2d(grid, self.filtering.out_layout, pool_size, pool_stride)
+        self.norm = LocalContrastNorm(grid, self.pooling.out_layout, norm_size)
+        self.grid = grid
+        self.relu = relu
+        self.in_layout = in_layout
+        self.out_layout = self.norm.out_layout
+        normalise_filters(self.filtering.weight)
+
+    @property
+    def num_neurons(self) -> int:
+        """Of the filtering layer, on all workers together."""
+        layer = self.filtering
+        return layer.depth * Window.whole(layer.out_layout.shape).num_positions
+
+    def responses(self, x: Tensor) -> Tensor:
+        """What the filters say: this worker's part from its part of the input."""
+        y: Tensor = self.filtering(x)
+        return y.relu() if self.relu else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This worker's part of the output from its part of the input; see [Note: batch last]."""
+        y: Tensor = self.norm(self.pooling(self.responses(x)))
+        return y
+
+
+class SparseAutoencoder(nn.Module):
+    """What a stage is trained for: its input can be told from few active pools.
+
+    cost = mean over samples of |x - decoder(scale * y)|^2 + sparsity * sum of pooling(y)
+
+    where y are the filters' responses; the decoder is their transpose.
+
+    Args:
+        stage: whose filters are to be trained.
+        sparsity: lambda in the papers.
+        tied: decode with the same filters; else with a copy of them that is trained apart.
+
+    Attributes:
+        stage: the stage.
+        decoder: a `LocallyConnectedTranspose2d`.
+        scale: one number, learned, the same on all workers.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> stage = Stage(
+    ...     grid, grid.split((6, 6)), 1, 3, 1, (4, 1, 1), pool_size=2, pool_stride=2, norm_size=3
+    ... )
+    >>> SparseAutoencoder(stage)(torch.zeros(8, 1, 6, 6)) < 0.001
+    tensor(True)
+
+    Source: Coates et al., 2013, section 3; `tied=False` as Le et al., 2012, arXiv:1112.6209.
+    """
+
+    def __init__(self, stage: Stage, *, sparsity: float = 0.1, tied: bool = True) -> None:
+        super().__init__()
+        if sparsity < 0:
+            raise UsageError(f"`sparsity` (={sparsity}) must be 0 or more.")
+        weight = stage.filtering.weight
+        self.stage = stage
+        self.decoder = LocallyConnectedTranspose2d(stage.filtering, tied=tied)
+        self.scale = nn.Parameter(torch.ones((), dtype=weight.dtype, device=weight.device))
+        self.sparsity = sparsity
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This worker's part of the cost; the sum over workers is the whole of it.
+
+        Args:
+            x: [batch, in_channels, *its window's shape], this worker's part of the stage's input.
+        """
+        y = self.stage.responses(x)
+        (scale,) = replicated(self.stage.grid.comm, [self.scale])
+        assert scale is not None
+        errors = self.decoder(scale * y) - x
+        cost: Tensor = errors.square().sum() + self.sparsity * self.stage.pooling(y).sum()
+        return cost / len(x)
+
+    @torch.no_grad()
+    def fit_scale(self, x: Tensor) -> None:
+        """Sets the scale to the best one for these samples; all workers call it."""
+        decoded = self.decoder(self.stage.responses(x))
+        sums = torch.stack([(decoded * x).sum(), decoded.square().sum()])
+        above, below = self.stage.grid.comm.all_reduce(sums)
+        self.scale.copy_(above / below.clamp_min(torch.finfo(below.dtype).tiny))
+
+    def project(self) -> None:
+        """Gives all filters, of the decoder too, a norm of 1 again."""
+        normalise_filters(self.stage.filtering.weight)
+        if self.decoder.weight is not self.stage.filtering.weight:
+            normalise_filters(self.decoder.weight)
+
+
+class StageTraining:
+    """Trains one stage by SGD with momentum, on top of others that do not change.
+
+    Args:
+        below: what leads from the samples to the stage's input; it is frozen.
+        stage: whose filters are trained.
+        lr: learning rate for a receptive field of one number with a variance of 1; filters have
+            lr / fan_in, the scale lr / num_neurons, as their curvatures grow with these.
+        momentum: of both.
+        sparsity, tied: as `SparseAutoencoder`'s.
+
+    Attributes:
+        autoencoder: the stage's cost.
+        optimizer: a `torch.optim.SGD`.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> stage = Stage(
+    ...     grid, grid.split((6, 6)), 1, 3, 1, (4, 1, 1), pool_size=2, pool_stride=2, norm_size=3
+    ... )
+    >>> training = StageTraining(nn.Sequential(), stage, lr=0.1)
+    >>> x = torch.randn(8, 1, 6, 6)
+    >>> costs = [training.step(x).item() for _ in range(20)]
+    >>> costs[-1] < costs[0]
+    True
+    """
+
+    def __init__(
+        self,
+        below: nn.Module,
+        stage: Stage,
+        *,
+        lr: float,
+        momentum: float = 0.9,
+        sparsity: float = 0.1,
+        tied: bool = True,
+    ) -> None:
+        self._below = below.requires_grad_(False)
+        self.autoencoder = SparseAutoencoder(stage, sparsity=sparsity, tied=tied)
+        stage.requires_grad_(True)
+        scale = self.autoencoder.scale
+        filters = [p for p in self.autoencoder.parameters() if p is not scale]
+        groups = [
+            {"params": filters, "lr": lr / stage.filtering.weight.shape[3]},
+            {"params": [scale], "lr": lr / stage.num_neurons},
+        ]
+        self.optimizer = SGD(groups, lr=lr, momentum=momentum)
+        self._has_scale = False
+
+    def step(self, x: Tensor) -> Tensor:
+        """One update on a batch; all workers call it.
+
+        Args:
+            x: this worker's part of the samples.
+
+        Returns:
+            This worker's part of the cost before the update.
+        """
+        with torch.no_grad():
+            x = self._below(x)
+        if not self._has_scale:
+            self.autoencoder.fit_scale(x)
+            self._has_scale = True
+        cost: Tensor = self.autoencoder(x)
+        cost.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.autoencoder.project()
+        return cost.detach()
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Parameters and momentum as whole arrays, on rank 0 alone; all workers call it.
+
+        What any number of workers can go on from, by `load_state`.
+        """
+        state = {}
+        for name, parameter in self._parameters():
+            momentum = self.optimizer.state[parameter].get("momentum_buffer")
+            if momentum is None:
+                momentum = torch.zeros_like(parameter)
+            for key, x in ((name, parameter), (f"{name}.momentum", momentum)):
+                whole = self._whole(x.detach())
+                if whole is not None:
+                    state[key] = whole
+        return state or None
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes this worker's part of what `state` gave; equal on all workers."""
+        for name, parameter in self._parameters():
+            parameter.copy_(self._part(state[name]))
+            momentum = self._part(state[f"{name}.momentum"]).to(parameter, copy=True)
+            self.optimizer.state[parameter]["momentum_buffer"] = momentum.contiguous()
+        self._has_scale = True
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """By the names that a checkpoint has for them."""
+        autoencoder = self.autoencoder
+        named = [("filters", autoencoder.stage.filtering.weight), ("scale", autoencoder.scale)]
+        if autoencoder.decoder.weight is not autoencoder.stage.filtering.weight:
+            named.append(("decoder", autoencoder.decoder.weight))
+        return named
+
+    def _whole(self, x: Tensor) -> Tensor | None:
+        stage = self.autoencoder.stage
+        if x.dim():
+            return gather_whole(stage.grid, x, stage.filtering.block_layout, first_dim=0)
+        return x.clone() if stage.grid.rank == 0 else None
+
+    def _part(self, whole: Tensor) -> Tensor:
+        stage = self.autoencoder.stage
+        if whole.dim():
+            return own_part(stage.grid, whole, stage.filtering.block_layout, first_dim=0)
+        return whole
+
+
+@torch.no_grad()
+def normalise_filters(weight: Tensor) -> None:
+    """Divides each filter, the last dim, by its norm."""
+    norm = torch.linalg.vector_norm(weight, dim=-1, keepdim=True)
+    weight.div_(norm.clamp_min(torch.finfo(weight.dtype).tiny))

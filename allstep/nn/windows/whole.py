@@ -1,0 +1,53 @@
+"""Whole arrays, for what is small or done once: files, pictures, tests."""
+
+import torch
+from torch import Tensor
+
+from allstep.nn.windows.grid import Grid
+from allstep.nn.windows.window import Layout, Window
+
+__all__ = ["gather_whole", "own_part"]
+
+
+@torch.no_grad()
+def gather_whole(
+    grid: Grid, x: Tensor, layout: Layout, *, first_dim: int = -2, root: int = 0
+) -> Tensor | None:
+    """The whole array on the root, from each worker's part; None elsewhere.
+
+    Args:
+        grid: the workers; all of them must call this.
+        x: this worker's part.
+        layout: who owns what.
+        first_dim: the first of the tensor's dims that are the array's.
+        root: the rank that gets the array, and needs the memory for it.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> gather_whole(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
+    torch.Size([3, 4, 6])
+    """
+    if grid.size == 1:
+        return x.detach().clone()
+    parts = grid.comm.gather(x.detach().contiguous(), root)
+    if parts is None:
+        return None
+    first = first_dim % x.dim()
+    last = first + len(layout.shape)
+    whole = x.new_empty([*x.shape[:first], *layout.shape, *x.shape[last:]])
+    for part, window in zip(parts, layout.windows, strict=True):
+        whole[(slice(None),) * first + window.slices(Window.whole(layout.shape))] = part
+    return whole
+
+
+def own_part(grid: Grid, whole: Tensor, layout: Layout, *, first_dim: int = -2) -> Tensor:
+    """This worker's part of an array that it has whole; a view.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> own_part(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
+    torch.Size([3, 4, 6])
+    """
+    first = first_dim % whole.dim()
+    window = layout.windows[grid.rank]
+    return whole[(slice(None),) * first + window.slices(Window.whole(layout.shape))]
