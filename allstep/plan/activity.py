@@ -19,11 +19,8 @@ class Activity:
     interval is put there; that may only be after everyone's present, or progress made already
     would change.
 
-    Args:
-        slowdown: how much longer compute takes while the wire is busy.
     """
 
-    slowdown: float = 0.0
     _times: list[float] = field(default_factory=lambda: [0.0], init=False)
     _progress: list[float] = field(default_factory=lambda: [0.0], init=False)
 
@@ -32,12 +29,12 @@ class Activity:
         """When the wire is free again."""
         return self._times[-1]
 
-    def occupy(self, start_s: float, end_s: float) -> None:
-        """Adds an interval after all others."""
+    def occupy(self, start_s: float, end_s: float, slowdown: float = 0.0) -> None:
+        """Adds an interval after all others, in which compute takes longer by `slowdown`."""
         assert self.free_s <= start_s <= end_s
         before = self._progress[-1] + (start_s - self.free_s)
         self._times += [start_s, end_s]
-        self._progress += [before, before + (end_s - start_s) / (1 + self.slowdown)]
+        self._progress += [before, before + (end_s - start_s) / (1 + slowdown)]
 
     def forget_before(self, progress: float) -> None:
         """Drops the intervals that everyone's progress has left behind."""
@@ -51,8 +48,8 @@ class Activity:
     def time_at(self, progress: float) -> float:
         """When compute without pause is that far.
 
-        >>> wire = Activity(slowdown=1.0)
-        >>> wire.occupy(1.0, 3.0)
+        >>> wire = Activity()
+        >>> wire.occupy(1.0, 3.0, slowdown=1.0)
         >>> [wire.time_at(progress) for progress in (0.5, 1.5, 3.0)]
         [0.5, 2.0, 4.0]
         """

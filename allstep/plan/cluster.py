@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from allstep.errors import UsageError
+from allstep.plan.collective import Collective
 
 __all__ = ["Cluster", "Link"]
 
@@ -54,6 +55,12 @@ class Cluster:
         compute_slowdown: how much longer compute takes while a worker communicates; 0.1 is 10 %.
         communication_slowdown: how much longer communication takes while workers compute.
         source: where the numbers come from, and how far they can be trusted.
+        burst_s: by how many seconds a link may get ahead of its bandwidth while it is idle, as
+            behind a token bucket of a cloud or a shaper; 0 for a plain cable.
+        bucketing_s_per_byte: seconds of a worker's compute to copy a byte of the gradient into
+            its bucket, or out of it.
+        gradient_s: seconds of a worker's compute to take up a gradient, whatever its size.
+        collectives: measured on all of these workers; they go before the formulas.
 
     Raises:
         UsageError: for numbers out of range or that contradict each other.
@@ -71,6 +78,10 @@ class Cluster:
     compute_slowdown: float = 0.0
     communication_slowdown: float = 0.0
     source: str = ""
+    burst_s: float = 0.0
+    bucketing_s_per_byte: float = 0.0
+    gradient_s: float = 0.0
+    collectives: tuple[Collective, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "workers_per_node"):
@@ -84,6 +95,10 @@ class Cluster:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise UsageError(f"`{name}` (={value}) must be 0 or more; 0.1 means 10 % slower.")
+        for name in ("burst_s", "bucketing_s_per_byte", "gradient_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UsageError(f"`{name}` (={value}) must be 0 or more.")
         if self.num_nodes > 1 and self.inter is None:
             raise UsageError(
                 f"`inter` is missing, but `num_nodes` is {self.num_nodes}:"
@@ -124,15 +139,23 @@ class Cluster:
                 f" {self.name} ({self.num_nodes} nodes x {self.workers_per_node})."
             )
         per_node = self.workers_per_node
+        if num_workers == self.num_workers:
+            return self
+        part = replace(self, collectives=())  # they were measured on all workers
         if num_workers <= per_node:
-            return replace(self, num_nodes=1, workers_per_node=num_workers)
+            return replace(part, num_nodes=1, workers_per_node=num_workers)
         if num_workers % per_node:
             below = num_workers // per_node * per_node
             raise UsageError(
                 f"`num_workers` (={num_workers}) must fill nodes of {per_node} workers;"
                 f" nearest: {below}, {below + per_node}."
             )
-        return replace(self, num_nodes=num_workers // per_node)
+        return replace(part, num_nodes=num_workers // per_node)
+
+    def measured(self, wire: str, algorithm: str) -> Collective | None:
+        """What was measured of a format and an algorithm, if anything was."""
+        fitting = (c for c in self.collectives if (c.wire, c.algorithm) == (wire, algorithm))
+        return next(fitting, None)
 
 
 def check_positive(name: str, value: float, example: str) -> None:

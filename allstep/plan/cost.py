@@ -15,7 +15,15 @@ from allstep.plan.cluster import Cluster, Link
 from allstep.plan.traffic import ALGORITHMS
 from allstep.plan.wire import WIRES, Wire
 
-__all__ = ["Stage", "all_reduce_s", "collective_s", "encode_s", "stages"]
+__all__ = [
+    "BucketCost",
+    "Stage",
+    "all_reduce_s",
+    "bucket_cost",
+    "collective_s",
+    "encode_s",
+    "stages",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +240,53 @@ def encode_s(wire_name: str, cluster: Cluster, num_elements: int) -> float:
     A copy reads and writes each byte, so that n bytes touched take the time of copying n / 2.
     """
     return WIRES[wire_name].touched_bytes * num_elements / (2 * cluster.copy_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCost:
+    """What exchanging a bucket comes to.
+
+    Attributes:
+        seconds: encoding and decoding included, with nothing beside it.
+        latency_s: of these, what no head start of an idle link can save.
+        compute_slowdown: how much longer compute takes beside it.
+        communication_slowdown: how much longer it takes beside compute.
+    """
+
+    seconds: float
+    latency_s: float
+    compute_slowdown: float
+    communication_slowdown: float
+
+
+def bucket_cost(
+    wire_name: str, algorithm: str, cluster: Cluster, num_elements: int, core_share: float = 1.0
+) -> BucketCost:
+    """The cost of a bucket as measured on these workers, else by the formulas.
+
+    Args:
+        wire_name: format.
+        algorithm: one of `ALGORITHMS`.
+        cluster: all of it takes part.
+        num_elements: of the bucket.
+        core_share: how much of the time compute needs the cores; it slows nothing where it sleeps.
+    """
+    if cluster.num_workers == 1:
+        return BucketCost(
+            seconds=0.0, latency_s=0.0, compute_slowdown=0.0, communication_slowdown=0.0
+        )
+    timed = cluster.measured(wire_name, algorithm)
+    if timed is None:
+        seconds = collective_s(wire_name, algorithm, cluster, num_elements)
+        return BucketCost(
+            seconds=seconds + encode_s(wire_name, cluster, num_elements),
+            latency_s=collective_s(wire_name, algorithm, cluster, 0),
+            compute_slowdown=core_share * cluster.compute_slowdown,
+            communication_slowdown=core_share * cluster.communication_slowdown,
+        )
+    return BucketCost(
+        seconds=timed.seconds_of(num_elements),
+        latency_s=timed.latency_s,
+        compute_slowdown=core_share * timed.compute_slowdown,
+        communication_slowdown=core_share * timed.communication_slowdown,
+    )

@@ -94,7 +94,7 @@ def timeline(spans: Sequence[Span], width: int) -> list[str]:
     wire           00
     f forward, b backward, u update, l local step, . waiting, 0 1 2 ... buckets; 8 columns are 4 s
     """
-    marks = {"forward": "f", "optimizer": "u", "local step": "l", "wait": "."}
+    marks = {"forward": "f", "optimizer": "u", "landing": "u", "local step": "l", "wait": "."}
     columns = max(1, width - 9)
     end_s = max(span.end_s for span in spans)
     lanes = {"compute": [" "] * columns, "wire": [" "] * columns}

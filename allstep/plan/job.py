@@ -1,6 +1,6 @@
 """A training as numbers: what a worker has to do when there are so and so many of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from allstep.errors import UsageError, nearest_multiples
@@ -48,11 +48,8 @@ class Job:
         micro = self.micro
         most = ceil(self.batch(num_workers) / (num_workers * micro.num_samples))
         earlier_s = (most - 1) * (micro.forward_s + micro.backward_s)
-        return Workload(
-            num_params=micro.num_params,
+        return replace(
+            micro,
             forward_s=earlier_s + micro.forward_s,
-            backward_s=micro.backward_s,
-            optimizer_s=micro.optimizer_s,
             num_samples=most * micro.num_samples,
-            ready=micro.ready,
         )

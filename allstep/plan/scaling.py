@@ -111,13 +111,16 @@ def _choices(policy: Policy, cluster: Cluster, num_params: int) -> Iterator[Poli
     ]
     if policy.every > 1 or cluster.num_workers == 1:
         sizes = [None]
-    for algorithm in _algorithms(cluster):
+    for algorithm in _algorithms(cluster, policy.wire):
         for size in sizes:
             yield policy.with_choice(algorithm, size)
 
 
-def _algorithms(cluster: Cluster) -> list[str]:
-    """What is worth a try: schemes for several nodes only where there are several."""
+def _algorithms(cluster: Cluster, wire: str) -> list[str]:
+    """What was measured, or is worth a try: schemes for several nodes where there are several."""
+    timed = [c.algorithm for c in cluster.collectives if c.wire == wire]
+    if timed:
+        return timed
     names = ["ring", "halving_doubling"]
     if cluster.num_nodes > 1 and cluster.workers_per_node > 1:
         names += ["hierarchical", "two_dimensional"]

@@ -4,7 +4,9 @@
 16,384 workers take hardly longer than one. They count progress, see [Note: progress]. A bucket's
 collective starts when the last worker has the bucket ready and the wire is free, in the order in
 which buckets fill, and ends for all at once. Compute slows down while the wire is busy, and
-communication while workers still have work that doesn't wait for it. With staleness k a worker
+communication while workers still have work that doesn't wait for it. Copying gradients into
+buckets is compute; so is dividing what torch's own collectives have summed, once it has come
+back. After a pause a link with a token bucket is ahead of its bandwidth. With staleness k a worker
 begins step t + 1 when it is done with step t and the collectives of step t - k have ended. Local
 SGD exchanges parameters after the last of `every` updates, and nobody computes meanwhile.
 
@@ -17,13 +19,13 @@ from numpy.typing import NDArray
 from allstep.errors import UsageError
 from allstep.plan.activity import Activity
 from allstep.plan.cluster import Cluster
-from allstep.plan.cost import collective_s, encode_s
+from allstep.plan.cost import BucketCost, bucket_cost
 from allstep.plan.policy import Policy
 from allstep.plan.step_report import Span, StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.traffic import Group, Traffic
 from allstep.plan.wire import wire_traffic
-from allstep.plan.workload import Workload
+from allstep.plan.workload import GRADIENT_BYTES, Workload
 
 __all__ = ["exchange_traffic", "simulate"]
 
@@ -79,11 +81,13 @@ class _Simulation:
         self.stragglers = stragglers if cluster.num_workers > 1 else NO_STRAGGLERS
         sizes = _bucket_sizes(workload, policy)
         self.buckets = workload.buckets(sizes)
-        self.wire_s = [self.exchange_s(size) for size in sizes]
+        self.costs = [self.exchange_cost(size) for size in sizes]
+        self.take_s = self.take_up_s(sizes)
+        self.land_s = [self.landing_s(size) for size in sizes]
         # Equal workers are all at the same point: one clock stands for them.
         self.progress = np.zeros(cluster.num_workers if self.stragglers.is_active else 1)
-        self.wire = Activity(cluster.compute_slowdown if cluster.num_workers > 1 else 0.0)
-        self.ends_s: list[float] = []  # of the collectives of each step
+        self.wire = Activity()
+        self.ends_s: list[list[float]] = []  # of the collectives of each step
         self.step = 0
         self.forget_totals()
 
@@ -91,13 +95,25 @@ class _Simulation:
         self.busy_s = self.exposed_s = self.straggler_s = 0.0
         self.spans: list[Span] = []
 
-    def exchange_s(self, num_elements: int) -> float:
-        if self.cluster.num_workers == 1:
-            return 0.0
+    def exchange_cost(self, num_elements: int) -> BucketCost:
         wire, algorithm = self.policy.wire, self.policy.algorithm
-        return collective_s(wire, algorithm, self.cluster, num_elements) + encode_s(
-            wire, self.cluster, num_elements
-        )
+        share = self.workload.core_share
+        return bucket_cost(wire, algorithm, self.cluster, num_elements, share)
+
+    def take_up_s(self, sizes: list[int]) -> list[float]:
+        """Seconds of the backward pass that it takes to fill each bucket."""
+        if self.cluster.num_workers == 1:
+            return [0.0] * len(sizes)
+        per_element_s = GRADIENT_BYTES * self.cluster.bucketing_s_per_byte
+        each_s = self.cluster.gradient_s * len(self.workload.gradients) / self.workload.num_params
+        return [(per_element_s + each_s) * size for size in sizes]
+
+    def landing_s(self, num_elements: int) -> float:
+        """Seconds to make means of a bucket's sums, where the worker itself does it."""
+        policy, cluster = self.policy, self.cluster
+        if cluster.num_workers == 1 or (policy.wire, policy.algorithm) != ("fp32", "native"):
+            return 0.0
+        return GRADIENT_BYTES * cluster.bucketing_s_per_byte * num_elements
 
     def fill_pipeline(self) -> None:
         """Runs the first rounds; a wire that can't keep up is late from the beginning.
@@ -105,11 +121,12 @@ class _Simulation:
         It would get later by a little each step, until stale gradients are as late as they may
         be: thousands of steps if compute and wire take nearly the same time.
         """
-        cluster, staleness = self.cluster, self.policy.staleness
-        wire_s = sum(self.wire_s) * (1 + cluster.communication_slowdown)
-        compute_s = self.workload.compute_s * (1 + cluster.compute_slowdown)
+        staleness = self.policy.staleness
+        wire_s = sum(cost.seconds * (1 + cost.communication_slowdown) for cost in self.costs)
+        slowdown = max(cost.compute_slowdown for cost in self.costs)
+        compute_s = self.workload.compute_s * (1 + slowdown) + sum(self.take_s) + sum(self.land_s)
         if staleness and wire_s > compute_s:
-            self.wire.occupy(0.0, (staleness + 1) * compute_s)
+            self.wire.occupy(0.0, (staleness + 1) * compute_s, slowdown)
         for _ in range(2 * staleness + 1):
             self.round()
 
@@ -158,21 +175,36 @@ class _Simulation:
 
     def synchronous_step(self) -> None:
         factor = self.draw()
-        work_left_s = self.workload.backward_s
+        work_left_s, ends_s = self.workload.backward_s, []
         self.compute("forward", self.workload.forward_s * factor)
         for index, bucket in enumerate(self.buckets):
-            self.compute(f"backward {index}", bucket.backward_s * factor)
+            self.compute(f"backward {index}", bucket.backward_s * factor + self.take_s[index])
             work_left_s -= bucket.backward_s
-            self.communicate(index, work_left_s)
-        self.ends_s.append(self.wire.free_s)
+            ends_s.append(self.communicate(index, work_left_s))
+        self.ends_s.append(ends_s)
         if len(self.ends_s) > self.policy.staleness:
-            self.wait_until(self.ends_s.pop(0))
+            self.land(self.ends_s.pop(0))
         self.compute("optimizer", self.workload.optimizer_s * factor)
 
+    def land(self, ends_s: list[float]) -> None:
+        """Waits for the buckets of a step, and makes means of their sums one by one."""
+        if not any(self.land_s):
+            self.wait_until(ends_s[-1])
+            return
+        for end_s, seconds in zip(ends_s, self.land_s, strict=True):
+            self.wait_until(end_s)
+            self.compute("landing", np.full(len(self.progress), seconds))
+
     def average_parameters(self) -> None:
+        """All of them as one: copied together, summed, divided, and copied back."""
+        copy_s = GRADIENT_BYTES * self.cluster.bucketing_s_per_byte * self.workload.num_params
+        if self.cluster.num_workers == 1:
+            copy_s = 0.0
+        self.compute("landing", np.full(len(self.progress), copy_s))
         for index in range(len(self.buckets)):
             self.communicate(index, 0.0)
         self.wait_until(self.wire.free_s)
+        self.compute("landing", np.full(len(self.progress), 2 * copy_s))
 
     def draw(self) -> NDArray[np.float64]:
         """How much longer each worker's compute takes in this step."""
@@ -184,21 +216,28 @@ class _Simulation:
         self.progress = self.progress + work_s
         self.spans.append(Span("compute", name, start_s, self.last_s))
 
-    def communicate(self, index: int, work_left_s: float) -> None:
-        """Puts a bucket on the wire; the slowest worker still has `work_left_s` of backward."""
+    def communicate(self, index: int, work_left_s: float) -> float:
+        """Puts a bucket on the wire, while the slowest worker has `work_left_s` of backward left.
+
+        Returns the time of its end.
+        """
         ready_s = self.last_s
         start_s = max(ready_s, self.wire.free_s)
         free_work_s = max(0.0, work_left_s - (start_s - ready_s))
         free_work_s += self.policy.staleness * self.workload.compute_s
-        end_s = start_s + self.contended_s(self.wire_s[index], free_work_s)
-        self.wire.occupy(start_s, end_s)
+        cost = self.costs[index]
+        ahead_s = min(self.cluster.burst_s, start_s - self.wire.free_s)
+        seconds = max(min(cost.seconds, cost.latency_s), cost.seconds - ahead_s)
+        end_s = start_s + self.contended_s(seconds, free_work_s, cost)
+        self.wire.occupy(start_s, end_s, cost.compute_slowdown)
         self.busy_s += end_s - start_s
         self.spans.append(Span("wire", f"bucket {index}", start_s, end_s))
+        return end_s
 
-    def contended_s(self, seconds: float, work_s: float) -> float:
+    def contended_s(self, seconds: float, work_s: float, cost: BucketCost) -> float:
         """How long communication takes that goes on beside `work_s` of compute."""
-        slower = 1 + self.cluster.communication_slowdown
-        beside_s = min(seconds * slower, work_s * (1 + self.cluster.compute_slowdown))
+        slower = 1 + cost.communication_slowdown
+        beside_s = min(seconds * slower, work_s * (1 + cost.compute_slowdown))
         return beside_s + (seconds - beside_s / slower)
 
     def wait_until(self, end_s: float) -> None:

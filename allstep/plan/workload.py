@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from allstep.errors import UsageError
 from allstep.plan.cluster import check_positive
 
-__all__ = ["Bucket", "Workload"]
+__all__ = ["GRADIENT_BYTES", "Bucket", "Workload"]
 
 GRADIENT_BYTES = 4  # float32, as torch keeps them
 
@@ -39,6 +39,10 @@ class Workload:
         ready: how far the backward pass is, as a share of its seconds, when a share of the
             gradient is ready: pairs (share of gradient, share of seconds), both increasing to 1.
             By default both grow together.
+        gradients: elements of each gradient in the order in which they are ready, where buckets
+            hold whole ones; () if buckets may end anywhere.
+        core_share: share of its seconds in which the compute keeps the worker's cores busy, and
+            so competes with the exchange for them.
 
     Raises:
         UsageError: for numbers out of range.
@@ -53,6 +57,8 @@ class Workload:
     optimizer_s: float = 0.0
     num_samples: int = 1
     ready: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
+    gradients: tuple[int, ...] = ()
+    core_share: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("num_params", "num_samples"):
@@ -65,6 +71,13 @@ class Workload:
                 raise UsageError(f"`{name}` (={value}) must be 0 or more seconds.")
         check_positive("forward_s + backward_s", self.forward_s + self.backward_s, "0.1 is 100 ms")
         _check_ready(self.ready)
+        if self.gradients and (min(self.gradients) < 1 or sum(self.gradients) != self.num_params):
+            raise UsageError(
+                f"`gradients` (={self.gradients}) must have 1 or more elements each, and"
+                f" {self.num_params} together as `num_params` says."
+            )
+        if not 0 <= self.core_share <= 1:
+            raise UsageError(f"`core_share` (={self.core_share}) must be 0 to 1.")
 
     @classmethod
     def from_step(cls, *, num_params: int, step_s: float, num_samples: int = 1) -> "Workload":
@@ -105,6 +118,8 @@ class Workload:
         """
         if bucket_bytes is None:
             return [self.num_params]
+        if self.gradients:
+            return _whole_gradients(self.gradients, bucket_bytes, first_bucket_bytes)
         full = max(1, bucket_bytes // GRADIENT_BYTES)
         first = full if first_bucket_bytes is None else max(1, first_bucket_bytes // GRADIENT_BYTES)
         edges = [0, *range(min(first, self.num_params), self.num_params, full), self.num_params]
@@ -121,6 +136,21 @@ class Workload:
         shares[-1] = 1.0
         spans = (self.backward_s * (late - early) for early, late in itertools.pairwise(shares))
         return tuple(itertools.starmap(Bucket, zip(sizes, spans, strict=True)))
+
+
+def _whole_gradients(
+    gradients: Sequence[int], bucket_bytes: int, first_bucket_bytes: int | None
+) -> list[int]:
+    """Buckets that are full as soon as they hold the bytes asked for."""
+    first_bytes = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
+    sizes: list[int] = []
+    filling = 0
+    for num_elements in gradients:
+        filling += num_elements
+        if GRADIENT_BYTES * filling >= (bucket_bytes if sizes else first_bytes):
+            sizes.append(filling)
+            filling = 0
+    return [*sizes, filling] if filling else sizes
 
 
 def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:

@@ -290,10 +290,10 @@ def test_wrong_stragglers_are_refused(changes, name):
 
 
 def test_activity_forgets_without_a_change():
-    kept, forgetful = Activity(slowdown=1.0), Activity(slowdown=1.0)
+    kept, forgetful = Activity(), Activity()
     for wire in (kept, forgetful):
         for start in range(0, 20, 2):
-            wire.occupy(float(start), start + 1.0)
+            wire.occupy(float(start), start + 1.0, slowdown=1.0)
     forgetful.forget_before(kept.progress_at(10.5))
     assert forgetful.free_s == kept.free_s
     times = np.linspace(10.5, 25, 50)

@@ -1,0 +1,138 @@
+"""What the planner needs to know of these workers, measured in less than a minute."""
+
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.doctor.collectives import measure_burst_s, measure_collective
+from allstep.doctor.gemm import measure_gemm_flops
+from allstep.doctor.links import measure_pairs, slowest
+from allstep.doctor.measurements import Measurements
+from allstep.doctor.timing import agreed_repeats, slowest_s, synchronize
+from allstep.exchange import ExchangePolicy
+from allstep.exchange.overlapped import OverlappedExchange
+from allstep.plan.collective import Collective
+
+__all__ = ["WIRES", "measure", "usual_algorithm"]
+
+WIRES = ("fp32", "fp16", "int8")
+_COPY_BYTES = 32 << 20
+_COPY_S = 0.2
+_NUM_GRADIENTS = 16
+_NUM_STEPS = 30
+
+
+def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
+    """Measures with all workers at work at once, as in training. Collective.
+
+    Args:
+        comm: the workers.
+        wires: names of formats.
+
+    Returns:
+        What was measured, the same on every worker.
+
+    >>> found = measure(Communicator.lone())
+    >>> found.copy_bytes_per_s > 0, found.pairs, found.collectives
+    (True, (), ())
+    """
+    copy_s_per_byte = _copy_s_per_byte(comm)
+    pairs = measure_pairs(comm)
+    collectives = _collectives(comm, wires) if comm.size > 1 else ()
+    burst_s = 0.0
+    if comm.num_nodes > 1 and collectives:
+        burst_s = measure_burst_s(comm, collectives[0])
+    return Measurements(
+        num_nodes=comm.num_nodes,
+        workers_per_node=comm.size // comm.num_nodes,
+        device=comm.device.type,
+        gemm_flops=measure_gemm_flops(comm, torch.float32),
+        copy_bytes_per_s=1 / copy_s_per_byte,
+        bucketing_s_per_byte=copy_s_per_byte,
+        gradient_s=_gradient_s(comm),
+        intra=slowest(pairs, same_host=True),
+        inter=slowest(pairs, same_host=False),
+        burst_s=burst_s,
+        pairs=pairs,
+        collectives=collectives,
+    )
+
+
+def usual_algorithm(comm: Communicator) -> str:
+    """What an exchange uses where the policy doesn't say."""
+    shares_memory = comm.num_nodes == 1 and comm.device.type == "cpu"
+    return "shared_memory" if shares_memory else "native"
+
+
+def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[Collective, ...]:
+    usual = usual_algorithm(comm)
+    combinations = [("fp32", "native")]  # also what DistributedDataParallel does
+    combinations += [(wire, usual) for wire in wires if (wire, usual) != ("fp32", "native")]
+    return tuple(measure_collective(comm, wire, algorithm) for wire, algorithm in combinations)
+
+
+def _copy_s_per_byte(comm: Communicator) -> float:
+    """Of memory that isn't in a cache, with all workers copying."""
+    source = torch.ones(_COPY_BYTES // 4, device=comm.device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        synchronize(comm.device)
+
+    copy()
+    comm.barrier()
+    num_copies = agreed_repeats(comm, copy, _COPY_S)
+    start_s = perf_counter()
+    for _ in range(num_copies):
+        copy()
+    return slowest_s(comm, perf_counter() - start_s) / num_copies / _COPY_BYTES
+
+
+class _Sum(torch.autograd.Function):
+    """A loss whose backward pass costs nothing but handing out gradients."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, *parameters: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, ...]:
+        return (grads[0], *(torch.zeros(1, device=grads[0].device) for _ in range(_NUM_GRADIENTS)))
+
+
+class _Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(_NUM_GRADIENTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = _Sum.apply(x, *self.weights)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _gradient_s(comm: Communicator) -> float:
+    """Seconds to hook and bucket a gradient, with a sum that sends nothing."""
+    if comm.size == 1:
+        return 0.0
+    model = _Tiny().to(comm.device)
+    bare_s = _step_s(comm, model)
+    exchange = OverlappedExchange(model, comm, ExchangePolicy(algorithm="dummy"))
+    attached_s = _step_s(comm, model)
+    exchange.detach()
+    return max(0.0, attached_s - bare_s) / _NUM_GRADIENTS
+
+
+def _step_s(comm: Communicator, model: nn.Module) -> float:
+    x = torch.zeros((), device=comm.device, requires_grad=True)
+    comm.barrier()
+    seconds = []
+    for _ in range(_NUM_STEPS):
+        start_s = perf_counter()
+        model(x).backward()
+        model.zero_grad()
+        synchronize(comm.device)
+        seconds.append(perf_counter() - start_s)
+    return slowest_s(comm, sorted(seconds)[_NUM_STEPS // 2])

@@ -1,0 +1,120 @@
+"""What one worker does in a step, timed without any exchange."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from time import perf_counter, process_time
+
+import torch
+from torch import Tensor, nn
+
+from allstep.doctor.timing import synchronize
+from allstep.plan.workload import Workload
+
+__all__ = ["TimedStep", "make_workload", "time_step"]
+
+
+@dataclass
+class TimedStep:
+    """Seconds of one step, and when each gradient was ready: (elements, seconds of backward).
+
+    Attributes:
+        forward_s, backward_s, optimizer_s: of its three parts.
+        core_s: seconds in which the process used a core, over all cores.
+        gradients: in the order in which they were ready.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    core_s: float = 0.0
+    gradients: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+def time_step(
+    model: nn.Module, loss_of: Callable[[], Tensor], update: Callable[[], object]
+) -> TimedStep:
+    """Times a forward pass, a backward pass and an update.
+
+    Args:
+        model: whose gradients are watched.
+        loss_of: the forward pass.
+        update: what follows the backward pass; gradients are dropped after it.
+    """
+    device = next(model.parameters()).device
+    timed = TimedStep()
+
+    def now() -> float:
+        synchronize(device)
+        return perf_counter()
+
+    start_s, core_start_s = now(), process_time()
+    loss = loss_of()
+    timed.forward_s, start_s = now() - start_s, now()
+
+    def note(parameter: Tensor) -> None:
+        # On CUDA this is when the host got there, early in the pass.
+        timed.gradients.append((parameter.numel(), perf_counter() - start_s))
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+    loss.backward()  # type: ignore[no-untyped-call]
+    timed.backward_s = now() - start_s
+    for hook in hooks:
+        hook.remove()
+    start_s = now()
+    update()
+    model.zero_grad()
+    timed.optimizer_s = now() - start_s
+    timed.core_s = process_time() - core_start_s
+    return timed
+
+
+def make_workload(steps: Sequence[TimedStep], num_samples: int) -> Workload:
+    """The planner's workload, from the medians of several equal steps.
+
+    Args:
+        steps: at least one, without those that load kernels.
+        num_samples: of a step.
+    """
+    sizes = tuple(size for size, _ in steps[0].gradients)
+    same = [s for s in steps if tuple(size for size, _ in s.gradients) == sizes]
+    ready_s = [statistics.median(s.gradients[i][1] for s in same) for i, _ in enumerate(sizes)]
+    backward_s = statistics.median(s.backward_s for s in steps)
+    core_s = statistics.median(s.core_s / s.seconds for s in steps)
+    return Workload(
+        num_params=sum(sizes),
+        forward_s=statistics.median(s.forward_s for s in steps),
+        backward_s=backward_s,
+        optimizer_s=statistics.median(s.optimizer_s for s in steps),
+        num_samples=num_samples,
+        ready=_ready(sizes, ready_s, backward_s),
+        gradients=sizes,
+        core_share=min(1.0, core_s / torch.get_num_threads()),
+    )
+
+
+def _ready(
+    sizes: Sequence[int], ready_s: Sequence[float], backward_s: float
+) -> tuple[tuple[float, float], ...]:
+    """The gradient's share over the backward pass's, as `Workload` wants it.
+
+    >>> _ready((30, 10), (0.1, 0.3), 0.4)
+    ((0.0, 0.0), (0.75, 0.25), (1.0, 1.0))
+    """
+    totals = list(accumulate(sizes))
+    latest_s = accumulate(ready_s, max)
+    shares = [
+        (total / totals[-1], min(1.0, seconds / backward_s))
+        for total, seconds in zip(totals, latest_s, strict=True)
+    ]
+    return ((0.0, 0.0), *shares[:-1], (1.0, 1.0))

@@ -1,0 +1,79 @@
+"""What exchanging a bucket was measured to take, in place of a formula."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from allstep.errors import UsageError, nearest_names
+from allstep.plan.traffic import ALGORITHMS
+from allstep.plan.wire import WIRES
+
+__all__ = ["Collective"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Seconds of encoding, summing and decoding buckets, as timed on all workers at once.
+
+    Between two sizes time grows in proportion, and beyond the largest as between the last two.
+
+    Args:
+        wire: format of what crosses the wire.
+        algorithm: how the sum is taken.
+        num_elements: of the timed buckets, increasing.
+        seconds: of each, one after the other without a pause.
+        compute_slowdown: how much longer compute takes beside it; 0.1 is 10 %.
+        communication_slowdown: how much longer it takes beside compute.
+
+    Raises:
+        UsageError: for unknown names, fewer than two sizes, or numbers out of range.
+
+    >>> timed = Collective(
+    ...     wire="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
+    >>> round(timed.seconds_of(500), 3), timed.seconds_of(4000)
+    (0.15, 0.5)
+    """
+
+    wire: str
+    algorithm: str
+    num_elements: tuple[int, ...]
+    seconds: tuple[float, ...]
+    compute_slowdown: float = 0.0
+    communication_slowdown: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("wire", WIRES), ("algorithm", ALGORITHMS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise UsageError(f"`{name}` (={value!r}): {nearest_names(str(value), known)}")
+        sizes, seconds = self.num_elements, self.seconds
+        grows = all(0 < low < high for low, high in pairwise(sizes))
+        if len(sizes) < 2 or not grows:
+            raise UsageError(f"`num_elements` (={sizes}) must be two or more that increase.")
+        if len(seconds) != len(sizes) or not all(0 < s < math.inf for s in seconds):
+            raise UsageError(f"`seconds` (={seconds}) must be above 0, one for each size.")
+        for name in ("compute_slowdown", "communication_slowdown"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UsageError(f"`{name}` (={value}) must be 0 or more; 0.1 means 10 % slower.")
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of an empty bucket."""
+        return self._extended[1][0]
+
+    def seconds_of(self, num_elements: int) -> float:
+        """Seconds of a bucket of any size."""
+        sizes, seconds = self._extended
+        last = max(1, next((i for i, n in enumerate(sizes) if num_elements <= n), len(sizes) - 1))
+        n0, n1, s0, s1 = sizes[last - 1], sizes[last], seconds[last - 1], seconds[last]
+        return s0 + (s1 - s0) * (num_elements - n0) / (n1 - n0)
+
+    @property
+    def _extended(self) -> tuple[Sequence[int], Sequence[float]]:
+        """Down to no elements, along the first two sizes; more never takes less time."""
+        rising = [max(self.seconds[: i + 1]) for i in range(len(self.seconds))]
+        (n0, n1), (s0, s1) = self.num_elements[:2], rising[:2]
+        empty_s = min(s0, max(0.5 * s0, s0 - (s1 - s0) * n0 / (n1 - n0)))
+        return (0, *self.num_elements), (empty_s, *rising)
