@@ -19,9 +19,10 @@ _COMMANDS = {
     "recipes": "list the recipes, or show one with all its fields",
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
     "advise": "say whether scaling pays, how, and up to how many workers",
+    "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
-# What `train` and `evaluate` start; not for people.
-_WORKER = "worker"
+# What `train` and `evaluate`, and `verify`, start; not for people.
+_WORKERS = ("worker", "verify_worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "--version":
         print(f"allstep {__version__}")
         return 0
-    if command not in (*_COMMANDS, _WORKER):
+    if command not in (*_COMMANDS, *_WORKERS):
         raise UsageError(f"There is no command `{command}`; {nearest_names(command, _COMMANDS)}")
     code: int = import_module(f"allstep.cli.{command}").run(rest)
     return code

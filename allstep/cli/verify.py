@@ -1,0 +1,99 @@
+"""`allstep verify`: whether a script trains the same model on any number of workers, or why not."""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from allstep.cli.quantities import parse_counts
+from allstep.cli.verify_output import Verdict, show, show_json
+from allstep.cli.verify_runs import Runs
+from allstep.doctor.verify import Run, Suspect, diagnose
+from allstep.errors import UsageError
+
+__all__ = ["run"]
+
+_EXAMPLE = "example: allstep verify train.py -n 1,2,4 --steps 20 -- --lr 0.1"
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the script on each number of workers and compares; 0 if the model is the same."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    known = _make_parser().parse_args(arguments[:split])
+    sizes = _check(known)
+    with tempfile.TemporaryDirectory(prefix="allstep-verify-") as folder:
+        runs = Runs(
+            script=known.script,
+            arguments=arguments[split + 1 :],
+            folder=Path(folder),
+            timeout_s=known.timeout_s,
+            console=Console(stderr=True),
+        )
+        verdict = _verify(runs, sizes, known.steps)
+    if known.json:
+        show_json(known.script, verdict)
+    else:
+        show(verdict)
+    return 0 if verdict.is_same else 1
+
+
+def _verify(runs: Runs, sizes: Sequence[int], num_steps: int) -> Verdict:
+    fewest, *others = sizes
+    # Steps enough to recognise a schedule that is run through faster.
+    num_first = max(num_steps, 2 * max(others) // fewest + 1)
+    one = runs.make(fewest, num_first)
+    found = {size: runs.make(size, num_steps) for size in others}
+
+    def rerun(size: int, suspects: Sequence[Suspect], steps: int) -> tuple[Run, Run]:
+        return runs.make(fewest, steps, suspects), runs.make(size, steps, suspects)
+
+    diagnoses = [diagnose(one, other, partial(rerun, size)) for size, other in found.items()]
+    return Verdict(one=one, others=list(found.values()), diagnoses=diagnoses, num_steps=num_steps)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="allstep verify",
+        usage="allstep verify SCRIPT [-n 1,2] [--steps K] [--json] [-- SCRIPT ARGUMENTS]",
+        description="Runs a script that calls `allstep.attach` on each number of workers for some"
+        " steps, and says whether it trains the same model; if not, where the runs part and why.",
+        epilog=_EXAMPLE,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, as it is")
+    parser.add_argument(
+        "-n", "--workers", metavar="N,N,...", default="1,2", help="numbers of workers (1,2)"
+    )
+    parser.add_argument("--steps", metavar="K", type=int, default=10, help="to compare (10)")
+    parser.add_argument(
+        "--timeout-s",
+        metavar="S",
+        type=float,
+        default=300.0,
+        help="longest time without a forward or a step (300)",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    return parser
+
+
+def _check(known: argparse.Namespace) -> list[int]:
+    """The numbers of workers, of flags that make sense."""
+    sizes = parse_counts("n", known.workers)
+    if len(sizes) < 2:
+        raise UsageError(
+            f"`n` (={known.workers}) must be two or more numbers of workers to compare, such as"
+            " `-n 1,2`."
+        )
+    if known.steps < 1:
+        raise UsageError(f"`steps` (={known.steps}) must be at least 1.")
+    if not known.timeout_s > 0:
+        raise UsageError(f"`timeout_s` (={known.timeout_s}) must be above 0.")
+    if not known.script.is_file():
+        raise UsageError(
+            f"`script` (={known.script}) is no file; give the path of a Python script that calls"
+            " `allstep.attach`."
+        )
+    return sizes

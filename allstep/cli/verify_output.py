@@ -1,0 +1,210 @@
+"""What `allstep verify` found, as a table and sentences, or as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from allstep.doctor.verify import Diagnosis, Run, largest_difference, limit_of, total_norm
+
+__all__ = ["Verdict", "show", "show_json"]
+
+_WIDTH_WITHOUT_TERMINAL = 100
+_NUMBER_WIDTH = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """All runs and what came of comparing them.
+
+    Attributes:
+        one: the run on the fewest workers.
+        others: the others.
+        diagnoses: of each of the others.
+        num_steps: steps that were asked for.
+    """
+
+    one: Run
+    others: Sequence[Run]
+    diagnoses: Sequence[Diagnosis]
+    num_steps: int
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all train the same model."""
+        return all(diagnosis.is_same for diagnosis in self.diagnoses)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The run on the fewest workers first."""
+        return [self.one, *self.others]
+
+    def num_made(self, run: Run) -> int:
+        """Steps of a run, as far as they were asked for."""
+        return min(self.num_steps, run.num_steps)
+
+    def num_common(self, run: Run) -> int:
+        """Steps of a run that can be compared."""
+        return min(self.num_made(self.one), run.num_steps)
+
+
+def show(verdict: Verdict) -> None:
+    """Prints the steps side by side, and the verdict on each number of workers."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    wanted = 5 + _NUMBER_WIDTH * (2 * len(verdict.runs) + len(verdict.others))
+    console.print(_wide(verdict) if wanted <= console.width else _long(verdict))
+    for run, diagnosis in zip(verdict.others, verdict.diagnoses, strict=True):
+        console.print()
+        console.print(_sentences(verdict, run, diagnosis), markup=False)
+
+
+def _table(titles: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right")
+    return table
+
+
+def _wide(verdict: Verdict) -> Table:
+    """A line for each step."""
+    sizes = [_workers(run.size) for run in verdict.runs]
+    table = _table(
+        [
+            "step",
+            *(f"gradient norm,\n{size}" for size in sizes),
+            *(f"parameter norm,\n{size}" for size in sizes),
+            *(f"difference,\n{size}" for size in sizes[1:]),
+        ]
+    )
+    for step in range(max(map(verdict.num_made, verdict.runs))):
+        norms = [_norms(verdict, run, step) for run in verdict.runs]
+        table.add_row(
+            str(step),
+            *(gradient for gradient, _ in norms),
+            *(parameters for _, parameters in norms),
+            *(_difference(verdict, run, step) for run in verdict.others),
+        )
+    return table
+
+
+def _long(verdict: Verdict) -> Table:
+    """A line for each step and number of workers, for narrow terminals."""
+    table = _table(["step", "workers", "gradient norm", "parameter norm", "difference"])
+    for step in range(max(map(verdict.num_made, verdict.runs))):
+        for run in verdict.runs:
+            difference = "" if run is verdict.one else _difference(verdict, run, step)
+            table.add_row(str(step), str(run.size), *_norms(verdict, run, step), difference)
+    return table
+
+
+def _norms(verdict: Verdict, run: Run, step: int) -> tuple[str, str]:
+    if step >= verdict.num_made(run):
+        return "-", "-"
+    record = run.first.steps[step]
+    return f"{total_norm(record.gradients):.7g}", f"{total_norm(record.parameters):.7g}"
+
+
+def _difference(verdict: Verdict, run: Run, step: int) -> str:
+    if step >= verdict.num_common(run):
+        return "-"
+    if run.first.steps[step].checksum == verdict.one.first.steps[step].checksum:
+        return "0, same bits"
+    difference = largest_difference(verdict.one, run, step)
+    mark = "" if difference <= limit_of(verdict.one, run) else " *"
+    return f"{difference:.1e}{mark}"
+
+
+def _sentences(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
+    workers = _workers(run.size)
+    limit = f"limit {limit_of(verdict.one, run):.1e}"
+    lines = []
+    if diagnosis.parting is None:
+        num = verdict.num_common(run)
+        largest = max(largest_difference(verdict.one, run, step) for step in range(num))
+        lines.append(
+            f"{workers}: the same model as on {verdict.one.size} for {num} steps, up to rounding"
+            f" (largest relative difference {largest:.1e}, {limit})."
+        )
+    else:
+        lines.append(f"{workers}: not the same model. It parts {diagnosis.parting}, {limit}.")
+    for cause in diagnosis.causes:
+        lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
+    if diagnosis.parting is not None and not diagnosis.is_explained:
+        lines.append(f"likely cause: unknown. {_hint(verdict, run, diagnosis)}")
+    if verdict.num_made(run) != verdict.num_made(verdict.one):
+        lines.append(
+            f"note: the script ended after {verdict.num_made(run)} steps on {workers}, after"
+            f" {verdict.num_made(verdict.one)} on {verdict.one.size}."
+        )
+    return "\n".join(lines)
+
+
+def _hint(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
+    parting = diagnosis.parting
+    assert parting is not None
+    if parting.quantity == "initial parameters":
+        return "The model is another one before the first step: seed its making alike."
+    if parting.quantity == "gradient":
+        mine, theirs = verdict.one.all_samples(parting.step), run.all_samples(parting.step)
+        if mine != theirs:
+            return (
+                f"The model is given other data: {mine.total()} and {theirs.total()} samples,"
+                f" {(mine & theirs).total()} in common. Other samples, or random changes of them?"
+            )
+        return "The samples are the same, and neither batch norm nor torch's random numbers fit."
+    return "None of the known ones fits."
+
+
+def show_json(script: Path, verdict: Verdict) -> None:
+    """Prints everything as JSON."""
+    print(json.dumps(_plain(script, verdict), indent=2))
+
+
+def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "script": str(script),
+        "is_same": verdict.is_same,
+        "runs": [_plain_run(verdict, run) for run in verdict.runs],
+        "verdicts": [
+            {
+                "workers": run.size,
+                "is_same": diagnosis.is_same,
+                "num_steps": verdict.num_common(run),
+                "limit": limit_of(verdict.one, run),
+                "differences": [
+                    largest_difference(verdict.one, run, step)
+                    for step in range(verdict.num_common(run))
+                ],
+                "parting": None if diagnosis.parting is None else asdict(diagnosis.parting),
+                "causes": [{**asdict(cause), "cure": cause.cure} for cause in diagnosis.causes],
+                "is_explained": diagnosis.is_explained,
+            }
+            for run, diagnosis in zip(verdict.others, verdict.diagnoses, strict=True)
+        ],
+    }
+
+
+def _plain_run(verdict: Verdict, run: Run) -> dict[str, Any]:
+    return {
+        "workers": run.size,
+        "steps": [
+            {
+                "gradient_norm": total_norm(step.gradients),
+                "parameter_norm": total_norm(step.parameters),
+                "parameter_checksum": step.checksum,
+                "options": step.options,
+                "samples": [len(worker.steps[i].samples) for worker in run.workers],
+            }
+            for i, step in enumerate(run.first.steps[: verdict.num_made(run)])
+        ],
+    }
+
+
+def _workers(size: int) -> str:
+    return f"{size} worker{'s' * (size > 1)}"

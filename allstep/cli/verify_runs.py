@@ -1,0 +1,115 @@
+"""Starts a script on some number of workers, and collects their records or says what failed."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from allstep.cli.verify_worker import log_path, write_task
+from allstep.doctor.verify import Failure, Run, Suspect, Task, read_worker, record_path
+from allstep.errors import UsageError
+
+__all__ = ["Runs"]
+
+_NUM_LOG_LINES = 10
+
+
+@dataclass(kw_only=True)
+class Runs:
+    """All runs of one script, each made once.
+
+    Args:
+        script, arguments: what to run.
+        folder: for the workers' records.
+        timeout_s: longest time without a forward or a step.
+        console: where to say what is going on, if it is a terminal.
+    """
+
+    script: Path
+    arguments: list[str]
+    folder: Path
+    timeout_s: float
+    console: Console
+    _made: dict[tuple[int, int, tuple[Suspect, ...]], Run] = field(default_factory=dict)
+
+    def make(self, size: int, num_steps: int, without: Sequence[Suspect] = ()) -> Run:
+        """The script's first steps on `size` workers, without some suspects.
+
+        Raises:
+            UsageError: if the script fails, or trains no attached model.
+            SystemExit: if a signal has ended it.
+        """
+        key = (size, num_steps, tuple(without))
+        if key not in self._made:
+            workers = f"{size} worker{'s' * (size > 1)}"
+            removed = f" without {' and '.join(without)}" if without else ""
+            with self.console.status(f"{self.script} on {workers}{removed}, {num_steps} steps"):
+                self._made[key] = self._launch(size, num_steps, without, workers)
+        return self._made[key]
+
+    def _launch(self, size: int, num_steps: int, without: Sequence[Suspect], workers: str) -> Run:
+        from allstep.cli.launch import launch_workers
+
+        folder = self.folder / str(len(self._made))
+        folder.mkdir()
+        task = Task(
+            script=self.script,
+            arguments=self.arguments,
+            folder=folder,
+            num_steps=num_steps,
+            timeout_s=self.timeout_s,
+            without=list(without),
+        )
+        code = launch_workers(size, write_task(task))
+        paths = [record_path(folder, rank) for rank in range(size)]
+        records = {rank: read_worker(path) for rank, path in enumerate(paths) if path.exists()}
+        failed = {rank: r.failure for rank, r in records.items() if r.failure is not None}
+        if failed:
+            rank = min(failed, key=lambda rank: (not failed[rank].is_own, failed[rank].time_s))
+            raise UsageError(self._explain(failed[rank], rank, folder, workers))
+        if code > 128:
+            sys.exit(code)
+        if len(records) < size:
+            missing = min(set(range(size)) - set(records))
+            raise UsageError(
+                f"`script` (={self.script}) ended on {workers} before it was recorded"
+                f" (rank {missing}).{_last_lines(folder, missing)}"
+            )
+        run = Run([records[rank] for rank in range(size)])
+        self._check_trained(run, workers)
+        return run
+
+    def _explain(self, failure: Failure, rank: int, folder: Path, workers: str) -> str:
+        where = f"on {workers}" + (f" (rank {rank})" if workers != "1 worker" else "")
+        name = f"`script` (={self.script})"
+        if failure.kind == "timeout":
+            return (
+                f"{name} made no forward and no step for {self.timeout_s:g} s {where}; it was at\n"
+                f"{failure.text}Give it more time with `--timeout-s`, if that is what it needs."
+            )
+        if failure.kind == "exit":
+            return f"{name} exited with {failure.text} {where}.{_last_lines(folder, rank)}"
+        return f"{name} failed {where}:\n{failure.text.rstrip()}"
+
+    def _check_trained(self, run: Run, workers: str) -> None:
+        if not any(worker.num_attached for worker in run.workers):
+            raise UsageError(
+                f"`script` (={self.script}) never called `allstep.attach`, so that there is no"
+                " model to compare: attach the one that it trains, allstep.attach(model, comm)."
+            )
+        if not run.num_steps:
+            raise UsageError(
+                f"`script` (={self.script}) made no step on {workers}: no optimizer with"
+                " parameters of an attached model was stepped. Does it train at once, with these"
+                " arguments?"
+            )
+
+
+def _last_lines(folder: Path, rank: int) -> str:
+    path = log_path(folder, rank)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    if not lines:
+        return " It printed nothing."
+    return "\n".join([" Its last lines:", *lines[-_NUM_LOG_LINES:]])

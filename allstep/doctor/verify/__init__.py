@@ -1,0 +1,27 @@
+"""Whether a script trains the same model on any number of workers."""
+
+from allstep.doctor.verify.causes import Cause
+from allstep.doctor.verify.compare import Parting, largest_difference, limit_of, total_norm
+from allstep.doctor.verify.diagnose import Diagnosis, diagnose
+from allstep.doctor.verify.record import Failure, Run, read_worker
+from allstep.doctor.verify.recorder import Recorder
+from allstep.doctor.verify.removal import Suspect
+from allstep.doctor.verify.script import Task, record_path, record_script
+
+__all__ = [
+    "Cause",
+    "Diagnosis",
+    "Failure",
+    "Parting",
+    "Recorder",
+    "Run",
+    "Suspect",
+    "Task",
+    "diagnose",
+    "largest_difference",
+    "limit_of",
+    "read_worker",
+    "record_path",
+    "record_script",
+    "total_norm",
+]

@@ -1,0 +1,157 @@
+"""Where two runs of one script part.
+
+[Note: what is rounding] Two sums of the same numbers in another order differ by a few rounding
+units, epsilon, and by more where numbers cancel. Runs are taken to agree as long as
+
+    |x - y| <= limit * (max(|x|, |y|) + min(1, 100 limit) * |all tensors|)    limit = sqrt(epsilon)
+
+for each tensor: half of the digits agree (3.5e-4 in float32). The second term is for gradients
+that are nothing but rounding, such as that of a bias before batch norm. Adam makes steps of full
+length from these, so that their parameters aren't compared.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from allstep.doctor.verify.record import Run
+from allstep.doctor.verify.sketch import Sketch
+
+__all__ = ["Parting", "find_parting", "largest_difference", "limit_of", "total_norm"]
+
+Quantity = Literal["initial parameters", "options", "gradient", "parameters"]
+
+_FLOAT32_EPSILON = 2.0**-23
+_NOISE = 100.0  # rounding units below which a gradient may be nothing but rounding
+_OPTION_TOLERANCE = 1e-6  # schedules are computed in doubles
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first thing in which two runs differ by more than rounding.
+
+    Attributes:
+        step: number of the optimizer step, from 0.
+        quantity: what differs.
+        name: the tensor, or the option and its parameter group.
+        difference: relative to the larger one.
+    """
+
+    step: int
+    quantity: Quantity
+    name: str
+    difference: float
+
+    def __str__(self) -> str:
+        """>>> str(Parting(3, "gradient", "0.weight", 0.5))
+        'at step 3, in the gradient of `0.weight` (relative difference 0.5)'
+        """
+        of = "" if self.quantity == "options" else f"the {self.quantity} of "
+        return f"at step {self.step}, in {of}`{self.name}` (relative difference {_short(self)})"
+
+
+def _short(parting: Parting) -> str:
+    return f"{parting.difference:.2g}"
+
+
+def limit_of(one: Run, other: Run) -> float:
+    """Largest relative difference that may be rounding; see [Note: what is rounding]."""
+    epsilons = [worker.epsilon for run in (one, other) for worker in run.workers]
+    return math.sqrt(max(epsilons) or _FLOAT32_EPSILON)
+
+
+def _tensor_differences(
+    x: Mapping[str, Sketch], y: Mapping[str, Sketch], limit: float
+) -> dict[str, float]:
+    """Relative difference of each tensor, by name.
+
+    Args:
+        x, y: sketches of tensors; one that is missing counts as zero.
+        limit: from `limit_of`.
+    """
+    names = [*x, *(name for name in y if name not in x)]
+    largest = {name: max(s.norm for s in (x.get(name), y.get(name)) if s) for name in names}
+    total = math.hypot(*largest.values())
+    floor = min(1.0, _NOISE * limit) * total
+    return {
+        name: _distance(x.get(name), y.get(name)) / ((largest[name] + floor) or 1.0)
+        for name in names
+    }
+
+
+def _distance(x: Sketch | None, y: Sketch | None) -> float:
+    if x is None or y is None:
+        return max(s.norm for s in (x, y) if s)
+    distance = np.subtract(x.products, y.products)
+    root_mean_square = float(np.sqrt(np.mean(distance**2)))
+    return root_mean_square if math.isfinite(root_mean_square) else math.inf
+
+
+def find_parting(one: Run, other: Run, *, quantities: tuple[Quantity, ...]) -> Parting | None:
+    """The first of `quantities` that parts, and in it the first tensor; None if all agree."""
+    limit = limit_of(one, other)
+    for step in range(min(one.num_steps, other.num_steps)):
+        for quantity, found in _differences_at(one, other, step, limit):
+            if quantity in quantities:
+                for name, difference in found.items():
+                    tolerated = _OPTION_TOLERANCE if quantity == "options" else limit
+                    if not difference <= tolerated:
+                        return Parting(step, quantity, name, difference)
+    return None
+
+
+def largest_difference(one: Run, other: Run, step: int) -> float:
+    """The largest relative difference of any tensor, gradient or parameter, in a step."""
+    found = _differences_at(one, other, step, limit_of(one, other))
+    return max((d for _, of in found for d in of.values()), default=0.0)
+
+
+def total_norm(sketches: Mapping[str, Sketch]) -> float:
+    """Norm of all tensors together."""
+    return math.hypot(*(sketch.norm for sketch in sketches.values()))
+
+
+def _differences_at(
+    one: Run, other: Run, step: int, limit: float
+) -> Iterator[tuple[Quantity, dict[str, float]]]:
+    """What a step shows, in the order in which it happens."""
+    if step == 0:
+        yield (
+            "initial parameters",
+            _tensor_differences(
+                one.first.initial_parameters, other.first.initial_parameters, limit
+            ),
+        )
+    x, y = one.first.steps[step], other.first.steps[step]
+    yield "gradient", _tensor_differences(x.gradients, y.gradients, limit)
+    yield "options", _option_differences(x.options, y.options)
+    noise = _noise_tensors(one, step, limit) | _noise_tensors(other, step, limit)
+    parameters = _tensor_differences(x.parameters, y.parameters, limit)
+    yield "parameters", {name: d for name, d in parameters.items() if name not in noise}
+
+
+def _option_differences(x: list[dict[str, float]], y: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        f"{key} of parameter group {i}": _relative(mine[key], theirs[key])
+        for i, (mine, theirs) in enumerate(zip(x, y, strict=False))
+        for key in mine
+        if key in theirs
+    }
+
+
+def _relative(x: float, y: float) -> float:
+    return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
+
+
+def _noise_tensors(run: Run, last_step: int, limit: float) -> set[str]:
+    """Tensors whose gradient was nothing but rounding in some step so far."""
+    noise = set()
+    for step in run.first.steps[: last_step + 1]:
+        total = total_norm(step.gradients)
+        for name, sketch in step.gradients.items():
+            if 0 < sketch.norm < _NOISE * limit**2 * total:
+                noise.add(name)
+    return noise

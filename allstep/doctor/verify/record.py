@@ -1,0 +1,140 @@
+"""What a worker writes down about a script's first steps, and all workers' notes of one run."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allstep.doctor.verify.sketch import Sketch
+
+__all__ = ["Failure", "Run", "StepRecord", "WorkerRecord", "read_worker", "write_worker"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of an optimizer on one worker.
+
+    Attributes:
+        options: the numbers of each of the optimizer's parameter groups, such as `lr`.
+        samples: a checksum of each sample that went through the model in training.
+        local_gradients: of the worker's own samples, as they were before the exchange.
+        gradients: what the optimizer found in `p.grad`.
+        parameters: after the step.
+        checksum: of the bits of the parameters.
+    """
+
+    options: list[dict[str, float]]
+    samples: list[int]
+    local_gradients: dict[str, Sketch]
+    gradients: dict[str, Sketch]
+    parameters: dict[str, Sketch]
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a script ended before its time.
+
+    Attributes:
+        kind: "error", "exit" (with a code of its own) or "timeout".
+        text: a traceback, or what the code was.
+        is_own: whether no other worker's end brought it about.
+        time_s: when, for finding the first.
+    """
+
+    kind: str
+    text: str
+    is_own: bool
+    time_s: float
+
+
+@dataclass(kw_only=True)
+class WorkerRecord:
+    """All that one worker writes down.
+
+    Attributes:
+        rank: of the worker.
+        epsilon: rounding unit of the coarsest number format that the model computes in.
+        policies: of the exchanges that don't send exact means at once, in words.
+        num_attached: calls of `attach`.
+        num_batch_norms: batch norm modules of the attached models.
+        initial_parameters: when the first step begins.
+    """
+
+    rank: int
+    epsilon: float = 0.0
+    policies: list[str] = field(default_factory=list)
+    num_attached: int = 0
+    num_batch_norms: int = 0
+    initial_parameters: dict[str, Sketch] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A script's first steps on some number of workers.
+
+    Args:
+        workers: what each of them wrote down, by rank.
+    """
+
+    workers: Sequence[WorkerRecord]
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    @property
+    def first(self) -> WorkerRecord:
+        """Rank 0's record."""
+        return self.workers[0]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that every worker made."""
+        return min(len(worker.steps) for worker in self.workers)
+
+    def samples(self, step: int) -> list[Counter[int]]:
+        """Each worker's samples of a step."""
+        return [Counter(worker.steps[step].samples) for worker in self.workers]
+
+    def all_samples(self, step: int) -> Counter[int]:
+        """All workers' samples of a step."""
+        return sum(self.samples(step), Counter())
+
+
+def write_worker(path: Path, worker: WorkerRecord) -> None:
+    """Writes a record; the file is whole or not there."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(worker)))
+    os.replace(partial, path)
+
+
+def read_worker(path: Path) -> WorkerRecord:
+    """Reads what `write_worker` wrote."""
+    plain = json.loads(path.read_text())
+    failure = plain.pop("failure")
+    return WorkerRecord(
+        **{
+            **plain,
+            "initial_parameters": _sketches(plain["initial_parameters"]),
+            "steps": [_step(step) for step in plain["steps"]],
+            "failure": None if failure is None else Failure(**failure),
+        }
+    )
+
+
+def _step(plain: Mapping[str, Any]) -> StepRecord:
+    sketches = {
+        name: _sketches(plain[name]) for name in ("local_gradients", "gradients", "parameters")
+    }
+    return StepRecord(**{**plain, **sketches})
+
+
+def _sketches(plain: Mapping[str, Any]) -> dict[str, Sketch]:
+    return {name: Sketch(**sketch) for name, sketch in plain.items()}

@@ -1,0 +1,212 @@
+"""Watches an attached model in training and writes down what each step does."""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from allstep.doctor.verify.record import StepRecord, WorkerRecord
+from allstep.doctor.verify.sketch import Sketch, Sketcher
+from allstep.exchange import Exchange
+from allstep.exchange.hooks import FunctionHook, Removable
+from allstep.exchange.policy import ExchangePolicy
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """One worker's record of its first steps.
+
+    A step is a call of `step` of an optimizer that has parameters of an attached model. All it
+    takes are public hooks, which change nothing in the training.
+
+    Args:
+        rank: of the worker.
+        num_steps: steps to write down.
+        on_end: called after the last of them.
+
+    Attributes:
+        record: what was written down.
+        num_events: forwards and steps so far, from which one can see that the script lives.
+    """
+
+    def __init__(self, rank: int, num_steps: int, on_end: Callable[[], None]) -> None:
+        self.record = WorkerRecord(rank=rank)
+        self.num_events = 0
+        self._num_steps = num_steps
+        self._on_end = on_end
+        self._sketch = Sketcher()
+        self._models: list[nn.Module] = []
+        self._samples: list[int] = []
+        self._local: dict[nn.Parameter, Tensor] = {}
+        self._gradients: dict[str, Sketch] = {}
+        self._options: list[dict[str, float]] = []
+        self._hooks: list[Removable] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def watch(self, exchange: Exchange) -> None:
+        """Takes up a model that was just attached."""
+        model, record = exchange.model, self.record
+        record.num_attached += 1
+        record.num_batch_norms += sum(isinstance(m, _BatchNorm) for m in model.modules())
+        if exchange.comm.size > 1 and (name := _inexact(exchange.policy)):
+            record.policies.append(name)
+        self.num_events += 1
+        self._models.append(model)
+        hook = FunctionHook(self, self._before_forward)
+        self._hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        for p in model.parameters():
+            if p.requires_grad and not is_lazy(p):
+                self._hook_gradient(p)
+
+    def close(self) -> None:
+        """Removes all hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def _hook_gradient(self, p: nn.Parameter) -> None:
+        def add(gradient: Tensor) -> None:
+            with torch.no_grad():
+                earlier = self._local.get(p)
+                products = torch.tensor(self._sketch(gradient).products, dtype=torch.float64)
+                self._local[p] = products if earlier is None else earlier + products
+
+        self._hooks.append(p.register_hook(add))  # type: ignore[no-untyped-call]
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self.num_events += 1
+        if not (torch.is_grad_enabled() and model.training):
+            return
+        self._samples += _checksums_of_samples(
+            [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        )
+        self.record.epsilon = max(self.record.epsilon, _epsilon(model))
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        own = dict(self._own(optimizer))
+        if not own:
+            return
+        if not self.record.steps:
+            everything = (named for model in self._models for named in self._named(model))
+            self.record.initial_parameters = {name: self._sketch(p) for name, p in everything}
+        self._options = [_numbers(group) for group in optimizer.param_groups]
+        self._gradients = {
+            name: self._sketch(p.grad) for name, p in own.items() if p.grad is not None
+        }
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        own = dict(self._own(optimizer))
+        if not own:
+            return
+        self.num_events += 1
+        if len(self.record.steps) < self._num_steps:
+            self.record.steps.append(
+                StepRecord(
+                    options=self._options,
+                    samples=self._samples,
+                    local_gradients={
+                        name: Sketch(0.0, self._local[p].tolist())
+                        for name, p in own.items()
+                        if p in self._local
+                    },
+                    gradients=self._gradients,
+                    parameters={name: self._sketch(p) for name, p in own.items()},
+                    checksum=reduce(lambda c, p: _checksum(p, c), own.values(), 0),
+                )
+            )
+        self._samples = []
+        self._local.clear()
+        if len(self.record.steps) == self._num_steps:
+            self._on_end()
+
+    def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the optimizer's parameters that are attached."""
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for model in self._models:
+            yield from ((name, p) for name, p in self._named(model) if id(p) in known)
+
+    def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        prefix = f"model {self._models.index(model)}: " if len(self._models) > 1 else ""
+        for name, p in model.named_parameters():
+            if not is_lazy(p):
+                yield prefix + name, p
+
+
+def _inexact(policy: ExchangePolicy) -> str | None:
+    """What keeps an exchange's policy from giving every step the mean of its own gradients.
+
+    >>> _inexact(ExchangePolicy(wire="fp16", staleness=1))
+    'wire="fp16", staleness=1'
+    """
+    words = []
+    if not policy.wire_format.is_lossless:
+        words.append(f'wire="{policy.wire_format.name}"')
+    if policy.staleness:
+        words.append(f"staleness={policy.staleness}")
+    if policy.is_local:
+        words.append(f"every={policy.every}")
+    return ", ".join(words) or None
+
+
+def _epsilon(model: nn.Module) -> float:
+    """Rounding unit of the coarsest format that the model computes in now."""
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return 0.0
+    kind: Literal["cpu", "cuda"] = "cuda" if first.is_cuda else "cpu"
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """A parameter group's options that are numbers.
+
+    >>> _numbers({"params": [], "lr": torch.tensor(0.5), "betas": (0.5, 0.25), "fused": None})
+    {'lr': 0.5, 'betas[0]': 0.5, 'betas[1]': 0.25}
+    """
+    numbers: dict[str, float] = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        is_pair = isinstance(value, (tuple, list))
+        items = [(f"{key}[{i}]", v) for i, v in enumerate(value)] if is_pair else [(key, value)]
+        for name, item in items:
+            is_scalar = isinstance(item, Tensor) and item.numel() == 1
+            if is_scalar or (isinstance(item, (int, float)) and not isinstance(item, bool)):
+                numbers[name] = float(item)
+    return numbers
+
+
+def _checksums_of_samples(tensors: Sequence[Tensor]) -> list[int]:
+    """One for each sample: of all tensors whose first dimension is that of the first."""
+    tensors = [tensor for tensor in tensors if tensor.numel() and tensor.dim()]
+    if not tensors:
+        return []
+    checksums = [0] * len(tensors[0])
+    for tensor in tensors:
+        if len(tensor) == len(checksums):
+            checksums = [_checksum(row, c) for row, c in zip(tensor, checksums, strict=True)]
+    return checksums
+
+
+def _checksum(tensor: Tensor, start: int = 0) -> int:
+    strided = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    return zlib.crc32(strided.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), start)

@@ -1,0 +1,132 @@
+"""Takes a suspect out of a training: runs that agree without it have parted because of it."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allstep.exchange import Exchange, ExchangePolicy
+from allstep.exchange.hooks import FunctionHook
+
+__all__ = ["SUSPECTS", "Removal", "Suspect"]
+
+Suspect = Literal["batch norm", "random state", "random data", "exchange policy"]
+
+SUSPECTS: tuple[Suspect, ...] = ("batch norm", "random state", "random data", "exchange policy")
+
+# Of Python's functions those that decide about random changes of data.
+_CONSTANT: dict[str, Callable[..., float]] = {
+    "random": lambda: 0.5,
+    "uniform": lambda a, b: (a + b) / 2,
+    "gauss": lambda mu=0.0, sigma=1.0: mu,
+}
+_DRAWN: dict[str, Callable[..., float]] = {name: getattr(random, name) for name in _CONSTANT}
+
+
+class Removal:
+    """Keeps some things from happening in a training.
+
+    Args:
+        suspects: "batch norm" makes it use its running statistics; "random state" replaces
+            torch's random numbers by a constant from the first training forward on, and
+            "random data" (also Python's) from the first `attach` on; "exchange policy" sends
+            means as they are.
+    """
+
+    def __init__(self, suspects: Sequence[Suspect]) -> None:
+        self._suspects = frozenset(suspects)
+        self._constant: _ConstantRandomNumbers | None = None
+
+    def policy(self, policy: ExchangePolicy | None) -> ExchangePolicy | None:
+        """What to attach with."""
+        if policy is None or "exchange policy" not in self._suspects:
+            return policy
+        return ExchangePolicy(reduction=policy.reduction)
+
+    def apply(self, exchange: Exchange) -> None:
+        """Takes up a model that was just attached."""
+        if "batch norm" in self._suspects:
+            for module in exchange.model.modules():
+                if isinstance(module, _BatchNorm):
+                    _freeze_statistics(module)
+        if "random data" in self._suspects:
+            self._make_constant()
+        elif "random state" in self._suspects:
+            hook = FunctionHook(self, self._before_forward)
+            exchange.model.register_forward_pre_hook(hook)
+
+    def restore(self) -> None:
+        """Lets random numbers be random again."""
+        if self._constant is not None:
+            self._constant.__exit__(None, None, None)
+            self._constant = None
+
+    def _before_forward(self, model: nn.Module, _: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._make_constant()
+
+    def _make_constant(self) -> None:
+        if self._constant is None:
+            self._constant = _ConstantRandomNumbers()  # type: ignore[no-untyped-call]
+            self._constant.__enter__()
+
+
+def _freeze_statistics(module: _BatchNorm) -> None:
+    """Evaluation mode for the length of each forward; before anyone else looks at the mode."""
+    was_training: list[bool] = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        was_training.append(module.training)
+        module.training = False
+
+    def after(module: nn.Module, _args: Any, _output: Any) -> None:
+        module.training = was_training.pop()
+
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after)
+
+
+class _ConstantRandomNumbers(TorchDispatchMode):
+    """Operators that draw floating-point numbers give a constant, on this thread.
+
+    Whole numbers stay random, for they choose samples; but a single one is more likely the
+    place of a crop.
+    """
+
+    def __enter__(self) -> "_ConstantRandomNumbers":
+        for name, constant in _CONSTANT.items():
+            setattr(random, name, constant)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, function in _DRAWN.items():
+            setattr(random, name, function)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        call: Callable[[], Any] = partial(func, *args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return call()
+        name = func.name()
+        if name.startswith("aten::native_dropout"):
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        drawn = call()
+        if not isinstance(drawn, Tensor):
+            return drawn
+        if drawn.is_floating_point():
+            return drawn.fill_(1.0 if "bernoulli" in name else 0.5)
+        if name.startswith("aten::randint") and drawn.numel() == 1:
+            return drawn.zero_()
+        return drawn

@@ -1,0 +1,173 @@
+"""Runs a user's script as a worker, and leaves a record of its first steps."""
+
+import contextlib
+import functools
+import importlib
+import os
+import random
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from allstep.doctor.verify.record import Failure, write_worker
+from allstep.doctor.verify.recorder import Recorder
+from allstep.doctor.verify.removal import Removal, Suspect
+from allstep.doctor.verify.watchdog import Watchdog
+from allstep.errors import CommunicationError, DisagreementError
+from allstep.exchange import Exchange
+
+__all__ = ["Task", "record_path", "record_script"]
+
+_MEETING_S = 60.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a worker has to do.
+
+    Attributes:
+        script, arguments: what to run.
+        folder: where records go.
+        num_steps: steps to record.
+        timeout_s: longest time without a forward or a step.
+        without: what to take out.
+    """
+
+    script: Path
+    arguments: list[str]
+    folder: Path
+    num_steps: int
+    timeout_s: float
+    without: list[Suspect]
+
+
+class _EnoughSteps(BaseException):
+    """Leaves the script."""
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Where a worker's record goes."""
+    return folder / f"rank-{rank}.json"
+
+
+def record_script(task: Task, rank: int, size: int) -> bool:
+    """Runs the script until it has made enough steps, or ends; returns whether all went well.
+
+    Processes that nobody has seeded start from the random state of their rank, so that rank 0
+    begins alike on any number of workers.
+    """
+    path = record_path(task.folder, rank)
+
+    def leave() -> None:
+        if not path.exists():
+            write_worker(path, recorder.record)
+            watchdog.expect_end()
+            _meet(task.folder, size)
+        raise _EnoughSteps
+
+    def give_up(place: traceback.StackSummary) -> None:
+        text = "".join(_of_script(place, task.script).format())
+        recorder.record.failure = Failure("timeout", text, True, time.time())
+        write_worker(path, recorder.record)
+
+    recorder = Recorder(rank, task.num_steps, leave)
+    watchdog = Watchdog(lambda: recorder.num_events, task.timeout_s, give_up)
+    removal = Removal(task.without)
+    _seed(rank)
+    watchdog.start()
+    try:
+        with _recorded_attach(recorder, removal), _as_main(task):
+            runpy.run_path(str(task.script), run_name="__main__")
+    except _EnoughSteps:
+        return True
+    except BaseException as error:
+        recorder.record.failure = _failure(error, task.script)
+    finally:
+        watchdog.stop()
+        removal.restore()
+        recorder.close()
+    if not path.exists():
+        write_worker(path, recorder.record)
+    return recorder.record.failure is None
+
+
+@contextlib.contextmanager
+def _recorded_attach(recorder: Recorder, removal: Removal) -> Iterator[None]:
+    """Replaces `allstep.attach` by one that tells the recorder."""
+    room = importlib.import_module("allstep.exchange")
+    attach = room.attach
+
+    @functools.wraps(attach)
+    def recorded(model: Any, comm: Any, policy: Any = None, **options: Any) -> Exchange:
+        exchange: Exchange = attach(model, comm, removal.policy(policy), **options)
+        removal.apply(exchange)
+        recorder.watch(exchange)
+        return exchange
+
+    vars(room)["attach"] = recorded
+    try:
+        yield
+    finally:
+        vars(room)["attach"] = attach
+
+
+@contextlib.contextmanager
+def _as_main(task: Task) -> Iterator[None]:
+    """What `python SCRIPT ARGUMENTS` finds; compiled models run as they are written."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv = [str(task.script), *task.arguments]
+    sys.path.insert(0, str(task.script.resolve().parent))
+    torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        torch.compiler.set_stance("default")
+        sys.argv, sys.path[:] = argv, path
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _meet(folder: Path, size: int) -> None:
+    """Waits until no worker needs this one for its last step any more."""
+    deadline_s = time.monotonic() + _MEETING_S
+    while time.monotonic() < deadline_s:
+        if all(record_path(folder, rank).exists() for rank in range(size)):
+            return
+        time.sleep(_POLL_S)
+
+
+def _failure(error: BaseException, script: Path) -> Failure | None:
+    """What ended the script; None if it ended by itself."""
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return None
+        return Failure("exit", str(error.code), True, time.time())
+    is_own = isinstance(error, DisagreementError) or not isinstance(error, CommunicationError)
+    return Failure("error", _traceback(error, script), is_own, time.time())
+
+
+def _traceback(error: BaseException, script: Path) -> str:
+    """The part of the traceback that is the script's."""
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = _of_script(told.stack, script)
+    return "".join(told.format())
+
+
+def _of_script(stack: traceback.StackSummary, script: Path) -> traceback.StackSummary:
+    names = [os.path.realpath(frame.filename) for frame in stack]
+    mine = os.path.realpath(script)
+    start = names.index(mine) if mine in names else len(names)
+    return traceback.StackSummary.from_list(stack[start:])

@@ -1,0 +1,184 @@
+"""Causes that leave a signature in the numbers of two runs."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allstep.doctor.verify.causes import Cause
+from allstep.doctor.verify.compare import limit_of
+from allstep.doctor.verify.record import Run, WorkerRecord
+from allstep.doctor.verify.sketch import NUM_PRODUCTS
+
+__all__ = ["data_causes", "gradient_causes", "option_causes", "peer_causes"]
+
+Series = NDArray[np.float64]
+
+_RATE_TOLERANCE = 1e-5
+
+
+def peer_causes(run: Run) -> list[Cause]:
+    """Whether the workers of one run keep the same parameters, bit for bit."""
+    for step in range(run.num_steps):
+        for worker in run.workers[1:]:
+            if worker.steps[step].checksum != run.first.steps[step].checksum:
+                evidence = f"on {run.size} workers, rank {worker.rank}'s parameters leave rank 0's"
+                return [Cause("workers apart", f"{evidence} at step {step}")]
+    return []
+
+
+def option_causes(one: Run, other: Run) -> list[Cause]:
+    """What is wrong with the learning rate and the other options of the optimizer."""
+    causes: dict[str, Cause] = {}
+    few, many = _option_series(one), _option_series(other)
+    for key in few:
+        theirs = many.get(key, few[key])[: len(few[key])]
+        mine = few[key][: len(theirs)]
+        if np.allclose(mine, theirs, rtol=_RATE_TOLERANCE, atol=0):
+            continue
+        found = [_other_option(key, mine, theirs, other)]
+        if key.startswith("lr "):
+            found = _rate_causes(few[key], theirs, one, other)
+        for cause in found:
+            causes.setdefault(cause.name, cause)
+    return list(causes.values())
+
+
+def _option_series(run: Run) -> dict[str, Series]:
+    """Each option over the steps."""
+    found: dict[str, list[float]] = {}
+    for step in run.first.steps[: run.num_steps]:
+        for i, group in enumerate(step.options):
+            for key, value in group.items():
+                found.setdefault(f"{key} of parameter group {i}", []).append(value)
+    return {key: np.array(values) for key, values in found.items()}
+
+
+def _other_option(key: str, mine: Series, theirs: Series, other: Run) -> Cause:
+    step = int(np.argmax(mine != theirs))
+    values = f"{mine[step]:g} on the fewest workers and {theirs[step]:g} on {other.size}"
+    return Cause("optimizer options", f"`{key}` is {values}")
+
+
+def _rate_causes(few: Series, many: Series, one: Run, other: Run) -> list[Cause]:
+    """A constant factor, the schedule run through faster, or both."""
+    causes = []
+    factor = _constant_factor(few[: len(many)], many)
+    if factor is not None:
+        causes.append(_scaled(factor, one, other))
+    times, rest = divmod(other.size, one.size)
+    ahead = few[::times]
+    num = min(len(ahead), len(many))
+    if rest or num < 2 or np.allclose(ahead[:num], few[:num], rtol=_RATE_TOLERANCE, atol=0):
+        return causes
+    faster = _constant_factor(ahead[:num], many[:num])
+    if faster is None:
+        return causes
+    if not math.isclose(faster, 1, rel_tol=_RATE_TOLERANCE):
+        causes.append(_scaled(faster, one, other))
+    evidence = f"at step k on {other.size} workers the rate is that of step {times} k on {one.size}"
+    return [
+        *causes,
+        Cause("scheduler", f"the scheduler is stepped {times} times a step: {evidence}"),
+    ]
+
+
+def _scaled(factor: float, one: Run, other: Run) -> Cause:
+    workers = f"on {other.size} workers it is {factor:.4g} times that on {one.size}"
+    return Cause("learning rate scaled", f"the learning rate is scaled by hand: {workers}")
+
+
+def _constant_factor(few: Series, many: Series) -> float | None:
+    """c if many = c few."""
+    is_set = few != 0
+    if not is_set.any():
+        return None
+    factor = float(np.median(many[is_set] / few[is_set]))
+    fits = np.allclose(many, factor * few, rtol=_RATE_TOLERANCE, atol=0)
+    return factor if fits else None
+
+
+def data_causes(one: Run, other: Run) -> list[Cause]:
+    """Whether all workers ran the same samples, in every step."""
+    steps = range(min(one.num_steps, other.num_steps))
+    for step in steps:
+        first, *others = other.samples(step)
+        lone = one.all_samples(step)
+        are_equal = all(samples == first for samples in others)
+        if len(lone) < 2 or not others or not are_equal or other.all_samples(step) == lone:
+            return []
+    samples = other.samples(0)[0].total()
+    evidence = f"all {other.size} workers ran the same {samples} samples in every step"
+    return [Cause("data not sharded", evidence)] if steps else []
+
+
+def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
+    """Why the gradients of a step differ, though its parameters agree."""
+    mine, theirs = one.all_samples(step), other.all_samples(step)
+    times = other.size / one.size
+    if mine != theirs:
+        is_larger = mine and theirs.total() == times * mine.total()
+        if is_larger:
+            batches = f"{mine.total()} samples on {one.size}, {theirs.total()} on {other.size}"
+            return [Cause("global batch", f"a step's batch grows with the workers: {batches}")]
+        if mine and theirs >= mine and set(theirs) == set(mine):
+            twice = f"{theirs.total() - mine.total()} of {mine.total()} samples of step {step}"
+            return [Cause("samples repeated", f"{twice} are run twice on {other.size} workers")]
+        return []
+    return _summed(one, other, step, times) or _unequal(one, other, step)
+
+
+def _summed(one: Run, other: Run, step: int, times: float) -> list[Cause]:
+    """The same gradient, but for a factor."""
+    few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
+    squared = float(few @ few)
+    factor = float(few @ many) / squared if squared else 0.0
+    limit = limit_of(one, other)
+    if not np.linalg.norm(many - factor * few) <= limit * np.linalg.norm(many):
+        return []
+    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in (times, 1 / times)):
+        return []
+    ratio = f"the gradient on {other.size} workers is {factor:.4g} times that on {one.size}"
+    return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
+
+
+def _unequal(one: Run, other: Run, step: int) -> list[Cause]:
+    """Weighed by samples, the workers' gradients give the right one."""
+    counts = [samples.total() for samples in other.samples(step)]
+    if len(set(counts)) == 1:
+        return []
+    few, many = _mean_gradients(
+        one, other, step, [samples.total() for samples in one.samples(step)], counts
+    )
+    if not np.linalg.norm(many - few) <= limit_of(one, other) * np.linalg.norm(few):
+        return []
+    evidence = (
+        f"at step {step} the workers have {' and '.join(map(str, counts))} samples, and the"
+        " gradient is the mean of their means; weighed by samples it would be right"
+    )
+    return [Cause("unequal shards", evidence)]
+
+
+def _mean_gradients(
+    one: Run, other: Run, step: int, weights: Sequence[int], other_weights: Sequence[int]
+) -> tuple[Series, Series]:
+    """The workers' own gradients, as they were before the exchange, averaged; of both runs."""
+    workers = (*one.workers, *other.workers)
+    names = sorted({name for worker in workers for name in worker.steps[step].local_gradients})
+    return (
+        _mean_gradient(one.workers, step, weights, names),
+        _mean_gradient(other.workers, step, other_weights, names),
+    )
+
+
+def _mean_gradient(
+    workers: Sequence[WorkerRecord], step: int, weights: Sequence[int], names: Sequence[str]
+) -> Series:
+    means = np.zeros((len(names), NUM_PRODUCTS))
+    for worker, weight in zip(workers, weights, strict=True):
+        local = worker.steps[step].local_gradients
+        for mean, name in zip(means, names, strict=True):
+            if name in local:
+                mean += weight / sum(weights) * np.array(local[name].products)
+    return means.reshape(-1)
