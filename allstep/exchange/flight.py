@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import AllReduce, SharedMemory
+from allstep.comm.shared_memory import Block
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import digest, explain
 from allstep.exchange.layout import BucketLayout
@@ -77,6 +80,19 @@ class BucketPlan:
         """The names, bucket by bucket."""
         return [list(layout.names) for layout in self.layouts]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all flat tensors side by side."""
+        return sum(_aligned(layout.num_bytes) for layout in self.layouts)
+
+    def flats_in(self, memory: Tensor) -> list[Tensor]:
+        """The flat tensors, side by side in `memory`, [num_bytes], uint8."""
+        starts = accumulate((_aligned(layout.num_bytes) for layout in self.layouts), initial=0)
+        return [
+            memory[start : start + layout.num_bytes].view(layout.flat_dtype)
+            for start, layout in zip(starts, self.layouts, strict=False)
+        ]
+
     def check(self, flats: Sequence[Tensor]) -> Tensor:
         """The comparison of the workers, in the first bucket's tail."""
         start = self.layouts[0].num_elements
@@ -85,6 +101,11 @@ class BucketPlan:
     def flags(self, flats: Sequence[Tensor]) -> Tensor:
         """The failure mark and the parameters' flags, in the last bucket's tail."""
         return flats[-1][-(1 + len(self.names)) :]
+
+
+def _aligned(num_bytes: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-num_bytes // 64) * 64
 
 
 @dataclass
@@ -101,6 +122,8 @@ class Flight:
         scale: the gradients' factor when they were made (a GradScaler's).
         divisor: what a fixed-point sum is divided by at the end.
         failure: why this worker can't take part; the flight then fails for all.
+        jobs: the buckets' exchanges, as far as they have been sent.
+        block: what `flats` lie in, where workers sum them in place.
     """
 
     plan: BucketPlan
@@ -113,10 +136,15 @@ class Flight:
     divisor: int = 1
     failure: str | None = None
     jobs: list[Job] = field(default_factory=list)
+    block: Block | None = None
 
     @classmethod
-    def new(cls, plan: BucketPlan) -> "Flight":
-        """An empty flight."""
+    def new(cls, plan: BucketPlan, algorithm: AllReduce | None = None) -> "Flight":
+        """An empty flight; collective with an algorithm that can sum its tensors in place."""
+        if isinstance(algorithm, SharedMemory) and plan.layouts:
+            block = algorithm.new_block(plan.num_bytes)
+            if block is not None:
+                return cls(plan, plan.flats_in(block.own), block=block)
         return cls(plan, [layout.new_flat() for layout in plan.layouts])
 
     @cached_property

@@ -71,6 +71,11 @@ class BucketLayout:
         """Elements of all gradients, without the tail."""
         return sum(self.sizes)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the flat tensor: gradients and tail."""
+        return (self.num_elements + self.num_tail) * self.flat_dtype.itemsize
+
     def new_flat(self) -> Tensor:
         """A zero flat tensor: gradients and tail."""
         size = self.num_elements + self.num_tail

@@ -306,7 +306,7 @@ class OverlappedExchange(Exchange):
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         if self._sender.plan.layouts:
-            self._sender.send_check(action, described).wait()
+            self._sender.check(self._flight, action, described)
         else:
             super()._agree(action, agreed, described)
 

@@ -77,10 +77,11 @@ class Sender:
                         piece.copy_(residuals[name])
 
     def new_flight(self) -> Flight:
-        """An empty flight for the plan."""
+        """An empty flight for the plan. Collective."""
         if isinstance(self.wire, Exact):
             return FixedPointFlight.of(self.plan, self.wire)
-        return Flight.new(self.plan)
+        as_they_are = type(self.wire) is FullPrecision
+        return Flight.new(self.plan, self.transport.algorithm if as_they_are else None)
 
     def send(
         self,
@@ -144,18 +145,29 @@ class Sender:
         if self.comm.timeout_s < self._timeout_s:
             self.comm.set_timeout(self._timeout_s)
 
-    def send_check(self, action: str, described: Signature) -> Job:
-        """Starts what looks like the first bucket of an exchange, but is only its check.
+    def check(self, flight: Flight, action: str, described: Signature) -> None:
+        """Sends what looks like the first bucket of an exchange, but is only its check.
 
         So workers that come for something else find out, instead of waiting elsewhere.
+
+        Args:
+            flight: the next; its first bucket is kept.
+            action, described: as of `Flight`.
+
+        Raises:
+            DisagreementError: on every worker, if they came for different things.
         """
-        flight = self.new_flight()
+        flat, states = flight.flats[0], self._states
+        kept, self._states = flat.clone(), deepcopy(states)
         flight.action, flight.described = action, described
+        flat.zero_()
         flight.write_check(self.comm.rank)
-        kept, self._states = self._states, deepcopy(self._states)
         self.send(flight, 0)
-        self._states = kept
-        return flight.jobs[0]
+        try:
+            flight.jobs.pop().wait()
+        finally:
+            self._states = states
+        flat.copy_(kept)
 
     # -- checkpoints ---------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allstep.comm.algorithms import SharedMemory
-from allstep.comm.shared_memory import NotShared, Segment
+from allstep.comm.shared_memory import Block, NotShared, Segment
 from allstep.comm.shared_memory.segment import SMALL_BYTES, default_slot_bytes
 from allstep.comm.threads import run_ranks
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
@@ -71,6 +71,32 @@ def test_sums_large_and_small_and_broadcasts_follow_one_another():
         return seen
 
     assert run_ranks(3, work) == [[True] * 40] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_sums_in_place_have_the_same_bits(n, dtype):
+    """Also where slices are empty, or cut in several chunks, and beside sums through slots."""
+    sizes = (1, 7, 50_001, 300_001)
+
+    def work(comm):
+        segment, block = Segment.meet(comm, SLOT_BYTES), Block(comm, 1 << 22)
+        offset, results = 0, []
+        for num_elements in sizes:
+            num_bytes = num_elements * dtype.itemsize
+            x = block.own[offset : offset + num_bytes].view(dtype)
+            x.copy_(values(comm.rank, num_elements, dtype))
+            assert block.holds(x) and not block.holds(x.clone())
+            segment.sum_in_place_(x, block)
+            beside = values(comm.rank, 3000, dtype)
+            segment.sum_(beside)
+            results += [x.clone(), beside]
+            offset += -(-num_bytes // 64) * 64
+        return results
+
+    expected = [in_order(n, k, dtype) for size in sizes for k in (size, 3000)]
+    for results in run_ranks(n, work):
+        assert all(map(torch.equal, results, expected))
 
 
 def test_slots_are_larger_where_ranks_take_turns_on_cores():
@@ -234,7 +260,7 @@ def test_one_rank_that_may_not_map_is_enough(monkeypatch):
     monkeypatch.setattr(os, "open", refuse)
 
     def work(comm):
-        with pytest.raises(NotShared, match=r"rank 0 cannot map memory of rank 0: .*permitted"):
+        with pytest.raises(NotShared, match=r"rank 0 cannot map memory of another: .*permitted"):
             Segment.meet(comm)
 
     run_ranks(2, work)

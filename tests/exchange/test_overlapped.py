@@ -1,7 +1,9 @@
 """What buckets that travel during the backward pass add to the contract of all exchanges."""
 
 import copy
+import errno
 import logging
+import os
 import threading
 from typing import Any
 
@@ -23,7 +25,7 @@ from allstep.errors import (
 )
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
-from tests.exchange.nets import mlp, shard
+from tests.exchange.nets import clone, mlp, shard
 
 SMALL = ExchangePolicy(algorithm="native", bucket_bytes=64)
 
@@ -512,3 +514,48 @@ def test_a_step_sends_its_buckets_and_nothing_else(monkeypatch: pytest.MonkeyPat
     for num_calls, num_buckets, others in run_ranks(2, worker):
         assert num_calls == num_buckets > 3
         assert others == 0
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_gradients_are_summed_where_they_lie_if_there_is_room(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocate, num_calls = os.posix_fallocate, []
+
+    def refuse_the_second(fd: int, offset: int, length: int) -> None:
+        num_calls.append(length)
+        if not has_room and len(num_calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse_the_second)
+    start = mlp()
+
+    def worker(comm: Communicator) -> tuple[bool, list[Tensor]]:
+        model = clone(start, comm)
+        attach(model, comm, ExchangePolicy(bucket_bytes=64))
+        gradients = []
+        for step in range(3):
+            model(shard(torch.arange(60.0).view(12, 5) + step, comm)).sum().backward()
+            gradients.append(_flat_gradient(model))
+            memories = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+            are_shared = len(memories) == 1
+            model.zero_grad()
+        return are_shared, gradients
+
+    with caplog.at_level(logging.WARNING, "allstep"):
+        results = run_ranks(3, worker)
+    single = run_ranks(1, worker)[0][1]
+    for are_shared, gradients in results:
+        assert are_shared is has_room
+        for gradient, expected in zip(gradients, single, strict=True):
+            assert torch.allclose(gradient, expected / 3, rtol=1e-4, atol=1e-5)
+    words = {record.message for record in caplog.records}
+    assert has_room or words == {
+        "gradients are copied to be summed: no 0 MiB of memory to share"
+        " ([Errno 28] No space left on device)"
+    }
+
+
+def _flat_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

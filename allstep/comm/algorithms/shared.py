@@ -2,12 +2,13 @@
 
 import logging
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.native import Native
-from allstep.comm.shared_memory import NotShared, Segment
+from allstep.comm.shared_memory import Block, NotShared, Segment
 
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
@@ -39,6 +40,7 @@ class SharedMemory(AllReduce):
         super().__init__(comm)
         self.fallback: AllReduce | None = None
         self._segment: Segment | None = None
+        self._blocks: WeakSet[Block] = WeakSet()
         if comm.size == 1:
             return
         try:
@@ -48,18 +50,46 @@ class SharedMemory(AllReduce):
             if comm.rank == 0:
                 logger.warning("all-reduces use the network, not shared memory: %s", reason)
 
+    def new_block(self, num_bytes: int) -> Block | None:
+        """Memory in which sums are taken in place. Collective.
+
+        Tensors at the same place in every rank's part are summed without being copied. The
+        block has to be kept for as long as its tensors are summed.
+
+        Args:
+            num_bytes: for each rank, the same on all.
+
+        Returns:
+            None where the ranks share no memory, or too little.
+        """
+        if self._segment is None:
+            return None
+        try:
+            block = Block(self.comm, num_bytes)
+        except NotShared as reason:
+            if self.comm.rank == 0:
+                logger.warning("gradients are copied to be summed: %s", reason)
+            return None
+        self._blocks.add(block)
+        return block
+
     def _reduce_(self, flat: Tensor) -> None:
-        if self.fallback is not None:
-            self.fallback.reduce_(flat)
-        elif self._segment is not None:
-            self._segment.sum_(flat)
+        self._sum_(flat, divisor=1)
 
     def _mean_(self, flat: Tensor) -> None:
         """Divides each slice while it is in cache."""
+        self._sum_(flat, divisor=self.comm.size)
+
+    def _sum_(self, flat: Tensor, divisor: int) -> None:
         if self.fallback is not None:
-            self.fallback.mean_(flat)
-        elif self._segment is not None:
-            self._segment.sum_(flat, divisor=self.comm.size)
+            self.fallback.reduce_(flat) if divisor == 1 else self.fallback.mean_(flat)
+            return
+        assert self._segment is not None
+        for block in self._blocks:
+            if block.holds(flat):
+                self._segment.sum_in_place_(flat, block, divisor)
+                return
+        self._segment.sum_(flat, divisor)
 
     @property
     def sent_bytes(self) -> int:

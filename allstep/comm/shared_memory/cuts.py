@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "Piece", "add_up"]
+__all__ = ["Cut", "Piece", "add_up", "cut_in_slices"]
 
 _LINE_BYTES = 64  # no two ranks write to one cache line
 _HALVES = (torch.float16, torch.bfloat16)
@@ -33,12 +33,9 @@ class Cut:
     @classmethod
     def of(cls, slots: Tensor, rank: int) -> "Cut":
         """Cuts slots, [size, n]."""
-        size, length = slots.shape
-        line = _LINE_BYTES // slots.itemsize
-        step = -(-length // (size * line)) * line
-        sizes = [min(step, max(length - r * step, 0)) for r in range(size)]
         whole = list(slots.unbind())
-        return cls(rank, sizes, whole, [torch.split_with_sizes(slot, sizes) for slot in whole])
+        slices = [cut_in_slices(slot, len(whole)) for slot in whole]
+        return cls(rank, [len(piece) for piece in slices[rank]], whole, slices)
 
 
 class Piece:
@@ -63,6 +60,14 @@ class Piece:
         self.to_add[rank] = self.own
         self.to_fill = [(slices[rank][other], mine[other]) for other in others]
         self.to_collect = [(mine[other], slices[other][other]) for other in others]
+
+
+def cut_in_slices(flat: Tensor, num_ranks: int) -> Sequence[Tensor]:
+    """A tensor's slices, one a rank, in whole cache lines; the last ones may be short or empty."""
+    line = _LINE_BYTES // flat.itemsize
+    step = -(-len(flat) // (num_ranks * line)) * line
+    sizes = [min(step, max(len(flat) - r * step, 0)) for r in range(num_ranks)]
+    return torch.split_with_sizes(flat, sizes)
 
 
 def add_up(parts: Sequence[Tensor], total: Tensor, divisor: int = 1) -> None:

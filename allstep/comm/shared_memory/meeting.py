@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
-__all__ = ["Bells", "Meeting", "NotShared", "meet"]
+__all__ = ["Bells", "Meeting", "NotShared", "meet", "share_memory"]
 
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
@@ -78,31 +78,47 @@ class Meeting:
 
 
 def meet(comm: "Communicator", num_bytes: int) -> Meeting:
-    """Maps memory that all ranks of `comm` share. Collective.
+    """Maps memory that all ranks of `comm` share, and ties the bells. Collective.
+
+    Raises:
+        NotShared: on every rank, if one of them cannot.
+    """
+    memory = share_memory(comm, num_bytes)
+    bells = Bells()
+    pids, ropes = zip(*comm.all_gather_object((os.getpid(), bells.rope)), strict=True)
+    _check_all(comm, _tie(bells, pids, ropes))
+    return Meeting(memory, pids, bells)
+
+
+def share_memory(comm: "Communicator", num_bytes: int) -> mmap.mmap:
+    """Maps the same memory on all ranks of `comm`, zero at first. Collective.
 
     Raises:
         NotShared: on every rank, if one of them cannot.
     """
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
-    bells = Bells()
     try:
-        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, bells.rope, trouble))
-        hosts, pids, fds, ropes, troubles = zip(*entries, strict=True)
+        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble))
+        hosts, pids, fds, troubles = zip(*entries, strict=True)
         if troubles[0]:
             raise NotShared(troubles[0])
         for rank, host in enumerate(hosts):
             if host != hosts[0]:
                 raise NotShared(f"ranks 0 and {rank} are not CPU ranks of one host")
         memory, trouble = _map(pids[0], fds[0], num_bytes)
-        trouble = trouble or _tie(bells, pids, ropes)
-        for rank, other in enumerate(comm.all_gather_object(trouble)):
-            if other:
-                raise NotShared(f"rank {rank} cannot map memory of rank 0: {other}")
+        _check_all(comm, trouble)
     finally:
         if fd >= 0:
             os.close(fd)
     assert memory is not None
-    return Meeting(memory, pids, bells)
+    return memory
+
+
+def _check_all(comm: "Communicator", trouble: str) -> None:
+    """Raises on every rank if one of them has trouble."""
+    for rank, other in enumerate(comm.all_gather_object(trouble)):
+        if other:
+            raise NotShared(f"rank {rank} cannot map memory of another: {other}")
 
 
 def _host(comm: "Communicator") -> tuple[str, str, int, str]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from allstep.comm.shared_memory.block import Block
 from allstep.comm.shared_memory.cuts import Cut, Piece, add_up
 from allstep.comm.shared_memory.meeting import Meeting, meet
 from allstep.comm.shared_memory.signals import EMPTIED, FILLED, LINE_BYTES, REDUCED, Signals
@@ -100,6 +101,26 @@ class Segment:
                 self._reduce(reduced, divisor)
             if collected:
                 self._collect(collected)
+
+    def sum_in_place_(self, flat: Tensor, block: Block, divisor: int = 1) -> None:
+        """`sum_` of tensors that lie at the same place in every rank's part of a block.
+
+        [Note: sums in place]
+        """
+        self._num_pieces += 1
+        s = self._num_pieces
+        self._signals.set(FILLED, s)
+        self._signals.wait(FILLED, s)
+        chunks = block.chunks(flat)
+        scratch = torch.empty_like(chunks[0][0]) if chunks else flat
+        for parts in chunks:
+            total = scratch[: len(parts[0])]
+            add_up(parts, total, divisor)
+            for part in parts:
+                part.copy_(total)
+        self._signals.set(REDUCED, s)
+        self._signals.wait(REDUCED, s)
+        self._signals.set(EMPTIED, s)
 
     def broadcast_(self, flat: Tensor, root: int = 0) -> None:
         """flat = flat_root, in place."""
