@@ -8,11 +8,11 @@ import tyro
 from torch import Tensor
 
 from allstep import data
-from allstep.cli.run_folder import find_recipe
+from allstep.cli.run_folder import data_parallel, find_recipe
 from allstep.comm import Communicator
 from allstep.doctor.workload import make_workload, time_step
 from allstep.plan.workload import Workload
-from allstep.recipes import Recipe
+from allstep.recipes import AnyRecipe, Recipe
 from allstep.train.devices import map_tensors
 from allstep.train.precision import Precision
 
@@ -28,7 +28,8 @@ def read_recipe_flags(name: str, flags: Sequence[str]) -> Recipe:
         UsageError: if there is none, or its data is missing.
     """
     recipe_class = find_recipe(name)
-    recipe: Recipe = tyro.cli(recipe_class, args=flags, prog=f"allstep advise {name}")
+    parsed: AnyRecipe = tyro.cli(recipe_class, args=flags, prog=f"allstep advise {name}")
+    recipe = data_parallel(parsed)
     recipe.check()
     return recipe
 

@@ -22,7 +22,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--workers", metavar="N", type=int, help="workers to start on this machine")
     known = parser.parse_args(arguments)
-    recipe = run_folder.read_recipe(known.run, argument="run")
+    recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
     run_folder.check_has_checkpoint(known.run, argument="run")
     recipe.check()
     num_workers = num_workers_to_start(known.workers)
@@ -36,7 +36,7 @@ def evaluate_worker(comm: Communicator, run_dir: Path) -> int:
     plain = None
     if comm.rank == 0:
         plain = run_folder.recipe_to_plain(run_folder.read_recipe(run_dir, argument="run"))
-    recipe = run_folder.recipe_from_plain(comm.broadcast_object(plain))
+    recipe = run_folder.data_parallel(run_folder.recipe_from_plain(comm.broadcast_object(plain)))
     with closing(Run(recipe.task(comm), recipe, comm, run_dir)) as trained:
         trained.restore()
         metrics = trained.evaluate()

@@ -10,10 +10,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from allstep import __version__
 from allstep.errors import UsageError, nearest_names
-from allstep.recipes import REGISTRY, Recipe
+from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
 
 __all__ = [
     "check_has_checkpoint",
+    "data_parallel",
     "find_recipe",
     "forget_report",
     "has_checkpoint",
@@ -31,7 +32,7 @@ _RECIPE = "recipe.json"
 _REPORT = "report.json"
 
 
-def find_recipe(name: str) -> type[Recipe]:
+def find_recipe(name: str) -> type[AnyRecipe]:
     """The recipe of this name.
 
     Raises:
@@ -40,6 +41,21 @@ def find_recipe(name: str) -> type[Recipe]:
     if name not in REGISTRY:
         raise UsageError(f"There is no recipe `{name}`; {nearest_names(name, REGISTRY)}")
     return REGISTRY[name]
+
+
+def data_parallel(recipe: AnyRecipe) -> Recipe:
+    """The recipe itself.
+
+    Raises:
+        UsageError: if its workers share out the model, not the samples.
+    """
+    if isinstance(recipe, DividedRecipe):
+        raise UsageError(
+            f"Recipe `{recipe.name}` divides its model over the workers and runs as a whole: this"
+            " is for recipes whose workers share out the samples. `allstep train --resume RUN` on"
+            " a finished run repeats its test."
+        )
+    return recipe
 
 
 def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
@@ -81,14 +97,14 @@ def _mkdir(path: Path, *, exist_ok: bool) -> None:
         ) from None
 
 
-def recipe_to_plain(recipe: Recipe) -> dict[str, Any]:
+def recipe_to_plain(recipe: AnyRecipe) -> dict[str, Any]:
     """Name and all fields of a recipe as plain data."""
     values = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
     return {"recipe": recipe.name, "allstep": __version__, "fields": plain}
 
 
-def recipe_from_plain(plain: dict[str, Any]) -> Recipe:
+def recipe_from_plain(plain: dict[str, Any]) -> AnyRecipe:
     """The inverse of `recipe_to_plain`.
 
     Raises:
@@ -118,13 +134,13 @@ def _restored(value: Any, hint: Any) -> Any:
     return value
 
 
-def write_recipe(run_dir: Path, recipe: Recipe) -> None:
+def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
     """Writes `recipe.json`."""
     text = json.dumps(recipe_to_plain(recipe), indent=2)
     (run_dir / _RECIPE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_recipe(run_dir: Path, *, argument: str) -> Recipe:
+def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
     """The recipe of an existing run.
 
     Args:

@@ -14,7 +14,7 @@ from allstep.cli import run_folder
 from allstep.cli.workers import num_workers_to_start, run_here, speaking_once, start_workers
 from allstep.comm import Communicator
 from allstep.errors import UsageError
-from allstep.recipes import REGISTRY, Recipe
+from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe
 
 __all__ = ["run", "train_worker"]
 
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     recipe.check()
     num_workers = num_workers_to_start(options.workers)
 
-    def start() -> tuple[Recipe, Path]:
+    def start() -> tuple[AnyRecipe, Path]:
         run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
         run_folder.write_recipe(run_dir, recipe)
         return recipe, run_dir
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     return _train_on(num_workers, run_dir, resume=False)
 
 
-def _parse(name: str, *flags: str) -> tuple[LaunchOptions, Recipe]:
+def _parse(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
     recipe_class = run_folder.find_recipe(name)
     command_line = make_dataclass(
         "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
@@ -96,7 +96,7 @@ def _resume(arguments: list[str]) -> int:
     return _train_on(num_workers, known.resume, resume=True)
 
 
-def _read_run(run_dir: Path) -> Recipe:
+def _read_run(run_dir: Path) -> AnyRecipe:
     recipe = run_folder.read_recipe(run_dir, argument="resume")
     run_folder.check_has_checkpoint(run_dir, argument="resume")
     return recipe
@@ -116,7 +116,7 @@ def _train_on(num_workers: int, run_dir: Path, *, resume: bool) -> int:
 
 
 def train_worker(
-    comm: Communicator, start: Callable[[], tuple[Recipe, Path]], *, resume: bool
+    comm: Communicator, start: Callable[[], tuple[AnyRecipe, Path]], *, resume: bool
 ) -> int:
     """What each worker does; returns its exit code.
 
@@ -136,6 +136,8 @@ def train_worker(
         plain = run_folder.recipe_to_plain(recipe), str(run_dir)
     received = comm.broadcast_object(plain)
     recipe, run_dir = run_folder.recipe_from_plain(received[0]), Path(received[1])
+    if isinstance(recipe, DividedRecipe):
+        return recipe.run(comm, run_dir, resume=resume)
     report = fit(recipe.task(comm), recipe, comm, run_dir, resume=resume)
     summary = summarize(report, recipe, comm)
     if comm.rank == 0:

@@ -85,6 +85,17 @@ class Stage(nn.Module):
         y: Tensor = self.filtering(x)
         return y.relu() if self.relu else y
 
+    def whole_filters(self) -> Tensor | None:
+        """All workers' filters on rank 0, None elsewhere; all workers call it."""
+        layer = self.filtering
+        return gather_whole(self.grid, layer.weight, layer.block_layout, first_dim=0)
+
+    @torch.no_grad()
+    def load_filters(self, whole: Tensor) -> None:
+        """Takes this worker's part of what `whole_filters` gave."""
+        layer = self.filtering
+        layer.weight.copy_(own_part(self.grid, whole, layer.block_layout, first_dim=0))
+
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input; see [Note: batch last]."""
         y: Tensor = self.norm(self.pooling(self.responses(x)))

@@ -4,19 +4,22 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 
 from allstep.recipes.base import Recipe
+from allstep.recipes.divided import DividedRecipe
 
-__all__ = ["REGISTRY", "Recipe"]
+__all__ = ["REGISTRY", "AnyRecipe", "DividedRecipe", "Recipe"]
+
+AnyRecipe = Recipe | DividedRecipe
 
 
-class _Registry(Mapping[str, type[Recipe]]):
+class _Registry(Mapping[str, type[AnyRecipe]]):
     """Recipes by name; a recipe's module is imported when it is asked for."""
 
     def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
         self._places = places
 
-    def __getitem__(self, name: str) -> type[Recipe]:
+    def __getitem__(self, name: str) -> type[AnyRecipe]:
         module, recipe = self._places[name]
-        found: type[Recipe] = getattr(import_module(module), recipe)
+        found: type[AnyRecipe] = getattr(import_module(module), recipe)
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -26,8 +29,9 @@ class _Registry(Mapping[str, type[Recipe]]):
         return len(self._places)
 
 
-REGISTRY: Mapping[str, type[Recipe]] = _Registry(
+REGISTRY: Mapping[str, type[AnyRecipe]] = _Registry(
     {
+        "cots": ("allstep.recipes.cots", "Cots"),
         "digits": ("allstep.recipes.digits", "Digits"),
         "fashion": ("allstep.recipes.fashion", "Fashion"),
         "images": ("allstep.recipes.images", "Images"),

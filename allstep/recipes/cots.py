@@ -1,0 +1,303 @@
+"""The sparse autoencoder of "Deep learning with COTS HPC systems", from a laptop's size up."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.recipes.cots_data import (
+    Photos,
+    draw_patches,
+    find_photographs,
+    normalise,
+    read_photograph,
+    read_portraits,
+    resized,
+)
+from allstep.recipes.cots_faces import Best, FaceTest, Stimuli, parts_of
+from allstep.recipes.cots_net import NETS, Size, make_stages
+from allstep.recipes.cots_pictures import save_filters, save_stimuli
+from allstep.recipes.cots_training import GreedyTraining
+from allstep.recipes.divided import DividedRecipe
+
+__all__ = ["Cots"]
+
+# The paper's test has 48,000 distractors for 13,152 faces.
+_DISTRACTORS_PER_FACE = 48_000 / 13_152
+_UNTRAINED_SEED, _STIMULI_SEED, _TEMPLATE_SEED = 500_000, 600_000, 700_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cots(DividedRecipe):
+    """Nine layers, trained stage by stage on photographs; then single neurons look at faces.
+
+    The net is divided over the workers in space; each has its part of every picture.
+    """
+
+    name: ClassVar[str] = "cots"
+    summary: ClassVar[str] = "photographs, a sparse autoencoder divided over the workers; minutes"
+
+    size: Size = "small"
+    """The net: large has four times the maps of small in each stage."""
+
+    nonlinearity: Literal["none", "relu"] = "relu"
+    """After filtering; none is as published."""
+
+    pixels: int = 24
+    """Rows and columns of a picture, which choose the net: 24, 48 or the paper's 200."""
+
+    channels: int = 1
+    """1 for grey, 3 for colour."""
+
+    # Chosen among five nets, sparsities of 0.1 to 3 and 300 to 2,000 steps on the first half of
+    # the portraits.
+    steps: int = 600
+    """Updates of each stage."""
+
+    batch: int = 96
+    """Pictures of an update; every worker sees all of them, a part of each."""
+
+    lr: float = 0.05
+    """Learning rate of filters that see one number with a variance of 1; falls to 0."""
+
+    momentum: float = 0.9
+    """SGD's momentum."""
+
+    sparsity: float = 1.0
+    """Weight of the pools' responses beside the error of the reconstruction."""
+
+    tied: bool = True
+    """Decode with the encoder's filters; otherwise with others, trained apart."""
+
+    photos: Photos = "scikit"
+    """Photographs of scikit-image and scikit-learn, of the package mvtb-data, or of `folder`."""
+
+    folder: Path = Path("photographs")
+    """Folder of photographs for `photos` = folder."""
+
+    patches: int = 20_000
+    """Squares that are cut from the photographs to train on."""
+
+    faces: Path | None = None
+    """OpenCV's trainingfaces_24-24.vec; without it 100 portraits of scikit-image."""
+
+    face_share: float = 0.1
+    """Share of the training pictures that are portraits, unlabelled, of the half to choose on."""
+
+    seed: int = 0
+    """Start of the initial filters and of the order of samples."""
+
+    precision: Literal["float32", "float64"] = "float32"
+    """Of all numbers."""
+
+    log_every_steps: int = 20
+    """Updates between two lines of metrics.jsonl."""
+
+    checkpoint_every_steps: int = 200
+    """Updates between two checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.pixels not in NETS:
+            known = ", ".join(map(str, NETS))
+            raise UsageError(f"`pixels` (={self.pixels}) must be one of {known}.")
+        if self.channels not in (1, 3):
+            raise UsageError(f"`channels` (={self.channels}) must be 1 or 3.")
+        for name in ("steps", "batch", "patches", "log_every_steps", "checkpoint_every_steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+        if not self.lr > 0:
+            raise UsageError(f"`lr` (={self.lr}) must be positive.")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
+        if not self.sparsity >= 0:
+            raise UsageError(f"`sparsity` (={self.sparsity}) must be 0 or more.")
+        if not 0 <= self.face_share < 1:
+            raise UsageError(f"`face_share` (={self.face_share}) must be at least 0 and below 1.")
+
+    def check(self) -> None:
+        """Looks for photographs and faces."""
+        find_photographs(self.photos, self.folder)
+        if self.faces is not None or self.face_share:
+            read_portraits(self.faces)
+
+    def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
+        """Trains the stages, tests the neurons, writes pictures and `report.json`."""
+        grid = allstep.nn.Grid(comm)
+        data = _Data(self, grid)
+        stages = self.stages(grid, self.seed)
+        training = self._training(stages, data, comm, run_dir)
+        if resume:
+            training.restore()
+        else:
+            training.refuse_old_checkpoints()
+        interrupted = training.run()
+        table = [] if interrupted else self._test(stages, data, run_dir)
+        report = {
+            "workers": comm.size,
+            "num_parameters": self._num_parameters(stages, comm),
+            "num_steps": training.num_steps,
+            "samples_per_s": training.samples_per_s,
+            "costs": training.costs,
+            "neurons": table,
+            "interrupted": interrupted,
+        }
+        if comm.rank == 0:
+            (run_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            _show(report, run_dir)
+        return 128 + interrupted if interrupted else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all numbers."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def stages(self, grid: "allstep.nn.Grid", seed: int) -> "list[allstep.nn.Stage]":
+        """The untrained net."""
+        return make_stages(
+            grid,
+            self.pixels,
+            self.channels,
+            self.size,
+            relu=self.nonlinearity == "relu",
+            seed=seed,
+            dtype=self.dtype,
+        )
+
+    def _training(
+        self, stages: "list[allstep.nn.Stage]", data: "_Data", comm: Communicator, run_dir: Path
+    ) -> GreedyTraining:
+        names = [field.name for field in fields(self) if not field.name.endswith("_every_steps")]
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+        return GreedyTraining(
+            stages,
+            data.draw,
+            comm,
+            run_dir,
+            batch=self.batch,
+            steps=self.steps,
+            seed=self.seed,
+            lr=self.lr,
+            momentum=self.momentum,
+            sparsity=self.sparsity,
+            tied=self.tied,
+            log_every_steps=self.log_every_steps,
+            checkpoint_every_steps=self.checkpoint_every_steps,
+            options=plain,
+        )
+
+    def _test(
+        self, stages: "list[allstep.nn.Stage]", data: "_Data", run_dir: Path
+    ) -> list[dict[str, Any]]:
+        """The table of neurons and baselines; rank 0 writes the pictures."""
+        test = data.face_test()
+        untrained = self.stages(data.grid, self.seed + _UNTRAINED_SEED)
+        trained = [test.layer(name, part) for name, part in parts_of(stages)]
+        random = [test.layer(f"{name}, untrained", part) for name, part in parts_of(untrained)]
+        filters = stages[0].whole_filters()
+        if data.grid.rank != 0:
+            return []
+        assert filters is not None
+        save_filters(run_dir / "filters.png", filters, self.channels)
+        save_stimuli(run_dir / "best_stimuli.png", [test.shown(best) for best in trained])
+        rows: list[Best] = []
+        for best, other in zip(trained, random, strict=True):
+            generator = torch.Generator().manual_seed(self.seed + _TEMPLATE_SEED)
+            photographs = data.train_photographs
+            rows += [best, other, test.random_templates(best.num_neurons, photographs, generator)]
+        rows.append(test.feature("brightness", lambda x: x.float().mean((1, 2))[:, None]))
+        rows.append(test.feature("contrast", lambda x: x.float().std((1, 2))[:, None]))
+        rows.append(test.mean_face())
+        all_negative = {"name": "never a face", "accuracy": test.all_negative, "auc": 0.5}
+        return [*(best.as_dict() for best in rows), all_negative]
+
+    def _num_parameters(self, stages: "list[allstep.nn.Stage]", comm: Communicator) -> int:
+        own = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
+        return int(comm.all_reduce(torch.tensor(own)))
+
+
+class _Data:
+    """This worker's part of the training pictures, and the stimuli of the test.
+
+    Half of the photographs are trained on. The others give the distractors: the first half of
+    these the ones to choose with, the rest the ones to report.
+    """
+
+    def __init__(self, recipe: Cots, grid: "allstep.nn.Grid") -> None:
+        self.grid = grid
+        self._recipe = recipe
+        self._layout = grid.split((recipe.pixels, recipe.pixels))
+        self._paths = find_photographs(recipe.photos, recipe.folder)
+        self._portraits = read_portraits(recipe.faces)
+        self.train_photographs = self._read(self._paths[::2], recipe.channels, recipe.pixels)
+        generator = torch.Generator().manual_seed(recipe.seed)
+        patches = draw_patches(self.train_photographs, recipe.patches, recipe.pixels, generator)
+        warps = resized(self._portraits.warps, recipe.pixels, recipe.channels)
+        self._patches = self._own_part(patches)
+        self._warps = self._own_part(warps)
+
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """A batch: this worker's part of photographs' patches and of unlabelled portraits."""
+        num = self._recipe.batch
+        are_faces = torch.rand(num, generator=generator) < self._recipe.face_share
+        patch_numbers = torch.randint(len(self._patches), (num,), generator=generator)
+        warp_numbers = torch.randint(len(self._warps), (num,), generator=generator)
+        places = are_faces.view(-1, 1, 1, 1)
+        return torch.where(places, self._warps[warp_numbers], self._patches[patch_numbers])
+
+    def face_test(self) -> FaceTest:
+        """The stimuli are the same whatever the seed."""
+        generator = torch.Generator().manual_seed(_STIMULI_SEED)
+        held_out = self._paths[1::2]
+        half = len(held_out) // 2
+        portraits, recipe = self._portraits, self._recipe
+        return FaceTest(
+            self.grid,
+            self._layout,
+            self._stimuli(portraits.choose, held_out[:half], generator),
+            self._stimuli(portraits.report, held_out[half:], generator),
+            pixels=recipe.pixels,
+            channels=recipe.channels,
+            dtype=recipe.dtype,
+        )
+
+    def _stimuli(self, faces: Tensor, paths: list[Path], generator: torch.Generator) -> Stimuli:
+        side = faces.shape[1]
+        num = round(len(faces) * _DISTRACTORS_PER_FACE)
+        patches = draw_patches(self._read(paths, 1, side), num, side, generator)
+        return Stimuli(faces, patches[:, 0])
+
+    def _own_part(self, pictures: Tensor) -> Tensor:
+        """Normalised as whole pictures, a part of them kept."""
+        parts = [
+            allstep.nn.windows.own_part(
+                self.grid, normalise(some, self._recipe.dtype), self._layout
+            ).clone()
+            for some in torch.split(pictures, 256)
+        ]
+        return torch.cat(parts)
+
+    def _read(self, paths: list[Path], channels: int, side: int) -> list[list[Tensor]]:
+        return [read_photograph(path, channels, side) for path in paths]
+
+
+def _show(report: dict[str, Any], run_dir: Path) -> None:
+    """The report on one screen."""
+    if report["interrupted"] is None:
+        print(f"{'':32}{'neurons':>8}{'AUC':>8}{'accuracy':>10}   chosen on the other half")
+        for row in report["neurons"]:
+            count = row.get("num_neurons", "")
+            print(f"{row['name']:32}{count:>8}{row['auc']:>8.3f}{row['accuracy']:>10.2%}")
+    print(f"parameters: {report['num_parameters']:,} on {report['workers']} worker(s)")
+    print(f"speed: {report['samples_per_s']:,.0f} samples/s")
+    print(f"run: {run_dir}")
+    if report["interrupted"] is not None:
+        workers = f" --workers {report['workers']}" if report["workers"] > 1 else ""
+        print(f"next: allstep train --resume {run_dir}{workers}")
+    else:
+        print(f"next: see {run_dir}/filters.png and best_stimuli.png")

@@ -1,0 +1,185 @@
+"""The face neuron test: every neuron of every stage, and what it is to be compared with."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator
+from allstep.recipes.cots_data import draw_patches, normalise, resized
+from allstep.recipes.cots_neurons import Responses, Score, score
+
+__all__ = ["Best", "FaceTest", "Stimuli", "parts_of"]
+
+Layer = Callable[[Tensor], Tensor]
+
+_AT_ONCE = 500  # stimuli
+_NUM_SHOWN = 24
+_TEMPLATES_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Stimuli:
+    """One half of the test: grey squares as they are, uint8 [num, side, side]."""
+
+    faces: Tensor
+    distractors: Tensor
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best of some neurons.
+
+    Attributes:
+        name: of their layer, or of a baseline.
+        num_neurons: how many there were to choose from.
+        score: what the chosen one does.
+        shown: numbers of the stimuli it responds to most in the second half, faces first counted.
+    """
+
+    name: str
+    num_neurons: int
+    score: Score
+    shown: list[int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a report."""
+        return {"name": self.name, "num_neurons": self.num_neurons, **asdict(self.score)}
+
+
+class FaceTest:
+    """Faces v. distractors, in two halves; neurons are chosen on one, reported on the other.
+
+    Args:
+        grid: the workers that share the net.
+        layout: who owns what of a picture.
+        choose, report: the two halves, the same on all workers.
+        pixels, channels: of the net's pictures.
+        dtype: of the net.
+    """
+
+    def __init__(
+        self,
+        grid: "allstep.nn.Grid",
+        layout: "allstep.nn.Layout",
+        choose: Stimuli,
+        report: Stimuli,
+        *,
+        pixels: int,
+        channels: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.halves = (choose, report)
+        self._grid = grid
+        self._layout = layout
+        self._picture = (pixels, channels, dtype)
+
+    @property
+    def all_negative(self) -> float:
+        """The accuracy of saying that nothing is a face."""
+        report = self.halves[1]
+        return len(report.distractors) / (len(report.faces) + len(report.distractors))
+
+    def layer(self, name: str, net: Layer) -> Best:
+        """The best neuron of a layer that is divided over the workers; all of them call this.
+
+        Args:
+            name: of the layer.
+            net: this worker's neurons, [num, maps, height, width], from its part of pictures.
+        """
+        halves = [self._responses(half, net, own_part=True) for half in self.halves]
+        return self._best_of_workers(name, *halves)
+
+    def feature(self, name: str, feature: Layer) -> Best:
+        """A baseline: numbers [num, num_features] of uint8 squares [num, side, side]."""
+        halves = [Responses(feature(half.faces), feature(half.distractors)) for half in self.halves]
+        return _best(name, *halves)
+
+    def mean_face(self) -> Best:
+        """The supervised template: the mean of the faces of the first half, normalised."""
+        faces = next(self._pictures(self.halves[0].faces, len(self.halves[0].faces)))
+        template = faces.flatten(1).mean(0, keepdim=True)
+        halves = [self._responses(half, _products_with(template)) for half in self.halves]
+        return _best("mean face (supervised)", *halves)
+
+    def random_templates(
+        self, num_templates: int, photographs: list[list[Tensor]], generator: torch.Generator
+    ) -> Best:
+        """The best of as many normalised random patches of photographs, as filters."""
+        pixels, _, dtype = self._picture
+        best: Best | None = None
+        for first in range(0, num_templates, _TEMPLATES_AT_ONCE):
+            num = min(_TEMPLATES_AT_ONCE, num_templates - first)
+            patches = normalise(draw_patches(photographs, num, pixels, generator), dtype)
+            products = _products_with(patches.flatten(1))
+            halves = [self._responses(half, products) for half in self.halves]
+            found = _best("random patches", *halves)
+            if best is None or found.score.chosen_auc > best.score.chosen_auc:
+                best = found
+        assert best is not None, "there is at least one template"
+        return Best(best.name, num_templates, best.score, best.shown)
+
+    def shown(self, best: Best) -> tuple[Tensor, Tensor]:
+        """The best stimuli of a neuron, [num, side, side], and which of them are faces."""
+        report = self.halves[1]
+        numbers = torch.tensor(best.shown)
+        stimuli = torch.cat([report.faces, report.distractors])
+        return stimuli[numbers], numbers < len(report.faces)
+
+    def _pictures(self, stimuli: Tensor, at_once: int = _AT_ONCE) -> Iterator[Tensor]:
+        """Stimuli as the net's pictures, some at a time, whole."""
+        pixels, channels, dtype = self._picture
+        for some in torch.split(stimuli, at_once):
+            yield normalise(resized(some, pixels, channels), dtype)
+
+    @torch.no_grad()
+    def _responses(self, half: Stimuli, net: Layer, *, own_part: bool = False) -> Responses:
+        def respond(stimuli: Tensor) -> Tensor:
+            parts = []
+            for pictures in self._pictures(stimuli):
+                if own_part:
+                    pictures = allstep.nn.windows.own_part(self._grid, pictures, self._layout)
+                parts.append(net(pictures).flatten(1).cpu())
+            return torch.cat(parts)
+
+        return Responses(respond(half.faces), respond(half.distractors))
+
+    def _best_of_workers(self, name: str, choose: Responses, report: Responses) -> Best:
+        """Each worker knows its own neurons alone; the best of the best is the same on all."""
+        comm: Communicator = self._grid.comm
+        own = _best(name, choose, report)
+        said = {**asdict(own.score), "num": own.num_neurons, "shown": own.shown}
+        everyone = comm.all_gather_object(said)
+        best = max(everyone, key=lambda other: float(other["chosen_auc"]))
+        total = sum(int(other["num"]) for other in everyone)
+        shown = list(best.pop("shown"))
+        best.pop("num")
+        return Best(name, total, Score(**best), shown)
+
+
+def _best(name: str, choose: Responses, report: Responses) -> Best:
+    found = score(choose, report)
+    one = report.of(found.neuron, found.sign)
+    responses = torch.cat([one.faces, one.distractors])[:, 0]
+    shown = responses.argsort(descending=True)[:_NUM_SHOWN].tolist()
+    return Best(name, choose.faces.shape[1], found, shown)
+
+
+def _products_with(templates: Tensor) -> Layer:
+    return lambda pictures: pictures.flatten(1) @ templates.T
+
+
+def parts_of(stages: "list[allstep.nn.Stage]") -> Iterator[tuple[str, Layer]]:
+    """Two layers of neurons for each stage: its filters, and its output after pool and norm."""
+    for index, stage in enumerate(stages):
+        below = nn.Sequential(*stages[:index])
+        yield f"stage {index + 1} filters", partial(_filters, below, stage)
+        yield f"stage {index + 1} output", nn.Sequential(*below, stage)
+
+
+def _filters(below: nn.Module, stage: "allstep.nn.Stage", x: Tensor) -> Tensor:
+    return stage.responses(below(x))
