@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from allstep.exchange import fsdp_hook as fsdp_hook
     from allstep.train import Evaluator as Evaluator
     from allstep.train import Metrics as Metrics
+    from allstep.train import Stage as Stage
     from allstep.train import Task as Task
     from allstep.train import TrainOptions as TrainOptions
     from allstep.train import fit as fit
@@ -55,6 +56,7 @@ _ROOM_OF = {
     "fsdp_hook": "exchange",
     "Evaluator": "train",
     "Metrics": "train",
+    "Stage": "train",
     "Task": "train",
     "TrainOptions": "train",
     "fit": "train",

@@ -87,6 +87,8 @@ def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
     )
     if report.useful_batch is not None:
         rows.append(("batch", report.useful_batch))
+    if report.num_skipped:
+        rows.append(("skipped", f"{report.num_skipped} steps, whose gradient was not finite"))
     if report.checkpoint is not None:
         rows.append(("checkpoint", str(report.checkpoint)))
     rows.append(("run", str(report.run_dir)))

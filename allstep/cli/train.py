@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, make_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from allstep.cli import run_folder
 from allstep.cli.workers import num_workers_to_start, run_here, speaking_once, start_workers
 from allstep.comm import Communicator
 from allstep.errors import UsageError
-from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe
+from allstep.optim import Rescaled
+from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
+from allstep.recipes.large_batch import apply_large_batch, describe_changes
 
 __all__ = ["run", "train_worker"]
 
 _USAGE = """\
-usage: allstep train RECIPE [--workers N] [--run-dir DIR] [flags of the recipe]
+usage: allstep train RECIPE [--workers N] [--run-dir DIR] [--large-batch NAME] [flags of the recipe]
        allstep train RECIPE --help
        allstep train --resume RUN [--workers N]
 
@@ -35,6 +37,10 @@ class LaunchOptions:
 
     run_dir: Path | None = None
     """Folder for checkpoints and metrics; by default runs/RECIPE-DATE-TIME."""
+
+    large_batch: str | None = None
+    """A published large-batch recipe, rescaled to this batch and these epochs: goyal_1h,
+    akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min. Flags that you give win."""
 
 
 def run(arguments: list[str]) -> int:
@@ -65,15 +71,42 @@ def _parse(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
     command_line = make_dataclass(
         "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
     )
+    parsed = _read_flags(command_line(launch=LaunchOptions(), recipe=recipe_class()), flags)
+    if parsed.launch.large_batch is not None:
+        applied, rescaled = apply_large_batch(
+            run_folder.data_parallel(parsed.recipe), parsed.launch.large_batch
+        )
+        parsed = _read_flags(command_line(launch=parsed.launch, recipe=applied), flags)
+        _show(rescaled, applied, parsed.recipe)
+    return parsed.launch, parsed.recipe
+
+
+def _read_flags(defaults: Any, flags: Sequence[str]) -> Any:
+    """The command line, with what `defaults` has where a flag is missing."""
+    recipe = defaults.recipe
     with speaking_once():
-        parsed: Any = tyro.cli(
-            command_line,
+        return tyro.cli(
+            type(defaults),
             args=flags,
-            prog=f"allstep train {name}",
-            description=f"{name}: {recipe_class.summary}",
+            default=defaults,
+            prog=f"allstep train {recipe.name}",
+            description=f"{recipe.name}: {recipe.summary}",
             config=(OmitArgPrefixes,),
         )
-    return parsed.launch, parsed.recipe
+
+
+def _show(rescaled: Rescaled, applied: Recipe, recipe: Recipe) -> None:
+    """Prints what became of a published recipe, and which flags changed it again."""
+    lines = describe_changes(rescaled)
+    changed = [
+        f"{field.name} {getattr(recipe, field.name)}"
+        for field in fields(recipe)
+        if getattr(recipe, field.name) != getattr(applied, field.name)
+    ]
+    if changed:
+        lines.append(f"Your flags changed it: {', '.join(changed)}.")
+    with speaking_once():
+        print("\n".join(lines))
 
 
 def _resume(arguments: list[str]) -> int:

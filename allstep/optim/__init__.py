@@ -14,6 +14,15 @@ from allstep.optim.compose import (
     scaled,
     two_stage,
 )
+from allstep.optim.published import PUBLISHED, MixedBatch, PublishedRecipe
+from allstep.optim.rescaling import (
+    Change,
+    LargeBatch,
+    Rescaled,
+    find_published,
+    large_batch,
+    rescale,
+)
 from allstep.optim.scaling import linear_scaling, linear_warmup_epochs, sqrt_scaling
 from allstep.optim.schedules import (
     Schedule,
@@ -24,6 +33,7 @@ from allstep.optim.schedules import (
     slow_start,
     step_decay,
 )
+from allstep.optim.settings import SecondStage, Settings
 
 if TYPE_CHECKING:
     from allstep.optim.checks import NonfiniteGradientError as NonfiniteGradientError
@@ -54,6 +64,17 @@ _MODULE_OF = {
 
 __all__ = [
     *_MODULE_OF,
+    "PUBLISHED",
+    "Change",
+    "LargeBatch",
+    "MixedBatch",
+    "PublishedRecipe",
+    "Rescaled",
+    "SecondStage",
+    "Settings",
+    "find_published",
+    "large_batch",
+    "rescale",
     "Schedule",
     "constant",
     "cosine",

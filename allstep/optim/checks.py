@@ -23,13 +23,14 @@ _NUM_LISTED = 5
 class NonfiniteGradientError(AllstepError, ArithmeticError):
     """Gradients hold NaN or infinity; the message names up to five of their parameters."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], step: int | None = None) -> None:
         more = len(names) - _NUM_LISTED
         listed = ", ".join(names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
+        when = "" if step is None else f"Step {step}: "
         super().__init__(
-            f"the gradient of {listed}, or what it is added to, is not finite. Lower the learning"
-            ' rate, clip the gradient or look at the loss; `nonfinite="skip"` would leave such'
-            " steps out."
+            f"{when}the gradient of {listed}, or what it is added to, is not finite. Lower the"
+            " learning rate, clip the gradient or look at the loss;"
+            ' `nonfinite="skip"` would leave such steps out.'
         )
 
 

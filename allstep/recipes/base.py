@@ -1,13 +1,14 @@
 """What every recipe has: the options of the loop, and how the model is optimized."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 import allstep
 from allstep import Communicator, Task, TrainOptions, UsageError
@@ -29,37 +30,69 @@ class Recipe(TrainOptions, ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
 
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """SGD with Nesterov momentum, or AdamW."""
+    optimizer: Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"] = "sgd"
+    """SGD with Nesterov momentum, AdamW, LARS (MLPerf's form), LAMB, or RMSprop turning SGD."""
 
     lr: float = 0.1
     """Peak learning rate, for the whole global batch."""
 
     momentum: float = 0.9
-    """SGD's momentum, or AdamW's first beta."""
+    """SGD's momentum, or AdamW's and LAMB's first beta."""
 
     weight_decay: float = 5e-4
     """Decay of weight matrices and kernels; biases and normalisation have none."""
 
-    lr_schedule: Literal["cosine", "poly", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up; poly is quadratic."""
+    lr_schedule: Literal["cosine", "poly", "linear", "step", "slow_start", "constant"] = "cosine"
+    """How the rate falls after the warm-up; poly is quadratic, step is a tenth three times."""
 
     warmup_epochs: float = 0.0
-    """Epochs in which the learning rate grows linearly to its peak."""
+    """Epochs in which the rate grows linearly; rmsprop_warmup's until half of it is SGD."""
+
+    warmup_start: float = 0.0
+    """Where the growing rate begins, as a share of its peak."""
+
+    last_statistics: bool = False
+    """Evaluate batch norm with the last step's statistics instead of their moving average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.lr > 0:
-            raise UsageError(f"`lr` (={self.lr}) must be positive.")
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
-        if self.weight_decay < 0:
-            raise UsageError(f"`weight_decay` (={self.weight_decay}) must be 0 or more.")
+        _ = self.settings  # checks its own
         if not 0 <= self.warmup_epochs < self.epochs:
             raise UsageError(
                 f"`warmup_epochs` (={self.warmup_epochs}) must be 0 or more and below `epochs`"
                 f" (={self.epochs})."
             )
+
+    @property
+    def settings(self) -> allstep.optim.Settings:
+        """Optimizer, rate and schedule."""
+        return allstep.optim.Settings(
+            optimizer=self.optimizer,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            lr_schedule=self.lr_schedule,
+            warmup_epochs=self.warmup_epochs,
+            warmup_start=self.warmup_start,
+            second=self.second_stage,
+        )
+
+    @property
+    def second_stage(self) -> allstep.optim.SecondStage | None:
+        """How the rate goes in a second stage with other batches, for recipes that have one."""
+        return None
+
+    def with_second_stage(
+        self, mixed: allstep.optim.MixedBatch, second: allstep.optim.SecondStage
+    ) -> "Recipe":
+        """This recipe with a second stage of longer sequences.
+
+        Raises:
+            UsageError: if its samples have no length that could change.
+        """
+        raise UsageError(
+            f"Recipe `{self.name}` has no sequences that could grow in a second stage; `text` has."
+        )
 
     def check(self) -> None:
         """Looks for what the recipe needs; cheap, meant to run before any worker starts.
@@ -80,37 +113,64 @@ class Recipe(TrainOptions, ABC):
         """
         self.check()
         torch.manual_seed(self.seed)
-        return self.build(comm)
+        task = self.build(comm)
+        if self.optimizer == "rmsprop_warmup":  # it counts its transition in steps
+            task = replace(task, optimizer=self._rmsprop_warmup(task))
+        if self.last_statistics:
+            allstep.nn.keep_last_statistics(task.model)
+        return task
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer over the model's parameters, those of one dimension without decay."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
-        if self.optimizer == "adamw":
-            return AdamW(groups, lr=self.lr, betas=(self.momentum, 0.999))
-        return SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.momentum > 0)
+        """The optimizer over the model's parameters; biases and normalisation have no decay."""
+        return self.settings.make_optimizer(model)
 
-    def make_schedule(self, num_train_samples: int) -> Callable[[int], float]:
+    def make_schedule(
+        self, num_train_samples: int, num_second_samples: int | None = None
+    ) -> Callable[[int], float]:
         """The multiplier of the learning rate over the whole run.
+
+        Args:
+            num_train_samples: of an epoch.
+            num_second_samples: of an epoch of the second stage, if there is one.
 
         Raises:
             UsageError: if there are fewer samples than one global batch and `drop_last` is set.
         """
-        whole_batches, rest = divmod(num_train_samples, self.global_batch)
-        steps_per_epoch = whole_batches + (rest > 0 and not self.drop_last)
-        if steps_per_epoch == 0:
+        second_steps = None
+        if num_second_samples is not None:
+            second_steps = self.steps_per_epoch(num_second_samples, self.second_batch)
+        return self.settings.make_schedule(
+            epochs=self.epochs,
+            steps_per_epoch=self.steps_per_epoch(num_train_samples),
+            second_steps_per_epoch=second_steps,
+        )
+
+    def _rmsprop_warmup(self, task: Task) -> Callable[[nn.Module], Optimizer]:
+        if not isinstance(task.train_set, Sized):
             raise UsageError(
-                f"`global_batch` (={self.global_batch}) exceeds the training set"
+                f"`optimizer` (={self.optimizer!r}) needs a training set with a length; a stream"
+                " has none."
+            )
+        steps = self.steps_per_epoch(len(task.train_set))
+        return partial(self.settings.make_optimizer, steps_per_epoch=steps)
+
+    @property
+    def second_batch(self) -> int:
+        """Samples of a step in the second stage."""
+        return self.global_batch
+
+    def steps_per_epoch(self, num_train_samples: int, global_batch: int | None = None) -> int:
+        """Optimizer steps of an epoch; of `global_batch` samples each, the recipe's own if None.
+
+        Raises:
+            UsageError: if there is none, as `drop_last` drops the only one.
+        """
+        global_batch = self.global_batch if global_batch is None else global_batch
+        whole_batches, rest = divmod(num_train_samples, global_batch)
+        num_steps = whole_batches + (rest > 0 and not self.drop_last)
+        if num_steps == 0:
+            raise UsageError(
+                f"`global_batch` (={global_batch}) exceeds the training set"
                 f" ({num_train_samples} samples) and `drop_last` drops what is left; lower it."
             )
-        total_steps = self.epochs * steps_per_epoch
-        warmup_steps = min(round(self.warmup_epochs * steps_per_epoch), total_steps - 1)
-        if self.lr_schedule == "cosine":
-            return allstep.optim.cosine(total_steps, warmup_steps)
-        if self.lr_schedule == "poly":
-            return allstep.optim.poly(total_steps, warmup_steps)
-        return allstep.optim.constant(warmup_steps=warmup_steps)
+        return num_steps

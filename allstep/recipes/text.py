@@ -1,14 +1,13 @@
 """Any folder of text files and a small transformer that fills in or continues."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
@@ -33,7 +32,7 @@ class Text(Recipe):
     epochs: int = 2
     global_batch: int = 32
     micro_batch: int = 16
-    optimizer: Literal["sgd", "adamw"] = "adamw"
+    optimizer: Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"] = "adamw"
     lr: float = 3e-3
     weight_decay: float = 0.05
     warmup_epochs: float = 0.25
@@ -66,6 +65,21 @@ class Text(Recipe):
     dropout: float = 0.0
     """Share of the features dropped after the embedding and in each block."""
 
+    second_sequence_length: int | None = None
+    """Tokens of a sample in a second stage at the end of the run; None for no such stage."""
+
+    second_epochs: int = 1
+    """Epochs of the second stage, the last of `epochs`."""
+
+    second_global_batch: int | None = None
+    """Samples of one optimizer step in the second stage; by default as in the first."""
+
+    second_lr_share: float = 1.0
+    """Peak learning rate of the second stage, as a share of `lr`; it begins again from 0."""
+
+    second_warmup_epochs: float = 0.0
+    """Epochs in which the second stage's rate grows linearly to its peak."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.vocab_size < _MIN_VOCAB_SIZE:
@@ -88,6 +102,72 @@ class Text(Recipe):
             )
         if not 0 <= self.dropout < 1:
             raise UsageError(f"`dropout` (={self.dropout}) must be at least 0 and below 1.")
+        if self.second_sequence_length is not None:
+            self._check_second_stage()
+
+    def _check_second_stage(self) -> None:
+        if self.longest_sequence <= self.sequence_length:
+            raise UsageError(
+                f"`second_sequence_length` (={self.second_sequence_length}) must exceed"
+                f" `sequence_length` (={self.sequence_length}); leave it out for one stage."
+            )
+        if not 1 <= self.second_epochs < self.epochs:
+            raise UsageError(
+                f"`second_epochs` (={self.second_epochs}) must be at least 1 and below `epochs`"
+                f" (={self.epochs})."
+            )
+        if not 0 <= self.second_warmup_epochs < self.second_epochs:
+            raise UsageError(
+                f"`second_warmup_epochs` (={self.second_warmup_epochs}) must be 0 or more and below"
+                f" `second_epochs` (={self.second_epochs})."
+            )
+        if not self.second_lr_share > 0:
+            raise UsageError(f"`second_lr_share` (={self.second_lr_share}) must be positive.")
+        if self.second_batch < 1 or self.second_batch % self.second_micro_batch:
+            raise UsageError(
+                f"`second_global_batch` (={self.second_batch}) must be a multiple of the second"
+                f" stage's micro-batch (={self.second_micro_batch}, as many tokens as"
+                f" `micro_batch` of the first)."
+            )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest samples, of all stages."""
+        return self.second_sequence_length or self.sequence_length
+
+    @property
+    def second_batch(self) -> int:
+        """Samples of a step in the second stage."""
+        return self.global_batch if self.second_global_batch is None else self.second_global_batch
+
+    @property
+    def second_micro_batch(self) -> int:
+        """Samples that go through the model at once in the second stage: as many tokens."""
+        return max(1, self.micro_batch * self.sequence_length // self.longest_sequence)
+
+    @property
+    def second_stage(self) -> allstep.optim.SecondStage | None:
+        """How the rate goes in the second stage, if there is one."""
+        if self.second_sequence_length is None:
+            return None
+        return allstep.optim.SecondStage(
+            epochs=self.second_epochs,
+            lr=self.lr * self.second_lr_share,
+            warmup_epochs=self.second_warmup_epochs,
+        )
+
+    def with_second_stage(
+        self, mixed: allstep.optim.MixedBatch, second: allstep.optim.SecondStage
+    ) -> "Text":
+        """This recipe with a second stage of longer sequences."""
+        return replace(
+            self,
+            second_sequence_length=mixed.length_factor * self.sequence_length,
+            second_epochs=second.epochs,
+            second_global_batch=round(mixed.batch_share * self.global_batch),
+            second_lr_share=mixed.lr_share,
+            second_warmup_epochs=second.warmup_epochs,
+        )
 
     def check(self) -> None:
         """Looks for tokenizers, the folder and enough text in it."""
@@ -101,12 +181,16 @@ class Text(Recipe):
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's texts."""
         train_tokens, test_tokens = self._tokens(comm)
-        train_set = self._sequences(train_tokens)
+        train_set = self._sequences(train_tokens, self.sequence_length)
+        later_stages = self._later_stages(train_tokens, test_tokens)
+        num_second_samples = None
+        if later_stages:
+            num_second_samples = len(self._sequences(train_tokens, self.longest_sequence))
         modelling = LanguageModelling(_log_frequencies(train_tokens, self.vocab_size))
         return Task(
             model=Transformer(
                 vocab_size=self.vocab_size,
-                sequence_length=self.sequence_length,
+                sequence_length=self.longest_sequence,
                 width=self.width,
                 depth=self.depth,
                 heads=self.heads,
@@ -114,12 +198,26 @@ class Text(Recipe):
                 causal=self.objective == "causal",
             ),
             train_set=train_set,
-            test_set=self._sequences(test_tokens),
+            test_set=self._sequences(test_tokens, self.sequence_length),
             loss=modelling.loss,
             metrics=modelling.metrics,
             optimizer=self.make_optimizer,
-            schedule=self.make_schedule(len(train_set)),  # type: ignore[arg-type]
+            schedule=self.make_schedule(len(train_set), num_second_samples),
+            later_stages=later_stages,
         )
+
+    def _later_stages(self, train_tokens: Tensor, test_tokens: Tensor) -> list[allstep.Stage]:
+        if self.second_sequence_length is None:
+            return []
+        return [
+            allstep.Stage(
+                first_epoch=self.epochs - self.second_epochs,
+                train_set=self._sequences(train_tokens, self.second_sequence_length),
+                test_set=self._sequences(test_tokens, self.second_sequence_length),
+                global_batch=self.second_batch,
+                micro_batch=self.second_micro_batch,
+            )
+        ]
 
     def _tokens(self, comm: Communicator) -> tuple[Tensor, Tensor]:
         """The tokens to train on and those held out; the tokenizer is that of rank 0."""
@@ -135,17 +233,18 @@ class Text(Recipe):
         self._check_enough(len(test_tokens), "tokens", "held out")
         return train_tokens, test_tokens
 
-    def _sequences(self, tokens: Tensor) -> Dataset[tuple[Tensor, ...]]:
+    def _sequences(self, tokens: Tensor, sequence_length: int) -> Any:
         reader = allstep.data.text_folder
         if self.objective == "causal":
-            return reader.CausalSequences(tokens, self.sequence_length)
-        return reader.MaskedSequences(tokens, self.sequence_length, self.vocab_size)
+            return reader.CausalSequences(tokens, sequence_length)
+        return reader.MaskedSequences(tokens, sequence_length, self.vocab_size)
 
     def _check_enough(self, count: int, unit: str, part: str) -> None:
-        if count <= self.sequence_length:
+        if count <= self.longest_sequence:
+            name = "second_sequence_length" if self.second_sequence_length else "sequence_length"
             raise UsageError(
                 f"`folder` (={self.folder}) has too little text: {count} {unit} {part} are less"
-                f" than one sequence of `sequence_length` (={self.sequence_length}) tokens and"
+                f" than one sequence of `{name}` (={self.longest_sequence}) tokens and"
                 " the next one. Add text, or lower it."
             )
 

@@ -12,4 +12,5 @@ from allstep.train.options import TrainOptions as TrainOptions
 from allstep.train.progress import Progress as Progress
 from allstep.train.report import RunReport as RunReport
 from allstep.train.task import Metrics as Metrics
+from allstep.train.task import Stage as Stage
 from allstep.train.task import Task as Task

@@ -90,17 +90,19 @@ class _Loop:
 
     def run(self) -> None:
         """Trains until the last epoch's end or an agreed stop."""
-        loader, options = self._run.loader, self._options
-        while loader.epoch < options.epochs and self._interrupted is None:
+        options = self._options
+        while self._run.loader.epoch < options.epochs and self._interrupted is None:
+            self._run.advance()
             self._train_epoch()
-            is_last = loader.epoch >= options.epochs
+            epoch = self._run.loader.epoch
+            is_last = epoch >= options.epochs
             if is_last and self._interrupted is None:
                 self._run.flush()
             if options.checkpoint_every_steps is None or is_last or self._interrupted is not None:
                 self._save()
-            if self._interrupted is None and loader.epoch % options.evaluate_every_epochs == 0:
+            if self._interrupted is None and epoch % options.evaluate_every_epochs == 0:
                 self._evaluate()
-        if self._interrupted is None and self._evaluated_step != loader.step:
+        if self._interrupted is None and self._evaluated_step != self._run.loader.step:
             self._evaluate()
 
     def _train_epoch(self) -> None:
@@ -145,8 +147,14 @@ class _Loop:
             learning_rate=learning_rate,
             samples_per_s=samples_per_s,
             **noise.scalars,
+            **self._skipped,
         )
         self._progress.update(self._run.loader.step, batch.epoch, loss, samples_per_s)
+
+    @property
+    def _skipped(self) -> dict[str, float]:
+        num_skipped = self._run.train_step.num_skipped
+        return {"skipped_steps": num_skipped} if num_skipped else {}
 
     def _save(self) -> None:
         if self._saved_step != self._run.loader.step:
@@ -187,6 +195,7 @@ class _Loop:
             lone_samples_per_s=lone_samples_per_s,
             noise_scale=self._run.noise.scale.value,
             useful_batch=self._run.noise.summary,
+            num_skipped=self._run.train_step.num_skipped,
             checkpoint=self._run.last_checkpoint,
             interrupted=self._interrupted,
         )

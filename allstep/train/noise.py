@@ -47,6 +47,7 @@ class NoiseProbe:
         every_steps: steps between two measurements; 0 for none at all.
 
     Attributes:
+        micro_batch: as given; a later stage may have another.
         scale: the estimate so far; the same on every worker.
     """
 
@@ -62,7 +63,7 @@ class NoiseProbe:
         self._parameters = tuple(parameters)
         self._exchange = exchange
         self._scaler = precision.scaler
-        self._micro_batch = micro_batch
+        self.micro_batch = micro_batch
         self._every_steps = every_steps
         self._micro: Tensor | None = None
         self._pending: list[_Measurement] = []
@@ -71,7 +72,7 @@ class NoiseProbe:
     def wants(self, batch: Batch) -> bool:
         """Whether this step is measured."""
         is_due = self._every_steps > 0 and batch.step % self._every_steps == 0
-        return is_due and batch.num_samples > self._micro_batch
+        return is_due and batch.num_samples > self.micro_batch
 
     def wants_micro_batch(self, batch: Batch) -> bool:
         """Whether the gradient of the current micro-batch is to be seen alone."""
@@ -116,7 +117,7 @@ class NoiseProbe:
     @property
     def summary(self) -> str | None:
         """What the run found out, in the user's terms; None if nothing was measured."""
-        return self.scale.summary(self._micro_batch) if self.scale.num_updates else None
+        return self.scale.summary(self.micro_batch) if self.scale.num_updates else None
 
     def state_dict(self) -> dict[str, Any]:
         """The estimate so far; call `flush` first."""
@@ -132,7 +133,7 @@ class NoiseProbe:
             self.scale.update(
                 micro_squared_norm=micro_squared_norm,
                 global_squared_norm=global_squared_norm,
-                micro_batch=self._micro_batch,
+                micro_batch=self.micro_batch,
                 global_batch=measured.global_batch,
             )
 

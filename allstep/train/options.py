@@ -53,6 +53,10 @@ class TrainOptions:
     clip_norm: float | None = None
     """Largest L2 norm of the global gradient; longer ones are scaled down to it."""
 
+    nonfinite: Literal["raise", "skip", "propagate"] = "raise"
+    """What a gradient with NaN or infinity does: stop and name it, leave the step out and count
+    it, or nothing. With float16 the gradient scaler leaves such steps out."""
+
     wire: str = "fp32"
     """How gradients travel: fp32, bf16, fp16, int8, powersgd, topk or exact."""
 
@@ -115,6 +119,11 @@ class TrainOptions:
             )
         if self.loader_workers < 0:
             raise UsageError(f"`loader_workers` (={self.loader_workers}) must be 0 or more.")
+        if self.nonfinite == "skip" and self.every > 1:
+            raise UsageError(
+                f"`nonfinite` (={self.nonfinite!r}) would leave out a step of one worker alone, but"
+                f" `every` (={self.every}) counts the steps of all; take 'raise'."
+            )
         self._check_noise_scale()
         if self.checkpoint_every_steps is not None and self.checkpoint_every_steps < 1:
             raise UsageError(

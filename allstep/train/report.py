@@ -25,6 +25,7 @@ class RunReport:
         noise_scale: samples in a step up to which more of them save steps; None if it was not
             measured. `useful_batch` says it in words.
         checkpoint: the newest checkpoint.
+        num_skipped: steps left out because their gradient was not finite.
         interrupted: number of the signal that ended the run early, or None.
     """
 
@@ -41,4 +42,5 @@ class RunReport:
     noise_scale: float | None
     useful_batch: str | None
     checkpoint: Path | None
+    num_skipped: int
     interrupted: int | None

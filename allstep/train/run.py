@@ -17,8 +17,9 @@ from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
+from allstep.train.stages import all_stages, num_samples_of, num_total_steps
 from allstep.train.step import TrainStep
-from allstep.train.task import Task
+from allstep.train.task import Stage, Task
 
 __all__ = ["Run"]
 
@@ -82,38 +83,66 @@ class Run:
             self.exchange,
             self.noise,
             options.clip_norm,
+            options.nonfinite,
         )
-        self.loader = loader(
-            task.train_set,
-            comm,
-            global_batch=options.global_batch,
-            micro_batch=options.micro_batch,
-            seed=options.seed,
-            drop_last=options.drop_last,
-            num_workers=options.loader_workers,
-            collate_fn=task.collate_fn,
-            pin_memory=comm.device.type == "cuda",
-        )
-        self._evaluator = Evaluator(
-            lambda model, data: task.metrics(model, self.precision.prepare_data(data)),
-            task.test_set,
-            comm,
-            micro_batch=options.micro_batch,
-            num_workers=options.loader_workers,
-            collate_fn=task.collate_fn,
-            seed=options.seed,
-        )
+        self._stages = all_stages(task, options)
+        self._enter(0)
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints", comm, keep=options.keep_checkpoints
         )
         self.last_checkpoint: Path | None = None
+
+    def _enter(self, stage_index: int) -> None:
+        """Takes up a stage's data, from its beginning."""
+        self._stage_index = stage_index
+        options, stage = self._options, self._stage
+        self.loader = loader(
+            stage.train_set,
+            self._comm,
+            global_batch=stage.global_batch,
+            micro_batch=stage.micro_batch,
+            seed=options.seed,
+            drop_last=options.drop_last,
+            num_workers=options.loader_workers,
+            collate_fn=self._task.collate_fn,
+            pin_memory=self._comm.device.type == "cuda",
+        )
+        self._evaluator = Evaluator(
+            lambda model, data: self._task.metrics(model, self.precision.prepare_data(data)),
+            stage.test_set,
+            self._comm,
+            micro_batch=stage.micro_batch,
+            num_workers=options.loader_workers,
+            collate_fn=self._task.collate_fn,
+            seed=options.seed,
+        )
+        self.noise.micro_batch = stage.micro_batch
+        self.train_step.first_data = None
+
+    @property
+    def _stage(self) -> Stage:
+        return self._stages[self._stage_index]
+
+    def advance(self) -> None:
+        """Goes on to the next stage if its first epoch has come. All workers call it."""
+        later = self._stages[self._stage_index + 1 :]
+        if not later or self.loader.epoch < later[0].first_epoch:
+            return
+        step = self.loader.step
+        self.noise.flush(self._comm)  # what was measured with the old micro-batches
+        self.loader.close()
+        self._enter(self._stage_index + 1)
+        # As if all epochs had been passes over these samples: epochs are counted on, and with
+        # them the random states that begin with (seed, epoch).
+        num_samples = self._stage.first_epoch * num_samples_of(self._stage)
+        self.loader.load_state_dict({"samples": num_samples, "steps": step})
 
     @property
     def num_total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None for a stream, whose length isn't known."""
         if not isinstance(self.loader, MapLoader):
             return None
-        return self._options.epochs * len(self.loader)
+        return num_total_steps(self._stages, self._options)
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
@@ -140,6 +169,9 @@ class Run:
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
+            "num_skipped": self.train_step.num_skipped,
+            "stages": self._batches_of_stages(),
+            "stage": self._stage_index,
             "loader": self.loader.state_dict(),
             "exchange": self.exchange.state_dict(),
             "noise_scale": self.noise.state_dict(),
@@ -173,23 +205,28 @@ class Run:
             )
         _, state = loaded
         self._check_options(state["options"])
+        self._check_stages(state["stages"])
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
+        if state["stage"] != self._stage_index:
+            self.loader.close()
+            self._enter(state["stage"])
         self.loader.load_state_dict(state["loader"])
         self.exchange.load_state_dict(state["exchange"])
         self.noise.load_state_dict(state["noise_scale"])
+        self.train_step.num_skipped = state["num_skipped"]
 
     def cost_of_sample(self) -> tuple[float, float]:
         """Floating-point operations and seconds of a sample on one worker alone.
 
         The seconds are those of compute and update, without waiting for data or workers.
         """
-        options = self._options
+        stage = self._stage
         cost = probe(self._task, self.precision, self._comm, self.train_step.first_data)
-        seconds = cost.compute_s / options.micro_batch + cost.update_s / options.global_batch
-        return cost.flops / options.micro_batch, seconds
+        seconds = cost.compute_s / stage.micro_batch + cost.update_s / stage.global_batch
+        return cost.flops / stage.micro_batch, seconds
 
     def close(self) -> None:
         """Stops the loader's processes and takes the exchange's hooks off the model."""
@@ -204,3 +241,14 @@ class Run:
                     f"`{name}` (={wanted}) differs from the checkpoint's (={saved[name]}):"
                     " the run would not be the same. Resume with the checkpoint's value."
                 )
+
+    def _batches_of_stages(self) -> list[list[int]]:
+        return [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
+
+    def _check_stages(self, saved: list[list[int]]) -> None:
+        wanted = self._batches_of_stages()
+        if [list(stage) for stage in saved] != wanted:
+            raise CheckpointError(
+                f"The stages (first epoch, global batch, micro-batch) {wanted} differ from the"
+                f" checkpoint's {saved}: the run would not be the same. Resume with those."
+            )

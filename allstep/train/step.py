@@ -1,10 +1,14 @@
 """One optimizer step on one global batch: the file to read first."""
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allstep.exchange import Exchange
+from allstep.optim import NonfiniteGradientError
 from allstep.train.batch import Batch
 from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
@@ -27,6 +31,10 @@ class TrainStep:
         exchange: the model's; says how late its gradients are.
         noise: sees the gradients of some steps.
         clip_norm: largest L2 norm of the global gradient, or None.
+        nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
+
+    Attributes:
+        num_skipped: steps that were left out.
     """
 
     def __init__(
@@ -38,6 +46,7 @@ class TrainStep:
         exchange: Exchange,
         noise: NoiseProbe,
         clip_norm: float | None = None,
+        nonfinite: Literal["raise", "skip", "propagate"] = "raise",
     ) -> None:
         self._task = task
         self._model = model
@@ -46,6 +55,8 @@ class TrainStep:
         self._exchange = exchange
         self._noise = noise
         self._clip_norm = clip_norm
+        self._nonfinite = nonfinite
+        self.num_skipped = 0
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.first_data: object = None  # a whole micro-batch, for measuring its cost
 
@@ -76,10 +87,31 @@ class TrainStep:
         return local_loss
 
     def update(self, step: int) -> None:
-        """Applies what is in `p.grad`, with the learning rate of the step that made it."""
+        """Applies what is in `p.grad`, with the learning rate of the step that made it.
+
+        Raises:
+            NonfiniteGradientError: by policy, before anything is changed; on every worker alike.
+        """
         self._set_learning_rate(self._task.schedule(step))
-        self._precision.step(self._optimizer, self._clip_norm)
+        if self._is_good(step):
+            self._precision.step(self._optimizer, self._clip_norm)
+        else:
+            self.num_skipped += 1
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _is_good(self, step: int) -> bool:
+        """Whether the global gradient is finite, as far as the policy wants to know."""
+        if self._nonfinite == "propagate" or self._precision.scaler.is_enabled():
+            return True
+        # The largest magnitude, for a norm of finite numbers may overflow.
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+        if math.isfinite(nn.utils.get_total_norm(grads, math.inf)):
+            return True
+        if self._nonfinite == "skip":
+            return False
+        named = getattr(self._model, "_orig_mod", self._model).named_parameters()
+        bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
+        raise NonfiniteGradientError(bad, step)
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:
         """Adds one micro-batch's share to `p.grad`; returns its share of the mean loss."""

@@ -129,6 +129,6 @@ def test_a_lone_module_and_no_parameters() -> None:
 
 def test_the_room_leads_to_each_name() -> None:
     for name in allstep.optim.__all__:
-        assert callable(getattr(allstep.optim, name)) and name in dir(allstep.optim)
+        assert hasattr(allstep.optim, name) and name in dir(allstep.optim)
     with pytest.raises(AttributeError, match="has no attribute 'Lamb'"):
         allstep.optim.Lamb  # noqa: B018

@@ -1,0 +1,210 @@
+"""How a model is optimized, as plain data: what recipes and published recipes are made of."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from allstep.errors import UsageError, nearest_names
+from allstep.optim.compose import chain, scaled
+from allstep.optim.schedules import (
+    Schedule,
+    constant,
+    cosine,
+    poly,
+    slow_start,
+    step_decay,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["OptimizerName", "ScheduleName", "SecondStage", "Settings"]
+
+OptimizerName = Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"]
+ScheduleName = Literal["cosine", "poly", "linear", "step", "slow_start", "constant"]
+
+_OPTIMIZERS = ("sgd", "adamw", "lars", "lamb", "rmsprop_warmup")
+_SCHEDULES = ("cosine", "poly", "linear", "step", "slow_start", "constant")
+# Where the rate falls to a tenth, as shares of the run.
+_MILESTONES = (30 / 90, 60 / 90, 80 / 90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondStage:
+    """The end of a run with other batches: the rate begins again from 0 and warms up anew.
+
+    Args:
+        epochs: the last ones of the run.
+        lr: its peak rate.
+        warmup_epochs: of these.
+    """
+
+    epochs: int
+    lr: float
+    warmup_epochs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Optimizer, rate and schedule; makes both for any model and number of steps.
+
+    Args:
+        optimizer: "sgd" (Nesterov), "adamw", "lars" (MLPerf's form), "lamb" or "rmsprop_warmup".
+        lr: peak rate, for the whole global batch.
+        momentum: or Adam's first beta.
+        weight_decay: of weights; biases and normalisation have none.
+        lr_schedule: "cosine", "poly" (quadratic), "linear", "step" (a tenth after 30, 60 and 80
+            ninetieths of the run), "slow_start" or "constant".
+        warmup_epochs: in which the rate grows linearly to its peak; for "rmsprop_warmup" those
+            until RMSprop and SGD have the same weight, in place of a growing rate.
+        warmup_start: where the rate's growth begins, as a share of the peak.
+        second: another stage at the end, or None.
+
+    Raises:
+        UsageError: if a name or a number is out of range.
+
+    >>> settings = Settings(lr=0.1, lr_schedule="linear", warmup_epochs=0.5)
+    >>> schedule = settings.make_schedule(epochs=2, steps_per_epoch=4)
+    >>> [round(schedule(step), 2) for step in range(8)]
+    [0.5, 1.0, 1.0, 0.83, 0.67, 0.5, 0.33, 0.17]
+    """
+
+    optimizer: OptimizerName = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    lr_schedule: ScheduleName = "cosine"
+    warmup_epochs: float = 0.0
+    warmup_start: float = 0.0
+    second: SecondStage | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in _OPTIMIZERS:
+            raise UsageError(
+                f"`optimizer` (={self.optimizer!r}): {nearest_names(self.optimizer, _OPTIMIZERS)}"
+            )
+        if self.lr_schedule not in _SCHEDULES:
+            raise UsageError(
+                f"`lr_schedule` (={self.lr_schedule!r}):"
+                f" {nearest_names(self.lr_schedule, _SCHEDULES)}"
+            )
+        if not self.lr > 0:
+            raise UsageError(f"`lr` (={self.lr}) must be positive.")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
+        if self.weight_decay < 0:
+            raise UsageError(f"`weight_decay` (={self.weight_decay}) must be 0 or more.")
+        if self.warmup_epochs < 0:
+            raise UsageError(f"`warmup_epochs` (={self.warmup_epochs}) must be 0 or more.")
+        if not 0 <= self.warmup_start <= 1:
+            raise UsageError(
+                f"`warmup_start` (={self.warmup_start}) must be between 0 and 1, a share of `lr`."
+            )
+
+    def make_optimizer(self, model: "nn.Module", steps_per_epoch: int | None = None) -> "Optimizer":
+        """The optimizer over the model's parameters, in the groups of `allstep.optim.groups`.
+
+        Args:
+            model: on its device.
+            steps_per_epoch: optimizer steps of an epoch; only "rmsprop_warmup" needs to know.
+
+        Raises:
+            UsageError: if it is needed and missing.
+        """
+        from torch.optim import SGD, AdamW
+
+        from allstep.optim.grouping import groups
+        from allstep.optim.lamb import LAMB
+        from allstep.optim.lars import LARS
+
+        parameters = groups(model, weight_decay=self.weight_decay)
+        if self.optimizer == "sgd":
+            nesterov = self.momentum > 0
+            return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        if self.optimizer == "adamw":
+            return AdamW(parameters, lr=self.lr, betas=(self.momentum, 0.999))
+        if self.optimizer == "lars":
+            return LARS(parameters, lr=self.lr, momentum=self.momentum, variant="mlperf")
+        if self.optimizer == "lamb":
+            return LAMB(parameters, lr=self.lr, betas=(self.momentum, 0.999))
+        return self._rmsprop_warmup(parameters, steps_per_epoch)
+
+    def _rmsprop_warmup(
+        self, parameters: list[dict[str, object]], steps_per_epoch: int | None
+    ) -> "Optimizer":
+        from allstep.optim.rmsprop_warmup import RMSpropWarmup
+
+        if steps_per_epoch is None:
+            raise UsageError(
+                "`steps_per_epoch` (=None) must be given for the optimizer `rmsprop_warmup`, whose"
+                " transition is counted in steps."
+            )
+        if not self.warmup_epochs > 0:
+            raise UsageError(
+                f"`warmup_epochs` (={self.warmup_epochs}) must be positive for the optimizer"
+                " `rmsprop_warmup`; a ninth of the run is usual."
+            )
+        center_steps = self.warmup_epochs * steps_per_epoch
+        return RMSpropWarmup(
+            parameters,
+            lr=self.lr,
+            momentum=self.momentum,
+            center_steps=center_steps,
+            period_steps=center_steps / 2,  # 10 and 5 of 90 epochs
+        )
+
+    def make_schedule(
+        self, *, epochs: int, steps_per_epoch: int, second_steps_per_epoch: int | None = None
+    ) -> Schedule:
+        """The multiplier of `lr` over the whole run.
+
+        Args:
+            epochs: of the run, both stages together.
+            steps_per_epoch: optimizer steps of an epoch, in the second stage
+                `second_steps_per_epoch`.
+
+        Raises:
+            UsageError: if the stages don't fit in the epochs.
+        """
+        if self.second is None:
+            return self._one_stage(epochs * steps_per_epoch, self.warmup_epochs * steps_per_epoch)
+        first_epochs = epochs - self.second.epochs
+        if first_epochs < 1 or self.second.epochs < 1 or second_steps_per_epoch is None:
+            raise UsageError(
+                f"`epochs` (={epochs}) must hold one or more of the first stage and"
+                f" {self.second.epochs} of the second, and `second_steps_per_epoch`"
+                f" (={second_steps_per_epoch}) must be given."
+            )
+        first_steps = first_epochs * steps_per_epoch
+        second_steps = self.second.epochs * second_steps_per_epoch
+        second_warmup = self.second.warmup_epochs * second_steps_per_epoch
+        first = self._one_stage(first_steps, self.warmup_epochs * steps_per_epoch)
+        second = scaled(self._one_stage(second_steps, second_warmup), self.second.lr / self.lr)
+        return chain([(first_steps, first), (second_steps, second)])
+
+    def _one_stage(self, total_steps: int, warmup: float) -> Schedule:
+        if self.optimizer == "rmsprop_warmup":
+            warmup = 0  # it replaces a growing rate
+        warmup_steps = min(round(warmup), total_steps - 1)
+        schedule = self._shape(total_steps, warmup_steps)
+        start = self.warmup_start
+
+        def from_start(step: int) -> float:
+            share = schedule(step)
+            return start + (1 - start) * share if step < warmup_steps else share
+
+        return from_start if start and warmup_steps else schedule
+
+    def _shape(self, total_steps: int, warmup_steps: int) -> Schedule:
+        if self.lr_schedule == "cosine":
+            return cosine(total_steps, warmup_steps)
+        if self.lr_schedule == "poly":
+            return poly(total_steps, warmup_steps)
+        if self.lr_schedule == "linear":
+            return poly(total_steps, warmup_steps, power=1.0)
+        if self.lr_schedule == "slow_start":
+            return slow_start(total_steps)
+        if self.lr_schedule == "constant":
+            return constant(warmup_steps=warmup_steps)
+        milestones = sorted({round(share * total_steps) for share in _MILESTONES})
+        return step_decay([m for m in milestones if m >= warmup_steps], warmup_steps=warmup_steps)

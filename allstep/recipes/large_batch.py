@@ -1,0 +1,77 @@
+"""A published large-batch recipe put upon a recipe of ours."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import allstep
+from allstep.recipes.base import Recipe
+
+__all__ = ["apply_large_batch", "describe_changes"]
+
+
+def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.Rescaled]:
+    """Sets optimizer, rate, warm-up, decay and stages as a published training had them.
+
+    Everything is rescaled to the recipe's own batch and epochs by the published one's rules.
+
+    Args:
+        recipe: says what is trained, on which batch and for how long.
+        name: one of `allstep.optim.PUBLISHED`.
+
+    Returns:
+        The recipe with plain fields set, and what was rescaled.
+
+    Raises:
+        UsageError: if the name is unknown, or needs two stages that the recipe can't have.
+    """
+    rescaled = allstep.optim.rescale(name, global_batch=recipe.global_batch, epochs=recipe.epochs)
+    settings, published = rescaled.settings, rescaled.published
+    if published.mixed is not None and settings.second is not None:
+        recipe = recipe.with_second_stage(published.mixed, settings.second)
+    applied = replace(
+        recipe,
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+        lr_schedule=settings.lr_schedule,
+        warmup_epochs=settings.warmup_epochs,
+        warmup_start=settings.warmup_start,
+        last_statistics=published.last_statistics,
+    )
+    return applied, rescaled
+
+
+def describe_changes(rescaled: allstep.optim.Rescaled) -> list[str]:
+    """What a user is told: each setting before and after, the rule, the source."""
+    published = rescaled.published
+    kept = [change for change in rescaled.changes if change.rule == "kept"]
+    moved = [change for change in rescaled.changes if change.rule != "kept"]
+    rows = [(c.name, _shown(c.before), _shown(c.after), c.rule) for c in moved]
+    rows.insert(0, ("setting", "published", "here", "rule"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"{published.name}: {published.workload}, {published.epochs} epochs"]
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join(["", *padded, row[3]]).rstrip())
+    lines.append(f"As published: {', '.join(f'{c.name} {_shown(c.after)}' for c in kept)}.")
+    lines += _sources(rescaled.changes)
+    lines.append(
+        f"It reached: {published.expected} ({published.expected_source};"
+        f" {published.expected_trust})."
+    )
+    return lines
+
+
+def _sources(changes: Sequence[allstep.optim.Change]) -> list[str]:
+    """Each source once, with the settings that are from it unless they are most."""
+    by_source: dict[str, list[str]] = {}
+    for change in changes:
+        by_source.setdefault(change.source, []).append(change.name)
+    most = max(by_source, key=lambda source: len(by_source[source]))
+    others = [f"  {', '.join(names)}: {s}." for s, names in by_source.items() if s != most]
+    return [f"Source: {most}.", *others]
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

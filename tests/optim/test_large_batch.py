@@ -1,0 +1,171 @@
+"""Published recipes as data, and what their rules make of another batch and other epochs."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from allstep.errors import UsageError
+from allstep.optim import (
+    LAMB,
+    LARS,
+    PUBLISHED,
+    RMSpropWarmup,
+    Settings,
+    find_published,
+    large_batch,
+    rescale,
+)
+
+NAMES = ["goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet", "lamb_bert_76min"]
+
+
+def test_the_published_ones() -> None:
+    assert list(PUBLISHED) == NAMES
+    for name, published in PUBLISHED.items():
+        assert published.name == name
+        assert published.source and published.expected_source
+        assert published.micro_batch <= published.global_batch
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_batch_and_epochs_change_nothing(name: str) -> None:
+    published = PUBLISHED[name]
+    rescaled = rescale(name, global_batch=published.global_batch, epochs=published.epochs)
+    for change in rescaled.changes:
+        if isinstance(change.before, float):
+            assert change.after == pytest.approx(change.before), change.name
+        else:
+            assert change.after == change.before, change.name
+        assert change.rule and change.source
+
+
+def test_rates_of_the_papers_tables() -> None:
+    """Goyal's 0.1 * batch / 256, Akiba's 12.8 and LAMB's 4 / (2**2 * 100) at 2,048."""
+    assert rescale("goyal_1h", global_batch=256, epochs=90).settings.lr == pytest.approx(0.1)
+    assert PUBLISHED["akiba_15min"].lr == pytest.approx(0.1 * 32768 / 256)
+    lamb = rescale("lamb_imagenet", global_batch=2048, epochs=90).settings
+    assert lamb.lr == pytest.approx(4 / (2**2 * 100))
+    assert lamb.warmup_epochs == pytest.approx(1.25)
+
+
+def test_the_rules_differ() -> None:
+    """A quarter of the batch: a quarter of the rate by one rule, a half by the other."""
+    linear = rescale("lars_32k", global_batch=8192, epochs=57).settings
+    root = rescale("lamb_imagenet", global_batch=8192, epochs=90).settings
+    assert linear.lr == pytest.approx(21.2 / 4)
+    assert root.lr == pytest.approx(0.04 / 2)
+    assert linear.warmup_epochs == pytest.approx(16)
+    assert root.warmup_epochs == pytest.approx(20 / 4)
+
+
+def test_fractions_of_the_run_stay_fractions() -> None:
+    for name in NAMES:
+        published = PUBLISHED[name]
+        short = rescale(name, global_batch=published.global_batch, epochs=10).settings
+        assert short.warmup_epochs / 10 == pytest.approx(published.warmup_epochs / published.epochs)
+
+
+def test_a_warmup_that_grows_stays_within_half_the_run() -> None:
+    rescaled = rescale("lamb_imagenet", global_batch=2**20, epochs=10)
+    assert rescaled.settings.warmup_epochs == 5.0
+    (rule,) = [c.rule for c in rescaled.changes if c.name == "warmup_epochs"]
+    assert "at most half" in rule
+
+
+def test_goyals_rate_begins_at_the_small_batchs_and_falls_at_30_60_80() -> None:
+    made = large_batch(
+        "goyal_1h", nn.Linear(2, 2), global_batch=8192, epochs=90, steps_per_epoch=100
+    )
+    lr = made.optimizer.param_groups[0]["lr"]
+    rates = [lr * made.schedule(step) for step in range(9000)]
+    assert lr == 3.2
+    assert rates[0] == pytest.approx(0.1 + 3.1 / 500)
+    assert rates[499] == pytest.approx(3.2)
+    assert rates[250] - rates[249] == pytest.approx(3.1 / 500)
+    for epoch, expected in ((29, 3.2), (30, 0.32), (60, 0.032), (80, 0.0032)):
+        assert rates[100 * epoch] == pytest.approx(expected)
+
+
+def test_mixed_batches_warm_up_twice() -> None:
+    made = large_batch(
+        "lamb_bert_76min",
+        nn.Linear(2, 2),
+        global_batch=65536,
+        epochs=10,
+        steps_per_epoch=1000,
+        second_steps_per_epoch=2000,
+    )
+    peak = round(0.2843 * 9000)
+    assert made.schedule(peak - 1) == pytest.approx(1.0)
+    assert made.schedule(8999) < 0.001 < 0.002 < made.schedule(9010)
+    assert made.schedule(9000 + round(0.128 * 2000) - 1) == pytest.approx(4 / 6)
+    assert made.schedule(11000) == 0.0
+
+
+def test_optimizers_are_the_published_kinds_and_step() -> None:
+    kinds = {
+        "goyal_1h": torch.optim.SGD,
+        "akiba_15min": RMSpropWarmup,
+        "lars_32k": LARS,
+        "lamb_imagenet": LAMB,
+    }
+    for name, kind in kinds.items():
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+        made = large_batch(name, model, global_batch=64, epochs=9, steps_per_epoch=2)
+        assert type(made.optimizer) is kind
+        assert [group["weight_decay"] > 0 for group in made.optimizer.param_groups] == [True, False]
+        before = model[0].weight.clone()
+        model(torch.ones(2, 4)).square().mean().backward()
+        made.optimizer.step()
+        assert not torch.equal(before, model[0].weight)
+
+
+def test_akibas_transition_is_at_a_ninth_of_the_run() -> None:
+    made = large_batch(
+        "akiba_15min", nn.Linear(2, 2), global_batch=512, epochs=18, steps_per_epoch=50
+    )
+    (group, _) = made.optimizer.param_groups
+    assert (group["center_steps"], group["period_steps"]) == (100, 50)
+    assert made.schedule(0) == 0.5  # no growing rate beside RMSprop
+
+
+def test_bad_names_and_numbers() -> None:
+    with pytest.raises(UsageError, match=r"`large_batch` \(='goyal'\): did you mean `goyal_1h`"):
+        find_published("goyal")
+    with pytest.raises(UsageError, match=r"`global_batch` \(=0\) must be at least 1"):
+        rescale("goyal_1h", global_batch=0, epochs=1)
+    with pytest.raises(UsageError, match=r"`epochs` \(=0\) must be at least 1"):
+        rescale("goyal_1h", global_batch=1, epochs=0)
+    with pytest.raises(UsageError, match=r"`epochs` \(=1\) must be at least 2 for two stages"):
+        rescale("lamb_bert_76min", global_batch=64, epochs=1)
+    with pytest.raises(UsageError, match=r"`second_steps_per_epoch` \(=None\) must be given"):
+        large_batch(
+            "lamb_bert_76min", nn.Linear(2, 2), global_batch=64, epochs=2, steps_per_epoch=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, r"`lr` \(=0.0\) must be positive"),
+        ({"lr": math.nan}, r"`lr` \(=nan\) must be positive"),
+        ({"momentum": 1.0}, r"`momentum` \(=1.0\)"),
+        ({"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\)"),
+        ({"warmup_epochs": -1.0}, r"`warmup_epochs` \(=-1.0\)"),
+        ({"warmup_start": 2.0}, r"`warmup_start` \(=2.0\)"),
+        ({"optimizer": "lar"}, r"`optimizer` \(='lar'\): did you mean `lars`"),
+        ({"lr_schedule": "cosin"}, r"`lr_schedule` \(='cosin'\): did you mean `cosine`"),
+    ],
+)
+def test_bad_settings(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Settings(**changes)  # type: ignore[arg-type]
+
+
+def test_rmsprop_needs_to_know_its_steps() -> None:
+    with pytest.raises(UsageError, match=r"`steps_per_epoch` \(=None\) must be given"):
+        Settings(optimizer="rmsprop_warmup", warmup_epochs=1.0).make_optimizer(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"`warmup_epochs` \(=0.0\) must be positive"):
+        Settings(optimizer="rmsprop_warmup").make_optimizer(nn.Linear(2, 2), 3)

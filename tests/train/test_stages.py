@@ -1,0 +1,175 @@
+"""A run in stages: other samples in other batches from an epoch on, resumed and on any workers."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import allstep
+from allstep import Communicator, Stage, Task, TrainOptions, UsageError
+from allstep.comm.threads import run_ranks
+from allstep.errors import AllstepError, CheckpointError
+from tests.helpers import same_model
+from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
+
+EPOCHS, SECOND_EPOCH = 5, 3
+SECOND_BATCH, SECOND_MICRO_BATCH = 40, 4
+NUM_SECOND = 90  # 3 steps an epoch, the last of 10 samples
+NUM_STEPS = 4 * SECOND_EPOCH + 3 * (EPOCHS - SECOND_EPOCH)
+
+
+def make_task(**changes: Any) -> Task:
+    task = same_model.make_task("adamw")
+    stage: dict[str, Any] = {
+        "first_epoch": SECOND_EPOCH,
+        "train_set": same_model.Images(NUM_SECOND),
+        "test_set": same_model.Images(30),
+        "global_batch": SECOND_BATCH,
+        "micro_batch": SECOND_MICRO_BATCH,
+    }
+    return Task(**vars(task) | {"later_stages": [Stage(**stage | changes)]})
+
+
+def make_options(**changes: Any) -> TrainOptions:
+    arguments: dict[str, Any] = {
+        "epochs": EPOCHS,
+        "global_batch": same_model.GLOBAL_BATCH,
+        "micro_batch": same_model.MICRO_BATCH,
+        "seed": 11,
+        "precision": "float64",
+        "noise_scale_every_steps": 2,
+    }
+    return TrainOptions(**arguments | changes)
+
+
+def train(comm: Communicator, folder: Path, *, resume: bool = False, **changes: Any) -> Any:
+    task = make_task()
+    report = allstep.fit(task, make_options(**changes), comm, folder, resume=resume)
+    return report, task.model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(Communicator.lone(), tmp_path_factory.mktemp("reference"))
+
+
+def test_steps_and_epochs_are_counted_on(reference: Any) -> None:
+    report, _ = reference
+    assert (report.num_steps, report.num_epochs) == (NUM_STEPS, EPOCHS)
+    assert report.totals["accuracy"][1] == 30  # the second stage's test set
+
+
+def test_the_second_stage_matters(reference: Any, tmp_path: Path) -> None:
+    task = same_model.make_task("adamw")
+    allstep.fit(task, make_options(), Communicator.lone(), tmp_path)
+    assert same_model.largest_difference(task.model.state_dict(), reference[1]) > 1e-3
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_the_same_model_on_any_workers(
+    num_workers: int,
+    reference: Any,
+    tmp_path: Path,
+    thread_generators: type[ThreadGenerator],  # noqa: F811
+) -> None:
+    def train_here(comm: Communicator) -> Any:
+        with thread_generators():
+            return train(comm, tmp_path)
+
+    for report, state in run_ranks(num_workers, train_here, timeout_s=60):
+        assert same_model.largest_difference(state, reference[1]) < 1e-10
+        assert report.noise_scale == pytest.approx(reference[0].noise_scale, rel=1e-6)
+
+
+# In the first stage, at its last step (the boundary), in the second, before the last step.
+@pytest.mark.parametrize("last_step", [7, 4 * SECOND_EPOCH, 4 * SECOND_EPOCH + 2, NUM_STEPS - 1])
+def test_resume_across_the_boundary_bit_for_bit(
+    last_step: int, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from allstep.train.step import TrainStep
+
+    update = TrainStep.update
+
+    def interrupt(self: TrainStep, step: int) -> None:
+        update(self, step)
+        if step == last_step - 2:  # workers agree to stop one step later
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainStep, "update", interrupt)
+        report, _ = train(Communicator.lone(), tmp_path)
+    assert report.interrupted == signal.SIGTERM
+    assert report.num_steps == last_step
+    report, state = train(Communicator.lone(), tmp_path, resume=True)
+    assert report.num_steps == NUM_STEPS
+    assert all(torch.equal(state[name], value) for name, value in reference[1].items())
+    assert report.noise_scale == reference[0].noise_scale
+
+
+def test_other_stages_are_refused_on_resume(tmp_path: Path) -> None:
+    comm = Communicator.lone()
+    allstep.fit(make_task(), make_options(), comm, tmp_path)
+    with pytest.raises(CheckpointError, match="differ from the checkpoint's"):
+        allstep.fit(make_task(first_epoch=2), make_options(), comm, tmp_path, resume=True)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_epoch": 0}, r"`later_stages` must begin at increasing epochs from 1 to 4"),
+        ({"first_epoch": 5}, r"they begin at \[5\]"),
+        ({"train_set": Stream()}, r"`train_set` \(a Stream\) of a stage has no length"),
+    ],
+)
+def test_bad_stages(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        allstep.fit(make_task(**changes), make_options(), Communicator.lone(), tmp_path)
+
+
+def poisoned(step: int) -> Task:
+    """The task with a loss that is NaN at one step."""
+    task = make_task()
+    num_calls = 0
+
+    def loss(model: torch.nn.Module, data: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        value = task.loss(model, data)
+        return value * float("nan") if num_calls == 12 * step + 1 else value
+
+    return Task(**vars(task) | {"loss": loss})
+
+
+def test_a_gradient_of_nan_stops_the_run_by_name(tmp_path: Path) -> None:
+    with pytest.raises(AllstepError, match=r"Step 2: the gradient of 0.weight, 1.weight"):
+        allstep.fit(poisoned(2), make_options(), Communicator.lone(), tmp_path)
+
+
+def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
+    task = poisoned(2)
+    report = allstep.fit(task, make_options(nonfinite="skip"), Communicator.lone(), tmp_path)
+    assert report.num_skipped == 1
+    assert all(value.isfinite().all() for value in task.model.state_dict().values())
+    log = (tmp_path / "metrics.jsonl").read_text()
+    assert '"skipped_steps": 1' in log
+
+
+def test_or_goes_through(tmp_path: Path) -> None:
+    task = poisoned(2)
+    allstep.fit(task, make_options(nonfinite="propagate"), Communicator.lone(), tmp_path)
+    assert not all(value.isfinite().all() for value in task.model.state_dict().values())
+
+
+def test_a_skip_fits_no_local_steps() -> None:
+    with pytest.raises(UsageError, match=r"`nonfinite` \(='skip'\) would leave out a step of one"):
+        TrainOptions(nonfinite="skip", every=4)
