@@ -12,6 +12,8 @@ MIB = 2**20
 # torch's DistributedDataParallel: 25 MiB a bucket, the first one 1 MiB.
 DDP_BUCKET_BYTES = 25 * MIB
 DDP_FIRST_BUCKET_BYTES = MIB
+# allstep's own first bucket, where others are larger.
+FIRST_BUCKET_BYTES = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,12 @@ class Policy:
         return f'allstep.ExchangePolicy({wire}{stale}algorithm="auto", bucket_bytes="auto")'
 
     def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "Policy":
-        """This policy with what was left to choose settled."""
-        return replace(
-            self,
-            algorithm=algorithm if self.algorithm == "auto" else self.algorithm,
-            bucket_bytes=bucket_bytes if self.bucket_bytes == "auto" else self.bucket_bytes,
-        )
+        """This policy with what was left to choose settled; the first bucket is a small one."""
+        settled = replace(self, algorithm=algorithm) if self.algorithm == "auto" else self
+        if self.bucket_bytes != "auto":
+            return settled
+        first_bytes = None if bucket_bytes is None else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        return replace(settled, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bytes)
 
 
 # The simplest first: of two that are as fast, the earlier is recommended.

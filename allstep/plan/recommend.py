@@ -16,7 +16,7 @@ from allstep.plan.policy import Policy
 from allstep.plan.scaling import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 
-__all__ = ["Recommendation", "recommend"]
+__all__ = ["Recommendation", "recommend", "simplest_fast"]
 
 # Differences below this share are within what predictions are good for.
 _AS_FAST = 0.05
@@ -57,7 +57,7 @@ def recommend(
         raise UsageError(f"`max_points_lost` (={max_points_lost}) must be 0 or more points.")
     allowed = [p for p in predictions if _is_allowed(p.policy, accuracy, max_points_lost)]
     counts = sorted({p.num_workers for p in predictions if p.num_workers > 1})
-    best = [_simplest_fast([p for p in allowed if p.num_workers == count]) for count in counts]
+    best = [simplest_fast([p for p in allowed if p.num_workers == count]) for count in counts]
     if not best:
         return Recommendation(choice=None, sentence="one worker has nobody to talk to.")
     rates = [(1, _lone_progress(predictions[0], target))]
@@ -84,7 +84,8 @@ def _is_allowed(policy: Policy, accuracy: AccuracyTable, max_points_lost: float)
     return policy.every == 1 if cost is None else cost.mean <= max_points_lost
 
 
-def _simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
+def simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
+    """The first of those that are as good as the fastest."""
     fastest_s = min(p.report.step_s for p in predictions)
     return next(p for p in predictions if p.report.step_s <= (1 + _AS_FAST) * fastest_s)
 

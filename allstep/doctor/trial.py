@@ -1,0 +1,212 @@
+"""Training steps under a policy, timed for real."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from allstep.comm import Communicator
+from allstep.doctor.timing import slowest_s, synchronize
+from allstep.doctor.workload import TimedStep, make_workload, time_step
+from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.plan.policy import Policy
+from allstep.plan.workload import Workload
+
+__all__ = ["Training", "exchange_policy", "measure_policy", "measure_workload", "sleeping_training"]
+
+_WARM_STEPS = 3  # buckets are made anew after the first
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of training.
+
+    Attributes:
+        model: what is trained.
+        loss_of: the forward pass of a model like `model`, to its loss.
+        optimizer: of its parameters.
+    """
+
+    model: nn.Module
+    loss_of: Callable[[nn.Module], Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def measure_workload(
+    comm: Communicator, training: Training, *, num_samples: int, num_steps: int = 9
+) -> Workload:
+    """Times steps without any exchange, on all workers at once. Collective.
+
+    Workers begin each step together, and what counts is when the last of them is done with a
+    part: that is when an exchange could begin.
+
+    Args:
+        comm: the workers.
+        training: the same on each.
+        num_samples: of a worker's step.
+        num_steps: to take the median of.
+    """
+
+    def step() -> TimedStep:
+        comm.barrier()
+        return time_step(
+            training.model, lambda: training.loss_of(training.model), training.optimizer.step
+        )
+
+    for _ in range(2):
+        step()
+    return make_workload([_slowest(comm, step()) for _ in range(num_steps)], num_samples)
+
+
+def _slowest(comm: Communicator, timed: TimedStep) -> TimedStep:
+    """When the last worker reached each point of a step."""
+    ends_s = [timed.forward_s, timed.forward_s + timed.backward_s, timed.optimizer_s]
+    ends_s += [timed.forward_s + ready_s for _, ready_s in timed.gradients]
+    last = comm.all_reduce(torch.tensor([*ends_s, timed.core_s], dtype=torch.float64), "max")
+    forward_s, backward_end_s, optimizer_s, *ready_s, core_s = last.tolist()
+    return TimedStep(
+        forward_s=forward_s,
+        backward_s=backward_end_s - forward_s,
+        optimizer_s=optimizer_s,
+        core_s=core_s,
+        gradients=[
+            (size, max(0.0, seconds - forward_s))
+            for (size, _), seconds in zip(timed.gradients, ready_s, strict=True)
+        ],
+    )
+
+
+def exchange_policy(policy: Policy) -> ExchangePolicy:
+    """What a settled policy of the planner is in a program."""
+    everything = 1 << 62  # one bucket
+    bucket_bytes = policy.bucket_bytes if isinstance(policy.bucket_bytes, int) else everything
+    return ExchangePolicy(
+        wire=policy.wire,
+        staleness=policy.staleness,
+        algorithm=policy.algorithm,
+        bucket_bytes=bucket_bytes,
+        every=policy.every,
+        overlap=policy.bucket_bytes is not None,
+    )
+
+
+def measure_policy(
+    comm: Communicator,
+    make_training: Callable[[], Training],
+    policy: Policy,
+    *,
+    num_repeats: int = 5,
+    seconds: float = 0.5,
+) -> list[float]:
+    """Times whole steps under a policy: forward, backward, exchange, update. Collective.
+
+    With staleness the pipeline is full when the clock starts, and as full when it stops.
+
+    Args:
+        comm: the workers.
+        make_training: makes the same training on each worker.
+        policy: with nothing left to choose; named "DDP" it is torch's DistributedDataParallel.
+        num_repeats: how often steps are timed.
+        seconds: about how long each time; at least one step, whole rounds of local SGD.
+
+    Returns:
+        Seconds of a step of the slowest worker, one for each repeat.
+    """
+    training = make_training()
+    model, exchange = _attached(comm, training, policy)
+
+    def run_steps(num_steps: int) -> float:
+        start_s = perf_counter()
+        for _ in range(num_steps):
+            training.loss_of(model).backward()  # type: ignore[no-untyped-call]
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        synchronize(comm.device)
+        return (perf_counter() - start_s) / num_steps
+
+    num_warm = -(-_WARM_STEPS // policy.every) * policy.every
+    run_steps(num_warm + policy.staleness)
+    step_s = slowest_s(comm, run_steps(policy.every))
+    num_steps = max(1, round(seconds / (step_s * policy.every))) * policy.every
+    found = [slowest_s(comm, run_steps(num_steps)) for _ in range(num_repeats)]
+    if exchange is not None:
+        for _ in exchange.flush():
+            pass
+        exchange.detach()
+    return found
+
+
+def _attached(
+    comm: Communicator, training: Training, policy: Policy
+) -> tuple[nn.Module, Exchange | None]:
+    if comm.size == 1:
+        return training.model, None
+    if policy.name == "DDP":
+        return DistributedDataParallel(training.model, process_group=comm.process_group), None
+    with _quiet():
+        return training.model, attach(
+            training.model, comm, exchange_policy(policy), optimizer=training.optimizer
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No announcement for each of many policies."""
+    logger = logging.getLogger("allstep")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Pause(torch.autograd.Function):
+    """A layer that takes time, but no core."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, backward_s
+        sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        sleep(ctx.seconds)
+        return grads[0], torch.ones_like(ctx.weight), None, None
+
+
+class _PausingLayer(nn.Module):
+    def __init__(self, num_elements: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_elements))
+        self._seconds = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Pause.apply(x, self.weight, *self._seconds)  # type: ignore[no-untyped-call]
+        return out
+
+
+def sleeping_training(workload: Workload) -> Training:
+    """A training whose compute is replaced by sleep, for hosts that aren't what it will run on.
+
+    Args:
+        workload: seconds of a step; its gradients become as many layers, or eight.
+    """
+    sizes = workload.gradients or tuple(workload.bucket_sizes(_eighth_bytes(workload)))
+    buckets = reversed(workload.buckets(sizes))  # ready first is last in the forward pass
+    forward_s = workload.forward_s / len(sizes)
+    layers = [_PausingLayer(b.num_elements, forward_s, b.backward_s) for b in buckets]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return Training(model, lambda net: net(torch.zeros((), requires_grad=True)), optimizer)
+
+
+def _eighth_bytes(workload: Workload) -> int:
+    return max(4, -(-workload.gradient_bytes // 32) * 4)
