@@ -206,10 +206,11 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
         assert "missing: rank 1" in messages[rank] or "another rank closed" in messages[rank]
 
 
-def test_the_first_exchange_has_a_timeout_of_its_own() -> None:
+@pytest.mark.parametrize("algorithm", ["native", "ring", "shared_memory"])
+def test_the_first_exchange_has_a_timeout_of_its_own(algorithm: str) -> None:
     def worker(comm: Communicator) -> str:
         model = mlp()
-        attach(model, comm, ExchangePolicy(algorithm="native", first_timeout_s=0.5))
+        attach(model, comm, ExchangePolicy(algorithm=algorithm, first_timeout_s=0.5))
         if comm.rank == 0:
             return "did not come"
         with pytest.raises(CollectiveTimeoutError) as caught:

@@ -16,7 +16,7 @@ bits, since the order is the same.
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,10 +48,10 @@ class Segment:
     Args:
         meeting: where the ranks have met.
         rank: this one.
-        timeout_s: how long each wait may take.
+        timeout_s: tells how long a wait may take.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, timeout_s: float) -> None:
+    def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
         self.rank, self.size = rank, len(meeting.pids)
         lines_bytes = _lines_bytes(self.size)
         self._signals = Signals(
@@ -80,7 +80,7 @@ class Segment:
         slot_bytes = slot_bytes or default_slot_bytes(comm.size)
         num_bytes = _lines_bytes(comm.size) + comm.size * NUM_SLOTS * slot_bytes
         meeting = meet(comm, num_bytes)
-        return cls(meeting, comm.rank, comm.timeout_s)
+        return cls(meeting, comm.rank, lambda: comm.timeout_s)
 
     def sum_(self, flat: Tensor, divisor: int = 1) -> None:
         """flat = sum over ranks r, in their order, of flat_r / divisor; in place.

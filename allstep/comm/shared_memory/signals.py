@@ -22,7 +22,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from allstep.comm.roll_call import listed
 from allstep.comm.shared_memory.meeting import Bells
@@ -49,7 +49,7 @@ class Signals:
         memory: the lines of all ranks, zero at first.
         rank, pids: this rank, and the process of each.
         bells: to wake the others and to be woken by them.
-        timeout_s: how long a wait may take.
+        timeout_s: tells how long a wait may take.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Signals:
         rank: int,
         pids: Sequence[int],
         bells: Bells,
-        timeout_s: float,
+        timeout_s: Callable[[], float],
     ) -> None:
         self._words = memory.cast("q")
         self._rank = rank
@@ -119,7 +119,7 @@ class Signals:
         self._fence()
         events: list[tuple[int, int]] = []
         if self._late(counter, value, ranks) and not self._left():
-            events = self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._timeout_s))
+            events = self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._timeout_s()))
         self._words[asleep] = 0
         self._bells.silence()
         ended = [self._bells.pidfds[fd] for fd, _ in events if fd != self._bells.own]
@@ -142,9 +142,9 @@ class Signals:
                 f"{where}: rank {gone[0]} left; it failed, timed out or was stopped. Look for "
                 "the first error among the other ranks."
             )
-        if late and waited_s > self._timeout_s:
+        if late and waited_s > self._timeout_s():
             raise CollectiveTimeoutError(
-                f"{where} did not finish within {self._timeout_s:g} s; missing: "
+                f"{where} did not finish within {self._timeout_s():g} s; missing: "
                 f"{listed(late)}. Check that all ranks make the same calls in the same order, "
                 "or raise `timeout_s`."
             )
