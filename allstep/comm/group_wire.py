@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from allstep.comm.failures import is_timeout, translated
-from allstep.comm.roll_call import call_roll
+from allstep.comm.roll_call import call_roll, report
 from allstep.comm.wire import Posted
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
@@ -74,16 +74,18 @@ class GroupWire:
 
     @contextmanager
     def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
-        """Typed errors for what fails inside, with a roll call, unless the caller waits again."""
+        """Typed errors for what fails inside; after the group's own timeout with a roll call."""
         try:
             with translated(verb, self.rank, self.size, timeout_s or self.timeout_s):
                 yield
-        except (PeerLostError, CollectiveTimeoutError) as error:
-            is_final = timeout_s is None or timeout_s >= self.timeout_s
-            if isinstance(error, CollectiveTimeoutError) and not is_final:
-                raise
+        except PeerLostError:
+            report(self._store, self.rank, verb)
+            raise
+        except CollectiveTimeoutError as error:
+            if timeout_s is not None and timeout_s < self.timeout_s:
+                raise  # the caller may wait again
             where = call_roll(self._store, self.rank, self.size, verb)
-            raise type(error)(f"{error} {where}".rstrip()) from error.__cause__
+            raise CollectiveTimeoutError(f"{error} {where}".rstrip()) from error.__cause__
 
     def _options(self, kind: type[Any]) -> Any:
         options = kind()

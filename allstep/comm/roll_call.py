@@ -7,13 +7,13 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["call_roll", "listed"]
+__all__ = ["call_roll", "listed", "report"]
 
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _POLL_S = 0.02
 
 
-def _report(store: Store, rank: int, verb: str) -> None:
+def report(store: Store, rank: int, verb: str) -> None:
     """Tells the others in which call this rank failed."""
     with suppress(RuntimeError):
         store.set(_key(rank), verb)
@@ -27,7 +27,7 @@ def call_roll(store: Store, rank: int, size: int, verb: str) -> str:
     answers: dict[int, str] = {}
 
     def ask() -> None:
-        _report(store, rank, verb)
+        report(store, rank, verb)
         deadline = time.monotonic() + _GRACE_S
         with suppress(RuntimeError):
             while len(answers) < size and time.monotonic() < deadline:

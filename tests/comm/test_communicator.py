@@ -117,7 +117,6 @@ def test_a_rank_that_raises_ends_the_others_at_once(n):
     assert [type(error) for error in seen] == [PeerLostError] * (n - 1)
     assert "`barrier` on rank" in str(seen[0])
     assert "first error among the other ranks" in str(seen[0])
-    assert all("missing: rank 1." in str(error) for error in seen)
 
 
 def test_ranks_that_wait_for_messages_of_a_failed_rank_end_too():
