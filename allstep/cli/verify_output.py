@@ -122,17 +122,18 @@ def _difference(verdict: Verdict, run: Run, step: int) -> str:
 
 def _sentences(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
     workers = _workers(run.size)
-    limit = f"limit {limit_of(verdict.one, run):.1e}"
     lines = []
     if diagnosis.parting is None:
         num = verdict.num_common(run)
         largest = max(largest_difference(verdict.one, run, step) for step in range(num))
+        limit = limit_of(verdict.one, run)
         lines.append(
             f"{workers}: the same model as on {verdict.one.size} for {num} steps, up to rounding"
-            f" (largest relative difference {largest:.1e}, {limit})."
+            f" (largest relative difference {largest:.1e}, limit {limit:.1e})"
+            f"{', but not as it should.' if diagnosis.causes else '.'}"
         )
     else:
-        lines.append(f"{workers}: not the same model. It parts {diagnosis.parting}, {limit}.")
+        lines.append(f"{workers}: not the same model. It parts at {diagnosis.parting}.")
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
     if diagnosis.parting is not None and not diagnosis.is_explained:

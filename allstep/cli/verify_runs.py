@@ -1,7 +1,7 @@
 """Starts a script on some number of workers, and collects their records or says what failed."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class Runs:
         paths = [record_path(folder, rank) for rank in range(size)]
         records = {rank: read_worker(path) for rank, path in enumerate(paths) if path.exists()}
         failed = {rank: r.failure for rank, r in records.items() if r.failure is not None}
+        if any(failure.kind == "timeout" for failure in failed.values()):
+            raise UsageError(self._explain_stuck(failed, workers))
         if failed:
             rank = min(failed, key=lambda rank: (not failed[rank].is_own, failed[rank].time_s))
             raise UsageError(self._explain(failed[rank], rank, folder, workers))
@@ -84,14 +86,17 @@ class Runs:
     def _explain(self, failure: Failure, rank: int, folder: Path, workers: str) -> str:
         where = f"on {workers}" + (f" (rank {rank})" if workers != "1 worker" else "")
         name = f"`script` (={self.script})"
-        if failure.kind == "timeout":
-            return (
-                f"{name} made no forward and no step for {self.timeout_s:g} s {where}; it was at\n"
-                f"{failure.text}Give it more time with `--timeout-s`, if that is what it needs."
-            )
         if failure.kind == "exit":
             return f"{name} exited with {failure.text} {where}.{_last_lines(folder, rank)}"
         return f"{name} failed {where}:\n{failure.text.rstrip()}"
+
+    def _explain_stuck(self, failed: Mapping[int, Failure], workers: str) -> str:
+        places = "".join(f"rank {rank}:\n{failed[rank].text}" for rank in sorted(failed))
+        return (
+            f"`script` (={self.script}) made no forward and no step for {self.timeout_s:g} s on"
+            f" {workers}. It was at\n{places}"
+            "Give it more time with `--timeout-s`, if that is what it needs."
+        )
 
     def _check_trained(self, run: Run, workers: str) -> None:
         if not any(worker.num_attached for worker in run.workers):

@@ -13,7 +13,7 @@ length from these, so that their parameters aren't compared.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from allstep.doctor.verify.sketch import Sketch
 
 __all__ = ["Parting", "find_parting", "largest_difference", "limit_of", "total_norm"]
 
-Quantity = Literal["initial parameters", "options", "gradient", "parameters"]
+Quantity = Literal["initial parameters", "gradient", "options", "parameters"]
+
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 
 _FLOAT32_EPSILON = 2.0**-23
 _NOISE = 100.0  # rounding units below which a gradient may be nothing but rounding
@@ -38,23 +40,22 @@ class Parting:
         quantity: what differs.
         name: the tensor, or the option and its parameter group.
         difference: relative to the larger one.
+        limit: what might be rounding.
     """
 
     step: int
     quantity: Quantity
     name: str
     difference: float
+    limit: float
 
     def __str__(self) -> str:
-        """>>> str(Parting(3, "gradient", "0.weight", 0.5))
-        'at step 3, in the gradient of `0.weight` (relative difference 0.5)'
+        """>>> str(Parting(3, "gradient", "0.weight", 0.5, 3.5e-4))
+        'step 3, in the gradient of `0.weight` (relative difference 0.5, limit 0.00035)'
         """
         of = "" if self.quantity == "options" else f"the {self.quantity} of "
-        return f"at step {self.step}, in {of}`{self.name}` (relative difference {_short(self)})"
-
-
-def _short(parting: Parting) -> str:
-    return f"{parting.difference:.2g}"
+        size = f"relative difference {self.difference:.2g}, limit {self.limit:.2g}"
+        return f"step {self.step}, in {of}`{self.name}` ({size})"
 
 
 def limit_of(one: Run, other: Run) -> float:
@@ -90,7 +91,9 @@ def _distance(x: Sketch | None, y: Sketch | None) -> float:
     return root_mean_square if math.isfinite(root_mean_square) else math.inf
 
 
-def find_parting(one: Run, other: Run, *, quantities: tuple[Quantity, ...]) -> Parting | None:
+def find_parting(
+    one: Run, other: Run, quantities: tuple[Quantity, ...] = QUANTITIES
+) -> Parting | None:
     """The first of `quantities` that parts, and in it the first tensor; None if all agree."""
     limit = limit_of(one, other)
     for step in range(min(one.num_steps, other.num_steps)):
@@ -99,7 +102,7 @@ def find_parting(one: Run, other: Run, *, quantities: tuple[Quantity, ...]) -> P
                 for name, difference in found.items():
                     tolerated = _OPTION_TOLERANCE if quantity == "options" else limit
                     if not difference <= tolerated:
-                        return Parting(step, quantity, name, difference)
+                        return Parting(step, quantity, name, difference, tolerated)
     return None
 
 

@@ -16,6 +16,9 @@ from allstep.doctor.verify.signatures import (
 
 __all__ = ["Diagnosis", "Rerun", "diagnose"]
 
+_CAUSES_OF_GRADIENTS = ("data not sharded", "workers apart")
+_RANDOM_DATA: tuple[Suspect, ...] = ("random data", "random loader")
+
 # Runs both again for some steps, without the suspects.
 Rerun = Callable[[Sequence[Suspect], int], tuple[Run, Run]]
 
@@ -54,46 +57,29 @@ def diagnose(one: Run, other: Run, rerun: Rerun) -> Diagnosis:
         other: on more.
         rerun: makes both again.
     """
-    parting = find_parting(
-        one, other, quantities=("initial parameters", "options", "gradient", "parameters")
-    )
+    parting = find_parting(one, other)
     causes = option_causes(one, other)
-    has_policy = bool(other.first.policies)
-    if not has_policy:
+    if not other.first.policies:
         causes += peer_causes(other)
     causes += data_causes(one, other)
-    step = _gradient_parting(one, other)
-    is_explained = bool(causes)
-    if step is not None:
-        found = _causes_of_gradient(one, other, step, rerun)
-        causes += found
-        is_explained = bool(found) or _explains_gradient(causes)
+    is_explained = parting is None or bool(causes)
+    if parting is not None and parting.quantity == "gradient":
+        is_explained = any(cause.name in _CAUSES_OF_GRADIENTS for cause in causes)
+        if not is_explained:
+            found = _causes_of_gradient(one, other, parting.step, rerun)
+            is_explained = bool(found)
+            causes += found
     return Diagnosis(other.size, parting, causes, is_explained)
 
 
-def _gradient_parting(one: Run, other: Run) -> int | None:
-    """The first step whose gradients part, if nothing else has parted before."""
-    first = find_parting(one, other, quantities=("initial parameters", "gradient", "parameters"))
-    return first.step if first is not None and first.quantity == "gradient" else None
-
-
-def _explains_gradient(causes: Sequence[Cause]) -> bool:
-    return any(cause.name in ("data not sharded", "workers apart") for cause in causes)
-
-
 def _causes_of_gradient(one: Run, other: Run, step: int, rerun: Rerun) -> list[Cause]:
-    if data_causes(one, other):
-        return []  # other samples give other gradients
     causes = gradient_causes(one, other, step)
     if causes:
         return causes
     suspects = _suspects(one, other, step)
-    attempts = [[suspect] for suspect in suspects]
-    if len(suspects) > 1:
-        attempts.append(suspects)
-    for attempt in attempts:
-        again = rerun(attempt, step + 1)
-        others = _causes_without(one, *again, step)
+    for attempt in _attempts(suspects):
+        last = max(step, 1) if "random data" in attempt else step  # which empties the first
+        others = _causes_without(one, *rerun(attempt, last + 1), last)
         if others is not None:
             return [_as_cause(suspect, other) for suspect in attempt] + others
     return []
@@ -106,8 +92,16 @@ def _suspects(one: Run, other: Run, step: int) -> list[Suspect]:
     if other.first.num_batch_norms:
         suspects.append("batch norm")
     has_same_samples = one.all_samples(step) == other.all_samples(step)
-    suspects.append("random state" if has_same_samples else "random data")
-    return suspects
+    return [*suspects, "random state"] if has_same_samples else [*suspects, *_RANDOM_DATA]
+
+
+def _attempts(suspects: Sequence[Suspect]) -> list[list[Suspect]]:
+    """Each suspect alone, and then with all the others; of random data one kind at a time."""
+    alone = [[suspect] for suspect in suspects]
+    others = [suspect for suspect in suspects if suspect not in _RANDOM_DATA]
+    random = [suspect for suspect in suspects if suspect in _RANDOM_DATA]
+    together = [[*others, suspect] for suspect in random] or [others]
+    return alone + [attempt for attempt in together if len(attempt) > 1]
 
 
 def _causes_without(before: Run, one: Run, other: Run, step: int) -> list[Cause] | None:
@@ -116,10 +110,10 @@ def _causes_without(before: Run, one: Run, other: Run, step: int) -> list[Cause]
         return None
     if len(before.all_samples(step)) > 1 and len(one.all_samples(step)) < 2:
         return None  # the data were made of random numbers: nothing is left of them
-    parted = _gradient_parting(one, other)
-    if parted is None:
+    parting = find_parting(one, other, quantities=("gradient",))
+    if parting is None:
         return []
-    return gradient_causes(one, other, parted) or None
+    return gradient_causes(one, other, parting.step) or None
 
 
 def _as_cause(suspect: Suspect, run: Run) -> Cause:

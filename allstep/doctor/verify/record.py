@@ -39,7 +39,7 @@ class Failure:
     """Why a script ended before its time.
 
     Attributes:
-        kind: "error", "exit" (with a code of its own) or "timeout".
+        kind: "error", "exit" (with a code of its own) or "timeout" (no progress).
         text: a traceback, or what the code was.
         is_own: whether no other worker's end brought it about.
         time_s: when, for finding the first.

@@ -184,7 +184,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
     """
     numbers: dict[str, float] = {}
     for key, value in group.items():
-        if key == "params":
+        if key == "params" or key.endswith("_lr"):  # what a scheduler starts from, or aims at
             continue
         is_pair = isinstance(value, (tuple, list))
         items = [(f"{key}[{i}]", v) for i, v in enumerate(value)] if is_pair else [(key, value)]

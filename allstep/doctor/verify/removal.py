@@ -8,16 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from allstep.doctor.verify.record import WorkerRecord
 from allstep.exchange import Exchange, ExchangePolicy
 from allstep.exchange.hooks import FunctionHook
 
-__all__ = ["SUSPECTS", "Removal", "Suspect"]
+__all__ = ["Removal", "Suspect"]
 
-Suspect = Literal["batch norm", "random state", "random data", "exchange policy"]
-
-SUSPECTS: tuple[Suspect, ...] = ("batch norm", "random state", "random data", "exchange policy")
+Suspect = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
 
 # Of Python's functions those that decide about random changes of data.
 _CONSTANT: dict[str, Callable[..., float]] = {
@@ -33,13 +33,16 @@ class Removal:
 
     Args:
         suspects: "batch norm" makes it use its running statistics; "random state" replaces
-            torch's random numbers by a constant from the first training forward on, and
-            "random data" (also Python's) from the first `attach` on; "exchange policy" sends
-            means as they are.
+            random numbers by a constant from the first training forward on; "random data" does
+            so too, and takes the gradients out of the first step, whose data were drawn before;
+            "random loader" begins at `attach`, for loaders whose processes draw ahead;
+            "exchange policy" sends means as they are.
+        record: of this worker, which tells when the first step is over.
     """
 
-    def __init__(self, suspects: Sequence[Suspect]) -> None:
+    def __init__(self, suspects: Sequence[Suspect], record: WorkerRecord) -> None:
         self._suspects = frozenset(suspects)
+        self._record = record
         self._constant: _ConstantRandomNumbers | None = None
 
     def policy(self, policy: ExchangePolicy | None) -> ExchangePolicy | None:
@@ -54,13 +57,17 @@ class Removal:
             for module in exchange.model.modules():
                 if isinstance(module, _BatchNorm):
                     _freeze_statistics(module)
-        if "random data" in self._suspects:
+        if "random loader" in self._suspects:
             self._make_constant()
-        elif "random state" in self._suspects:
+        if "random state" in self._suspects or "random data" in self._suspects:
             hook = FunctionHook(self, self._before_forward)
             exchange.model.register_forward_pre_hook(hook)
+        if "random data" in self._suspects:
+            for p in exchange.model.parameters():
+                if p.requires_grad and not is_lazy(p):
+                    p.register_hook(self._without_first_step)  # type: ignore[no-untyped-call]
 
-    def restore(self) -> None:
+    def close(self) -> None:
         """Lets random numbers be random again."""
         if self._constant is not None:
             self._constant.__exit__(None, None, None)
@@ -69,6 +76,9 @@ class Removal:
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._make_constant()
+
+    def _without_first_step(self, gradient: Tensor) -> Tensor:
+        return gradient if self._record.steps else torch.zeros_like(gradient)
 
     def _make_constant(self) -> None:
         if self._constant is None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import allstep
 from allstep.doctor.verify.record import Failure, write_worker
 from allstep.doctor.verify.recorder import Recorder
 from allstep.doctor.verify.removal import Removal, Suspect
@@ -27,6 +28,7 @@ from allstep.exchange import Exchange
 __all__ = ["Task", "record_path", "record_script"]
 
 _MEETING_S = 60.0
+_STUCK_S = 5.0
 _POLL_S = 0.02
 
 
@@ -71,17 +73,18 @@ def record_script(task: Task, rank: int, size: int) -> bool:
         if not path.exists():
             write_worker(path, recorder.record)
             watchdog.expect_end()
-            _meet(task.folder, size)
+            _meet(task.folder, size, _MEETING_S)
         raise _EnoughSteps
 
     def give_up(place: traceback.StackSummary) -> None:
-        text = "".join(_of_script(place, task.script).format())
+        text = "".join(_of_user(_of_script(place, task.script)).format())
         recorder.record.failure = Failure("timeout", text, True, time.time())
         write_worker(path, recorder.record)
+        _meet(task.folder, size, _STUCK_S)  # others may be stuck elsewhere
 
     recorder = Recorder(rank, task.num_steps, leave)
     watchdog = Watchdog(lambda: recorder.num_events, task.timeout_s, give_up)
-    removal = Removal(task.without)
+    removal = Removal(task.without, recorder.record)
     _seed(rank)
     watchdog.start()
     try:
@@ -93,7 +96,7 @@ def record_script(task: Task, rank: int, size: int) -> bool:
         recorder.record.failure = _failure(error, task.script)
     finally:
         watchdog.stop()
-        removal.restore()
+        removal.close()
         recorder.close()
     if not path.exists():
         write_worker(path, recorder.record)
@@ -140,9 +143,9 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _meet(folder: Path, size: int) -> None:
-    """Waits until no worker needs this one for its last step any more."""
-    deadline_s = time.monotonic() + _MEETING_S
+def _meet(folder: Path, size: int, timeout_s: float) -> None:
+    """Waits until all workers have written their records, and need this one no more."""
+    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if all(record_path(folder, rank).exists() for rank in range(size)):
             return
@@ -171,3 +174,10 @@ def _of_script(stack: traceback.StackSummary, script: Path) -> traceback.StackSu
     mine = os.path.realpath(script)
     start = names.index(mine) if mine in names else len(names)
     return traceback.StackSummary.from_list(stack[start:])
+
+
+def _of_user(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Without the frames inside of torch and allstep."""
+    libraries = tuple(os.path.dirname(module.__file__ or "") for module in (torch, allstep))
+    inside = (i for i, frame in enumerate(stack) if frame.filename.startswith(libraries))
+    return traceback.StackSummary.from_list(stack[: next(inside, len(stack))])

@@ -1,0 +1,133 @@
+"""Planted bugs are named, and the right scripts are not blamed: ranks as threads."""
+
+import contextlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import allstep
+from allstep.comm.threads import run_ranks
+from allstep.doctor.verify import Diagnosis, Recorder, Run, Suspect, WorkerRecord, diagnose
+from allstep.doctor.verify.removal import Removal
+from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
+
+SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("verify_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TRAIN = load_script()
+
+
+class EnoughError(Exception):
+    pass
+
+
+def leave() -> None:
+    raise EnoughError
+
+
+@pytest.fixture
+def attached(monkeypatch):
+    """Lets each thread's recorder see what its rank attaches."""
+    attach = allstep.exchange.attach
+    watchers = {}
+
+    def recorded(model, comm, policy=None):
+        recorder, removal = watchers[comm.rank]
+        exchange = attach(model, comm, removal.policy(policy))
+        removal.apply(exchange)
+        recorder.watch(exchange)
+        return exchange
+
+    monkeypatch.setattr(allstep.exchange, "attach", recorded)
+    return watchers
+
+
+@pytest.fixture
+def compare(attached, thread_generators):  # noqa: F811
+    """Diagnoses a bug of the script on some workers against one."""
+
+    def record(loop: str, bug: str, size: int, num_steps: int, without: Sequence[Suspect]) -> Run:
+        def work(comm) -> WorkerRecord:
+            recorder = recorders[comm.rank]
+            removal = Removal(without, recorder.record)
+            attached[comm.rank] = recorder, removal
+            seed_this_thread(comm.rank)
+            with thread_generators(), contextlib.suppress(EnoughError), contextlib.closing(removal):
+                getattr(TRAIN, f"{loop}_loop")(bug, comm)
+            return recorder.record
+
+        recorders = [Recorder(rank, num_steps, leave) for rank in range(size)]
+        try:
+            return Run(run_ranks(size, work))
+        finally:
+            for recorder in recorders:  # global hooks: not while another rank steps
+                recorder.close()
+
+    def run(loop: str, bug: str, size: int = 2, num_steps: int = 4) -> Diagnosis:
+        def rerun(without, steps):
+            return record(loop, bug, 1, steps, without), record(loop, bug, size, steps, without)
+
+        one = record(loop, bug, 1, max(num_steps, 2 * size + 1), ())
+        return diagnose(one, record(loop, bug, size, num_steps, ()), rerun)
+
+    return run
+
+
+def names(diagnosis: Diagnosis) -> list[str]:
+    return [cause.name for cause in diagnosis.causes]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("loop", ["ddp", "steps"])
+def test_the_right_script_is_not_blamed(compare, loop, size):
+    diagnosis = compare(loop, "none", size, num_steps=20)
+    assert diagnosis.is_same
+    assert diagnosis == Diagnosis(size, None, [], is_explained=True)
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [
+        ("learning_rate", "learning rate scaled"),
+        ("sum", "loss summed"),
+        ("sum_of_means", "loss summed"),
+        ("random_state", "random state"),
+        ("augmentation", "random state"),
+        ("unequal_shards", "unequal shards"),
+        ("batch_norm", "batch norm"),
+        ("scheduler", "scheduler"),
+        ("not_sharded", "data not sharded"),
+        ("same_batch", "data not sharded"),
+        ("per_worker_batch", "global batch"),
+        ("int8_wire", "exchange policy"),
+        ("weight_decay", "optimizer options"),
+    ],
+)
+@pytest.mark.parametrize("loop", ["ddp", "steps"])
+def test_a_planted_bug_is_named(compare, loop, bug, cause):
+    diagnosis = compare(loop, bug)
+    assert names(diagnosis) == [cause]
+    assert not diagnosis.is_same
+    assert diagnosis.is_explained
+
+
+def test_two_bugs_are_both_named(compare):
+    diagnosis = compare("ddp", "learning_rate_and_dropout")
+    assert set(names(diagnosis)) == {"learning rate scaled", "random state"}
+    diagnosis = compare("ddp", "batch_norm_and_dropout")
+    assert set(names(diagnosis)) == {"batch norm", "random state"}
+
+
+def test_what_fits_nothing_is_unknown(compare):
+    diagnosis = compare("ddp", "init")
+    assert diagnosis.parting.quantity == "initial parameters"
+    assert (diagnosis.causes, diagnosis.is_explained) == ([], False)
