@@ -124,7 +124,7 @@ def draw_patches(
         x = scales[draw(len(scales))]
         top, left = draw(x.shape[1] - side + 1), draw(x.shape[2] - side + 1)
         patch = x[:, top : top + side, left : left + side]
-        if patch.float().std() < _FLAT and num_flat < 9 * (num + 10):
+        if patch.float().std((1, 2)).mean() < _FLAT and num_flat < 9 * (num + 10):
             num_flat += 1
             continue
         patches[num] = patch

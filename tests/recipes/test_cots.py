@@ -1,0 +1,163 @@
+"""The recipe `cots`: the same on any number of workers, goes on where it was, tests its neurons."""
+
+import json
+
+import pytest
+import torch
+
+from allstep.cli import run_folder
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.errors import UsageError
+from allstep.nn import Grid
+from allstep.recipes import DividedRecipe
+from allstep.recipes.cots import Cots
+from allstep.recipes.cots_net import NETS
+from tests.helpers.launched import Launched
+from tests.nn.grids import on_grid
+
+TINY = {"steps": 3, "patches": 40, "batch": 8, "precision": "float64", "log_every_steps": 1}
+
+
+def run(recipe: Cots, run_dir, num_workers: int = 1, *, resume: bool = False) -> dict:
+    run_dir.mkdir(exist_ok=True)
+    codes = run_ranks(num_workers, lambda comm: recipe.run(comm, run_dir, resume=resume))
+    assert codes == [0] * num_workers
+    return json.loads((run_dir / "report.json").read_text())
+
+
+def rows_of(report: dict) -> dict[tuple[int, str], dict]:
+    return {(i, row["name"]): row for i, row in enumerate(report["neurons"])}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone")
+    return run_dir, run(Cots(**TINY), run_dir)
+
+
+def test_the_report_and_the_pictures(alone):
+    run_dir, report = alone
+    rows = rows_of(report)
+    names = [name for _, name in rows]
+    assert names[:4] == [
+        "stage 1 filters", "stage 1 filters, untrained", "random patches", "stage 1 output",
+    ]  # fmt: skip
+    assert names[-4:] == ["brightness", "contrast", "mean face (supervised)", "never a face"]
+    assert len(rows) == 3 * 2 * 3 + 4
+    for first in range(0, 18, 3):  # as many untrained neurons, as many random patches
+        counts = {report["neurons"][i]["num_neurons"] for i in range(first, first + 3)}
+        assert len(counts) == 1
+    template, never = report["neurons"][-2:]
+    assert template["auc"] > 0.85 and template["accuracy"] > never["accuracy"]
+    assert never["accuracy"] == pytest.approx(182 / 232)
+    assert report["num_steps"] == 9 and report["interrupted"] is None
+    assert (run_dir / "filters.png").stat().st_size > 1000
+    assert (run_dir / "best_stimuli.png").stat().st_size > 1000
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["stage"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_two_workers_give_the_same(alone, tmp_path):
+    report = run(Cots(**TINY), tmp_path / "two", 2)
+    assert report["workers"] == 2
+    assert report["num_parameters"] == alone[1]["num_parameters"]
+    for name, cost in alone[1]["costs"].items():
+        assert report["costs"][name] == pytest.approx(cost, rel=1e-12)
+    for key, row in rows_of(alone[1]).items():
+        found = rows_of(report)[key]
+        assert (found["auc"], found["accuracy"]) == pytest.approx((row["auc"], row["accuracy"]))
+
+
+@pytest.mark.parametrize("num_done", [2, 3])  # within a stage, and between two
+def test_a_run_goes_on_where_it_was(alone, tmp_path, num_done, monkeypatch):
+    from allstep.recipes.cots_training import GreedyTraining
+
+    def stop_early(training: GreedyTraining) -> int | None:
+        for _ in training._updates():
+            if training.num_steps == num_done:
+                break
+        training._save()
+        training._log.close()
+        return 15
+
+    recipe = Cots(**TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(GreedyTraining, "run", stop_early)
+        assert recipe.run(Communicator.lone(), tmp_path, resume=False) == 128 + 15
+    assert json.loads((tmp_path / "report.json").read_text())["neurons"] == []
+    report = run(recipe, tmp_path, resume=True)
+    assert report["costs"] == alone[1]["costs"]  # to the bit
+    assert report["neurons"] == alone[1]["neurons"]
+
+
+def test_what_a_run_refuses(alone, tmp_path):
+    run_dir, _ = alone
+    comm = Communicator.lone()
+    with pytest.raises(UsageError, match="holds a run's checkpoints; resume that run"):
+        Cots(**TINY).run(comm, run_dir, resume=False)
+    with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=0.05\)"):
+        Cots(**TINY, lr=0.5).run(comm, run_dir, resume=True)
+    with pytest.raises(UsageError, match="has no whole checkpoint to go on from"):
+        Cots(**TINY).run(comm, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("pixels", 25, "must be one of 24, 48, 200"),
+        ("channels", 2, "must be 1 or 3"),
+        ("steps", 0, "must be at least 1"),
+        ("lr", 0.0, "must be positive"),
+        ("momentum", 1.0, "must be at least 0 and below 1"),
+        ("sparsity", -1.0, "must be 0 or more"),
+        ("face_share", 1.0, "must be at least 0 and below 1"),
+    ],
+)
+def test_values_are_checked(field, value, rule):
+    with pytest.raises(UsageError, match=rf"`{field}` \(={value}\) {rule}"):
+        Cots(**{field: value})
+
+
+def test_fields_survive_a_run_s_folder(tmp_path):
+    recipe = Cots(size="large", faces=tmp_path / "x.vec")
+    run_folder.write_recipe(tmp_path, recipe)
+    found = run_folder.read_recipe(tmp_path, argument="run")
+    assert found == recipe and isinstance(found, DividedRecipe)
+    with pytest.raises(UsageError, match="Recipe `cots` divides its model over the workers"):
+        run_folder.data_parallel(found)
+
+
+@pytest.mark.parametrize("pixels", [24, 48])
+def test_each_net_fits_four_workers_and_the_large_one_is_wider(pixels):
+    def maps(grid: Grid) -> list[int]:
+        stages = Cots(pixels=pixels, size=size).stages(grid, 0)
+        x = torch.randn(2, 1, *stages[0].in_layout.windows[grid.rank].shape)
+        assert (
+            torch.nn.Sequential(*stages)(x).shape[2:]
+            == stages[-1].out_layout.windows[grid.rank].shape
+        )
+        return [stage.filtering.depth for stage in stages]
+
+    size = "small"
+    depths = [shape.block[0] for shape in NETS[pixels]]
+    assert on_grid((2, 2), maps) == [depths] * 4
+    size = "large"
+    assert on_grid((2, 1), maps) == [[4 * depth for depth in depths]] * 2
+
+
+@pytest.mark.process
+def test_the_command_line_on_two_workers(tmp_path):
+    flags = ["--steps", "3", "--patches", "40", "--batch", "8", "--workers", "2"]
+    command = Launched("-m", "allstep", "train", "cots", "--run-dir", "run", *flags, cwd=tmp_path)
+    command.finish(within_s=100)
+    assert command.code == 0, command.errors
+    assert "stage 3 output" in command.output and "2 worker(s)" in command.output
+    again = Launched("-m", "allstep", "train", "--resume", "run", cwd=tmp_path)
+    again.finish(within_s=100)  # on one worker; nothing is left but the test
+    assert again.code == 0, again.errors
+    lines = [
+        [line for line in output.splitlines() if "stage" in line]
+        for output in (command.output, again.output)
+    ]
+    assert [line[:40] for line in lines[0]] == [line[:40] for line in lines[1]]
