@@ -96,7 +96,7 @@ class Evaluator:
             DisagreementError: on every worker, if the metrics' names differ.
         """
         sums = _Sums(self._comm.device)
-        with _preserved_random_state(self._comm.device), _evaluating(model):
+        with _preserved_random_state(self._comm.device), evaluating(model):
             for index, data in self._micro_batches():
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
@@ -221,7 +221,7 @@ def _preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; afterwards each module is in the mode that it was in."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -1,0 +1,269 @@
+"""How sharp the minimum is that a training found: top Hessian eigenvalue, loss rise under noise.
+
+[Note: a function of the weights] Both are of the mean loss over given samples, with the model in
+eval mode: batch norm takes its running statistics and dropout does nothing, so that the loss is a
+mean over samples, whatever the micro-batches and whichever worker has them. All sums over samples
+are made in float64.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from allstep.comm import Communicator
+from allstep.data import GlobalBatch
+from allstep.data.random import derive_seed
+from allstep.errors import AllstepError, UsageError
+from allstep.train.devices import to_device
+from allstep.train.evaluator import evaluating
+
+__all__ = ["Sharpness", "sharpness"]
+
+_START, _NOISE = 0x7374617274, 0x6E6F697365
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharpness:
+    """What `sharpness` measured; the same on every worker.
+
+    Attributes:
+        loss: mean over the samples.
+        top_eigenvalue: largest eigenvalue of the loss's Hessian.
+        residual: |H v - eigenvalue v| / |eigenvalue| of the unit vector v that it was found with;
+            some eigenvalue is no farther than this share away.
+        num_products: Hessian-vector products that it took.
+        loss_rise: mean rise of the loss when every weight tensor gets Gaussian noise of `sigma`
+            times its root mean square.
+        loss_rise_error: standard error of that mean.
+        sigma: as given.
+        num_draws: of the noise.
+        num_samples: that the loss is the mean of.
+    """
+
+    loss: float
+    top_eigenvalue: float
+    residual: float
+    num_products: int
+    loss_rise: float
+    loss_rise_error: float
+    sigma: float
+    num_draws: int
+    num_samples: int
+
+
+def sharpness(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    batch: GlobalBatch,
+    comm: Communicator,
+    *,
+    max_products: int = 100,
+    tolerance: float = 1e-3,
+    sigma: float = 0.05,
+    num_draws: int = 8,
+    seed: int = 0,
+) -> Sharpness:
+    """Measures how sharp the loss is around the model's weights. Collective.
+
+    top_eigenvalue = max over unit v of v.H v, by power iteration v <- H v / |H v|
+    loss_rise = mean over draws of loss(w + sigma * rms(w) * noise) - loss(w)
+
+    Where the eigenvalue of largest magnitude is negative, the iteration goes on with H minus it.
+
+    Args:
+        model: on `comm.device`, not attached; its weights and modes are as before afterwards.
+        loss: `(model, micro_batch) -> scalar`, the mean over the micro-batch's samples; twice
+            differentiable.
+        batch: from `allstep.data.loader(...).global_batches()`, with any micro-batches.
+        comm: the workers that share the batch.
+        max_products: Hessian-vector products to stop after at the latest.
+        tolerance: stop when the residual is below.
+        sigma: size of the noise, relative to each tensor's root mean square.
+        num_draws: of the noise.
+        seed: of the first vector and of the noise.
+
+    Raises:
+        UsageError: if a number is out of range, or the model has nothing to train.
+        AllstepError: if the loss is not finite.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> import allstep
+    >>> model = nn.Linear(2, 1, bias=False)  # loss w[0]**2 + 4 * w[1]**2
+    >>> samples = TensorDataset(torch.tensor([[2.0**0.5, 0.0], [0.0, 8.0**0.5]]))
+    >>> comm = Communicator.lone()
+    >>> loader = allstep.data.loader(samples, comm, global_batch=2, micro_batch=1)
+    >>> batch = next(loader.global_batches())
+    >>> measured = sharpness(model, lambda m, data: m(data[0]).square().mean(), batch, comm)
+    >>> round(measured.top_eigenvalue, 3)
+    8.0
+
+    Source: Yao et al., 2020, arXiv:1912.07145 (power iteration); the sharp minima of Keskar et
+    al., 2017, arXiv:1609.04836.
+    """
+    _check(max_products, tolerance, sigma, num_draws)
+    objective = _Objective(model, loss, batch, comm)
+    with sdpa_kernel(SDPBackend.MATH), evaluating(model):  # the other kernels have one derivative
+        at_rest = objective.value()
+        if not math.isfinite(at_rest):
+            raise AllstepError(
+                f"The loss is {at_rest}: the weights are of a training that diverged, and no"
+                " minimum is near them. Lower its learning rate."
+            )
+        eigenvalue, residual, num_products = _top_eigenvalue(
+            objective, max_products=max_products, tolerance=tolerance, seed=seed
+        )
+        rises = _loss_rises(objective, at_rest, sigma=sigma, num_draws=num_draws, seed=seed)
+    return Sharpness(
+        loss=at_rest,
+        top_eigenvalue=eigenvalue,
+        residual=residual,
+        num_products=num_products,
+        loss_rise=float(rises.mean()),
+        loss_rise_error=float(rises.std() / math.sqrt(num_draws)),
+        sigma=sigma,
+        num_draws=num_draws,
+        num_samples=batch.num_samples,
+    )
+
+
+class _Objective:
+    """The mean loss over the samples of all workers, as a function of the weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batch: GlobalBatch,
+        comm: Communicator,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._comm = comm
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise UsageError("`model` has no trainable parameter; check `requires_grad`.")
+        self._parts = [
+            (micro_batch.num_samples / batch.num_samples, to_device(micro_batch.data, comm.device))
+            for micro_batch in batch.micro_batches
+        ]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+    @torch.no_grad()
+    def value(self) -> float:
+        """The mean loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
+        for share, data in self._parts:
+            total += share * self._loss(self._model, data).double()
+        return float(self._comm.all_reduce(total))
+
+    def hessian_times(self, vector: Tensor) -> Tensor:
+        """H times a flat vector, float64; its pieces are in the parameters' order."""
+        total = torch.zeros_like(vector)
+        sizes = [p.numel() for p in self.parameters]
+        pieces = [
+            piece.view_as(p).to(p.dtype)
+            for piece, p in zip(torch.split(vector, sizes), self.parameters, strict=True)
+        ]
+        for share, data in self._parts:
+            with torch.enable_grad():
+                loss = self._loss(self._model, data)
+                gradients = torch.autograd.grad(
+                    loss, self.parameters, create_graph=True, allow_unused=True
+                )
+                slope = sum(
+                    (
+                        (g * v).sum()
+                        for g, v in zip(gradients, pieces, strict=True)
+                        if g is not None
+                    ),
+                    start=torch.zeros((), device=loss.device, dtype=loss.dtype),
+                )
+                if not slope.requires_grad:  # the loss is linear in the weights
+                    continue
+                products = torch.autograd.grad(slope, self.parameters, allow_unused=True)
+            flat = [
+                torch.zeros_like(p) if product is None else product
+                for product, p in zip(products, self.parameters, strict=True)
+            ]
+            total += share * torch.cat([tensor.reshape(-1).double() for tensor in flat])
+        return self._comm.all_reduce(total)
+
+
+def _top_eigenvalue(
+    objective: _Objective, *, max_products: int, tolerance: float, seed: int
+) -> tuple[float, float, int]:
+    """(eigenvalue, residual, products); shifted if the largest in magnitude is negative."""
+    eigenvalue, residual, num_products = _dominant(
+        objective, 0.0, max_products=max_products, tolerance=tolerance, seed=seed
+    )
+    if eigenvalue >= 0 or num_products >= max_products:
+        return eigenvalue, residual, num_products
+    left = max_products - num_products
+    top, residual, more = _dominant(
+        objective, eigenvalue, max_products=left, tolerance=tolerance, seed=seed
+    )
+    return top, residual, num_products + more
+
+
+def _dominant(
+    objective: _Objective, shift: float, *, max_products: int, tolerance: float, seed: int
+) -> tuple[float, float, int]:
+    """The eigenvalue of H whose distance from `shift` is largest, by power iteration."""
+    device = objective.parameters[0].device
+    generator = torch.Generator().manual_seed(derive_seed(seed, _START))
+    vector = torch.randn(objective.num_parameters, generator=generator, dtype=torch.float64)
+    vector = (vector / vector.norm()).to(device)
+    eigenvalue = residual = 0.0
+    for num_products in range(1, max_products + 1):
+        product = objective.hessian_times(vector)
+        eigenvalue = float(vector @ product)
+        distance = float((product - eigenvalue * vector).norm())
+        residual = distance / abs(eigenvalue) if eigenvalue else math.inf
+        shifted = product - shift * vector
+        length = float(shifted.norm())
+        if not length:  # H is zero: so are all its eigenvalues
+            return 0.0, 0.0, num_products
+        if residual < tolerance:
+            break
+        vector = shifted / length
+    return eigenvalue, residual, num_products
+
+
+@torch.no_grad()
+def _loss_rises(
+    objective: _Objective, at_rest: float, *, sigma: float, num_draws: int, seed: int
+) -> Tensor:
+    """The rise of the loss for each draw of the noise; the weights are as before afterwards."""
+    kept = [p.detach().clone() for p in objective.parameters]
+    rises = []
+    try:
+        for draw in range(num_draws):
+            generator = torch.Generator().manual_seed(derive_seed(seed, _NOISE, draw))
+            for p, weight in zip(objective.parameters, kept, strict=True):
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                rms = weight.double().square().mean().sqrt()
+                p.copy_(weight.double() + sigma * rms * noise.to(weight.device))
+            rises.append(objective.value() - at_rest)
+    finally:
+        for p, weight in zip(objective.parameters, kept, strict=True):
+            p.copy_(weight)
+    return torch.tensor(rises, dtype=torch.float64)
+
+
+def _check(max_products: int, tolerance: float, sigma: float, num_draws: int) -> None:
+    if max_products < 1:
+        raise UsageError(f"`max_products` (={max_products}) must be at least 1; 100 is usual.")
+    if not 0 < tolerance < 1:
+        raise UsageError(f"`tolerance` (={tolerance}) must be between 0 and 1; 1e-3 is usual.")
+    if not 0 < sigma < math.inf:
+        raise UsageError(f"`sigma` (={sigma}) must be positive and finite; 0.05 is usual.")
+    if num_draws < 2:
+        raise UsageError(f"`num_draws` (={num_draws}) must be at least 2, for a standard error.")

@@ -1,0 +1,174 @@
+"""Sharpness against the dense Hessian of a tiny net, on any number of workers."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.comm.threads import run_ranks
+from allstep.errors import AllstepError
+from allstep.train.sharpness import Sharpness, sharpness
+
+# torch.func.hessian's, on its first use
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+NUM_SAMPLES = 22  # the last micro-batch is short
+
+
+def make_net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        net = nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3)
+        ).double()
+        net[1].running_mean.uniform_(-1, 1)
+        net[1].running_var.uniform_(0.5, 2)
+    return net
+
+
+def make_samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator))
+
+
+def loss_of(model: nn.Module, data: Any) -> Tensor:
+    x, y = data
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def batch_for(comm: Communicator, samples: TensorDataset, micro_batch: int = 4) -> Any:
+    loader = allstep.data.loader(samples, comm, global_batch=24, micro_batch=micro_batch)
+    return next(loader.global_batches())
+
+
+def measure(comm: Communicator, **arguments: Any) -> Sharpness:
+    options = {"max_products": 3000, "tolerance": 1e-9} | arguments
+    return sharpness(make_net(), loss_of, batch_for(comm, make_samples()), comm, **options)
+
+
+def dense_hessian(net: nn.Module) -> Tensor:
+    net.eval()
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    sizes = [p.numel() for p in parameters]
+    x, y = make_samples().tensors
+
+    def loss(flat: Tensor) -> Tensor:
+        pieces = flat.split(sizes)
+        state = {n: t.view_as(p) for n, t, p in zip(names, pieces, parameters, strict=True)}
+        logits = torch.func.functional_call(net, state, (x,))
+        return nn.functional.cross_entropy(logits, y)
+
+    return torch.func.hessian(loss)(torch.cat([p.detach().flatten() for p in parameters]))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Sharpness:
+    return measure(Communicator.lone())
+
+
+def test_the_top_eigenvalue_is_the_dense_hessians(alone: Sharpness) -> None:
+    eigenvalues = torch.linalg.eigvalsh(dense_hessian(make_net()))
+    assert alone.top_eigenvalue == pytest.approx(eigenvalues[-1].item(), rel=1e-8)
+    assert alone.residual < 1e-9
+    assert alone.num_samples == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_the_same_on_any_workers(num_workers: int, alone: Sharpness) -> None:
+    for measured in run_ranks(num_workers, measure):
+        assert measured.loss == pytest.approx(alone.loss, rel=1e-12)
+        assert measured.top_eigenvalue == pytest.approx(alone.top_eigenvalue, rel=1e-9)
+        assert measured.loss_rise == pytest.approx(alone.loss_rise, rel=1e-10)
+
+
+def test_a_mean_over_micro_batches_would_differ(alone: Sharpness) -> None:
+    """The short micro-batch must weigh less: the plain mean over micro-batches is another loss."""
+    comm, net = Communicator.lone(), make_net().eval()
+    losses = [loss_of(net, m.data).item() for m in batch_for(comm, make_samples()).micro_batches]
+    assert abs(sum(losses) / len(losses) - alone.loss) > 1e-3
+
+
+def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
+    """loss = w0**2 - 3 * w1**2: eigenvalues 2 and -6."""
+    net = nn.Linear(2, 1, bias=False).double()
+    comm = Communicator.lone()
+
+    def loss(model: nn.Module, data: Any) -> Tensor:
+        first, second = model.weight[0]
+        return first**2 - 3 * second**2 + 0 * data[0].sum()
+
+    samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    measured = sharpness(net, loss, batch_for(comm, samples), comm)
+    assert measured.top_eigenvalue == pytest.approx(2.0, rel=1e-4)
+
+
+def test_the_loss_rise_is_half_the_trace_for_small_noise() -> None:
+    """Each weight's noise has variance (sigma * rms)**2: the mean rise is half their sum with H."""
+    net, sigma = make_net(), 1e-3
+    measured = measure(Communicator.lone(), sigma=sigma, num_draws=4000, max_products=1)
+    scales = [torch.full((p.numel(),), p.square().mean().item()) for p in net.parameters()]
+    expected = 0.5 * sigma**2 * (dense_hessian(net).diagonal() * torch.cat(scales)).sum().item()
+    assert abs(measured.loss_rise - expected) < 4 * measured.loss_rise_error
+
+
+def test_a_wider_minimum_rises_less() -> None:
+    """The same function with weights in a flatter direction, on a quadratic."""
+
+    def rise(scale: float) -> float:
+        comm, net = Communicator.lone(), nn.Linear(2, 1, bias=False).double()
+        nn.init.constant_(net.weight, 1.0)
+
+        def loss(model: nn.Module, data: Any) -> Tensor:
+            return scale * (model.weight - 1).square().sum() + 0 * data[0].sum()
+
+        samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+        return sharpness(net, loss, batch_for(comm, samples), comm).loss_rise
+
+    assert rise(10.0) == pytest.approx(10 * rise(1.0))
+
+
+def test_the_model_is_as_before() -> None:
+    comm, net = Communicator.lone(), make_net().train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    sharpness(net, loss_of, batch_for(comm, make_samples()), comm)
+    assert net.training and all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_linear_loss_has_no_curvature() -> None:
+    comm, net = Communicator.lone(), nn.Linear(2, 1).double()
+    samples = TensorDataset(torch.ones(24, 2, dtype=torch.float64))
+    measured = sharpness(net, lambda m, d: m(d[0]).mean(), batch_for(comm, samples), comm)
+    assert measured.top_eigenvalue == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_products": 0}, r"`max_products` \(=0\) must be at least 1"),
+        ({"tolerance": 0.0}, r"`tolerance` \(=0.0\) must be between 0 and 1"),
+        ({"sigma": -1.0}, r"`sigma` \(=-1.0\) must be positive"),
+        ({"sigma": math.nan}, r"`sigma` \(=nan\) must be positive"),
+        ({"num_draws": 1}, r"`num_draws` \(=1\) must be at least 2"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        measure(Communicator.lone(), **arguments)
+
+
+def test_models_that_have_no_minimum() -> None:
+    comm = Communicator.lone()
+    frozen = make_net().requires_grad_(False)
+    with pytest.raises(UsageError, match="`model` has no trainable parameter"):
+        sharpness(frozen, loss_of, batch_for(comm, make_samples()), comm)
+    diverged = make_net()
+    nn.init.constant_(diverged[4].weight, math.nan)
+    with pytest.raises(AllstepError, match="The loss is nan: the weights are of a training that"):
+        sharpness(diverged, loss_of, batch_for(comm, make_samples()), comm)
