@@ -47,7 +47,7 @@ from allstep.plan.job import Job
 from allstep.plan.policy import MIB, POLICIES, Policy
 from allstep.plan.recommend import simplest_fast
 from allstep.plan.scaling import Prediction, predict
-from allstep.plan.workload import Workload
+from allstep.plan.workload import Workload, read_workload
 
 LINKS = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9, "one_host": None}
 HOSTS = (2, 4, 8)
@@ -215,13 +215,7 @@ def compare(
 def predict_steps(
     network: Network, measurements: Measurements, workload: dict[str, Any]
 ) -> list[Prediction]:
-    micro = Workload(
-        **{
-            **workload,
-            "ready": tuple(map(tuple, workload["ready"])),
-            "gradients": tuple(workload["gradients"]),
-        }
-    )
+    micro = read_workload(workload)
     algorithm = "shared_memory" if LINKS[network.link] is None else "native"
     cluster = measurements.cluster(network.name)
     return predict(Job(micro=micro), cluster, policies(algorithm), [network.num_hosts])

@@ -1,57 +1,84 @@
 """`allstep advise`: whether scaling pays, how, and up to how many workers; before you do it."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from allstep.cli.advise_flags import make_parser, read_machines
 from allstep.cli.advise_output import Advice, check_plot, show, write_json, write_plot
+from allstep.cli.advise_subject import Subject, read_subject
 from allstep.cli.quantities import parse_count
-from allstep.errors import UsageError
 from allstep.plan.accuracy import measured_accuracy
-from allstep.plan.cluster import Cluster, check_positive
+from allstep.plan.cluster import Cluster
 from allstep.plan.job import Job
 from allstep.plan.policy import POLICIES
 from allstep.plan.recommend import recommend
-from allstep.plan.scaling import predict
+from allstep.plan.scaling import Prediction, predict
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.time_to_target import Target
-from allstep.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from allstep.cli.advise_worker import Answer
 
 __all__ = ["run"]
-
-_MICRO_BATCH = 32
 
 
 def run(arguments: list[str]) -> int:
     """Predicts the usual policies and recommends one, or none."""
-    if arguments and not arguments[0].startswith("-"):
-        known, recipe_flags = make_parser().parse_known_args(arguments[1:])
-        make_job = _recipe_job(known, arguments[0], recipe_flags)
-    else:
+    if not arguments or arguments[0].startswith("-"):
+        name: str | None = None
+        rest: list[str] = []
         known = make_parser().parse_args(arguments)
-        make_job = lambda cluster: _bare_job(known, cluster)  # noqa: E731
+    else:
+        name = arguments[0]
+        known, rest = make_parser().parse_known_args(arguments[1:])
+    subject = read_subject(known, name, rest)
     if known.plot is not None:
         check_plot()
-    advice = _advise(known, make_job)
-    if known.json is not None:
-        write_json(known.json, advice)
-    if known.plot is not None:
-        write_plot(known.plot, advice)
-    show(advice, with_timeline=known.timeline)
+    if known.measure:
+        return _measure(known, subject)
+    cluster, counts = read_machines(known)
+    stragglers = Stragglers(spread=known.stragglers / 100)
+    noise_scale = _noise_scale(known)
+    job = subject.job(cluster)
+    predictions = predict(job, cluster, POLICIES, counts, stragglers)
+    _show(known, _advise(known, job, cluster, predictions, noise_scale))
     return 0
 
 
-def _advise(known: Namespace, make_job: Callable[[Cluster], Job]) -> Advice:
-    cluster, counts = read_machines(known)
-    stragglers = Stragglers(spread=known.stragglers / 100)
-    noise_scale = None
-    if known.noise_scale is not None:
-        noise_scale = parse_count("noise_scale", known.noise_scale)
-    job = make_job(cluster)
+def _measure(known: Namespace, subject: Subject) -> int:
+    """Runs every policy on the workers at hand, and puts what they took beside the prediction."""
+    from allstep.cli.advise_measure import check_flags, measure_here, worker_counts
+
+    check_flags(known)
+    counts = worker_counts(known)
+    noise_scale = _noise_scale(known)
+
+    def finish(answers: Sequence["Answer"]) -> None:
+        last = answers[-1]
+        predictions = [p for found in answers for p in found.predictions]
+        measured_s = {
+            (p.policy.name, p.num_workers): found.measured_s[p.policy.name]
+            for found in answers
+            for p in found.predictions
+        }
+        cluster = last.measurements.cluster()
+        _show(known, _advise(known, last.job, cluster, predictions, noise_scale, measured_s))
+
+    return measure_here(subject.question(), counts, finish)
+
+
+def _advise(
+    known: Namespace,
+    job: Job,
+    cluster: Cluster,
+    predictions: Sequence[Prediction],
+    noise_scale: int | None,
+    measured_s: Mapping[tuple[str, int], float] | None = None,
+) -> Advice:
     target = None
     if noise_scale is not None:
         target = Target(critical_batch=noise_scale, known_batch=job.batch(1))
-    predictions = predict(job, cluster, POLICIES, counts, stragglers)
     accuracy = measured_accuracy()
     return Advice(
         job=job,
@@ -62,44 +89,19 @@ def _advise(known: Namespace, make_job: Callable[[Cluster], Job]) -> Advice:
         recommendation=recommend(
             predictions, accuracy, max_points_lost=known.max_points_lost, target=target
         ),
+        measured_s=measured_s or {},
     )
 
 
-def _bare_job(known: Namespace, cluster: Cluster) -> Job:
-    if known.params is None:
-        raise UsageError(
-            "`params` is missing: how many parameters the model has, such as `--params 25M`;"
-            " or name a recipe, `allstep advise digits --link 10gbit`."
-        )
-    micro_batch = _MICRO_BATCH if known.micro_batch is None else known.micro_batch
-    if known.step_ms is not None:
-        check_positive("step_ms", known.step_ms, "110 is a tenth of a second")
-        step_s = known.step_ms / 1000
-    elif cluster.samples_per_s is not None:
-        step_s = micro_batch / cluster.samples_per_s
-    else:
-        raise UsageError(
-            "`step_ms` is missing: how long one worker takes for a micro-batch, forward and"
-            " backward, such as `--step-ms 110`."
-        )
-    micro = Workload.from_step(
-        num_params=parse_count("params", known.params), step_s=step_s, num_samples=micro_batch
-    )
-    return Job(micro=micro, global_batch=known.global_batch)
+def _noise_scale(known: Namespace) -> int | None:
+    if known.noise_scale is None:
+        return None
+    return parse_count("noise_scale", known.noise_scale)
 
 
-def _recipe_job(known: Namespace, name: str, flags: list[str]) -> Callable[[Cluster], Job]:
-    """Reads the recipe now, so that mistakes show at once; measures when called."""
-    from allstep.cli.advise_recipe import measure, read_recipe_flags
-
-    for field in ("params", "step_ms"):
-        if getattr(known, field) is not None:
-            raise UsageError(
-                f"`{field}` (={getattr(known, field)}) is measured for a recipe: leave"
-                f" `--{field.replace('_', '-')}` out, or leave `{name}` out."
-            )
-    for field in ("micro_batch", "global_batch"):
-        if getattr(known, field) is not None:
-            flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
-    recipe = read_recipe_flags(name, flags)
-    return lambda cluster: Job(micro=measure(recipe), global_batch=recipe.global_batch)
+def _show(known: Namespace, advice: Advice) -> None:
+    if known.json is not None:
+        write_json(known.json, advice)
+    if known.plot is not None:
+        write_plot(known.plot, advice)
+    show(advice, with_timeline=known.timeline)

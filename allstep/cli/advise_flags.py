@@ -23,7 +23,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="allstep advise",
         usage="allstep advise --params N --step-ms MS (--link RATE | --cluster NAME) [flags]\n"
-        "       allstep advise RECIPE (--link RATE | --cluster NAME) [flags, also the recipe's]",
+        "       allstep advise RECIPE (--link RATE | --cluster NAME) [flags, also the recipe's]\n"
+        "       allstep advise SCRIPT.py (--link RATE | --cluster NAME) [flags, the script's too]\n"
+        "       allstep advise (RECIPE | ...) --measure [--workers N,N,...]",
         description="Predicts step time and efficiency of ways to exchange gradients, on any"
         " number of workers, and recommends one; or says that scaling doesn't pay.",
         epilog=_EXAMPLE,
@@ -90,6 +92,11 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         help="by how many percent the compute of a step varies between workers (default: 0)",
+    )
+    cluster.add_argument(
+        "--measure",
+        action="store_true",
+        help="the machines at hand: measure them, then run every policy on them, too",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--timeline", action="store_true", help="show the recommended step")

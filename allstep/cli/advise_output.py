@@ -1,8 +1,8 @@
 """Advice as a table, as characters, as JSON and as a picture."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,10 @@ _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The question, the predictions and what follows."""
+    """The question, the predictions and what follows.
+
+    `measured_s` are seconds of a step by policy and number of workers, where it was run.
+    """
 
     job: Job
     cluster: Cluster
@@ -36,6 +39,7 @@ class Advice:
     accuracy: AccuracyTable
     predictions: Sequence[Prediction]
     recommendation: Recommendation
+    measured_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     @property
     def worker_counts(self) -> list[int]:
@@ -60,6 +64,8 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
     counts = advice.worker_counts
     wanted = _POLICY_WIDTH + _CELL_WIDTH * len(counts) + _ACCURACY_WIDTH
     console.print(_wide(advice) if wanted <= console.width else _long(advice))
+    if advice.measured_s:
+        console.print(_beside(advice))
     if advice.target is not None:
         console.print(_to_target(advice, advice.target))
     lines = chart(advice.predictions)
@@ -79,10 +85,12 @@ def _assumptions(advice: Advice) -> str:
     cluster, micro = advice.cluster, advice.job.micro
     link = cluster.inter or cluster.intra
     batch = advice.job.global_batch
+    slowdowns = (timed.compute_slowdown for timed in cluster.collectives)
+    slowdown = max(slowdowns, default=cluster.compute_slowdown)
     return (
-        f"{cluster.name}: {link.bandwidth_bps / 1e9:.3g} Gbit/s and {link.latency_s * 1e6:.3g} us,"
+        f"{cluster.name}: {link.bandwidth_bps / 1e9:.3g} Gbit/s and {link.latency_s * 1e6:.0f} us,"
         f" {cluster.workers_per_node} worker{'s' * (cluster.workers_per_node > 1)} a machine,"
-        f" compute {cluster.compute_slowdown:.0%} slower beside communication."
+        f" compute {slowdown:.0%} slower beside communication."
         f" {micro.num_params:,} parameters; {micro.num_samples} samples take"
         f" {seconds_text(micro.forward_s)} forward, {seconds_text(micro.backward_s)} backward."
         f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a worker'}."
@@ -122,6 +130,26 @@ def _long(advice: Advice) -> Table:
     return table
 
 
+def _beside(advice: Advice) -> Table:
+    """Measured beside predicted; speed is in samples per second against one worker."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("workers", "predicted", "measured", "error", "speed", "policy"):
+        table.add_column(title, justify="left" if title == "policy" else "right")
+    lone = next(iter(advice.policies.values())).get(1)  # any policy: nothing is exchanged
+    for p in (p for p in advice.predictions if p.num_workers > 1 or p is lone):
+        step_s, measured_s = p.report.step_s, advice.measured_s[p.policy.name, p.num_workers]
+        speed = p.global_batch / measured_s / p.lone_samples_per_s
+        table.add_row(
+            f"{p.num_workers:,}",
+            seconds_text(step_s),
+            seconds_text(measured_s),
+            f"{step_s / measured_s - 1:+.0%}",
+            f"{speed:.2f}x",
+            "one worker" if p is lone else p.policy.name,
+        )
+    return table
+
+
 def _to_target(advice: Advice, target: Target) -> Table:
     """What larger batches cost, and what is left of the speed-up."""
     lone_samples = target.samples(advice.job.batch(1))
@@ -155,7 +183,11 @@ def plain_advice(advice: Advice) -> dict[str, Any]:
         "global_batch": advice.job.global_batch,
         "cluster": advice.cluster.name,
         "predictions": [
-            {**plain_data(p), "accuracy_cost": advice.accuracy.describe(p.policy)}
+            {
+                **plain_data(p),
+                "accuracy_cost": advice.accuracy.describe(p.policy),
+                "measured_s": advice.measured_s.get((p.policy.name, p.num_workers)),
+            }
             for p in advice.predictions
         ],
         "recommended": None if choice is None else plain_data(choice),

@@ -18,11 +18,13 @@ _COMMANDS = {
     "train": "train a recipe on any number of workers, or continue a run",
     "recipes": "list the recipes, or show one with all its fields",
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
+    "sharpness": "measure how sharp the minimum is that a run is in",
     "advise": "say whether scaling pays, how, and up to how many workers",
+    "demo": "show large batches, the same model, a slow wire and a verdict, all measured here",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
-# What `train` and `evaluate`, and `verify`, start; not for people.
-_WORKERS = ("worker", "verify_worker")
+# What `train` and `evaluate`, `verify`, and `advise` start; not for people.
+_WORKERS = ("worker", "verify_worker", "advise_worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

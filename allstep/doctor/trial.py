@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Any
@@ -101,6 +101,7 @@ def measure_policy(
     make_training: Callable[[], Training],
     policy: Policy,
     *,
+    num_micro_batches: int = 1,
     num_repeats: int = 5,
     seconds: float = 0.5,
 ) -> list[float]:
@@ -112,6 +113,7 @@ def measure_policy(
         comm: the workers.
         make_training: makes the same training on each worker.
         policy: with nothing left to choose; named "DDP" it is torch's DistributedDataParallel.
+        num_micro_batches: passes of a step, of which the last one's gradients are exchanged.
         num_repeats: how often steps are timed.
         seconds: about how long each time; at least one step, whole rounds of local SGD.
 
@@ -120,10 +122,14 @@ def measure_policy(
     """
     training = make_training()
     model, exchange = _attached(comm, training, policy)
+    no_sync = getattr(model if exchange is None else exchange, "no_sync", nullcontext)
 
     def run_steps(num_steps: int) -> float:
         start_s = perf_counter()
         for _ in range(num_steps):
+            with no_sync():
+                for _ in range(num_micro_batches - 1):
+                    training.loss_of(model).backward()  # type: ignore[no-untyped-call]
             training.loss_of(model).backward()  # type: ignore[no-untyped-call]
             training.optimizer.step()
             training.optimizer.zero_grad()

@@ -43,10 +43,13 @@ class Job:
         """Samples of a step."""
         return self.global_batch or num_workers * self.micro.num_samples
 
+    def num_micro_batches(self, num_workers: int) -> int:
+        """Micro-batches of a step of the busiest of the workers."""
+        return ceil(self.batch(num_workers) / (num_workers * self.micro.num_samples))
+
     def workload(self, num_workers: int) -> Workload:
         """What the busiest of the workers does in a step; the last micro-batch is exchanged."""
-        micro = self.micro
-        most = ceil(self.batch(num_workers) / (num_workers * micro.num_samples))
+        micro, most = self.micro, self.num_micro_batches(num_workers)
         earlier_s = (most - 1) * (micro.forward_s + micro.backward_s)
         return replace(
             micro,

@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from allstep.errors import UsageError
 from allstep.plan.cluster import check_positive
 
-__all__ = ["GRADIENT_BYTES", "Bucket", "Workload"]
+__all__ = ["GRADIENT_BYTES", "Bucket", "Workload", "read_workload"]
 
 GRADIENT_BYTES = 4  # float32, as torch keeps them
 
@@ -136,6 +137,18 @@ class Workload:
         shares[-1] = 1.0
         spans = (self.backward_s * (late - early) for early, late in itertools.pairwise(shares))
         return tuple(itertools.starmap(Bucket, zip(sizes, spans, strict=True)))
+
+
+def read_workload(table: Mapping[str, Any]) -> Workload:
+    """The inverse of `dataclasses.asdict`, also after a trip through JSON.
+
+    >>> from dataclasses import asdict
+    >>> workload = Workload.from_step(num_params=10, step_s=1.0)
+    >>> read_workload(asdict(workload)) == workload
+    True
+    """
+    pairs = tuple((share, seconds) for share, seconds in table["ready"])
+    return Workload(**{**table, "ready": pairs, "gradients": tuple(table["gradients"])})
 
 
 def _whole_gradients(

@@ -1,0 +1,142 @@
+"""What `allstep advise` is asked about: bare numbers, a recipe or a script."""
+
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from allstep.cli.quantities import parse_count
+from allstep.errors import UsageError
+from allstep.plan.cluster import Cluster, check_positive
+from allstep.plan.job import Job
+from allstep.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from allstep.cli.advise_worker import Question
+
+__all__ = ["Subject", "read_subject"]
+
+_MICRO_BATCH = 32
+
+
+class Subject(Protocol):
+    """A training that somebody wants to scale."""
+
+    def job(self, cluster: Cluster) -> Job:
+        """Its numbers, measured here if they have to be."""
+
+    def question(self) -> "Question":
+        """What workers need to run it for real."""
+
+
+def read_subject(known: Namespace, name: str | None, rest: Sequence[str]) -> Subject:
+    """The training that a command line means; mistakes show before anything is measured.
+
+    Args:
+        known: the flags of `allstep advise`.
+        name: what comes before them: a recipe, a script, or nothing.
+        rest: flags that aren't of `allstep advise`.
+    """
+    if name is None:
+        return _BareNumbers(known)
+    for field in ("params", "step_ms"):
+        if getattr(known, field) is not None:
+            raise UsageError(
+                f"`{field}` (={getattr(known, field)}) is measured for a recipe or a script: leave"
+                f" `--{field.replace('_', '-')}` out, or leave `{name}` out."
+            )
+    if name.endswith(".py") or "/" in name:
+        return _Script(known, Path(name), rest)
+    return _NamedRecipe(known, name, rest)
+
+
+class _BareNumbers:
+    def __init__(self, known: Namespace) -> None:
+        self._known = known
+
+    def job(self, cluster: Cluster) -> Job:
+        step_s = None
+        if cluster.samples_per_s is not None:
+            step_s = self._micro_batch / cluster.samples_per_s
+        return Job(micro=self._workload(step_s), global_batch=self._known.global_batch)
+
+    def question(self) -> "Question":
+        from allstep.cli.advise_worker import Question
+
+        return Question(workload=self._workload(None), global_batch=self._known.global_batch)
+
+    @property
+    def _micro_batch(self) -> int:
+        return _MICRO_BATCH if self._known.micro_batch is None else int(self._known.micro_batch)
+
+    def _workload(self, known_step_s: float | None) -> Workload:
+        """A micro-batch; `known_step_s` is what the cluster's file says, if it does."""
+        known = self._known
+        if known.params is None:
+            raise UsageError(
+                "`params` is missing: how many parameters the model has, such as `--params 25M`;"
+                " or name a recipe, `allstep advise digits --link 10gbit`, or a script."
+            )
+        if known.step_ms is not None:
+            check_positive("step_ms", known.step_ms, "110 is a tenth of a second")
+            known_step_s = known.step_ms / 1000
+        if known_step_s is None:
+            raise UsageError(
+                "`step_ms` is missing: how long one worker takes for a micro-batch, forward and"
+                " backward, such as `--step-ms 110`."
+            )
+        return Workload.from_step(
+            num_params=parse_count("params", known.params),
+            step_s=known_step_s,
+            num_samples=self._micro_batch,
+        )
+
+
+class _NamedRecipe:
+    def __init__(self, known: Namespace, name: str, flags: Sequence[str]) -> None:
+        from allstep.cli.advise_recipe import read_recipe_flags
+
+        for field in ("micro_batch", "global_batch"):
+            if getattr(known, field) is not None:
+                flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
+        self._recipe = read_recipe_flags(name, flags)
+
+    def job(self, cluster: Cluster) -> Job:
+        from allstep.cli.advise_recipe import measure
+
+        return Job(micro=measure(self._recipe), global_batch=self._recipe.global_batch)
+
+    def question(self) -> "Question":
+        from allstep.cli.advise_worker import Question
+        from allstep.cli.run_folder import recipe_to_plain
+
+        recipe = self._recipe
+        return Question(recipe=recipe_to_plain(recipe), global_batch=recipe.global_batch)
+
+
+class _Script:
+    def __init__(self, known: Namespace, path: Path, arguments: Sequence[str]) -> None:
+        if known.micro_batch is not None:
+            raise UsageError(
+                f"`micro_batch` (={known.micro_batch}) is the script's own: leave `--micro-batch`"
+                " out, or give it to the script in a way that only it understands."
+            )
+        if not path.is_file():
+            raise UsageError(f"`script` (={path}) is no file.")
+        self._path, self._arguments = path, arguments
+        self._global_batch = known.global_batch
+
+    def job(self, cluster: Cluster) -> Job:
+        return Job(micro=self._workload(), global_batch=self._global_batch)
+
+    def question(self) -> "Question":
+        from allstep.cli.advise_worker import Question
+
+        return Question(workload=self._workload(), global_batch=self._global_batch)
+
+    def _workload(self) -> Workload:
+        from allstep.doctor.script_profile import profile_script
+
+        with tempfile.TemporaryDirectory(prefix="allstep-") as folder:
+            return profile_script(self._path, self._arguments, Path(folder))
