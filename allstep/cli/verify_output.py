@@ -14,7 +14,7 @@ from allstep.doctor.verify import Diagnosis, Run, largest_difference, limit_of, 
 __all__ = ["Verdict", "show", "show_json"]
 
 _WIDTH_WITHOUT_TERMINAL = 100
-_NUMBER_WIDTH = 12
+_STEP_WIDTH, _NORM_WIDTH, _DIFFERENCE_WIDTH = 6, 17, 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ def show(verdict: Verdict) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
-    wanted = 5 + _NUMBER_WIDTH * (2 * len(verdict.runs) + len(verdict.others))
+    norms, differences = 2 * len(verdict.runs), len(verdict.others)
+    wanted = _STEP_WIDTH + _NORM_WIDTH * norms + _DIFFERENCE_WIDTH * differences
     console.print(_wide(verdict) if wanted <= console.width else _long(verdict))
     for run, diagnosis in zip(verdict.others, verdict.diagnoses, strict=True):
         console.print()

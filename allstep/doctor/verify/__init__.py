@@ -3,7 +3,7 @@
 from allstep.doctor.verify.causes import Cause
 from allstep.doctor.verify.compare import Parting, largest_difference, limit_of, total_norm
 from allstep.doctor.verify.diagnose import Diagnosis, diagnose
-from allstep.doctor.verify.record import Failure, Run, WorkerRecord, read_worker
+from allstep.doctor.verify.record import Failure, Run, StepRecord, WorkerRecord, read_worker
 from allstep.doctor.verify.recorder import Recorder
 from allstep.doctor.verify.removal import Suspect
 from allstep.doctor.verify.script import Task, record_path, record_script
@@ -15,6 +15,7 @@ __all__ = [
     "Parting",
     "Recorder",
     "Run",
+    "StepRecord",
     "Suspect",
     "Task",
     "WorkerRecord",

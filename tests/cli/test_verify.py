@@ -1,0 +1,295 @@
+"""`allstep verify`: its table and exit code, and one message for every wrong turn."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from allstep.cli import launch
+from allstep.cli.main import main
+from allstep.doctor.verify import Failure, StepRecord, Task, WorkerRecord, record_script
+from allstep.doctor.verify.record import write_worker
+from allstep.doctor.verify.script import record_path
+from allstep.doctor.verify.sketch import NUM_PRODUCTS, Sketch
+
+SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refuse(capsys):
+    """Runs a command line that must fail with exit code 2; returns what it says."""
+
+    def run(*arguments: str) -> str:
+        assert main(["verify", *arguments]) == 2
+        found = capsys.readouterr()
+        assert found.out == ""
+        assert found.err.startswith("error: ")
+        return found.err
+
+    return run
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Stands in for workers: `do(folder, size)` writes their records and returns a code."""
+
+    def use(do) -> None:
+        monkeypatch.setattr(
+            launch, "launch_workers", lambda size, command: do(Path(command[-1]), size)
+        )
+
+    return use
+
+
+@pytest.fixture
+def run_here(launched):
+    """Workers are this process, one after the other, each alone."""
+
+    def do(folder: Path, size: int) -> int:
+        plain = json.loads((folder / "task.json").read_text())
+        task = Task(**{**plain, "script": Path(plain["script"]), "folder": folder})
+        went_well = [record_script(task, rank, 1) for rank in range(size)]
+        return 0 if all(went_well) else 1
+
+    launched(do)
+
+
+def write_script(text: str) -> str:
+    Path("train.py").write_text(text)
+    return "train.py"
+
+
+TRAIN = """
+import sys, torch, allstep
+comm = allstep.init(device="cpu")
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+allstep.attach(model, comm)
+x = torch.arange(12.0).view(4, 3)
+for step in range(int(sys.argv[1])):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def worker(
+    rank: int, size: int, *, lr: float = 0.1, scale: float = 1.0, num_steps: int = 20
+) -> WorkerRecord:
+    def sketch() -> dict[str, Sketch]:
+        return {"weight": Sketch(scale, [scale] * NUM_PRODUCTS)}
+
+    step = StepRecord(
+        options=[{"lr": lr}],
+        samples=[*range(rank, 12, size)],
+        local_gradients=sketch(),
+        gradients=sketch(),
+        parameters=sketch(),
+        checksum=7,
+    )
+    record = WorkerRecord(rank=rank, num_attached=1, initial_parameters=sketch())
+    record.steps = [step] * num_steps
+    return record
+
+
+# -- what it says --------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+def test_real_workers_of_the_right_script(tmp_path):
+    """Batch norm, dropout and a short micro-batch, by way of `steps`."""
+    flags = ["-n", "1,2", "--steps", "3", "--json", "--", "--loop", "steps"]
+    done = subprocess.run(
+        [sys.executable, "-m", "allstep", "verify", SCRIPT, *flags],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["is_same"]
+    assert [run["workers"] for run in found["runs"]] == [1, 2]
+    assert found["runs"][0]["steps"][0]["samples"] == [12]
+    assert found["runs"][1]["steps"][0]["samples"] == [4, 8]
+    (verdict,) = found["verdicts"]
+    assert (verdict["parting"], verdict["causes"]) == (None, [])
+    assert max(verdict["differences"]) < 1e-5
+    assert list(tmp_path.glob("allstep*")) == []
+
+
+def test_a_table_and_a_verdict(run_here, capsys):
+    script = write_script(TRAIN)
+    # Each worker alone runs the whole batch: the same model, for nothing.
+    assert main(["verify", script, "--steps", "3", "--", "9"]) == 1
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0].split() == [
+        *["gradient", "norm,"] * 2,
+        *["parameter", "norm,"] * 2,
+        "difference,",
+    ]
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
+    assert "0, same bits" in lines[2]
+    said = " ".join(text.split())
+    assert "2 workers: the same model as on 1 for 3 steps" in said
+    assert "but not as it should. likely cause: data not sharded: all 2 workers ran" in said
+    assert "cure: give each worker its own part" in said
+
+
+def test_what_parts_is_named(launched, capsys):
+    def do(folder: Path, size: int) -> int:
+        for rank in range(size):
+            write_worker(record_path(folder, rank), worker(rank, size, lr=0.1 * size))
+        return 0
+
+    launched(do)
+    assert main(["verify", write_script(""), "-n", "1,4", "--steps", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 workers: not the same model. It parts at step 0, in `lr of parameter group 0`" in said
+    assert "likely cause: learning rate scaled:" in said
+    assert "it is 4 times that on 1" in said
+
+
+def test_an_unknown_cause_is_said_to_be_unknown(launched, capsys):
+    def do(folder: Path, size: int) -> int:
+        for rank in range(size):
+            record = worker(rank, size, scale=1 + 0.2 * size, num_steps=6 // size)
+            write_worker(record_path(folder, rank), record)
+        return 0
+
+    launched(do)
+    assert main(["verify", write_script(""), "--steps", "5"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "in the initial parameters of `weight`" in said
+    assert "likely cause: unknown. The model is another one before the first step" in said
+    assert "note: the script ended after 3 steps on 2 workers, after 5 on 1." in said
+
+
+def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monkeypatch):
+    def do(folder: Path, size: int) -> int:
+        for rank in range(size):
+            write_worker(record_path(folder, rank), worker(rank, size))
+        return 0
+
+    launched(do)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["verify", write_script(""), "-n", "3,1,2", "--steps", "2"])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, text.splitlines())) <= 60
+    assert [line.split()[1] for line in text.splitlines()[1:7]] == ["1", "2", "3"] * 2
+
+
+# -- wrong turns ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-n", "2"], "`n` (=2) must be two or more numbers of workers to compare"),
+        (["-n", "1,1"], "`n` (=1,1) must be two or more numbers"),
+        (["-n", "0,1"], "`n` (=0) must be at least 1."),
+        (["-n", "1,two"], "`n` (=two) must be a count"),
+        (["--steps", "0"], "`steps` (=0) must be at least 1."),
+        (["--timeout-s", "0"], "`timeout_s` (=0.0) must be above 0."),
+    ],
+)
+def test_bad_flags(refuse, flags, message):
+    assert message in refuse(write_script(""), *flags)
+
+
+@pytest.mark.parametrize("name", ["nowhere.py", "."])
+def test_no_such_script(refuse, name):
+    assert f"`script` (={name}) is no file; give the path of a Python script" in refuse(name)
+
+
+def test_help_has_an_example(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", "--help"])
+    assert stop.value.code == 0
+    assert "example: allstep verify train.py -n 1,2,4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("hello = 0", "never called `allstep.attach`"),
+        ("import sys; sys.exit(0)", "never called `allstep.attach`"),
+        (TRAIN, "made no step on 1 worker"),
+        ("import sys; sys.exit(3)", "exited with 3 on 1 worker. It printed nothing."),
+        ("x = (", "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_scripts_that_cannot_be_compared(refuse, run_here, script, message):
+    said = refuse(write_script(script), "--", "0")
+    assert "`script` (=train.py)" in said
+    assert message in said
+
+
+def test_a_crash_shows_the_scripts_part_of_the_traceback_once(refuse, run_here):
+    said = refuse(write_script("def go():\n    raise ZeroDivisionError('on purpose')\ngo()\n"))
+    assert said.startswith("error: `script` (=train.py) failed on 1 worker:\nTraceback")
+    assert said.count("Traceback") == said.count("ZeroDivisionError: on purpose") == 1
+    assert "runpy" not in said
+    assert 'train.py", line 3, in <module>\n' in said
+
+
+def fail(kind: str, text: str, *, is_own: bool = True) -> Failure:
+    return Failure(kind, text, is_own, time.time())
+
+
+def test_of_several_workers_the_first_cause_is_shown(refuse, launched):
+    def do(folder: Path, size: int) -> int:
+        for rank, failure in enumerate([fail("error", "lost", is_own=False), fail("error", "!")]):
+            record = WorkerRecord(rank=rank, failure=failure)
+            write_worker(record_path(folder, rank), record)
+        return 1
+
+    launched(do)
+    said = refuse(write_script(""), "-n", "2,3")
+    assert said == "error: `script` (=train.py) failed on 2 workers (rank 1):\n!\n"
+
+
+def test_stuck_workers_say_where(refuse, launched):
+    def do(folder: Path, size: int) -> int:
+        for rank in range(size):
+            record = WorkerRecord(rank=rank, failure=fail("timeout", f"  line {rank}\n"))
+            write_worker(record_path(folder, rank), record)
+        return 1
+
+    launched(do)
+    said = refuse(write_script(""), "-n", "2,3", "--timeout-s", "5")
+    assert "made no forward and no step for 5 s on 2 workers. It was at\nrank 0:\n  line 0" in said
+    assert "rank 1:\n  line 1\nGive it more time with `--timeout-s`" in said
+
+
+def test_a_worker_that_is_killed_leaves_its_last_lines(refuse, launched):
+    def do(folder: Path, size: int) -> int:
+        (folder / "rank-0.log").write_text("loading\nout of memory\n")
+        return 1
+
+    launched(do)
+    said = refuse(write_script(""))
+    assert "ended on 1 worker before it was recorded (rank 0). Its last lines:\nloading\n" in said
+
+
+def test_an_interrupt_ends_it(launched):
+    launched(lambda folder, size: 128 + signal.SIGINT)
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", write_script("")])
+    assert stop.value.code == 130
