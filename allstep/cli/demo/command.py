@@ -1,0 +1,158 @@
+"""`allstep demo`: what allstep is for, in four panels measured while one watches."""
+
+import argparse
+import json
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from allstep.cli.demo.draw import check_can_draw, draw
+from allstep.cli.demo.panel import Panel
+from allstep.cli.demo.show import Screen
+from allstep.errors import UsageError
+
+__all__ = ["run"]
+
+_PANELS = ("a", "b", "c", "d")
+_DIGITS = {"a", "b", "d"}
+_MOST_SEEDS = 20
+
+
+def run(arguments: list[str]) -> int:
+    """Measures and shows the panels that are asked for."""
+    known = _make_parser().parse_args(arguments)
+    letters = _read_panels(known.panel)
+    if not 1 <= known.seeds <= _MOST_SEEDS:
+        raise UsageError(f"`seeds` (={known.seeds}) must be 1 to {_MOST_SEEDS}; 3 is usual.")
+    if known.out is not None:
+        check_can_draw()
+        _make_folder(known.out)
+    with _interruptible():
+        try:
+            return _run_panels(letters, known.seeds, known.out)
+        except _Interrupted as stop:
+            return 128 + stop.number
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="allstep demo",
+        description="What allstep is for, in four panels measured while you watch:"
+        " a large batch, b the same model on other numbers of workers, c a slow wire, d the"
+        " verdict on this machine. Under 3 minutes on two cores; nothing is downloaded.",
+        epilog="For a start: allstep demo --panel a,d",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--panel", default=",".join(_PANELS), metavar="a,b,c,d", help="which panels; all of them"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="trainings of each line of panel a; 3"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="keep a PNG of each panel and demo.json there"
+    )
+    return parser
+
+
+def _read_panels(text: str) -> list[str]:
+    letters = [part.strip().lower() for part in text.split(",")]
+    for letter in letters:
+        if letter not in _PANELS:
+            raise UsageError(f"`panel` (={text}) must name panels a to d, such as `--panel a,c`.")
+    return sorted(set(letters))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"`out` (={folder}) can't be written ({error.strerror}); choose another folder."
+        ) from None
+
+
+def _run_panels(letters: list[str], num_seeds: int, out: Path | None) -> int:
+    from allstep.cli.demo.crew import Crew
+
+    if _DIGITS.intersection(letters):
+        from allstep.recipes.digits import Digits
+
+        Digits().check()
+    screen = Screen()
+    numbers: dict[str, Any] = {}
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="allstep-") as folder, Crew(Path(folder)) as crew:
+        for letter in letters:
+            panel_start_s = time.monotonic()
+            with screen.open() as frame:
+                for panel in _measure(letter, crew, Path(folder), num_seeds):
+                    frame.show(panel)
+            wall_s = time.monotonic() - panel_start_s
+            numbers[letter] = {**panel.numbers, "conclusion": panel.conclusion, "wall_s": wall_s}
+            if out is not None:
+                _keep(panel, numbers, out)
+    screen.say(f"Measured in {time.monotonic() - start_s:.0f} s.")
+    if out is not None:
+        screen.say(f"Pictures and numbers are in {out}.")
+    return 0
+
+
+def _measure(letter: str, crew: Any, folder: Path, num_seeds: int) -> Iterator[Panel]:
+    """Imports a panel when it is its turn."""
+    if letter == "a":
+        from allstep.cli.demo import large_batch
+
+        return large_batch.measure(crew, num_seeds)
+    from allstep.cli.demo import same_model, slow_wire, verdict
+
+    measures: dict[str, Callable[..., Iterator[Panel]]] = {
+        "b": same_model.measure,
+        "c": slow_wire.measure,
+        "d": verdict.measure,
+    }
+    return measures[letter](crew, folder)
+
+
+def _keep(panel: Panel, numbers: dict[str, Any], out: Path) -> None:
+    try:
+        draw(panel, out / f"demo_{panel.letter}.png")
+        (out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"`out` (={out}) can't be written ({error.strerror}); choose another folder."
+        ) from None
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C or SIGTERM came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets a signal unwind the demo, so that children and namespaces are cleaned up; once."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        for other in previous:
+            signal.signal(other, signal.SIG_IGN)
+        raise _Interrupted(number)
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

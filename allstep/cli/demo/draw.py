@@ -1,0 +1,72 @@
+"""Panels as pictures."""
+
+import math
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from allstep.cli.demo.panel import Chart, Panel
+from allstep.errors import UsageError
+
+__all__ = ["check_can_draw", "draw"]
+
+
+def check_can_draw() -> None:
+    """Raises UsageError if there is nothing to draw with."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "`out` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
+            " or leave `--out` out."
+        )
+
+
+def draw(panel: Panel, path: Path) -> None:
+    """Writes a panel's bars, with its conclusion beneath."""
+    labels = list(dict.fromkeys(bar.label for bar in panel.chart.bars))
+    series = list(dict.fromkeys(bar.series for bar in panel.chart.bars))
+    height = 1.8 + 0.25 * len(labels) * (1 + len(series))
+    figure = import_module("matplotlib.figure").Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(series):
+        _draw_series(axes, panel.chart, name, labels, (number + 0.5) / len(series) - 0.5)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.12)
+    axes.set_title(fill(panel.title, 80), fontsize=10, fontweight="bold")
+    axes.set_xlabel(f"{panel.chart.unit}\n\n{fill(panel.conclusion, 95)}", fontsize=9)
+    if len(series) > 1:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_series(axes: Any, chart: Chart, series: str, labels: list[str], offset: float) -> None:
+    bars = [bar for bar in chart.bars if bar.series == series]
+    num_series = len({bar.series for bar in chart.bars})
+    places = [labels.index(bar.label) + 0.8 * offset for bar in bars]
+    values = [bar.value for bar in bars]
+    if chart.is_log:
+        axes.set_xscale("symlog", linthresh=_smallest(chart) / 10)
+    drawn = axes.barh(
+        places,
+        values,
+        height=0.75 / num_series,
+        xerr=[bar.spread for bar in bars] if any(bar.spread for bar in bars) else None,
+        label=series or None,
+    )
+    axes.bar_label(drawn, [_text(value) for value in values], padding=3, fontsize=8)
+
+
+def _smallest(chart: Chart) -> float:
+    """The least value that a logarithmic axis has to tell from 0, a power of ten."""
+    positive = [bar.value for bar in chart.bars if bar.value > 0]
+    return 10.0 ** math.floor(math.log10(min(positive, default=1.0)))
+
+
+def _text(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if abs(value) < 0.1 else f"{value:,.4g}"

@@ -1,0 +1,131 @@
+"""Panel c: ways to exchange gradients on a slow wire, predicted and measured."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from allstep.cli.demo.crew import Crew
+from allstep.cli.demo.panel import Bar, Chart, Panel
+from allstep.cli.demo.slow_wire_runs import (
+    BUCKET_BYTES,
+    MIB,
+    NUM_PARAMS,
+    WAYS,
+    run_steps_shaped,
+)
+from allstep.doctor.shaped_link import ShapedHosts, UnavailableError
+from allstep.plan import Cluster, Policy, Workload
+from allstep.plan.fit import Timing, fit_link
+from allstep.plan.simulate import simulate
+
+__all__ = ["measure"]
+
+_RATE_BPS = 200e6
+_NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 Mbit/s."
+
+_POLICIES = {
+    "plain": Policy(name="plain", algorithm="native", bucket_bytes=None),
+    "DDP": Policy(name="DDP", algorithm="native", bucket_bytes=25 * MIB, first_bucket_bytes=MIB),
+    "fp16": Policy(name="fp16", wire="fp16", algorithm="native", bucket_bytes=BUCKET_BYTES),
+    "fp16 + staleness 1": Policy(
+        name="stale", wire="fp16", algorithm="native", bucket_bytes=BUCKET_BYTES, staleness=1
+    ),
+}
+
+
+def measure(crew: Crew, folder: Path) -> Iterator[Panel]:
+    """Runs all ways on two hosts, or behind a token bucket where there can be none."""
+    try:
+        with ShapedHosts(2, _RATE_BPS) as hosts:
+            yield _panel(None, _NAMESPACES, "timing steps on two hosts")
+            found = _run_on(hosts, crew, folder / "slow-wire.json")
+            label = _NAMESPACES
+    except UnavailableError as reason:
+        label = (
+            f"No two hosts here ({reason}): the wire is a token bucket of 200 Mbit/s under"
+            " allstep's collectives, and DDP goes through it by allstep's hook."
+        )
+        yield _panel(None, label, "timing steps on two workers")
+        found = crew.run_ranks(2, run_steps_shaped, _RATE_BPS)
+    yield _panel(found, label, "")
+
+
+def _run_on(hosts: ShapedHosts, crew: Crew, file: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "allstep.cli.demo.slow_wire_runs", str(file)]
+    crew.run_commands(hosts.commands(command, {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}))
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _predict(found: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step each way, from the link and from the step without any exchange."""
+    timings = [Timing(2, num_bytes, seconds) for num_bytes, seconds in found["all_reduces"]]
+    link = fit_link(timings).link
+    cluster = Cluster(
+        name="slow wire",
+        num_nodes=2,
+        workers_per_node=1,
+        intra=link,
+        inter=link,
+        copy_bytes_per_s=found["copy_bytes_per_s"],
+    )
+    workload = Workload(
+        num_params=NUM_PARAMS,
+        forward_s=found["forward_s"],
+        backward_s=found["step_s"]["alone"] - found["forward_s"],
+    )
+    return {way: simulate(workload, cluster, policy).step_s for way, policy in _POLICIES.items()}
+
+
+def _panel(found: Mapping[str, Any] | None, label: str, status: str) -> Panel:
+    measured = {} if found is None else found["step_s"]
+    predicted = {} if found is None else _predict(found)
+    return Panel(
+        letter="c",
+        title="Slow wire: a training step of 2 workers at 200 Mbit/s, 8 MiB of gradients",
+        header=("", "predicted, ms", "measured, ms", "efficiency", "v. DDP"),
+        rows=[_row(way, predicted, measured) for way in WAYS],
+        chart=Chart(
+            "milliseconds a step",
+            [
+                Bar(way, 1e3 * seconds[way], series)
+                for way in _POLICIES
+                for series, seconds in (("predicted", predicted), ("measured", measured))
+                if seconds
+            ],
+        ),
+        notes=(
+            label,
+            "Predicted from timed all-reduces and from the step alone; nothing was fitted to the"
+            " steps with an exchange. Efficiency is the time of the step alone over the step's.",
+        ),
+        status=status,
+        conclusion=_conclude(predicted, measured) if found is not None else "",
+        numbers={} if found is None else {**found, "predicted_s": predicted, "wire": label},
+    )
+
+
+def _row(way: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
+    name = "no exchange" if way == "alone" else way
+    if not measured:
+        return [name, "", "", "", ""]
+    seconds = measured[way]
+    return [
+        name,
+        f"{1e3 * predicted[way]:.0f}" if way in predicted else "-",
+        f"{1e3 * seconds:.0f}",
+        f"{measured['alone'] / seconds:.0%}",
+        f"{measured['DDP'] / seconds:.2f}x" if way != "alone" else "",
+    ]
+
+
+def _conclude(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    best = min(_POLICIES, key=lambda way: measured[way])
+    errors = [abs(predicted[way] / measured[way] - 1) for way in _POLICIES]
+    return (
+        f"{best} is {measured['DDP'] / measured[best]:.1f}x as fast as DDP,"
+        f" {measured['alone'] / measured[best]:.0%} of the speed without a wire."
+        f" The predictions were off by at most {max(errors):.0%}."
+    )

@@ -1,0 +1,165 @@
+"""The steps of the slow-wire panel, as each of the two workers runs them.
+
+python -m allstep.cli.demo.slow_wire_runs RESULT.json     # on a host; started by the panel
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from allstep.comm import Communicator, init
+from allstep.comm.algorithms import make_algorithm
+from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
+from allstep.exchange import Exchange, ExchangePolicy, attach, ddp_hook
+
+__all__ = ["BUCKET_BYTES", "NUM_PARAMS", "WAYS", "run_steps", "run_steps_shaped"]
+
+MIB = 2**20
+BUCKET_BYTES = MIB
+_WIDTH, _NUM_LAYERS = 512, 8  # a layer is a bucket
+NUM_PARAMS = _NUM_LAYERS * _WIDTH**2
+_COMPUTE_S = 0.2
+_FIRST_STEPS, _NUM_REPEATS, _NUM_STEPS = 3, 3, 3
+_TIMED_BYTES = (MIB // 4, MIB, 4 * MIB)
+
+WAYS = {
+    "alone": None,
+    "plain": ExchangePolicy(plain=True),
+    "DDP": None,
+    "fp16": ExchangePolicy(wire="fp16", algorithm="native", bucket_bytes=BUCKET_BYTES),
+    "fp16 + staleness 1": ExchangePolicy(
+        wire="fp16", staleness=1, algorithm="native", bucket_bytes=BUCKET_BYTES
+    ),
+}
+
+
+class _Trainer:
+    """A model under one way to exchange."""
+
+    def __init__(self, way: str, comm: Communicator, x: Tensor, *, hooks_ddp: bool) -> None:
+        self._x = x
+        torch.manual_seed(0)
+        layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)]
+        self._model: nn.Module = nn.Sequential(*(m for each in layers for m in (each, nn.ReLU())))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._exchange: Exchange | None = None
+        policy = WAYS[way]
+        if policy is not None:
+            self._exchange = attach(self._model, comm, policy)
+        elif way == "DDP":
+            self._model = DistributedDataParallel(self._model)
+            if hooks_ddp:
+                hook = ddp_hook(ExchangePolicy(algorithm="native"), comm)
+                self._model.register_comm_hook(None, hook)
+
+    def step(self) -> None:
+        self.update(self.forward())
+
+    def forward(self) -> Tensor:
+        loss: Tensor = self._model(self._x).square().mean()
+        return loss
+
+    def update(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def drain(self) -> None:
+        """Leaves the wire to others."""
+        for _ in self._exchange.flush() if self._exchange is not None else ():
+            pass
+
+
+def run_steps(comm: Communicator, *, hooks_ddp: bool = False) -> dict[str, Any]:
+    """Seconds of a step each way, of the slowest worker, and what a prediction needs."""
+    torch.set_num_threads(1)
+    all_reduces = [_time_all_reduce(comm, num_bytes) for num_bytes in _TIMED_BYTES]
+    x = _make_batch(comm)
+    trainers = {way: _Trainer(way, comm, x, hooks_ddp=hooks_ddp) for way in WAYS}
+    for trainer in trainers.values():
+        for _ in range(_FIRST_STEPS):
+            trainer.step()
+        trainer.drain()
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for repeat in range(_NUM_REPEATS):
+        for way in list(WAYS) if repeat % 2 else list(reversed(WAYS)):
+            seconds[way].append(_time_steps(trainers[way], comm))
+    alone = trainers["alone"]
+    return {
+        "step_s": {way: median(found) for way, found in seconds.items()},
+        "forward_s": _slowest(comm, min(_seconds_of(alone.forward) for _ in range(3))),
+        "all_reduces": [list(timed) for timed in all_reduces],
+        "copy_bytes_per_s": _copy_bytes_per_s(),
+    }
+
+
+def run_steps_shaped(comm: Communicator, rate_bps: float) -> dict[str, Any]:
+    """The same behind a token bucket."""
+    shaped = ShapedCommunicator(comm, TokenBucket(rate_bps))
+    return run_steps(shaped, hooks_ddp=True)
+
+
+def _make_batch(comm: Communicator) -> Tensor:
+    """As many samples as a worker computes for `_COMPUTE_S`; as many on all workers."""
+    trial = 256
+    for _ in range(3):
+        x = torch.randn(trial, _WIDTH)
+        trainer = _Trainer("alone", comm, x, hooks_ddp=False)
+        own_s = min(_seconds_of(trainer.step) for _ in range(4))
+        trial = max(1, round(trial * _COMPUTE_S / _slowest(comm, own_s)))
+    return torch.randn(trial, _WIDTH)
+
+
+def _time_all_reduce(comm: Communicator, num_bytes: int) -> tuple[int, float]:
+    flat = torch.zeros(num_bytes // 4)
+    algorithm = make_algorithm("native", comm)
+    own_s = [_seconds_of(lambda: algorithm.reduce_(flat)) for _ in range(4)]
+    return num_bytes, _slowest(comm, median(own_s[1:]))
+
+
+def _copy_bytes_per_s() -> float:
+    source = torch.zeros(8 * MIB)
+    target = torch.empty_like(source)
+    return source.nbytes / min(_seconds_of(lambda: target.copy_(source)) for _ in range(5))
+
+
+def _time_steps(trainer: _Trainer, comm: Communicator) -> float:
+    comm.barrier()
+    trainer.step()  # with staleness there is something under way then
+    start_s = time.perf_counter()
+    for _ in range(_NUM_STEPS):
+        trainer.step()
+    own_s = (time.perf_counter() - start_s) / _NUM_STEPS
+    trainer.drain()
+    return _slowest(comm, own_s)
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def _slowest(comm: Communicator, own_s: float) -> float:
+    return float(comm.all_reduce(torch.tensor(own_s, dtype=torch.float64), "max"))
+
+
+def main() -> None:
+    """Runs the steps as a rank of two hosts."""
+    with init(device="cpu") as comm:
+        found = run_steps(comm)
+        if comm.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+        comm.barrier()
+
+
+if __name__ == "__main__":
+    main()

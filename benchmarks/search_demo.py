@@ -1,0 +1,83 @@
+"""Finds the settings of the large-batch panel of `allstep demo`, on training digits held out.
+
+    python benchmarks/search_demo.py
+
+Every line that has something to tune gets eight trials of two seeds. The trial with the least mean
+loss on 288 held-out training digits is taken; the test digits take no part. Results are written
+to benchmarks/results/search_demo.json; the settings in allstep/cli/demo/large_batch_runs.py are
+changed by hand.
+"""
+
+import itertools
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common import print_headline, write_results
+
+from allstep.cli.demo.crew import Crew
+from allstep.cli.demo.large_batch_runs import (
+    FACTOR,
+    LINES,
+    SMALL_BATCH,
+    Line,
+    Settings,
+    train,
+)
+from allstep.optim import linear_scaling
+from allstep.train.devices import num_cores
+
+SEEDS = (100, 101)
+
+
+def candidates(line: Line) -> list[Settings]:
+    """All settings of a line that are tried."""
+    grid = itertools.product(*line.trials.values())
+    return [
+        replace(line.settings, **dict(zip(line.trials, values, strict=True))) for values in grid
+    ]
+
+
+def search(crew: Crew, line: Line, trials: list[Settings]) -> dict[str, Any]:
+    """The mean loss and accuracy of each trial, and the best of them."""
+    jobs = [(number, seed) for number in range(len(trials)) for seed in SEEDS]
+    calls = [(partial(train, is_trial=True), (trials[number], seed)) for number, seed in jobs]
+    found: list[list[dict[str, float]]] = [[] for _ in trials]
+    for job, metrics in crew.each(calls, num_cores()):
+        found[jobs[job][0]].append(metrics)
+    table = [
+        {
+            **{name: getattr(trial, name) for name in line.trials},
+            "loss": mean(m["loss"] for m in metrics),
+            "accuracy": mean(m["accuracy"] for m in metrics),
+        }
+        for trial, metrics in zip(trials, found, strict=True)
+    ]
+    best = min(table, key=lambda row: row["loss"])
+    for row in table:
+        mark = "*" if row is best else " "
+        print(mark, line.name, *(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+    return {"trials": table, "best": best}
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, Crew(Path(folder)) as crew:
+        for line in LINES:
+            if not line.trials:
+                continue
+            trials = candidates(line)
+            if line.name == "with warm-up":  # its rate follows from what was just found
+                small_lr = results["small batch"]["best"]["lr"]
+                rate = linear_scaling(small_lr, SMALL_BATCH, FACTOR * SMALL_BATCH)
+                trials = [replace(trial, lr=rate) for trial in trials]
+            results[line.name] = search(crew, line, trials)
+    write_results("search_demo", {"lines": results})
+    print_headline(**{name: found["best"]["accuracy"] for name, found in results.items()})
+
+
+if __name__ == "__main__":
+    main()
