@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, SharedMemory
 from allstep.comm.shared_memory import Block
-from allstep.errors import DisagreementError, UsageError
-from allstep.exchange.agreement import digest, explain
+from allstep.errors import UsageError
+from allstep.exchange.agreement import digest
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.runner import Job
-from allstep.exchange.tail import check_size, disagreeing_ranks, write_check
+from allstep.exchange.tail import check_size, write_check
 from allstep.exchange.wires import Exact
 
 __all__ = ["BucketPlan", "FixedPointFlight", "Flight"]
@@ -155,15 +154,6 @@ class Flight:
             views |= zip(layout.names, layout.views(flat), strict=True)
         return views
 
-    def check(self, comm: Communicator) -> None:
-        """Raises on every worker if they mean different things. Collective if they do.
-
-        Raises:
-            DisagreementError: naming who wants what.
-        """
-        if disagreeing_ranks(self.plan.check(self.flats)):
-            raise DisagreementError(explain(comm, self.action, self.described))
-
     def write_check(self, rank: int) -> None:
         """Has the first bucket's tail compare plan and action with the other workers'."""
         mine = digest((self.plan.digest, self.action, self.described))
@@ -212,13 +202,8 @@ class Flight:
         flags.fill_(len(self.touched) == len(self.plan.names))
         if len(self.touched) < len(self.plan.names):
             has = [float(name in self.touched) for name in self.plan.names]
-            flags[1:] = torch.tensor(has, dtype=flags.dtype)
+            flags[1:].copy_(torch.tensor(has, dtype=flags.dtype), non_blocking=True)
         flags[0] = self.failure is not None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a worker marked the flight as failed, after the exchange."""
-        return bool(self.plan.flags(self.flats)[0] > 0)
 
     def landed_names(self) -> Iterable[str]:
         """The parameters that any worker had a gradient for, after the exchange."""

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError, CommunicationError, DisagreementError, UsageError
-from allstep.exchange.agreement import explain
+from allstep.errors import CheckpointError, CommunicationError, UsageError
 from allstep.exchange.buckets import ReadyGradient, split_in_buckets
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
@@ -20,6 +19,7 @@ from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.sender import Sender
 from allstep.exchange.tuning import tuned_bucket_bytes
+from allstep.exchange.verdict import Verdict
 
 __all__ = ["OverlappedExchange"]
 
@@ -64,6 +64,7 @@ class OverlappedExchange(Exchange):
         self._comes_twice = False  # a gradient may grow after its hook: reentrant checkpointing
         self._pass_number = 0
         self._failure: str | None = None
+        self._verdict: Verdict | None = None  # on the last flight, if not looked at yet
         self._last_scale = self._residual_factor = 1.0
         self._exposed_s = 0.0
         self._pass_start_s = self._last_wait_s = 0.0
@@ -93,9 +94,11 @@ class OverlappedExchange(Exchange):
             flight = self._airborne.popleft()
             self._clear_gradients()
             self._land(flight)
+            self._settle()
             yield flight.step
 
     def state_dict(self) -> dict[str, Any]:
+        self._settle()
         self._wait_for_all()
         return {
             **super().state_dict(),
@@ -199,6 +202,7 @@ class OverlappedExchange(Exchange):
         flight, index = self._flight, len(self._flight.jobs)
         is_last = index == len(flight.plan.layouts) - 1
         if index == 0:
+            self._settle()
             flight.step, flight.scale = self._num_exchanges, self._present_scale()
             self._residual_factor = flight.scale / self._last_scale
             self._last_scale = flight.scale
@@ -225,8 +229,6 @@ class OverlappedExchange(Exchange):
         while len(flight.jobs) < len(flight.plan.layouts):
             self._send_next()
         self._airborne.append(flight)
-        if flight.failure is not None:
-            self._land(self._airborne.pop())
         if len(self._airborne) > self.policy.staleness:
             landing = self._airborne.popleft()
             if self.policy.staleness:
@@ -264,7 +266,7 @@ class OverlappedExchange(Exchange):
                 flight.rescale(factor)
         trained = self._parameters.trained
         for name in flight.landed_names():
-            if name in trained:
+            if name in trained and self._failure is None:
                 flight.deliver(name, trained[name])
         if flight.plan is self._sender.plan:
             self._idle.append(flight)
@@ -278,11 +280,17 @@ class OverlappedExchange(Exchange):
         self._exposed_s += self._last_wait_s
 
     def _check_failure(self, flight: Flight) -> None:
-        """Raises on every worker if the flight failed on one."""
-        if flight.has_failed:
-            action = flight.failure or flight.action
-            sentence = explain(self._sender.comm, action, flight.described)
-            raise UsageError(flight.failure) if flight.failure else DisagreementError(sentence)
+        """Raises on every worker if the flight failed on one. [Note: late verdict]"""
+        self._settle()
+        self._verdict = Verdict.of(flight, compares=self._sender.compares)
+        if not self._sender.looks_late or flight.failure is not None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Raises on every worker if the last flight was no good."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None:
+            verdict.settle(self.comm)
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
@@ -305,6 +313,7 @@ class OverlappedExchange(Exchange):
             p.grad = None
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
+        self._settle()
         if self._sender.plan.layouts:
             self._sender.check(self._flight, action, described)
         else:

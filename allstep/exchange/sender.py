@@ -20,6 +20,7 @@ from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
 from allstep.exchange.transport import Transport
+from allstep.exchange.verdict import Verdict, looks_late
 from allstep.exchange.wires import Exact, FullPrecision, WireState
 
 __all__ = ["Sender"]
@@ -46,9 +47,11 @@ class Sender:
         algorithm = self.transport.algorithm
         plain = type(self.wire) is FullPrecision and comm.device.type == "cpu" and comm.size > 1
         self._native = algorithm if plain and type(algorithm) is Native else None
-        self._checks = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up
+        self.compares = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up
+        self.looks_late = looks_late(comm.device)
         self._posted_s = self._last_end_s = 0.0
         self._timeout_s = comm.timeout_s
+        self._staleness = policy.staleness
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
@@ -111,8 +114,8 @@ class Sender:
                 else:
                     with _withheld(state.residual, layout, withheld):
                         self.wire.mean_(flat, layout, state, transport)
-            if index == 0 and self._checks:
-                flight.check(self.comm)  # before the others: who disagrees will send none
+            if index == 0:
+                self._compare(flight, self.comm)  # before the others: who disagrees sends none
 
         if self._native is not None:
             flight.jobs.append(self._post(self._native, flight, index))
@@ -126,7 +129,7 @@ class Sender:
         def finish() -> None:
             flat.div_(self.comm.size)
             if index == 0:
-                flight.check(self._main_comm)  # other buckets are under way on this sender's own
+                self._compare(flight, self._main_comm)  # this sender's own is still busy
 
         def count(start_s: float) -> None:
             end_s = perf_counter()
@@ -134,6 +137,11 @@ class Sender:
             self._last_end_s = end_s
 
         return PostedJob(native.post(flat), finish, count)
+
+    def _compare(self, flight: Flight, comm: Communicator) -> None:
+        """Looks at the workers' comparison, if it is time. [Note: late verdict]"""
+        if self.compares and not self.looks_late:
+            Verdict.of(flight, marks=False).settle(comm)
 
     @property
     def busy_s(self) -> float:
@@ -164,10 +172,23 @@ class Sender:
         flight.write_check(self.comm.rank)
         self.send(flight, 0)
         try:
-            flight.jobs.pop().wait()
+            flight.jobs[0].wait()
+            if self.looks_late and self.compares:
+                self._settle_now(flight)
         finally:
             self._states = states
+        flight.jobs.clear()
         flat.copy_(kept)
+
+    def _settle_now(self, flight: Flight) -> None:
+        """Raises if workers disagree, after all that those with an exchange send till they look."""
+        verdict = Verdict.of(flight, marks=False)
+        if not verdict.is_good:
+            indices = list(range(len(flight.flats)))
+            for index in indices[1:] + self._staleness * indices:
+                flight.flats[index].zero_()
+                self.send(flight, index)
+        verdict.settle(self._main_comm)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
