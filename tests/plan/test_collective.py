@@ -1,0 +1,128 @@
+from dataclasses import replace
+
+import pytest
+
+from allstep.errors import UsageError
+from allstep.plan.cluster import Cluster, Link
+from allstep.plan.collective import Collective
+from allstep.plan.job import Job
+from allstep.plan.policy import Policy
+from allstep.plan.scaling import predict_one
+from allstep.plan.simulate import simulate
+from allstep.plan.workload import Workload
+
+TIMED = Collective(
+    wire="fp32", algorithm="native", num_elements=(1000, 2000, 4000), seconds=(0.01, 0.02, 0.06)
+)
+LINK = Link(bandwidth_bps=1e9, latency_s=1e-4)
+CLUSTER = Cluster(
+    name="two", num_nodes=2, workers_per_node=1, intra=LINK, inter=LINK, collectives=(TIMED,)
+)
+WORKLOAD = Workload(
+    num_params=8000, forward_s=0.1, backward_s=0.2, optimizer_s=0.05, gradients=(1000, 3000, 4000)
+)
+AT_THE_END = Policy(name="", algorithm="native", bucket_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "seconds"),
+    [(1000, 0.01), (1500, 0.015), (3000, 0.04), (4000, 0.06), (8000, 0.14), (0, 0.005)],
+)
+def test_time_is_drawn_between_and_beyond_the_sizes(num_elements, seconds):
+    assert TIMED.seconds_of(num_elements) == pytest.approx(seconds)
+
+
+def test_more_never_takes_less():
+    noisy = replace(TIMED, seconds=(0.02, 0.01, 0.06))
+    found = [noisy.seconds_of(n) for n in range(0, 5000, 100)]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wire": "fp33"}, "`wire` \\(='fp33'\\): did you mean `fp32`"),
+        ({"algorithm": "rong"}, "`algorithm` \\(='rong'\\): did you mean `ring`"),
+        ({"num_elements": (1,), "seconds": (1.0,)}, "must be two or more that increase"),
+        ({"num_elements": (2, 1, 3)}, "must be two or more that increase"),
+        ({"seconds": (1.0, 2.0)}, "`seconds` .* must be above 0, one for each size"),
+        ({"seconds": (1.0, 0.0, 2.0)}, "`seconds` .* must be above 0"),
+        ({"compute_slowdown": -0.1}, "`compute_slowdown` \\(=-0.1\\) must be 0 or more"),
+    ],
+)
+def test_wrong_timings_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        replace(TIMED, **changes)
+
+
+def test_what_was_measured_goes_before_the_formula():
+    report = simulate(WORKLOAD, CLUSTER, AT_THE_END)
+    assert report.step_s == pytest.approx(0.35 + TIMED.seconds_of(8000))
+    formula = simulate(WORKLOAD, replace(CLUSTER, collectives=()), AT_THE_END)
+    assert formula.step_s < 0.36
+
+
+def test_it_is_forgotten_for_other_numbers_of_workers():
+    four = replace(CLUSTER, num_nodes=4)
+    assert four.of(4).collectives == (TIMED,)
+    assert four.of(2).collectives == ()
+    assert four.measured("fp16", "native") is None
+
+
+def test_only_what_was_measured_is_tried():
+    prediction = predict_one(Job(micro=WORKLOAD), CLUSTER, Policy(name="fp32"), 2)
+    assert prediction.policy.algorithm == "native"
+
+
+def test_buckets_hold_whole_gradients():
+    assert WORKLOAD.bucket_sizes(4000) == [1000, 3000, 4000]
+    assert WORKLOAD.bucket_sizes(10_000) == [4000, 4000]
+    assert WORKLOAD.bucket_sizes(10_000, 4000) == [1000, 3000, 4000]
+    assert WORKLOAD.bucket_sizes(20_000) == [8000]
+    assert replace(WORKLOAD, gradients=()).bucket_sizes(10_000) == [2500, 2500, 2500, 500]
+    with pytest.raises(UsageError, match=r"`gradients` .* 8000 together"):
+        replace(WORKLOAD, gradients=(1000,))
+
+
+def test_compute_that_sleeps_is_not_slowed():
+    slow = replace(TIMED, compute_slowdown=1.0, communication_slowdown=1.0)
+    cluster = replace(CLUSTER, collectives=(slow,))
+    stale = replace(AT_THE_END, staleness=1)
+    awake, asleep = (
+        simulate(replace(WORKLOAD, core_share=share), cluster, stale).step_s for share in (1, 0)
+    )
+    assert asleep == pytest.approx(0.35)
+    # The exchange takes twice its 0.14 s, in which half of the compute is done.
+    assert awake == pytest.approx(0.35 + 0.14)
+    with pytest.raises(UsageError, match="`core_share` \\(=2\\) must be 0 to 1"):
+        replace(WORKLOAD, core_share=2)
+
+
+def test_copies_are_compute_and_sums_are_divided_afterwards():
+    cluster = replace(CLUSTER, bucketing_s_per_byte=1e-6, gradient_s=1e-3)
+    report = simulate(WORKLOAD, cluster, AT_THE_END)
+    copy_s = 1e-6 * 4 * 8000
+    assert report.step_s == pytest.approx(0.35 + 0.14 + 2 * copy_s + 3e-3)
+    local = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=4))
+    assert local.step_s == pytest.approx(0.35 + (0.14 + 3 * copy_s) / 4)
+    assert simulate(WORKLOAD, cluster.of(1), AT_THE_END).step_s == pytest.approx(0.35)
+
+
+def test_an_idle_link_gets_ahead_of_itself_once():
+    cluster = replace(CLUSTER, burst_s=0.005)
+    report = simulate(WORKLOAD, cluster, AT_THE_END)
+    assert report.step_s == pytest.approx(0.35 + 0.14 - 0.005)
+    # Buckets that follow one another find it busy: only the first is ahead.
+    apart = simulate(WORKLOAD, cluster, replace(AT_THE_END, bucket_bytes=4000, staleness=0))
+    slow = replace(WORKLOAD, backward_s=0.0)
+    together = simulate(slow, cluster, replace(AT_THE_END, bucket_bytes=4000))
+    seconds = [TIMED.seconds_of(n) for n in (1000, 3000, 4000)]
+    saved = min(0.005, seconds[0] - TIMED.latency_s)
+    assert together.wire_s == pytest.approx(sum(seconds) - saved)
+    assert apart.wire_s == pytest.approx(sum(seconds) - saved - 2 * 0.005)
+
+
+@pytest.mark.parametrize("name", ["burst_s", "bucketing_s_per_byte", "gradient_s"])
+def test_wrong_constants_are_refused(name):
+    with pytest.raises(UsageError, match=f"`{name}` \\(=-1\\) must be 0 or more"):
+        replace(CLUSTER, **{name: -1})
