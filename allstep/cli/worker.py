@@ -1,5 +1,6 @@
-"""`allstep worker`: what `train` and `evaluate` start, once for each worker; not for people."""
+"""`allstep worker`: what `train` and its like start, once for each worker; not for people."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Runs one worker of a run whose folder exists."""
-    action, folder, pid = arguments
+    action, folder, pid, *request = arguments
     launcher_pid = int(pid)
     if os.getppid() != launcher_pid:  # it was interrupted before it knew its children
         return 1
@@ -21,6 +22,12 @@ def run(arguments: list[str]) -> int:
         from allstep.cli.evaluate import evaluate_worker
 
         return run_here(lambda comm: evaluate_worker(comm, run_dir), launcher_pid)
+
+    if action == "sharpness":
+        from allstep.cli.sharpness import Request, sharpness_worker
+
+        asked = Request(**json.loads(request[0]))
+        return run_here(lambda comm: sharpness_worker(comm, run_dir, asked), launcher_pid)
 
     from allstep.cli.train import train_worker
 

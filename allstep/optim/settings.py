@@ -96,6 +96,11 @@ class Settings:
             raise UsageError(f"`weight_decay` (={self.weight_decay}) must be 0 or more.")
         if self.warmup_epochs < 0:
             raise UsageError(f"`warmup_epochs` (={self.warmup_epochs}) must be 0 or more.")
+        if self.optimizer == "rmsprop_warmup" and self.warmup_epochs == 0:
+            raise UsageError(
+                f"`warmup_epochs` (={self.warmup_epochs}) must be positive for the optimizer"
+                " `rmsprop_warmup`; a ninth of the run is usual."
+            )
         if not 0 <= self.warmup_start <= 1:
             raise UsageError(
                 f"`warmup_start` (={self.warmup_start}) must be between 0 and 1, a share of `lr`."
@@ -138,11 +143,6 @@ class Settings:
             raise UsageError(
                 "`steps_per_epoch` (=None) must be given for the optimizer `rmsprop_warmup`, whose"
                 " transition is counted in steps."
-            )
-        if not self.warmup_epochs > 0:
-            raise UsageError(
-                f"`warmup_epochs` (={self.warmup_epochs}) must be positive for the optimizer"
-                " `rmsprop_warmup`; a ninth of the run is usual."
             )
         center_steps = self.warmup_epochs * steps_per_epoch
         return RMSpropWarmup(

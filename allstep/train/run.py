@@ -95,7 +95,7 @@ class Run:
     def _enter(self, stage_index: int) -> None:
         """Takes up a stage's data, from its beginning."""
         self._stage_index = stage_index
-        options, stage = self._options, self._stage
+        options, stage = self._options, self.stage
         self.loader = loader(
             stage.train_set,
             self._comm,
@@ -120,7 +120,8 @@ class Run:
         self.train_step.first_data = None
 
     @property
-    def _stage(self) -> Stage:
+    def stage(self) -> Stage:
+        """The data that the run is at."""
         return self._stages[self._stage_index]
 
     def advance(self) -> None:
@@ -134,7 +135,7 @@ class Run:
         self._enter(self._stage_index + 1)
         # As if all epochs had been passes over these samples: epochs are counted on, and with
         # them the random states that begin with (seed, epoch).
-        num_samples = self._stage.first_epoch * num_samples_of(self._stage)
+        num_samples = self.stage.first_epoch * num_samples_of(self.stage)
         self.loader.load_state_dict({"samples": num_samples, "steps": step})
 
     @property
@@ -205,25 +206,26 @@ class Run:
             )
         _, state = loaded
         self._check_options(state["options"])
-        self._check_stages(state["stages"])
+        self._check_stages(state.get("stages"))
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
-        if state["stage"] != self._stage_index:
+        stage_index = state.get("stage", 0)
+        if stage_index != self._stage_index:
             self.loader.close()
-            self._enter(state["stage"])
+            self._enter(stage_index)
         self.loader.load_state_dict(state["loader"])
         self.exchange.load_state_dict(state["exchange"])
         self.noise.load_state_dict(state["noise_scale"])
-        self.train_step.num_skipped = state["num_skipped"]
+        self.train_step.num_skipped = state.get("num_skipped", 0)
 
     def cost_of_sample(self) -> tuple[float, float]:
         """Floating-point operations and seconds of a sample on one worker alone.
 
         The seconds are those of compute and update, without waiting for data or workers.
         """
-        stage = self._stage
+        stage = self.stage
         cost = probe(self._task, self.precision, self._comm, self.train_step.first_data)
         seconds = cost.compute_s / stage.micro_batch + cost.update_s / stage.global_batch
         return cost.flops / stage.micro_batch, seconds
@@ -245,8 +247,10 @@ class Run:
     def _batches_of_stages(self) -> list[list[int]]:
         return [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
 
-    def _check_stages(self, saved: list[list[int]]) -> None:
+    def _check_stages(self, saved: list[list[int]] | None) -> None:
         wanted = self._batches_of_stages()
+        if saved is None:  # a checkpoint of a time without stages
+            saved = wanted[:1]
         if [list(stage) for stage in saved] != wanted:
             raise CheckpointError(
                 f"The stages (first epoch, global batch, micro-batch) {wanted} differ from the"

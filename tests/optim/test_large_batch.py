@@ -168,4 +168,4 @@ def test_rmsprop_needs_to_know_its_steps() -> None:
     with pytest.raises(UsageError, match=r"`steps_per_epoch` \(=None\) must be given"):
         Settings(optimizer="rmsprop_warmup", warmup_epochs=1.0).make_optimizer(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"`warmup_epochs` \(=0.0\) must be positive"):
-        Settings(optimizer="rmsprop_warmup").make_optimizer(nn.Linear(2, 2), 3)
+        Settings(optimizer="rmsprop_warmup")

@@ -1,0 +1,148 @@
+"""`allstep sharpness`: how sharp the minimum is that a run's newest checkpoint is in."""
+
+import argparse
+import json
+import os
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from allstep import data
+from allstep.cli import run_folder
+from allstep.cli.launch import launch_workers
+from allstep.cli.workers import num_workers_to_start, run_here
+from allstep.comm import Communicator
+from allstep.errors import UsageError
+from allstep.recipes import Recipe
+from allstep.train.run import Run
+from allstep.train.sharpness import Sharpness, sharpness
+
+__all__ = ["Request", "run", "sharpness_worker"]
+
+_FILE = "sharpness.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for; travels to the workers as JSON."""
+
+    samples: int
+    sigma: float
+    draws: int
+    products: int
+
+
+def run(arguments: list[str]) -> int:
+    """Measures a run's sharpness; `--workers` need not be what it was trained on."""
+    parser = argparse.ArgumentParser(
+        prog="allstep sharpness",
+        description="Measures how sharp the minimum is that a run's newest checkpoint is in: the "
+        "top eigenvalue of the training loss's Hessian, and the loss's rise under noise on the "
+        "weights. Prints a table and writes RUN/sharpness.json.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--workers", metavar="N", type=int, help="workers to start on this machine")
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=int,
+        default=2048,
+        help="training samples that the loss is the mean of, rounded to whole micro-batches",
+    )
+    parser.add_argument(
+        "--sigma", type=float, default=0.05, help="noise over each tensor's root mean square"
+    )
+    parser.add_argument("--draws", metavar="N", type=int, default=8, help="draws of the noise")
+    parser.add_argument(
+        "--products", metavar="N", type=int, default=100, help="most Hessian-vector products"
+    )
+    known = parser.parse_args(arguments)
+    request = Request(known.samples, known.sigma, known.draws, known.products)
+    recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
+    run_folder.check_has_checkpoint(known.run, argument="run")
+    if request.samples < 1:
+        raise UsageError(f"`samples` (={request.samples}) must be at least 1; 2048 is usual.")
+    recipe.check()
+    num_workers = num_workers_to_start(known.workers)
+    if num_workers is None or num_workers == 1:
+        return run_here(lambda comm: sharpness_worker(comm, known.run, request))
+    command = ["-m", "allstep", "worker", "sharpness", str(known.run), str(os.getpid())]
+    return launch_workers(num_workers, [*command, json.dumps(asdict(request))])
+
+
+def sharpness_worker(comm: Communicator, run_dir: Path, request: Request) -> int:
+    """What each worker does; rank 0 prints the table and writes the file."""
+    plain = None
+    if comm.rank == 0:
+        plain = run_folder.recipe_to_plain(run_folder.read_recipe(run_dir, argument="run"))
+    recipe = run_folder.data_parallel(run_folder.recipe_from_plain(comm.broadcast_object(plain)))
+    measured, step = _measure(comm, recipe, run_dir, request)
+    if comm.rank == 0:
+        path = run_dir / _FILE
+        path.write_text(json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
+        _show(measured, step, path)
+    return 0
+
+
+def _measure(
+    comm: Communicator, recipe: Recipe, run_dir: Path, request: Request
+) -> tuple[Sharpness, int]:
+    task = recipe.task(comm)
+    with closing(Run(task, recipe, comm, run_dir)) as trained:
+        trained.restore()
+        trained.exchange.sync_buffers()
+        stage, precision, step = trained.stage, trained.precision, trained.loader.step
+    # The model is as it was before it was attached now: gradients here are no worker's mean.
+    micro_batch = min(stage.micro_batch, request.samples)
+    loader = data.loader(
+        stage.train_set,
+        comm,
+        global_batch=request.samples // micro_batch * micro_batch,
+        micro_batch=micro_batch,
+        seed=recipe.seed,
+        num_workers=recipe.loader_workers,
+        collate_fn=task.collate_fn,
+    )
+    with loader:
+        measured = sharpness(
+            task.model,
+            lambda model, batch: task.loss(model, precision.prepare_data(batch)),
+            next(loader.global_batches()),
+            comm,
+            max_products=request.products,
+            sigma=request.sigma,
+            num_draws=request.draws,
+            seed=recipe.seed,
+        )
+    return measured, step
+
+
+def _show(measured: Sharpness, step: int, path: Path) -> None:
+    rows = [
+        ("step", f"{step:,}"),
+        ("loss", f"{measured.loss:.4f}, of {measured.num_samples:,} training samples"),
+        (
+            "top eigenvalue",
+            f"{measured.top_eigenvalue:.4g}, within {measured.residual:.1%}"
+            f" ({measured.num_products} products)",
+        ),
+        (
+            "loss rise",
+            f"{measured.loss_rise:.4g} +- {measured.loss_rise_error:.2g} with noise of"
+            f" {measured.sigma:g} times each tensor's root mean square",
+        ),
+        ("file", str(path)),
+    ]
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        table = Table.grid(padding=(0, 2))
+        for label, value in rows:
+            table.add_row(f"[bold]{label}", value)
+        console.print(table, soft_wrap=False)
+    else:
+        for label, value in rows:
+            print(f"{label}: {value}")

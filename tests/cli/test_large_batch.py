@@ -1,0 +1,133 @@
+"""`train --large-batch` and `sharpness` from the command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allstep import Communicator
+from allstep.cli.main import main
+from allstep.cli.sharpness import Request, sharpness_worker
+from allstep.cli.train import _parse
+from allstep.comm.threads import run_ranks
+from allstep.optim import rescale
+from allstep.recipes.digits import Digits
+from allstep.recipes.large_batch import apply_large_batch
+from allstep.recipes.text import Text
+
+
+def test_a_published_recipe_sets_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    _, recipe = _parse(
+        "digits", "--large-batch", "lars_32k", "--global-batch", "1024", "--epochs", "10"
+    )
+    settings = rescale("lars_32k", global_batch=1024, epochs=10).settings
+    assert recipe.settings == settings
+    assert (recipe.optimizer, recipe.lr) == ("lars", pytest.approx(21.2 / 32))
+    shown = capsys.readouterr().out
+    assert "lr             21.2       0.6625   linear in the batch" in shown
+    assert "MLPerf v1.0 reference convergence points" in shown
+    assert "top-1 75.9 %" in shown
+    assert "changed" not in shown
+
+
+def test_flags_win(capsys: pytest.CaptureFixture[str]) -> None:
+    _, recipe = _parse("digits", "--large-batch", "goyal_1h", "--lr", "0.7")
+    assert (recipe.lr, recipe.lr_schedule) == (0.7, "step")
+    assert "Your flags changed it: lr 0.7." in capsys.readouterr().out
+
+
+def test_akibas_batch_norm_comes_along() -> None:
+    _, recipe = _parse("digits", "--large-batch", "akiba_15min")
+    assert recipe.last_statistics
+    model = recipe.task(Communicator.lone()).model
+    assert model.features[1].momentum == 1.0
+    assert Digits().task(Communicator.lone()).model.features[1].momentum != 1.0
+
+
+def test_mixed_batches_make_two_stages() -> None:
+    text = Text(epochs=10, global_batch=64)
+    applied, _ = apply_large_batch(text, "lamb_bert_76min")
+    assert isinstance(applied, Text)
+    assert (applied.second_sequence_length, applied.second_epochs) == (256, 1)
+    assert (applied.second_batch, applied.second_micro_batch) == (32, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--large-batch", "goyal"], "`large_batch` (='goyal'): did you mean `goyal_1h`"),
+        (["--large-batch", "lamb_bert_76min"], "Recipe `digits` has no sequences that could grow"),
+        (["--large-batch", "lars_32k", "--lr", "-1"], "`lr` (=-1.0) must be positive"),
+        (["--warmup-start", "3"], "`warmup_start` (=3.0) must be between 0 and 1"),
+        (["--optimizer", "rmsprop_warmup", "--warmup-epochs", "0"], "`warmup_epochs` (=0.0) must"),
+    ],
+)
+def test_bad_flags(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    try:
+        code = main(["train", "digits", *arguments, "--run-dir", str(folder)])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "recipe.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"second_sequence_length": 64}, "`second_sequence_length` (=64) must exceed"),
+        ({"second_epochs": 2}, "`second_epochs` (=2) must be at least 1 and below `epochs`"),
+        ({"second_warmup_epochs": 1.0}, "`second_warmup_epochs` (=1.0) must be 0 or more and"),
+        ({"second_lr_share": 0.0}, "`second_lr_share` (=0.0) must be positive"),
+        ({"second_global_batch": 6}, "`second_global_batch` (=6) must be a multiple of the second"),
+    ],
+)
+def test_bad_second_stages(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="second") as raised:
+        Text(**{"epochs": 2, "second_sequence_length": 256} | changes)
+    assert message in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from allstep.cli import run_folder
+
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    recipe = Digits(epochs=1, width=4, global_batch=192, warmup_epochs=0.0)
+    run_folder.make_run_dir("digits", run_dir)
+    run_folder.write_recipe(run_dir, recipe)
+    import allstep
+
+    comm = Communicator.lone()
+    allstep.fit(recipe.task(comm), recipe, comm, run_dir)
+    return run_dir
+
+
+def test_sharpness_of_a_run_on_any_workers(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Request(samples=200, sigma=0.05, draws=4, products=20)
+    found = []
+    for num_workers in (1, 2, 3):
+        run_ranks(num_workers, lambda comm: sharpness_worker(comm, trained, request))
+        found.append(json.loads((trained / "sharpness.json").read_text()))
+    assert found[0]["num_samples"] == 192  # whole micro-batches of 16
+    assert found[0]["step"] == 8
+    for other in found[1:]:
+        assert other["top_eigenvalue"] == pytest.approx(found[0]["top_eigenvalue"], rel=1e-3)
+        assert other["loss_rise"] == pytest.approx(found[0]["loss_rise"], rel=1e-3)
+    shown = capsys.readouterr().out
+    assert "top eigenvalue: " in shown and "of 192 training samples" in shown
+
+
+def test_bad_sharpness(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sharpness", str(trained), "--samples", "0"]) == 2
+    assert "`samples` (=0) must be at least 1" in capsys.readouterr().err
+    assert main(["sharpness", str(trained.parent)]) == 2
+    assert "has no recipe.json" in capsys.readouterr().err
+    assert main(["sharpness", str(trained / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
