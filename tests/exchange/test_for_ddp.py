@@ -20,6 +20,13 @@ BUCKET_MB = 200 / 2**20  # several buckets
 Wrap = Callable[[nn.Module, Communicator], tuple[nn.Module, Callable[[], Iterator[object]]]]
 
 
+@pytest.fixture(autouse=True)
+def _no_active_ddp() -> Iterator[None]:
+    """DDP notes for the compiler which model is in its forward; threads overwrite each other's."""
+    yield
+    DistributedDataParallel._active_ddp_module = None
+
+
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
 
