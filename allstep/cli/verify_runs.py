@@ -101,8 +101,9 @@ class Runs:
     def _check_trained(self, run: Run, workers: str) -> None:
         if not any(worker.num_attached for worker in run.workers):
             raise UsageError(
-                f"`script` (={self.script}) never called `allstep.attach`, so that there is no"
-                " model to compare: attach the one that it trains, allstep.attach(model, comm)."
+                f"`script` (={self.script}) never called `allstep.attach` on {workers}, so that"
+                " there is no model to compare: attach the one that it trains,"
+                " allstep.attach(model, comm)."
             )
         if not run.num_steps:
             raise UsageError(

@@ -1,4 +1,7 @@
-"""`allstep verify_worker`: what `verify` starts, once for each worker; not for people."""
+"""`allstep verify_worker`: what `verify` starts, once for each worker; not for people.
+
+It imports nothing that takes `attach` from its room before `record_script` has put another in.
+"""
 
 import json
 import multiprocessing
@@ -13,7 +16,6 @@ import torch
 
 from allstep.doctor.verify import Task, record_script
 from allstep.env import read_launch, read_num_threads
-from allstep.train.devices import num_cores
 
 __all__ = ["log_path", "run", "write_task"]
 
@@ -42,7 +44,7 @@ def run(arguments: list[str]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)  # also while a collective waits
     _redirect_output(log_path(folder, launch.rank))
     if read_num_threads() is None:
-        torch.set_num_threads(max(1, num_cores() // launch.local_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_size))
     went_well = record_script(task, launch.rank, launch.size)
     for child in multiprocessing.active_children():
         child.kill()

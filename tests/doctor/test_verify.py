@@ -131,3 +131,10 @@ def test_what_fits_nothing_is_unknown(compare):
     diagnosis = compare("ddp", "init")
     assert diagnosis.parting.quantity == "initial parameters"
     assert (diagnosis.causes, diagnosis.is_explained) == ([], False)
+
+
+def test_samples_that_fill_up_a_shard_are_seen(compare):
+    assert compare("ddp", "padded", size=4, num_steps=7).is_same
+    diagnosis = compare("ddp", "padded", size=4, num_steps=8)
+    assert diagnosis.parting.step == 7
+    assert names(diagnosis) == ["samples repeated"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import allstep
 
@@ -33,6 +33,7 @@ BUGS = [
     "int8_wire",
     "weight_decay",
     "init",
+    "padded",
 ]
 
 
@@ -77,13 +78,15 @@ def policy(bug: str) -> allstep.ExchangePolicy:
 
 def shards(bug: str, comm: allstep.Communicator) -> Iterator[tuple[Tensor, Tensor]]:
     """This worker's part of each global batch."""
-    train_set = data()
+    train_set: Dataset[tuple[Tensor, Tensor]] = data()
+    if bug == "padded":  # DistributedSampler repeats two samples, so that all parts are equal
+        train_set = Subset(train_set, range(90))
     if bug == "unequal_shards":  # parts of 5 and 4 samples
         for order in torch.arange(96)[:90].split(9):
             yield train_set[order[comm.rank :: comm.size]]
         return
     batch = BATCH if bug in ("same_batch", "per_worker_batch") else BATCH // comm.size
-    sampler: DistributedSampler[TensorDataset] | None = DistributedSampler(
+    sampler: DistributedSampler[tuple[Tensor, Tensor]] | None = DistributedSampler(
         train_set, num_replicas=comm.size, rank=comm.rank, seed=3
     )
     if bug in ("not_sharded", "same_batch"):

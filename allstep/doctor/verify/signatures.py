@@ -122,9 +122,10 @@ def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
         if is_larger:
             batches = f"{mine.total()} samples on {one.size}, {theirs.total()} on {other.size}"
             return [Cause("global batch", f"a step's batch grows with the workers: {batches}")]
-        if mine and theirs >= mine and set(theirs) == set(mine):
-            twice = f"{theirs.total() - mine.total()} of {mine.total()} samples of step {step}"
-            return [Cause("samples repeated", f"{twice} are run twice on {other.size} workers")]
+        known = set().union(*(one.all_samples(k) for k in range(step + 1)))
+        if mine and theirs >= mine and known >= set(theirs):
+            extra = f"{theirs.total() - mine.total()} of {theirs.total()} samples of step {step}"
+            return [Cause("samples repeated", f"{extra} on {other.size} workers are repeats")]
         return []
     return _summed(one, other, step, times) or _unequal(one, other, step)
 
@@ -151,7 +152,8 @@ def _unequal(one: Run, other: Run, step: int) -> list[Cause]:
     few, many = _mean_gradients(
         one, other, step, [samples.total() for samples in one.samples(step)], counts
     )
-    if not np.linalg.norm(many - few) <= limit_of(one, other) * np.linalg.norm(few):
+    limit = limit_of(one, other)
+    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
         return []
     evidence = (
         f"at step {step} the workers have {' and '.join(map(str, counts))} samples, and the"
