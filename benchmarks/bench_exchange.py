@@ -6,24 +6,34 @@ Processes of one thread each. The net computes little and the optimizer's update
 that the exchange is what is measured;
 "alone" is the same step without any. DDP is measured with and without `gradient_as_bucket_view`,
 and the claims are against the faster. Keys: `speedup_vs_ddp` (default policy), `native_vs_ddp`
-(our time over DDP's with the same all-reduce).
+(our time over DDP's with the same all-reduce), `agreement_pct` (what comparing the workers takes of
+a step of the recipe `fashion`; it sends no message of its own).
 """
 
 import argparse
+import operator
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import estimate, print_headline, ratio, write_results
+from bench_overhead import GLOBAL_BATCH, fashion_task
+from common import estimate, interleave, print_headline, ratio, write_results
 from exchange_worker import Point, run_point
 from network import run_on_one_host
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import DataLoader
+
+import allstep
+from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.parameters import signature
+from allstep.exchange.verdict import Verdict
 
 VARIANTS = ("alone", "ddp", "ddp view", "fp32", "native")
 SHOWN = {"ddp": "DDP", "ddp view": "DDP, views", "fp32": "allstep", "native": "allstep, native"}
-TARGETS = {"speedup_vs_ddp": 2.5, "native_vs_ddp": 1.0}
+TARGETS = {"speedup_vs_ddp": 2.5, "native_vs_ddp": 1.0, "agreement_pct": 1.0}
 GRADIENT_BYTES = 24 * 1024 * 1024 * 4  # 24 square layers
 
 
@@ -44,6 +54,27 @@ def measure(num_ranks: int, repeats: int, steps: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         measured = run_point(point, run, Path(folder))
     return {name: row["seconds"] for name, row in measured.items()}
+
+
+def agreement_pct(repeats: int) -> list[float]:
+    """Per cent of a step of `fashion` that a worker spends on the comparison of the workers."""
+    task = fashion_task(GLOBAL_BATCH)
+    model, batch = task.model, next(iter(DataLoader(task.train_set, GLOBAL_BATCH)))
+    parameters = dict(model.named_parameters())
+    flight = Flight.new(BucketPlan.of([list(parameters)], parameters, 2))
+    flight.described = signature(parameters)
+
+    def compare() -> None:
+        flight.action = f"exchange gradients {time.perf_counter()}"
+        flight.write_check(rank=0)
+        flight.plan.check(flight.flats).zero_()  # what the sum over workers that agree is
+        Verdict.of(flight).settle(allstep.Communicator.lone())
+
+    def step() -> None:
+        task.loss(model, batch).backward()
+
+    seconds = interleave({"step": step, "compare": compare}, repeats, warmups=3)
+    return [100 * x for x in map(operator.truediv, seconds["compare"], seconds["step"])]
 
 
 def row_of(seconds: list[float], peer: list[float]) -> dict[str, Any]:
@@ -74,7 +105,10 @@ def main() -> None:
         step_ms = estimate([1e3 * s for s in seconds[name]])
         table.add_row(SHOWN.get(name, name), str(step_ms), f"{ratio(seconds[peer], seconds[name])}")
     Console().print(table)
+    agreement = estimate(agreement_pct(repeats))
+    print(f"comparing the workers takes {agreement} % of a step of `fashion`")
     keys = {
+        "agreement_pct": agreement.median,
         "speedup_vs_ddp": ratio(seconds[peer], seconds["fp32"]).median,
         "native_vs_ddp": ratio(seconds["native"], seconds[peer]).median,
     }
