@@ -1,0 +1,131 @@
+"""One point of the study: a training of `fashion` with given settings, and what is kept of it."""
+
+import contextlib
+import io
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import Subset
+
+import allstep
+from allstep import Communicator, Task
+from allstep.errors import AllstepError
+from allstep.optim import LAMB, LARS, groups
+from allstep.recipes.fashion import Fashion
+
+__all__ = ["train"]
+
+WIDTH = 16
+NUM_HELD_OUT = 10_000
+NOISE_EVERY_STEPS = 5
+NUM_SHARPNESS_SAMPLES = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Studied(Fashion):
+    """The recipe with a held-out part, fewer samples, and optimizers that it doesn't offer."""
+
+    name: ClassVar[str] = "fashion"
+    is_search: bool = False
+    num_train_samples: int | None = None
+    norm: str = "l2"
+    is_nesterov: bool = True
+
+    def build(self, comm: Communicator) -> Task:
+        """The task on a part of the training set; a search never sees the test set."""
+        task = super().build(comm)
+        order = torch.randperm(60_000, generator=torch.Generator().manual_seed(1)).tolist()
+        held_out = order[:NUM_HELD_OUT]
+        kept = order[NUM_HELD_OUT:] if self.is_search else order
+        train_set = Subset(task.train_set, kept[: self.num_train_samples])
+        return replace(
+            task,
+            train_set=train_set,
+            test_set=Subset(task.train_set, held_out) if self.is_search else task.test_set,
+            schedule=self.make_schedule(len(train_set)),
+        )
+
+    def make_optimizer(self, model: nn.Module) -> Optimizer:
+        """As the recipe's, but for the variants under study."""
+        parameters = groups(model, weight_decay=self.weight_decay)
+        if self.optimizer == "sgd" and not self.is_nesterov:
+            return SGD(parameters, lr=self.lr, momentum=self.momentum)
+        if self.optimizer == "lars" and self.norm != "l2":
+            return LARS(parameters, self.lr, self.momentum, variant="mlperf", norm=self.norm)
+        if self.optimizer == "lamb" and self.norm != "l2":
+            return LAMB(parameters, self.lr, (self.momentum, 0.999), norm=self.norm)
+        return super().make_optimizer(model)
+
+
+def train(point: Mapping[str, Any]) -> dict[str, Any]:
+    """Trains a point in this process, on one thread.
+
+    Args:
+        point: `batch`, `epochs`, `seed`, `settings` (fields of the recipe), `is_search`,
+            `num_train_samples`, `measures` (noise scale and sharpness as well).
+
+    Returns:
+        Accuracy, loss, steps, seconds; None for both if the run came to NaN.
+    """
+    torch.set_num_threads(1)
+    settings = dict(point["settings"])
+    if settings["optimizer"] == "momentum":
+        settings |= {"optimizer": "sgd", "is_nesterov": False}
+    recipe = Studied(
+        epochs=point["epochs"],
+        global_batch=point["batch"],
+        micro_batch=32,
+        seed=point["seed"],
+        width=point.get("width", WIDTH),
+        channels_last=True,
+        is_search=point["is_search"],
+        num_train_samples=point["num_train_samples"],
+        noise_scale_every_steps=NOISE_EVERY_STEPS if point["measures"] else 0,
+        log_every_steps=50,
+        evaluate_every_epochs=point["epochs"],
+        checkpoint_every_steps=10**9,
+        **settings,
+    )
+    start_s = time.perf_counter()
+    with contextlib.closing(Communicator.lone()) as comm:
+        task = recipe.task(comm)
+        result = _fit(task, recipe, comm)
+        if point["measures"] and result["accuracy"] is not None:
+            result |= _sharpness(task, comm)
+    return result | {"seconds": time.perf_counter() - start_s}
+
+
+def _fit(task: Task, recipe: Studied, comm: Communicator) -> dict[str, Any]:
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+            report = allstep.fit(task, recipe, comm, Path(folder))
+    except AllstepError as error:
+        return {"accuracy": None, "loss": None, "steps": None, "error": str(error)}
+    loss = report.metrics["loss"]
+    return {
+        "accuracy": report.metrics["accuracy"],
+        "loss": loss if math.isfinite(loss) else None,
+        "steps": report.num_steps,
+        "noise_scale": report.noise_scale,
+    }
+
+
+def _sharpness(task: Task, comm: Communicator) -> dict[str, Any]:
+    from allstep.train.sharpness import sharpness
+
+    loader = allstep.data.loader(
+        task.train_set, comm, global_batch=NUM_SHARPNESS_SAMPLES, micro_batch=256
+    )
+    measured = sharpness(task.model, task.loss, next(loader.global_batches()), comm)
+    return {
+        "top_eigenvalue": measured.top_eigenvalue,
+        "loss_rise": measured.loss_rise,
+    }
