@@ -26,7 +26,7 @@ def write_task(task: Task) -> list[str]:
     """Leaves a task in its folder; returns what makes Python a worker that does it."""
     plain = {**asdict(task), "script": str(task.script), "folder": str(task.folder)}
     (task.folder / _TASK).write_text(json.dumps(plain))
-    return ["-m", "allstep", "verify_worker", str(task.folder)]
+    return ["-m", "allstep", "verify_worker", str(os.getpid()), str(task.folder)]
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -36,7 +36,9 @@ def log_path(folder: Path, rank: int) -> Path:
 
 def run(arguments: list[str]) -> NoReturn:
     """Runs the script in this process and leaves it without further ado."""
-    folder = Path(arguments[0])
+    launcher_pid, folder = int(arguments[0]), Path(arguments[1])
+    if os.getppid() != launcher_pid:  # it was killed while this process came up
+        os._exit(1)
     plain = json.loads((folder / _TASK).read_text())
     task = Task(**{**plain, "script": Path(plain["script"]), "folder": folder})
     launch = read_launch()
