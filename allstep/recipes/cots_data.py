@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from allstep import UsageError
+import allstep
+from allstep import Communicator, UsageError
 
 __all__ = [
     "Photos",
     "Portraits",
+    "contrast_normalised",
     "draw_patches",
     "find_photographs",
     "normalise",
@@ -140,6 +142,20 @@ def normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype)
     mean, std = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), keepdim=True)
     return (x - mean) / std.clamp_min(_FLAT)
+
+
+def contrast_normalised(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    """Pictures as the net sees them, whole: normalised, then so in each place.
+
+    Args:
+        x: uint8 [num, channels, height, width].
+        dtype: of the result.
+        size: rows and columns of a place's neighbourhood; odd.
+    """
+    grid = allstep.nn.Grid(Communicator.lone())
+    norm = allstep.nn.LocalContrastNorm(grid, grid.split(x.shape[2:]), size, floor=0.1)
+    parts = [norm(normalise(some, dtype)).contiguous() for some in torch.split(x, 256)]
+    return torch.cat(parts)
 
 
 def resized(x: Tensor, pixels: int, channels: int) -> Tensor:

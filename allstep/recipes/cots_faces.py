@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator
-from allstep.recipes.cots_data import draw_patches, normalise, resized
+from allstep.recipes.cots_data import contrast_normalised, draw_patches, resized
 from allstep.recipes.cots_neurons import Responses, Score, score
 
 __all__ = ["Best", "FaceTest", "Stimuli", "parts_of"]
@@ -58,7 +58,7 @@ class FaceTest:
         grid: the workers that share the net.
         layout: who owns what of a picture.
         choose, report: the two halves, the same on all workers.
-        pixels, channels: of the net's pictures.
+        pixels, channels, contrast_size: of the net's pictures.
         dtype: of the net.
     """
 
@@ -71,12 +71,13 @@ class FaceTest:
         *,
         pixels: int,
         channels: int,
+        contrast_size: int,
         dtype: torch.dtype,
     ) -> None:
         self.halves = (choose, report)
         self._grid = grid
         self._layout = layout
-        self._picture = (pixels, channels, dtype)
+        self._picture = (pixels, channels, contrast_size, dtype)
 
     @property
     def all_negative(self) -> float:
@@ -100,7 +101,7 @@ class FaceTest:
         return _best(name, *halves)
 
     def mean_face(self) -> Best:
-        """The supervised template: the mean of the faces of the first half, normalised."""
+        """The supervised template: the mean of the first half's faces, as the net sees them."""
         faces = next(self._pictures(self.halves[0].faces, len(self.halves[0].faces)))
         template = faces.flatten(1).mean(0, keepdim=True)
         halves = [self._responses(half, _products_with(template)) for half in self.halves]
@@ -109,13 +110,14 @@ class FaceTest:
     def random_templates(
         self, num_templates: int, photographs: list[list[Tensor]], generator: torch.Generator
     ) -> Best:
-        """The best of as many normalised random patches of photographs, as filters."""
-        pixels, _, dtype = self._picture
+        """The best of as many random patches of photographs, as filters."""
+        pixels, _, contrast_size, dtype = self._picture
         best: Best | None = None
         for first in range(0, num_templates, _TEMPLATES_AT_ONCE):
             num = min(_TEMPLATES_AT_ONCE, num_templates - first)
-            patches = normalise(draw_patches(photographs, num, pixels, generator), dtype)
-            products = _products_with(patches.flatten(1))
+            patches = draw_patches(photographs, num, pixels, generator)
+            templates = contrast_normalised(patches, dtype, contrast_size)
+            products = _products_with(templates.flatten(1))
             halves = [self._responses(half, products) for half in self.halves]
             found = _best("random patches", *halves)
             if best is None or found.score.chosen_auc > best.score.chosen_auc:
@@ -132,9 +134,9 @@ class FaceTest:
 
     def _pictures(self, stimuli: Tensor, at_once: int = _AT_ONCE) -> Iterator[Tensor]:
         """Stimuli as the net's pictures, some at a time, whole."""
-        pixels, channels, dtype = self._picture
+        pixels, channels, contrast_size, dtype = self._picture
         for some in torch.split(stimuli, at_once):
-            yield normalise(resized(some, pixels, channels), dtype)
+            yield contrast_normalised(resized(some, pixels, channels), dtype, contrast_size)
 
     @torch.no_grad()
     def _responses(self, half: Stimuli, net: Layer, *, own_part: bool = False) -> Responses:

@@ -8,7 +8,7 @@ import torch
 
 import allstep
 
-__all__ = ["NETS", "Size", "StageShape", "make_stages"]
+__all__ = ["NETS", "NetShape", "Size", "StageShape", "make_stages"]
 
 Size = Literal["small", "large"]
 
@@ -25,21 +25,43 @@ class StageShape:
     norm_size: int
 
 
-NETS: Mapping[int, tuple[StageShape, ...]] = {
-    24: (
-        StageShape(12, 2, (16, 2, 2), 2, 2, 5),
-        StageShape(4, 1, (16, 2, 2), 2, 2, 3),
-        StageShape(3, 1, (32, 2, 2), 2, 2, 3),
+@dataclass(frozen=True)
+class NetShape:
+    """A net's numbers.
+
+    Attributes:
+        contrast_size: neighbourhood in which a picture's contrast is normalised before the net.
+        stages: from the first.
+    """
+
+    contrast_size: int
+    stages: tuple[StageShape, ...]
+
+
+NETS: Mapping[int, NetShape] = {
+    24: NetShape(
+        9,
+        (
+            StageShape(12, 2, (8, 2, 2), 2, 2, 5),
+            StageShape(4, 1, (8, 2, 2), 2, 2, 3),
+            StageShape(3, 1, (16, 2, 2), 2, 2, 3),
+        ),
     ),
-    48: (
-        StageShape(10, 2, (8, 2, 2), 3, 2, 5),
-        StageShape(8, 2, (16, 2, 2), 3, 2, 3),
-        StageShape(3, 1, (32, 2, 2), 2, 2, 3),
+    48: NetShape(
+        17,
+        (
+            StageShape(12, 4, (16, 2, 2), 2, 2, 5),
+            StageShape(5, 1, (16, 2, 2), 2, 2, 3),
+            StageShape(4, 1, (32, 2, 2), 2, 2, 3),
+        ),
     ),
-    200: (
-        StageShape(18, 2, (8, 1, 1), 5, 2, 5),
-        StageShape(18, 1, (8, 1, 1), 5, 1, 5),
-        StageShape(18, 1, (8, 1, 1), 5, 1, 5),
+    200: NetShape(
+        25,
+        (
+            StageShape(18, 2, (15, 1, 1), 5, 2, 5),
+            StageShape(18, 1, (15, 1, 1), 5, 1, 5),
+            StageShape(12, 1, (15, 1, 1), 5, 1, 5),
+        ),
     ),
 }
 """Rows and columns of a picture -> the stages of the small net."""
@@ -60,7 +82,7 @@ def make_stages(
     """The three stages, on a grid of workers."""
     layout = grid.split((pixels, pixels))
     stages: list[allstep.nn.Stage] = []
-    for index, shape in enumerate(NETS[pixels]):
+    for index, shape in enumerate(NETS[pixels].stages):
         depth, *sides = shape.block
         depth *= _WIDER if size == "large" else 1
         stage = allstep.nn.Stage(

@@ -96,7 +96,7 @@ def test_what_a_run_refuses(alone, tmp_path):
     comm = Communicator.lone()
     with pytest.raises(UsageError, match="holds a run's checkpoints; resume that run"):
         Cots(**TINY).run(comm, run_dir, resume=False)
-    with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=0.05\)"):
+    with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=1.0\)"):
         Cots(**TINY, lr=0.5).run(comm, run_dir, resume=True)
     with pytest.raises(UsageError, match="has no whole checkpoint to go on from"):
         Cots(**TINY).run(comm, tmp_path, resume=True)
@@ -140,7 +140,7 @@ def test_each_net_fits_four_workers_and_the_large_one_is_wider(pixels):
         return [stage.filtering.depth for stage in stages]
 
     size = "small"
-    depths = [shape.block[0] for shape in NETS[pixels]]
+    depths = [shape.block[0] for shape in NETS[pixels].stages]
     assert on_grid((2, 2), maps) == [depths] * 4
     size = "large"
     assert on_grid((2, 1), maps) == [[4 * depth for depth in depths]] * 2
