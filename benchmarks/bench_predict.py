@@ -1,6 +1,7 @@
 """Predicted step times against measured ones, over models, links, policies and hosts.
 
-    python benchmarks/bench_predict.py [--quick] [--links 1gbit one_host] [--hosts 2 4] [--report]
+    python benchmarks/bench_predict.py [--quick] [--links 1gbit one_host] [--hosts 2] [--models 2 8]
+    python benchmarks/bench_predict.py --report
 
 What a link, a host and a wire format cost is measured once for each network, by
 `allstep.doctor.measure`; what a model computes by its steps without any exchange. From these
@@ -20,12 +21,13 @@ added to benchmarks/results/bench_predict.json as they end (with `--quick`: ..._
 """
 
 import argparse
+import itertools
 import json
 import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -157,15 +159,6 @@ def real_training(
 
 
 # -- the grid ------------------------------------------------------------------------------------
-
-
-def networks(links: Sequence[str], hosts: Sequence[int], *, quick: bool) -> Iterator[Network]:
-    for link in links:
-        for num_hosts in hosts:
-            if quick:
-                yield Network(link=link, num_hosts=num_hosts, models_mb=(2, 8), seconds=1.0)
-            else:
-                yield Network(link=link, num_hosts=num_hosts, models_mb=MODELS_MB)
 
 
 def measure_network(network: Network) -> list[dict[str, Any]]:
@@ -329,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--links", nargs="+", choices=LINKS)
     parser.add_argument("--hosts", nargs="+", type=int)
+    parser.add_argument("--models", nargs="+", type=int, metavar="MB")
     parser.add_argument("--quick", action="store_true", help="two networks, small models")
     parser.add_argument("--report", action="store_true", help="only write the docs' table and plot")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -343,8 +337,11 @@ def main() -> None:
         return
     links = arguments.links or (("1gbit", "one_host") if quick else tuple(LINKS))
     hosts = arguments.hosts or ((2,) if quick else HOSTS)
+    models_mb = arguments.models or ((2, 8) if quick else MODELS_MB)
+    seconds = 1.0 if quick else POLICY_SECONDS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
-    for network in networks(links, hosts, quick=quick):
+    for link, num_hosts in itertools.product(links, hosts):
+        network = Network(link=link, num_hosts=num_hosts, models_mb=models_mb, seconds=seconds)
         try:
             add_network(network, path)
         except UnavailableError as reason:
