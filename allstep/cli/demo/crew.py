@@ -35,7 +35,7 @@ _PRELOAD = [
     "torch.utils.tensorboard",
     "torch.utils.flop_counter",
 ]
-_TIMEOUT_S = 170.0
+_TIMEOUT_S = 600.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]

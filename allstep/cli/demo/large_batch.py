@@ -50,7 +50,7 @@ _NOTES = (
     f"Same model, same {EPOCHS} epochs; batch norm sees {MICRO_BATCH} samples at a time in all"
     " lines. ± is the standard deviation over the seeds.",
     "Linear scaling and the old rate follow from the small batch's rate. All else was found in"
-    " eight trials a line on training digits held out, with other seeds and without the test set.",
+    " four trials a line on training digits held out, with other seeds and without the test set.",
 )
 
 

@@ -16,7 +16,7 @@ __all__ = ["measure"]
 
 _SIZES = (2, 4)
 _KILL_AFTER_STEP = 20
-_KILL_TIMEOUT_S = 60.0
+_KILL_TIMEOUT_S = 120.0
 _KILLED = "4, kill -9, then 3"
 _WAYS = ("allstep", "allstep, wire exact", "DDP as usual")
 _WIRES = {"allstep": "fp32", "allstep, wire exact": "exact"}

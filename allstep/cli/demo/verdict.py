@@ -17,8 +17,8 @@ from allstep.train.devices import num_cores
 
 __all__ = ["measure"]
 
-_NUM_REPEATS = 3
-_NOISE_EPOCHS, _SPEED_EPOCHS = 10, 3
+_NUM_REPEATS = 2
+_NOISE_EPOCHS, _SPEED_EPOCHS = 6, 2
 _PAIR = "2 workers, a thread each"
 
 Speeds = dict[str, list[float]]

@@ -1,0 +1,462 @@
+"""`allstep demo`: what it says, what it keeps, how it ends; and what its panels are made of."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allstep.cli.demo import (
+    command,
+    crew,
+    draw,
+    large_batch,
+    large_batch_runs,
+    same_model,
+    same_model_runs,
+    slow_wire,
+    verdict,
+)
+from allstep.cli.demo.crew import ChildError, Crew
+from allstep.cli.demo.panel import Bar, Chart, Panel
+from allstep.cli.main import main
+from allstep.comm import Communicator
+from allstep.comm.algorithms import make_algorithm
+from allstep.comm.threads import run_ranks
+from allstep.doctor import shaped_link
+from allstep.doctor.shaped_link import (
+    ShapedCommunicator,
+    ShapedHosts,
+    TokenBucket,
+    UnavailableError,
+)
+from tests.helpers.processes import run_processes
+
+PANEL = Panel(
+    letter="a",
+    title="A question",
+    header=("", "speed", "x"),
+    rows=[("one [1]", "10", ""), ("two", "20", "2.0x")],
+    chart=Chart("m/s", [Bar("one [1]", 10.0, spread=1.0), Bar("two", 20.0)]),
+    notes=("How it was measured.",),
+    conclusion="Two is faster.",
+    numbers={"speed": [10, 20]},
+)
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Puts what is given in place of measuring."""
+
+    def put(*panels: Panel) -> None:
+        monkeypatch.setattr(command, "_measure", lambda *arguments: iter(panels))
+
+    put(dataclasses.replace(PANEL, status="timing", conclusion=""), PANEL)
+    return put
+
+
+@pytest.fixture
+def refuse(capsys):
+    """Runs a command line that must fail; returns its one message."""
+
+    def run(*arguments: str) -> str:
+        assert main(["demo", *arguments]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert message.count("\n") == 1
+        return message
+
+    return run
+
+
+class TestCommand:
+    def test_plain_text_shows_each_panel_once(self, measured, capsys):
+        assert main(["demo", "--panel", "c,a"]) == 0
+        text = capsys.readouterr().out
+        assert text.index("a. A question") >= 0
+        assert text.count("Two is faster.") == 2
+        assert "timing" not in text
+        assert "one [1]" in text
+        assert "\x1b" not in text
+        assert re.search(r"Measured in \d+ s\.", text)
+
+    @pytest.mark.parametrize("columns", [20, 40, 59, 60, 100])
+    def test_a_terminal_of_any_width_is_not_exceeded(self, measured, capsys, monkeypatch, columns):
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["demo", "--panel", "a"]) == 0
+        text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", capsys.readouterr().out)
+        assert max(map(len, re.split(r"[\r\n]", text))) <= columns
+        assert "timing" in text
+
+    def test_pictures_and_numbers_are_kept(self, measured, capsys):
+        pytest.importorskip("matplotlib")
+        assert main(["demo", "--panel", "a", "--out", "new/folder"]) == 0
+        assert Path("new/folder/demo_a.png").read_bytes()[:4] == b"\x89PNG"
+        numbers = json.loads(Path("new/folder/demo.json").read_text())["a"]
+        assert numbers["speed"] == [10, 20]
+        assert numbers["conclusion"] == "Two is faster."
+        assert numbers["wall_s"] >= 0
+        assert "new/folder" in capsys.readouterr().out
+
+    def test_nothing_is_written_unasked(self, measured):
+        assert main(["demo", "--panel", "a"]) == 0
+        assert list(Path().iterdir()) == []
+
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_a_signal_unwinds_and_is_the_exit_code(self, monkeypatch, capsys, number, code):
+        ended = []
+
+        def measure(*arguments: Any) -> Iterator[Panel]:
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(10)
+                yield PANEL
+            finally:
+                ended.append(True)
+
+        monkeypatch.setattr(command, "_measure", measure)
+        before = signal.getsignal(signal.SIGINT)
+        assert main(["demo", "--panel", "a"]) == code
+        assert ended == [True]
+        assert signal.getsignal(signal.SIGINT) is before
+        assert capsys.readouterr().err == ""
+
+    def test_help_has_an_example(self, capsys):
+        with pytest.raises(SystemExit) as stop:
+            main(["demo", "--help"])
+        assert stop.value.code == 0
+        assert "allstep demo --panel a,d" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("panels", ["e", "", "a,,b", "ab"])
+    def test_unknown_panels(self, refuse, panels):
+        assert f"`panel` (={panels}) must name panels a to d" in refuse("--panel", panels)
+
+    @pytest.mark.parametrize("seeds", ["0", "-1", "21"])
+    def test_too_few_or_many_seeds(self, refuse, seeds):
+        assert f"`seeds` (={seeds}) must be 1 to 20" in refuse("--seeds", seeds)
+
+    def test_a_folder_that_is_a_file(self, refuse):
+        Path("taken").touch()
+        assert "`out` (=taken) can't be written (File exists)" in refuse("--out", "taken")
+
+    def test_a_folder_that_cannot_be_made(self, refuse):
+        Path("taken").touch()
+        assert "`out` (=taken/in) can't be written" in refuse("--out", "taken/in")
+
+    def test_a_folder_that_becomes_unwritable(self, measured, refuse, monkeypatch):
+        def fail(panel: Panel, path: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(command, "draw", fail)
+        message = refuse("--panel", "a", "--out", "full")
+        assert "`out` (=full) can't be written (No space left on device)" in message
+
+    def test_pictures_without_matplotlib(self, refuse, monkeypatch):
+        monkeypatch.setattr(draw, "find_spec", lambda name: None)
+        message = refuse("--out", "pictures")
+        assert "`out` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
+        assert not Path("pictures").exists()
+
+    def test_digits_without_scikit_learn(self, refuse, monkeypatch):
+        monkeypatch.setattr("allstep.recipes.digits.find_spec", lambda name: None)
+        assert "needs scikit-learn" in refuse("--panel", "a")
+
+
+def _answer(number: int) -> int:
+    return number + 1
+
+
+def _sleep() -> None:
+    time.sleep(60)
+
+
+def _sum(comm: Communicator, scale: int) -> int:
+    return int(comm.all_reduce(torch.tensor(scale * (comm.rank + 1))))
+
+
+@pytest.mark.process
+class TestCrew:
+    @pytest.fixture(autouse=True)
+    def without_preload(self, monkeypatch):
+        monkeypatch.setattr(crew, "_PRELOAD", ["torch", "tests.helpers.processes"])
+
+    def test_children_answer_fail_and_end(self, tmp_path, monkeypatch):
+        with Crew(tmp_path) as started:
+            answers = dict(started.each([(_answer, (n,)) for n in range(3)], at_most=2))
+            assert answers == {0: 1, 1: 2, 2: 3}
+            assert started.run_ranks(1, _sum, 5) == 5
+            assert started.run_ranks(2, _sum, 5) == 15
+            with pytest.raises(ChildError, match="TypeError"):
+                list(started.each([(_answer, ())], at_most=1))
+            (sleeper,) = started.start_ranks(1, _sum, 1)
+            sleeper.kill()
+            with pytest.raises(ChildError, match="ended with code -9"):
+                sleeper.result()
+            left = crew.Child(_sleep, ())
+            started._processes.append(left)
+            monkeypatch.setattr(crew, "_TIMEOUT_S", 0.1)
+            with pytest.raises(ChildError, match=r"took longer than 0.1 s"):
+                left.result()
+            with pytest.raises(ChildError, match=r"took longer than 0.1 s"):
+                list(started.each([(_sleep, ())], at_most=1))
+        with pytest.raises(ChildError, match="ended with code -9"):
+            left.result()
+
+    def test_commands(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(crew, "_TIMEOUT_S", 20.0)
+        with Crew(tmp_path) as started:
+            started.run_commands([["true"], ["true"]])
+            with pytest.raises(ChildError, match="no such thing"):
+                started.run_commands([["sh", "-c", "echo no such thing; exit 3"], ["sleep", "60"]])
+            monkeypatch.setattr(crew, "_TIMEOUT_S", 0.1)
+            with pytest.raises(ChildError, match="took longer"):
+                started.run_commands([["sleep", "60"]])
+        assert all(process.poll() is not None for process in started._processes)
+
+    def test_ctrl_c_leaves_no_child(self):
+        line = [sys.executable, "-m", "allstep", "demo", "--panel", "a"]
+        demo = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        deadline_s = time.monotonic() + 60
+        while len(group := _members(demo.pid)) < 4 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert len(group) >= 4  # itself, two helpers of multiprocessing, a training
+        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
+        _, said = demo.communicate(timeout=60)
+        assert demo.returncode == 130
+        assert said == b""
+        while _members(demo.pid) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert _members(demo.pid) == []
+
+
+def _members(group: int) -> list[int]:
+    """Processes of a process group that are not merely waiting to be reaped."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, _, rest = entry.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, _, process_group = rest.split()[:3]
+        if int(process_group) == group and state != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+class TestLargeBatch:
+    def test_every_line_trains(self, monkeypatch):
+        monkeypatch.setattr(large_batch_runs, "EPOCHS", 1)
+        for line in large_batch_runs.LINES:
+            short = dataclasses.replace(line.settings, warmup_epochs=0.0)
+            found = large_batch_runs.train(short, seed=0)
+            assert 0 < found["accuracy"] < 1
+
+    def test_a_trial_never_sees_the_test_set(self, monkeypatch):
+        train_set, test_set = large_batch_runs.load_digits()
+        kept, held_out = large_batch_runs._hold_out(train_set)
+        assert sorted([*kept.indices, *held_out.indices]) == list(range(len(train_set)))
+        assert kept.dataset is held_out.dataset is train_set is not test_set
+
+    def test_what_was_found_is_among_what_was_tried(self):
+        for line in large_batch_runs.LINES:
+            for name, tried in line.trials.items():
+                assert getattr(line.settings, name) in tried
+        tried = [line.trials for line in large_batch_runs.LINES if line.trials]
+        assert {len(t.get("lr", [1])) * len(t.get("warmup_epochs", [1])) for t in tried} == {4}
+
+    def test_rates_follow_from_the_small_batch(self):
+        lines = {line.name: line.settings for line in large_batch_runs.LINES}
+        small = lines["small batch"]
+        assert lines["linear scaling"].lr == lines["with warm-up"].lr == 32 * small.lr
+        assert lines["old rate"].lr == small.lr
+        assert {s.global_batch for s in lines.values()} == {8, 256}
+
+    def test_the_conclusion_is_what_was_measured(self):
+        accuracies = {line.name: [99.0, 98.0] for line in large_batch_runs.LINES}
+        text = large_batch._panel(accuracies, "", 2).conclusion
+        assert "loses little here" in text
+        accuracies["linear scaling"] = [50.0, 52.0]
+        accuracies["LARS"] = [97.0, 97.0]
+        panel = large_batch._panel(accuracies, "", 2)
+        assert "collapses (-47.5 points)" in panel.conclusion
+        assert panel.conclusion.endswith("with warm-up, old rate, AdamW, LAMB.")
+        assert panel.rows[1][-2:] == ("51.0 ± 1.4", "-47.5")
+
+    def test_nothing_is_said_before_it_is_measured(self):
+        accuracies = {line.name: [] for line in large_batch_runs.LINES}
+        panel = large_batch._panel(accuracies, "training", 1)
+        assert panel.conclusion == ""
+        assert {row[-1] for row in panel.rows} == {""}
+
+
+class TestSameModel:
+    @pytest.mark.process
+    def test_two_workers_train_what_one_does_and_as_usual_they_do_not(self, tmp_path):
+        one, two = str(tmp_path / "one"), str(tmp_path / "two")
+        lone = Communicator.lone()
+        same = functools.partial(same_model_runs.train_the_same, wire="exact", resume=False)
+        found = [same(lone, one), run_processes(2, same, two, timeout_s=100)[0]]
+        models = [same_model._load(path) for path in found]
+        assert same_model._largest_difference(*models) == 0
+        usual = same_model_runs.train_as_usual
+        found = [usual(lone, one), run_processes(2, usual, two, timeout_s=100)[0]]
+        models = [same_model._load(path) for path in found]
+        assert same_model._largest_difference(*models) > 1e-2
+
+    def test_the_conclusion_is_what_was_measured(self):
+        differences = {
+            "allstep": {"2": 1e-6, "4": 3e-6, same_model._KILLED: 2e-6},
+            "allstep, wire exact": {"2": 0.0, "4": 0.0, same_model._KILLED: 0.0},
+            "DDP as usual": {"2": 0.2, "4": 0.3},
+        }
+        panel = same_model._panel(differences, "", {"allstep": 30})
+        assert "at most 3.0e-06" in panel.conclusion
+        assert "kill -9 at step 30" in panel.conclusion
+        assert "not one bit differs" in panel.conclusion
+        assert panel.rows[1][1:] == ("0 (same bits)",) * 3
+        assert panel.rows[2][1:] == ("2.0e-01", "3.0e-01", "-")
+        differences["allstep, wire exact"]["4"] = 1e-9
+        assert "it is 1.0e-09" in same_model._panel(differences, "", {"allstep": 30}).conclusion
+
+
+FOUND = {
+    "step_s": {"alone": 0.2, "plain": 0.55, "DDP": 0.5, "fp16": 0.3, "fp16 + staleness 1": 0.2},
+    "forward_s": 0.07,
+    "all_reduces": [[2**18, 0.0105], [2**20, 0.042], [2**22, 0.168]],
+    "copy_bytes_per_s": 1e10,
+}
+
+
+class TestSlowWire:
+    def test_predictions_stand_beside_what_was_measured(self):
+        panel = slow_wire._panel(FOUND, "a wire", "")
+        predicted = panel.numbers["predicted_s"]
+        wire_s = 4 * slow_wire.NUM_PARAMS * 8 / 200e6
+        assert predicted["plain"] == pytest.approx(0.2 + wire_s, rel=0.02)
+        assert predicted["plain"] > predicted["DDP"] > predicted["fp16"]
+        assert predicted["fp16 + staleness 1"] == pytest.approx(0.2, rel=0.1)
+        assert "fp16 + staleness 1 is 2.5x as fast as DDP" in panel.conclusion
+        assert panel.notes[0] == "a wire"
+        assert panel.rows[0] == ["no exchange", "-", "200", "100%", ""]
+
+    def test_without_root_the_token_bucket_is_labelled(self, monkeypatch):
+        class Ranks:
+            def run_ranks(self, size: int, function: Any, rate_bps: float) -> dict[str, Any]:
+                assert function is slow_wire.run_steps_shaped
+                return FOUND
+
+        monkeypatch.setattr(shaped_link.os, "geteuid", lambda: 1000)
+        *_, panel = slow_wire.measure(Ranks(), Path())
+        assert "network namespaces need root" in panel.notes[0]
+        assert "token bucket" in panel.notes[0]
+        assert panel.conclusion
+
+    def test_hosts_need_iproute2(self, monkeypatch):
+        monkeypatch.setattr(shaped_link.os, "geteuid", lambda: 0)
+        monkeypatch.setattr(shaped_link.shutil, "which", lambda name: None)
+        with pytest.raises(UnavailableError, match="`ip` is missing"):
+            ShapedHosts(2, 1e9)
+
+    @pytest.mark.net
+    def test_hosts_come_and_go(self):
+        with ShapedHosts(2, 1e9) as hosts:
+            commands = hosts.commands(["true"], {"OMP_NUM_THREADS": 1})
+            assert all("OMP_NUM_THREADS=1" in line for line in commands)
+            assert [subprocess.run(line).returncode for line in commands] == [0, 0]
+            ping = hosts.commands(["ping", "-c1", "-W2", "10.78.0.2"], {})[0]
+            if "ping" in os.listdir("/bin"):
+                assert subprocess.run(ping, capture_output=True).returncode == 0
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert f"allstep-demo-{os.getpid()}" not in names
+
+
+class TestShapedCommunicator:
+    def test_sums_are_right_and_take_their_time(self):
+        taken: list[float] = []
+
+        class Noted(TokenBucket):
+            def take(self, num_bytes: float) -> float:
+                taken.append(num_bytes)
+                return 0.0
+
+        def work(comm: Communicator) -> list[Any]:
+            shaped = ShapedCommunicator(comm, Noted(1e9))
+            flat = torch.full((300,), float(comm.rank + 1))
+            make_algorithm("native", shaped).reduce_(flat)
+            part = shaped.split(0, key=comm.rank)
+            assert isinstance(part, ShapedCommunicator)
+            ring = torch.full((300,), float(comm.rank + 1))
+            make_algorithm("ring", part).reduce_(ring)
+            gathered = shaped.all_gather(torch.tensor([comm.rank]))
+            sent = shaped.broadcast(torch.tensor([7.0]) if comm.rank == 0 else None, root=0)
+            own = shaped.reduce_scatter(tuple(torch.ones(2) * r for r in range(3)))
+            turned = shaped.all_to_all(tuple(torch.tensor([r]) for r in range(3)))
+            return [float(flat[0]), float(ring[-1]), len(gathered), float(sent), own, len(turned)]
+
+        for rank, found in enumerate(run_ranks(3, work, local_size=1)):
+            assert found[:4] == [6.0, 6.0, 3, 7.0]
+            assert found[4].tolist() == [3.0 * rank] * 2
+            assert found[5] == 3
+        assert taken.count(2 / 3 * 2 * 1200) == 3  # a ring's share of 1,200 bytes
+        assert taken.count(400) == 3 * 4  # its chunks
+
+    def test_a_message_ends_when_its_last_byte_has_left(self):
+        bucket = TokenBucket(8e6)  # 1 MB/s
+
+        def work(comm: Communicator) -> float:
+            shaped = ShapedCommunicator(comm, bucket)
+            start_s = time.monotonic()
+            make_algorithm("native", shaped).reduce_(torch.zeros(12_500))
+            return time.monotonic() - start_s
+
+        found = run_ranks(2, work, local_size=1)
+        assert max(found) >= 0.099  # both send 50 kB through one bucket
+
+
+class TestVerdict:
+    NOISE = {"noise_scale": 987.0, "useful_batch": "useful up to about B = 990"}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        ("pair", "said"),
+        [(60.0, "0.60x one: don't."), (120.0, "1.20x one: don't."), (180.0, "1.80x one: it pays.")],
+    )
+    def test_it_says_dont_unless_a_worker_brings_a_quarter(self, pair, said):
+        speeds = {"1 worker, 1 thread": [100.0, 90.0, 110.0], verdict._PAIR: [pair] * 3}
+        panel = verdict._panel(speeds, self.NOISE, "")
+        assert panel.conclusion.endswith(said)
+        assert "useful up to about B = 990" in panel.conclusion
+
+    def test_the_better_single_worker_counts(self):
+        speeds = {"1 worker, 2 threads": [80.0], "1 worker, 1 thread": [100.0]}
+        speeds[verdict._PAIR] = [150.0]
+        assert verdict._speed_up(speeds) == 1.5
+
+    def test_one_core_has_one_kind_of_lone_worker(self, monkeypatch):
+        monkeypatch.setattr(verdict, "num_cores", lambda: 1)
+        assert list(verdict._teams()) == ["1 worker, 1 thread", verdict._PAIR]
+
+    def test_a_training_tells_speed_and_noise(self, tmp_path):
+        found = verdict.train(Communicator.lone(), str(tmp_path), 2, 1, 1)
+        assert found["samples_per_s"] > 0
+        assert found["noise_scale"] > 0
+        assert "useful up to about B" in found["useful_batch"]
