@@ -1,16 +1,14 @@
 """Takes a suspect out of a training: runs that agree without it have parted because of it."""
 
-import random
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import WorkerRecord
 from allstep.exchange import Exchange, ExchangePolicy
 from allstep.exchange.hooks import FunctionHook
@@ -18,14 +16,6 @@ from allstep.exchange.hooks import FunctionHook
 __all__ = ["Removal", "Suspect"]
 
 Suspect = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
-
-# Of Python's functions those that decide about random changes of data.
-_CONSTANT: dict[str, Callable[..., float]] = {
-    "random": lambda: 0.5,
-    "uniform": lambda a, b: (a + b) / 2,
-    "gauss": lambda mu=0.0, sigma=1.0: mu,
-}
-_DRAWN: dict[str, Callable[..., float]] = {name: getattr(random, name) for name in _CONSTANT}
 
 
 class Removal:
@@ -43,7 +33,7 @@ class Removal:
     def __init__(self, suspects: Sequence[Suspect], record: WorkerRecord) -> None:
         self._suspects = frozenset(suspects)
         self._record = record
-        self._constant: _ConstantRandomNumbers | None = None
+        self._constant: ConstantRandomNumbers | None = None
 
     def policy(self, policy: ExchangePolicy | None) -> ExchangePolicy | None:
         """What to attach with."""
@@ -82,7 +72,7 @@ class Removal:
 
     def _make_constant(self) -> None:
         if self._constant is None:
-            self._constant = _ConstantRandomNumbers()  # type: ignore[no-untyped-call]
+            self._constant = ConstantRandomNumbers()  # type: ignore[no-untyped-call]
             self._constant.__enter__()
 
 
@@ -99,44 +89,3 @@ def _freeze_statistics(module: _BatchNorm) -> None:
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)
-
-
-class _ConstantRandomNumbers(TorchDispatchMode):
-    """Operators that draw floating-point numbers give a constant, on this thread.
-
-    Whole numbers stay random, for they choose samples; but a single one is more likely the
-    place of a crop.
-    """
-
-    def __enter__(self) -> "_ConstantRandomNumbers":
-        for name, constant in _CONSTANT.items():
-            setattr(random, name, constant)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for name, function in _DRAWN.items():
-            setattr(random, name, function)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        call: Callable[[], Any] = partial(func, *args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return call()
-        name = func.name()
-        if name.startswith("aten::native_dropout"):
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        drawn = call()
-        if not isinstance(drawn, Tensor):
-            return drawn
-        if drawn.is_floating_point():
-            return drawn.fill_(1.0 if "bernoulli" in name else 0.5)
-        if name.startswith("aten::randint") and drawn.numel() == 1:
-            return drawn.zero_()
-        return drawn

@@ -50,16 +50,23 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
+        code = self._wait_for_end()
+        if code is not None:
+            os._exit(code)
+
+    def _wait_for_end(self) -> int | None:
+        """The exit code to end with; None if nobody needs watching any more."""
         seen, since_s = -1, time.monotonic()
         while not self._stopped.wait(_POLL_S):
             now_s = time.monotonic()
+            if os.getppid() != self._parent:
+                return 1
             if self._num_events() != seen:
                 seen, since_s = self._num_events(), now_s
-            if os.getppid() != self._parent:
-                os._exit(1)
             if self._end_s is not None:
                 if now_s > self._end_s:
-                    os._exit(0)
+                    return 0
             elif now_s - since_s > self._timeout_s:
                 self._give_up(extract_stack(sys._current_frames()[self._main]))
-                os._exit(1)
+                return 1
+        return None

@@ -1,0 +1,314 @@
+"""The parts of `verify`: sketches, records, what is rounding, constants, the watchdog."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+from torch.utils.data import DataLoader, Dataset
+
+import allstep
+from allstep.doctor.verify import Recorder, Run, StepRecord, WorkerRecord, watchdog
+from allstep.doctor.verify.compare import find_parting, limit_of
+from allstep.doctor.verify.constants import ConstantRandomNumbers
+from allstep.doctor.verify.record import Failure, read_worker, write_worker
+from allstep.doctor.verify.signatures import option_causes
+from allstep.doctor.verify.sketch import Sketcher
+from allstep.doctor.verify.watchdog import Watchdog
+
+
+def train_once(model: nn.Module, x: torch.Tensor, optimizer=None, **forward) -> WorkerRecord:
+    recorder = Recorder(0, 1, lambda: None)
+    exchange = allstep.attach(model, allstep.Communicator.lone())
+    recorder.watch(exchange)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x, **forward).square().mean().backward()
+    optimizer.step()
+    recorder.close()
+    exchange.detach()
+    return recorder.record
+
+
+# -- sketches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 100, 1 << 14, 50_000, (1 << 15) + 1])
+def test_a_sketch_is_linear_and_holds_the_norm(num):
+    sketch = Sketcher()
+    x, y = torch.randn(2, num, dtype=torch.float64)
+    assert sketch(x).norm == pytest.approx(float(x.norm()))
+    mixed = 0.3 * np.array(sketch(x).products) + 0.7 * np.array(sketch(y).products)
+    assert sketch(0.3 * x + 0.7 * y).products == pytest.approx(mixed.tolist(), rel=1e-6)
+
+
+def test_products_estimate_a_norm():
+    sketch = Sketcher()
+    ratios = []
+    for seed in range(40):
+        x = torch.randn(40_000, generator=torch.Generator().manual_seed(seed))
+        ratios.append(np.mean(np.square(sketch(x).products)) / float(x.square().sum()))
+    assert np.mean(ratios) == pytest.approx(1, abs=0.15)
+
+
+def test_sparse_and_complex_tensors_have_sketches():
+    sketch = Sketcher()
+    sparse = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
+    assert sketch(sparse).norm == 2
+    assert sketch(torch.tensor([3 + 4j])).norm == pytest.approx(5)
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+def test_a_record_survives_its_file(tmp_path):
+    record = train_once(nn.Linear(3, 2), torch.randn(4, 3))
+    record.failure = Failure("error", "text", True, 1.5)
+    write_worker(tmp_path / "a.json", record)
+    assert read_worker(tmp_path / "a.json") == record
+    assert len(record.steps) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_samples_are_told_apart_also_by_a_second_tensor():
+    model = nn.Bilinear(3, 3, 2)
+    x, y = torch.ones(4, 3), torch.ones(4, 3)
+    y[2] = 7
+    recorder = Recorder(0, 1, lambda: None)
+    recorder.watch(allstep.attach(model, allstep.Communicator.lone()))
+    optimizer = torch.optim.SGD(model.parameters())
+    with torch.no_grad():
+        model(x, y)  # no training: not recorded
+    model.eval()
+    model(x, y)
+    model.train()
+    model(x, input2=y).sum().backward()
+    optimizer.step()
+    recorder.close()
+    (step,) = recorder.record.steps
+    assert [step.samples.count(s) for s in step.samples] == [3, 3, 1, 3]
+
+
+def test_other_optimizers_are_not_steps():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    record = train_once(model, torch.ones(1, 2), torch.optim.SGD(other.parameters()))
+    assert record.steps == []
+
+
+def test_models_of_several_are_told_apart():
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    recorder = Recorder(0, 2, lambda: None)
+    for model in models:
+        recorder.watch(allstep.attach(model, allstep.Communicator.lone()))
+    for model in models:
+        model(torch.ones(3, 2)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    recorder.close()
+    names = [list(step.gradients) for step in recorder.record.steps]
+    assert names == [[f"model {i}: weight", f"model {i}: bias"] for i in range(2)]
+    assert len(recorder.record.initial_parameters) == 4
+
+
+def test_hooks_go_away():
+    model = nn.Linear(2, 2)
+    record = train_once(model, torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model.parameters()).step()
+    assert len(record.steps) == 1
+    assert not model._forward_pre_hooks
+
+
+# -- what is rounding ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "epsilon"),
+    [
+        (torch.float32, False, 2.0**-23),
+        (torch.float64, False, 2.0**-52),
+        (torch.float32, True, 2.0**-7),
+    ],
+)
+def test_the_coarsest_format_says_what_is_rounding(dtype, autocast, epsilon):
+    model = nn.Linear(2, 2).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        record = train_once(model, torch.ones(1, 2, dtype=dtype))
+    run = Run([record])
+    assert limit_of(run, run) == pytest.approx(epsilon**0.5)
+
+
+def runs_with(x: torch.Tensor, y: torch.Tensor, *, gradient: bool) -> tuple[Run, Run]:
+    """Two runs, of one step, whose gradients (or else parameters) are x and y."""
+    sketch = Sketcher()
+
+    def run(value: torch.Tensor) -> Run:
+        record = WorkerRecord(rank=0)
+        named = {name: sketch(part) for name, part in zip("ab", value, strict=True)}
+        same = {"a": sketch(torch.ones(1)), "b": sketch(torch.ones(1))}
+        step = StepRecord(
+            options=[{}],
+            samples=[],
+            local_gradients={},
+            gradients=named if gradient else same,
+            parameters=same if gradient else named,
+            checksum=0,
+        )
+        record.steps.append(step)
+        return Run([record])
+
+    return run(x), run(y)
+
+
+def test_rounding_agrees_and_more_parts():
+    x = torch.randn(2, 1000)
+    for scale, parts in ((1e-6, False), (1e-5, False), (1e-2, True), (1.0, True)):
+        for gradient in (True, False):
+            one, other = runs_with(x, x * (1 + scale * torch.randn(2, 1000)), gradient=gradient)
+            assert (find_parting(one, other) is not None) == parts
+
+
+def test_the_first_tensor_that_parts_is_named():
+    x = torch.randn(2, 1000)
+    y = x.clone()
+    y[1] *= 1.1
+    parting = find_parting(*runs_with(x, y, gradient=True))
+    assert (parting.step, parting.quantity, parting.name) == (0, "gradient", "b")
+    assert parting.difference == pytest.approx(0.1 / 1.1, rel=0.5)
+
+
+def test_a_gradient_that_is_only_rounding_never_parts():
+    x, y = torch.randn(2, 1000), torch.randn(2, 1000)
+    y[0] = x[0]
+    x[1] *= 1e-8
+    y[1] *= 1e-8
+    assert find_parting(*runs_with(x, y, gradient=True)) is None
+
+
+def test_not_a_number_parts():
+    x = torch.ones(2, 3)
+    assert find_parting(*runs_with(x, x * float("nan"), gradient=True)) is not None
+
+
+def options(rates: list[float], size: int) -> Run:
+    workers = []
+    for rank in range(size):
+        record = WorkerRecord(rank=rank)
+        record.steps = [
+            StepRecord(
+                options=[{"lr": rate}],
+                samples=[],
+                local_gradients={},
+                gradients={},
+                parameters={},
+                checksum=0,
+            )
+            for rate in rates
+        ]
+        workers.append(record)
+    return Run(workers)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "causes"),
+    [
+        ([1, 1, 1, 1, 1], [2, 2, 2], ["learning rate scaled"]),
+        ([1, 1, 1, 1, 1], [1.4142, 1.4142, 1.4142], ["learning rate scaled"]),
+        ([16, 8, 4, 2, 1], [16, 4, 1], ["scheduler"]),
+        ([16, 8, 4, 2, 1], [32, 8, 2], ["learning rate scaled", "scheduler"]),
+        # A warm-up from zero, twice as fast or twice as high: it could be either.
+        ([0, 1, 2, 3, 4], [0, 2, 4], ["learning rate scaled", "scheduler"]),
+        ([1, 2, 3, 4, 5], [1, 3, 3.5], []),
+        ([0, 0, 0], [1, 1, 1], []),
+        ([3, 2, 1], [3, 2, 1], []),
+    ],
+)
+def test_rates_are_recognised(few, many, causes):
+    found = option_causes(options(few, 1), options(many, 2))
+    assert [cause.name for cause in found] == causes
+
+
+# -- constants -----------------------------------------------------------------------------------
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index + torch.rand(3)
+
+
+def test_constants_for_random_numbers():
+    x = torch.ones(2, 3)
+    with ConstantRandomNumbers():
+        assert torch.equal(dropout(x, 0.5), 2 * x)
+        assert torch.equal(torch.native_dropout(x, 0.5, True)[0], x)
+        for drawn in (torch.rand(3), torch.randn_like(x), torch.empty(3).uniform_()):
+            assert drawn.unique().tolist() == [0.5]
+        assert torch.randint(3, 9, (1,)).item() == 0
+        assert torch.randint(0, 1 << 30, (9,)).unique().numel() > 1
+        assert torch.randperm(100).unique().numel() == 100
+        assert random.random() == random.uniform(2, 3) == np.random.rand() == 0.5
+        assert np.random.normal(size=(2, 2)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert random.random() != random.random()
+    assert np.random.rand() != np.random.rand()
+    assert torch.rand(2).unique().numel() == 2
+
+
+@pytest.mark.process
+def test_a_loaders_processes_get_constants_as_well():
+    with ConstantRandomNumbers():
+        (batch,) = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+    assert batch.tolist() == [[i + 0.5] * 3 for i in range(4)]
+
+
+# -- the watchdog --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """What the watchdog would have ended this process with."""
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    return codes
+
+
+def wait_for(codes: list[int]) -> int:
+    deadline_s = time.monotonic() + 30
+    while not codes and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return codes[0]
+
+
+def test_no_progress_ends_the_worker_and_says_where(ends):
+    places = []
+    dog = Watchdog(lambda: 0, 0.3, places.append)
+    dog.start()
+    assert wait_for(ends) == 1
+    assert "wait_for" in {frame.name for frame in places[0]}
+
+
+def test_progress_and_a_stop_leave_it_alone(ends):
+    start_s = time.monotonic()
+    dog = Watchdog(lambda: int(100 * (time.monotonic() - start_s)), 0.5, lambda place: None)
+    dog.start()
+    time.sleep(0.8)
+    dog.stop()
+    assert ends == []
+
+
+def test_what_comes_after_the_record_is_cut_short(ends, monkeypatch):
+    monkeypatch.setattr(watchdog, "_END_S", 0.1)
+    dog = Watchdog(lambda: 0, 1000.0, lambda place: None)
+    dog.expect_end()
+    dog.start()
+    assert wait_for(ends) == 0
+
+
+def test_a_worker_ends_with_its_launcher(ends, monkeypatch):
+    dog = Watchdog(lambda: 0, 1000.0, lambda place: None)
+    monkeypatch.setattr(watchdog.os, "getppid", lambda: -1)
+    dog.start()
+    assert wait_for(ends) == 1
