@@ -120,6 +120,13 @@ def test_a_planted_bug_is_named(compare, loop, bug, cause):
     assert diagnosis.is_explained
 
 
+def test_workers_that_run_samples_of_others(compare):
+    diagnosis = compare("ddp", "own_shuffle", num_steps=6)
+    (cause,) = diagnosis.causes
+    assert cause.name == "data not sharded"
+    assert "samples were run by several of the 2 workers" in cause.evidence
+
+
 def test_two_bugs_are_both_named(compare):
     diagnosis = compare("ddp", "learning_rate_and_dropout")
     assert set(names(diagnosis)) == {"learning rate scaled", "random state"}

@@ -28,6 +28,7 @@ BUGS = [
     "batch_norm_and_dropout",
     "scheduler",
     "not_sharded",
+    "own_shuffle",
     "same_batch",
     "per_worker_batch",
     "int8_wire",
@@ -91,6 +92,10 @@ def shards(bug: str, comm: allstep.Communicator) -> Iterator[tuple[Tensor, Tenso
     )
     if bug in ("not_sharded", "same_batch"):
         sampler = None
+    if bug == "own_shuffle":
+        order = torch.Generator().manual_seed(comm.rank)
+        yield from DataLoader(train_set, batch_size=batch, shuffle=True, generator=order)
+        return
     yield from DataLoader(train_set, batch_size=batch, sampler=sampler)
 
 

@@ -64,8 +64,8 @@ def record_path(folder: Path, rank: int) -> Path:
 def record_script(task: Task, rank: int, size: int) -> bool:
     """Runs the script until it has made enough steps, or ends; returns whether all went well.
 
-    Processes that nobody has seeded start from the random state of their rank, so that rank 0
-    begins alike on any number of workers.
+    All random states begin alike, so that scripts that don't seed can be compared; and workers
+    that shuffle the whole of the data, each for itself, are caught with the same samples.
     """
     path = record_path(task.folder, rank)
 
@@ -85,7 +85,7 @@ def record_script(task: Task, rank: int, size: int) -> bool:
     recorder = Recorder(rank, task.num_steps, leave)
     watchdog = Watchdog(lambda: recorder.num_events, task.timeout_s, give_up)
     removal = Removal(task.without, recorder.record)
-    _seed(rank)
+    _seed(0)
     watchdog.start()
     try:
         with _recorded_attach(recorder, removal), _as_main(task):

@@ -1,6 +1,7 @@
 """Causes that leave a signature in the numbers of two runs."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -100,17 +101,37 @@ def _constant_factor(few: Series, many: Series) -> float | None:
 
 
 def data_causes(one: Run, other: Run) -> list[Cause]:
-    """Whether all workers ran the same samples, in every step."""
+    """Whether workers ran each other's samples."""
     steps = range(min(one.num_steps, other.num_steps))
-    for step in steps:
-        first, *others = other.samples(step)
-        lone = one.all_samples(step)
-        are_equal = all(samples == first for samples in others)
-        if len(lone) < 2 or not others or not are_equal or other.all_samples(step) == lone:
-            return []
-    samples = other.samples(0)[0].total()
-    evidence = f"all {other.size} workers ran the same {samples} samples in every step"
-    return [Cause("data not sharded", evidence)] if steps else []
+    if all(_are_equal(one, other, step) for step in steps):
+        samples = other.samples(0)[0].total()
+        evidence = f"all {other.size} workers ran the same {samples} samples in every step"
+        return [Cause("data not sharded", evidence)]
+    return _overlap(one, other, steps)
+
+
+def _are_equal(one: Run, other: Run, step: int) -> bool:
+    """Whether all workers ran the same samples, and these aren't what data like theirs give."""
+    first, *others = other.samples(step)
+    lone = one.all_samples(step)
+    are_equal = all(samples == first for samples in others)
+    return len(lone) > 1 and are_equal and other.all_samples(step) != lone
+
+
+def _overlap(one: Run, other: Run, steps: range) -> list[Cause]:
+    """Whether workers ran some samples of others, though no sample was due twice."""
+    lone = sum((one.all_samples(step) for step in steps), Counter[int]())
+    if len(lone) != lone.total():
+        return []
+    parts = [
+        {sample for step in steps for sample in worker.steps[step].samples}
+        for worker in other.workers
+    ]
+    num_shared = sum(map(len, parts)) - len(set().union(*parts))
+    if not num_shared or other.all_samples(0) == one.all_samples(0):
+        return []
+    evidence = f"{num_shared} samples were run by several of the {other.size} workers"
+    return [Cause("data not sharded", f"{evidence}, before any was due again")]
 
 
 def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
