@@ -39,6 +39,11 @@ def check_flags(known: Namespace) -> None:
                 f"`{name}` (={value}) describes machines, `measure` takes those at hand:"
                 f" leave `--{flag}` or `--measure` out."
             )
+    if known.stragglers:
+        raise UsageError(
+            f"`stragglers` (={known.stragglers}) describes machines, `measure` takes those at hand:"
+            " leave `--stragglers` or `--measure` out."
+        )
 
 
 def worker_counts(known: Namespace) -> list[int]:

@@ -246,8 +246,11 @@ def test_a_recipe_is_measured(say):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--params", "1M"], "`params` (=1M) is measured for a recipe: leave `--params` out"),
-        (["--step-ms", "9"], "`step_ms` (=9.0) is measured for a recipe: leave `--step-ms` out"),
+        (
+            ["--params", "1M"],
+            "`params` (=1M) is measured for a recipe or a script: leave `--params` out",
+        ),
+        (["--step-ms", "9"], "`step_ms` (=9.0) is measured for a recipe or a script: leave"),
         (["--workers", "none"], "`workers` (=none) must be a count"),
     ],
 )

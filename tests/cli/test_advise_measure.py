@@ -1,0 +1,149 @@
+"""`allstep advise --measure`, and on a script: what is run, shown and refused."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from allstep.cli import advise_measure, advise_worker
+from allstep.cli.main import main
+from allstep.comm.threads import run_ranks
+from allstep.doctor import collectives, gemm, links, measure, script_profile
+from allstep.plan import POLICIES, Workload
+
+BARE = ("--params", "1000", "--step-ms", "3")
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refuse(capsys):
+    """Runs a command line that must fail; returns its one message."""
+
+    def run(*arguments: str) -> str:
+        assert main(["advise", *arguments]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert message.count("\n") == 1
+        return message
+
+    return run
+
+
+@pytest.fixture
+def workers_as_threads(monkeypatch):
+    """In a hurry, and without torch's DDP, which wants processes."""
+    monkeypatch.setattr(collectives, "_SIZES_BYTES", (1 << 12, 1 << 14, 1 << 16))
+    for name in ("_BATCH_S", "_BESIDE_S", "_PAUSE_S"):
+        monkeypatch.setattr(collectives, name, 0.001)
+    monkeypatch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
+    monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(measure, "_COPY_S", 0.001)
+    monkeypatch.setattr(gemm, "_CPU_SIZE", 64)
+    monkeypatch.setattr(advise_worker, "POLICIES", POLICIES[1:3])
+    once = partial(advise_worker.measure_policy, num_repeats=1, seconds=0.001)
+    monkeypatch.setattr(advise_worker, "measure_policy", once)
+
+    def start(num_workers, command):
+        *_, folder, _ = command
+        run_ranks(num_workers, lambda comm: advise_worker._work(comm, Path(folder)))
+        return 0
+
+    monkeypatch.setattr(advise_measure, "_start", start)
+    monkeypatch.setattr(advise_measure, "num_cores", lambda: 2)
+
+
+def test_measured_is_put_beside_predicted(workers_as_threads, capsys):
+    assert main(["advise", *BARE, "--measure", "--json", "out.json"]) == 0
+    text = capsys.readouterr().out
+    header = next(line for line in text.splitlines() if line.startswith("workers predicted"))
+    assert header.split() == ["workers", "predicted", "measured", "error", "speed", "policy"]
+    assert "one worker" in text
+    assert "measured here: " in text
+    found = json.loads(Path("out.json").read_text())
+    assert [(p["workers"], p["policy"]) for p in found["predictions"]] == [
+        (1, "fp32"),
+        (1, "fp16"),
+        (2, "fp32"),
+        (2, "fp16"),
+    ]
+    assert all(p["measured_s"] >= 0.003 for p in found["predictions"])
+    assert {p["bucket_bytes"] for p in found["predictions"]} != {"auto"}
+    assert "advice: " in text
+
+
+def test_a_recipe_is_trained_for_real(workers_as_threads, capsys):
+    arguments = ["advise", "digits", "--measure", "--workers", "2", "--json", "out.json"]
+    assert main(arguments) == 0
+    found = json.loads(Path("out.json").read_text())
+    assert found["params"] > 1000
+    assert {p["workers"] for p in found["predictions"]} == {1, 2}
+
+
+def test_a_worker_that_fails_is_told(refuse, monkeypatch):
+    monkeypatch.setattr(advise_measure, "_start", lambda num_workers, command: 1)
+    assert "`workers` (=1): a worker failed, as it says above" in refuse(*BARE, "--measure")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*BARE, "--link", "1gbit"), "`link` (=1gbit) describes machines, `measure` takes those"),
+        ((*BARE, "--cluster", "mn-1"), "leave `--cluster` or `--measure` out"),
+        ((*BARE, "--workers", "1,64"), "`workers` (=64) exceeds the 2 cores of this machine"),
+        ((*BARE, "--workers", "0"), "`workers` (=0) must be at least 1."),
+        (BARE[:2], "`step_ms` is missing"),
+        (BARE[2:], "`params` is missing"),
+        (("--params", "0", *BARE[2:]), "`params` (=0) must be at least 1."),
+        ((*BARE, "--noise-scale", "0"), "`noise_scale` (=0) must be at least 1."),
+        ((*BARE, "--stragglers", "3"), "`stragglers` (=3.0) describes machines"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_message(refuse, monkeypatch, arguments, message):
+    monkeypatch.setattr(advise_measure, "num_cores", lambda: 2)
+    monkeypatch.setattr(advise_measure.torch.cuda, "device_count", lambda: 0)
+    assert message in refuse(*arguments, "--measure")
+
+
+def test_a_launcher_has_its_own_number_of_workers(refuse, monkeypatch):
+    launch = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    launch |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, str(value))
+    message = refuse(*BARE, "--measure", "--workers", "4")
+    assert "`workers` (=4) contradicts torchrun, which started 2: leave `--workers` out" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no.py", "--link", "1gbit"), "`script` (=no.py) is no file."),
+        (("no.py", "--params", "1M"), "`params` (=1M) is measured for a recipe or a script"),
+        (("no.py", "--micro-batch", "8"), "`micro_batch` (=8) is the script's own"),
+    ],
+)
+def test_a_script_that_cannot_be_asked_about(refuse, arguments, message):
+    assert message in refuse(*arguments)
+
+
+def test_a_script_is_advised_on(capsys, monkeypatch):
+    Path("train.py").touch()
+    asked = []
+
+    def profile(script, arguments, folder):
+        asked.append((str(script), arguments))
+        return Workload.from_step(num_params=1010, step_s=0.1, num_samples=5)
+
+    monkeypatch.setattr(script_profile, "profile_script", profile)
+    arguments = ["train.py", "--link", "10gbit", "--workers", "1,4", "--epochs", "3"]
+    assert main(["advise", *arguments]) == 0
+    assert asked == [("train.py", ["--epochs", "3"])]
+    text = capsys.readouterr().out
+    assert "1,010 parameters; 5 samples take" in " ".join(text.split())
+    assert "advice: " in text

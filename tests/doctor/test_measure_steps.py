@@ -1,0 +1,192 @@
+"""Steps that are timed: without an exchange, under a policy, and inside a user's script."""
+
+from functools import partial
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import nn
+
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.doctor.script_profile import profile_script
+from allstep.doctor.trial import (
+    Training,
+    _slowest,
+    exchange_policy,
+    measure_policy,
+    measure_workload,
+    sleeping_training,
+)
+from allstep.doctor.workload import TimedStep, make_workload, time_step
+from allstep.errors import UsageError
+from allstep.plan import POLICIES, Policy, Workload
+
+ASLEEP = Workload(
+    num_params=60,
+    forward_s=0.004,
+    backward_s=0.008,
+    gradients=(10, 20, 30),
+    ready=((0.0, 0.0), (1 / 6, 0.25), (0.5, 0.5), (1.0, 1.0)),
+)
+
+
+def small_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, lambda net: net(torch.ones(4, 8)).mean(), optimizer)
+
+
+def test_gradients_are_noted_in_the_order_of_the_backward_pass():
+    training = small_training()
+    timed = time_step(
+        training.model, lambda: training.loss_of(training.model), training.optimizer.step
+    )
+    assert sorted(size for size, _ in timed.gradients) == sorted([128, 16, 32, 2])
+    assert {size for size, _ in timed.gradients[:2]} == {32, 2}  # the last layer comes first
+    ready_s = [seconds for _, seconds in timed.gradients]
+    assert ready_s == sorted(ready_s)
+    assert ready_s[-1] <= timed.backward_s
+    assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
+    assert all(p.grad is None for p in training.model.parameters())
+
+
+def test_a_workload_is_the_median_of_steps():
+    steps = [
+        TimedStep(0.1 * k, 0.2 * k, 0.3 * k, 0.6 * k, [(30, 0.05 * k), (10, 0.2 * k)])
+        for k in (1, 2, 9)
+    ]
+    found = make_workload(steps, 32)
+    assert (found.forward_s, found.backward_s, found.optimizer_s) == (0.2, 0.4, 0.6)
+    assert found.ready == ((0.0, 0.0), (0.75, 0.25), (1.0, 1.0))
+    assert found.gradients == (30, 10)
+    assert found.num_samples == 32
+    assert found.core_share == pytest.approx(1.0 / torch.get_num_threads())
+
+
+def test_the_last_worker_counts():
+    """Rank 1 is slow in its forward pass, rank 0 in its backward pass and its update."""
+
+    def slowest(comm):
+        own = [
+            TimedStep(1.0, 4.0, 3.0, 5.0, [(8, 3.0), (8, 4.0)]),
+            TimedStep(2.0, 2.5, 1.0, 6.0, [(8, 1.0), (8, 2.0)]),
+        ]
+        return _slowest(comm, own[comm.rank])
+
+    # By the clock that started with the step: forward ends at 2, gradients are ready at 4 and 5.
+    expected = TimedStep(2.0, 3.0, 3.0, 6.0, [(8, 2.0), (8, 3.0)])
+    assert run_ranks(2, slowest) == [expected] * 2
+
+
+def test_steps_without_an_exchange_leave_no_trace():
+    def found(comm):
+        training = small_training()
+        workload = measure_workload(comm, training, num_samples=4, num_steps=3)
+        assert not any(p._post_accumulate_grad_hooks for p in training.model.parameters())
+        return workload
+
+    first, second = run_ranks(2, found)
+    assert (first.num_params, first.ready) == (128 + 16 + 32 + 2, second.ready)
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.name != "DDP"])
+def test_every_policy_runs(policy):
+    policy = policy.with_choice("ring", None if policy.every > 1 else 64)
+    make = partial(sleeping_training, ASLEEP)
+    seconds = run_ranks(
+        2,
+        lambda comm: measure_policy(
+            comm, make, policy, num_micro_batches=2, num_repeats=2, seconds=0.01
+        ),
+    )
+    assert seconds[0] == seconds[1]
+    assert len(seconds[0]) == 2
+    assert min(seconds[0]) >= 2 * ASLEEP.compute_s
+
+
+def test_a_policy_of_the_planner_becomes_one_of_the_exchange():
+    made = exchange_policy(
+        Policy(name="", wire="fp16", staleness=1, algorithm="ring", bucket_bytes=4 << 20)
+    )
+    assert (made.wire, made.staleness, made.algorithm) == ("fp16", 1, "ring")
+    assert (made.bucket_bytes, made.overlap) == (4 << 20, True)
+    whole = exchange_policy(Policy(name="", algorithm="ring", bucket_bytes=None))
+    assert not whole.overlap
+    assert whole.bucket_bytes > 1 << 40
+
+
+def test_a_lone_worker_needs_no_exchange():
+    policy = Policy(name="fp16", wire="fp16", algorithm="ring", bucket_bytes=64)
+    make = partial(sleeping_training, ASLEEP)
+    seconds = measure_policy(Communicator.lone(), make, policy, num_repeats=1, seconds=0.01)
+    assert seconds[0] >= ASLEEP.compute_s
+
+
+def test_a_sleeping_model_has_the_same_gradients():
+    model = sleeping_training(ASLEEP).model
+    assert [p.numel() for p in model.parameters()] == [30, 20, 10]  # ready first is last here
+    evenly = sleeping_training(Workload.from_step(num_params=1000, step_s=0.01)).model
+    assert sum(p.numel() for p in evenly.parameters()) == 1000
+    assert len(list(evenly.parameters())) == 8
+
+
+SCRIPT = """
+    import sys
+
+    import torch
+    import allstep
+    from allstep import attach
+
+    comm = allstep.init()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    other = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
+    if "attach" in sys.argv:
+        exchange = attach(model, comm)
+    steps = 5 if "short" in sys.argv else 1000
+    for step in range(steps):
+        for _ in range(2):  # micro-batches
+            model(torch.ones(4, 8)).mean().backward()
+        other(torch.ones(3, 2)).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "fail" not in sys.argv, "wrong from the start"
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(dedent(SCRIPT))
+    return path
+
+
+@pytest.mark.process
+def test_a_script_is_run_until_enough_is_known(script, tmp_path):
+    found = profile_script(script, ["attach"], tmp_path)
+    assert found.num_params == 128 + 16 + 32 + 2
+    assert found.num_samples == 8
+    assert {*found.gradients[:2]} == {32, 2}
+    assert found.forward_s > 0 and found.backward_s > 0 and found.optimizer_s > 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["short"], r"`script` \(=.*train.py\) never calls `allstep.attach`"),
+        (["attach", "short", "fail"], r"failed with exit code 1: AssertionError: wrong from the"),
+        (["attach", "short"], r"ended after 4 steps of the attached model's optimizer"),
+    ],
+)
+def test_scripts_of_which_nothing_can_be_said(script, tmp_path, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        profile_script(script, arguments, tmp_path)
+
+
+def test_a_script_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=r"`script` \(=no.py\) is no file"):
+        profile_script(tmp_path.joinpath("no.py").relative_to(tmp_path), [], tmp_path)
