@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from allstep.cli.quantities import parse_bandwidth, parse_counts
+from allstep.doctor.measurements import read_measurements
 from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.cluster_files import preset_names, read_cluster
@@ -155,6 +156,8 @@ def _named_cluster(known: Namespace) -> Cluster:
                 f" what the machines are: leave `--{flag}` out, or copy the cluster's file and"
                 " change it there."
             )
+    if known.cluster.endswith(".json"):
+        return read_measurements(Path(known.cluster), argument="cluster").cluster()
     return read_cluster(known.cluster)
 
 

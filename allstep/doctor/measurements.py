@@ -90,8 +90,12 @@ class Measurements:
             raise UsageError(f"`path` (={path}) can't be written: {error}.") from None
 
 
-def read_measurements(path: Path) -> Measurements:
+def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
     """What `Measurements.write` has written.
+
+    Args:
+        path: of the file.
+        argument: what the caller names it, for messages.
 
     Raises:
         UsageError: if the file can't be read, or holds something else.
@@ -100,9 +104,9 @@ def read_measurements(path: Path) -> Measurements:
         table = json.loads(path.read_text(encoding="utf-8"))
         return _measurements(table)
     except OSError as error:
-        raise UsageError(f"`path` (={path}) can't be read: {error}.") from None
+        raise UsageError(f"`{argument}` (={path}) can't be read: {error}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # UsageError is a ValueError
-        raise UsageError(f"`path` (={path}) holds no measurements: {error}") from None
+        raise UsageError(f"`{argument}` (={path}) holds no measurements: {error}") from None
 
 
 def _measurements(table: Mapping[str, Any]) -> Measurements:

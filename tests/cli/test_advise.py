@@ -8,6 +8,8 @@ import pytest
 
 from allstep.cli import advise_output
 from allstep.cli.main import main
+from allstep.comm import Communicator
+from allstep.doctor.measure import measure
 
 BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")
 
@@ -162,6 +164,16 @@ def test_a_cluster_file(say, tmp_path):
     text = say("--params", "1M", "--step-ms", "100", "--cluster", "lab.toml")
     header = next(line for line in text.splitlines() if line.startswith("workers"))
     assert header.split()[1:4] == ["1", "2", "4"]
+
+
+def test_measurements_are_a_cluster(say, refuse, tmp_path):
+    measure(Communicator.lone(), ()).write(tmp_path / "here.json")
+    text = say("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
+    assert "measured here: " in text
+    (tmp_path / "here.json").write_text("{}")
+    message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
+    assert "`cluster` (=here.json) holds no measurements" in message
+    assert "`cluster` (=no.json) can't be read" in refuse(*BARE[:4], "--cluster", "no.json")
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 79, 100, 200])
