@@ -62,8 +62,9 @@ class Cots(DividedRecipe):
     batch: int = 96
     """Pictures of an update; every worker sees all of them, a part of each."""
 
-    lr: float = 1.0
-    """Learning rate of filters that see one number with a variance of 1; falls to 0."""
+    lr: float | None = None
+    """Learning rate of filters that see one number with a variance of 1; falls to 0. By default
+    1.0 with relu and 0.3 without."""
 
     momentum: float = 0.9
     """SGD's momentum."""
@@ -110,7 +111,7 @@ class Cots(DividedRecipe):
         for name in ("steps", "batch", "patches", "log_every_steps", "checkpoint_every_steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
-        if not self.lr > 0:
+        if not self.learning_rate > 0:
             raise UsageError(f"`lr` (={self.lr}) must be positive.")
         if not 0 <= self.momentum < 1:
             raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
@@ -152,6 +153,13 @@ class Cots(DividedRecipe):
         return 128 + interrupted if interrupted else 0
 
     @property
+    def learning_rate(self) -> float:
+        """`lr`, or its default: linear responses are larger, and so the cost's curvature."""
+        if self.lr is not None:
+            return self.lr
+        return 1.0 if self.nonlinearity == "relu" else 0.3
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of all numbers."""
         return torch.float64 if self.precision == "float64" else torch.float32
@@ -187,7 +195,7 @@ class Cots(DividedRecipe):
             batch=self.batch,
             steps=self.steps,
             seed=self.seed,
-            lr=self.lr,
+            lr=self.learning_rate,
             momentum=self.momentum,
             sparsity=self.sparsity,
             tied=self.tied,

@@ -19,7 +19,7 @@ Layer = Callable[[Tensor], Tensor]
 
 _AT_ONCE = 500  # stimuli
 _NUM_SHOWN = 24
-_TEMPLATES_AT_ONCE = 512
+_TEMPLATES_AT_ONCE, _MOST_TEMPLATES = 512, 8192
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class FaceTest:
     def random_templates(
         self, num_templates: int, photographs: list[list[Tensor]], generator: torch.Generator
     ) -> Best:
-        """The best of as many random patches of photographs, as filters."""
+        """The best of as many random patches of photographs, as filters; of 8,192 at most."""
+        num_templates = min(num_templates, _MOST_TEMPLATES)
         pixels, _, contrast_size, dtype = self._picture
         best: Best | None = None
         for first in range(0, num_templates, _TEMPLATES_AT_ONCE):

@@ -1,7 +1,9 @@
 """The greedy training of recipe `cots`, with checkpoints that any number of workers go on from."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import allstep
 from allstep import Communicator, UsageError
 
 __all__ = ["GreedyTraining"]
+
+_MOST_GROWTH = 10  # of the cost in a stage, which ought to fall
 
 Draw = Callable[[torch.Generator], Tensor]
 
@@ -76,6 +80,7 @@ class GreedyTraining:
         self.num_steps = 0
         self.costs: dict[str, float] = {}
         self._training_s, self._num_timed = 0.0, 0
+        self._first_cost = math.inf
         self._training = self._start_stage()
 
     @property
@@ -93,6 +98,7 @@ class GreedyTraining:
         interrupted = None
         agreement = allstep.train.StopAgreement(self._comm)
         with (
+            closing(self._log),
             allstep.train.Interrupts() as interrupts,
             allstep.train.Progress(
                 self.num_total_steps, self._comm, epochs=len(self._stages)
@@ -107,7 +113,6 @@ class GreedyTraining:
                     break
             interrupted = interrupted or agreement.drain()
         self._save()
-        self._log.close()
         return interrupted
 
     @property
@@ -125,7 +130,8 @@ class GreedyTraining:
             self._num_timed += 1
             shown = None
             is_end = self.num_steps % self._steps == 0
-            if is_end or self.num_steps % self._log_every_steps == 0:
+            is_start = self.num_steps % self._steps == 1
+            if is_start or is_end or self.num_steps % self._log_every_steps == 0:
                 shown = float(self._comm.all_reduce(costs)) / num_costs
                 costs, num_costs = torch.zeros((), dtype=torch.float64), 0
                 self._write(shown)
@@ -147,6 +153,13 @@ class GreedyTraining:
 
     def _write(self, cost: float) -> None:
         stage = (self.num_steps - 1) // self._steps
+        if (self.num_steps - 1) % self._steps == 0:
+            self._first_cost = cost
+        if not cost <= _MOST_GROWTH * self._first_cost:  # nan neither
+            raise UsageError(
+                f"`lr` (={self._training_options['lr']}) is too high: the cost of stage {stage + 1}"
+                f" is {cost:.4g} at step {self.num_steps}. Start anew with a lower one."
+            )
         self._log.write(
             self.num_steps, stage, cost=cost, stage=stage + 1, samples_per_s=self.samples_per_s
         )

@@ -96,10 +96,18 @@ def test_what_a_run_refuses(alone, tmp_path):
     comm = Communicator.lone()
     with pytest.raises(UsageError, match="holds a run's checkpoints; resume that run"):
         Cots(**TINY).run(comm, run_dir, resume=False)
-    with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=1.0\)"):
+    with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=None\)"):
         Cots(**TINY, lr=0.5).run(comm, run_dir, resume=True)
     with pytest.raises(UsageError, match="has no whole checkpoint to go on from"):
         Cots(**TINY).run(comm, tmp_path, resume=True)
+
+
+def test_a_rate_that_is_too_high_is_named(tmp_path):
+    recipe = Cots(**TINY | {"steps": 60}, lr=1000.0)
+    for num_workers in (1, 2):
+        with pytest.raises(UsageError, match=r"`lr` \(=1000.0\) is too high: the cost of stage 1"):
+            run(recipe, tmp_path / str(num_workers), num_workers)
+    assert not list(tmp_path.glob("*/checkpoints/*"))
 
 
 @pytest.mark.parametrize(
