@@ -13,7 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,11 @@ _TIMEOUT_S = 600.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
+_AnyProcess = TypeVar("_AnyProcess", "Child", "Command")
 
 
 class ChildError(AllstepError, RuntimeError):
     """A child ended without its result."""
-
-
-class _Process(Protocol):
-    def kill(self) -> None: ...
 
 
 class Child:
@@ -84,12 +81,36 @@ class Child:
         self._process.join()
 
 
+class Command:
+    """A command line in a process of its own; what it says is kept in a file."""
+
+    def __init__(self, line: Sequence[str], output: Path) -> None:
+        self._output = output
+        with output.open("w") as stream:
+            self._process = subprocess.Popen(line, stdout=stream, stderr=stream)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it said."""
+        return self._output.read_text()[-2000:]
+
+    def kill(self) -> None:
+        """Ends it as `kill -9` does."""
+        self._process.kill()
+        self._process.wait()
+
+
 class Crew:
     """Starts children, and kills those that are left at the end of the context."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._processes: list[_Process] = []
+        self._processes: list[Child | Command] = []
         self._num_groups = 0
         _CONTEXT.set_forkserver_preload(_PRELOAD)
 
@@ -125,30 +146,28 @@ class Crew:
         results = [child.result() for child in children]
         return results[0]
 
-    def run_commands(self, commands: Sequence[Sequence[str]]) -> None:
-        """Runs commands side by side.
+    def run_commands(self, lines: Sequence[Sequence[str]]) -> None:
+        """Runs command lines side by side.
 
         Raises:
             ChildError: with the end of what one said, if it failed or took too long.
         """
-        files = [self._folder / f"command-{number}.log" for number in range(len(commands))]
-        processes = []
-        for command, file in zip(commands, files, strict=True):
-            with file.open("w") as output:
-                process = subprocess.Popen(command, stdout=output, stderr=output)
-                processes.append(self._keep(process))
+        commands = [
+            self._keep(Command(line, self._folder / f"command-{number}.log"))
+            for number, line in enumerate(lines)
+        ]
         deadline_s = time.monotonic() + _TIMEOUT_S
-        while None in (codes := [process.poll() for process in processes]):
-            if any(codes) or time.monotonic() > deadline_s:
+        while None in (codes := [command.exit_code for command in commands]):
+            if any(codes):
                 break
+            if time.monotonic() > deadline_s:
+                raise ChildError(f"a process of the demo took longer than {_TIMEOUT_S:g} s.")
             time.sleep(0.05)
-        for code, file in zip(codes, files, strict=True):
+        for command, code in zip(commands, codes, strict=True):
             if code:
-                raise ChildError(f"a process of the demo failed:\n{file.read_text()[-2000:]}")
-        if None in codes:
-            raise ChildError(f"a process of the demo took longer than {_TIMEOUT_S:g} s.")
+                raise ChildError(f"a process of the demo failed:\n{command.last_words}")
 
-    def _keep(self, process: Any) -> Any:
+    def _keep(self, process: _AnyProcess) -> _AnyProcess:
         self._processes.append(process)
         return process
 
