@@ -93,11 +93,9 @@ def measure_here(
         with tempfile.TemporaryDirectory(prefix="allstep-") as name:
             folder = Path(name)
             command = write_question(folder, question)
-            if _start(num_workers, command) != 0:
-                raise UsageError(
-                    f"`workers` (={num_workers}): a worker failed, as it says above; ask for fewer"
-                    " with `--workers`, or leave `--measure` out."
-                )
+            code = _start(num_workers, command)
+            if code:  # a worker, or the launcher, has said why
+                return code
             found.append(read_answer(folder))
     finish(_against_lone(found))
     return 0

@@ -86,9 +86,10 @@ def test_a_recipe_is_trained_for_real(workers_as_threads, capsys):
     assert {p["workers"] for p in found["predictions"]} == {1, 2}
 
 
-def test_a_worker_that_fails_is_told(refuse, monkeypatch):
-    monkeypatch.setattr(advise_measure, "_start", lambda num_workers, command: 1)
-    assert "`workers` (=1): a worker failed, as it says above" in refuse(*BARE, "--measure")
+@pytest.mark.parametrize("code", [1, 130])
+def test_a_worker_that_fails_or_is_interrupted_ends_it(monkeypatch, code):
+    monkeypatch.setattr(advise_measure, "_start", lambda num_workers, command: code)
+    assert main(["advise", *BARE, "--measure"]) == code
 
 
 @pytest.mark.parametrize(
