@@ -161,7 +161,8 @@ def test_gradients_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
         task = make_task(4 * GLOBAL_BATCH)
         task.train_set.tensors[0][7] = bad_sample
         task = dataclasses.replace(task, optimizer=lambda model: Still(model.parameters()))
-        fit(Communicator.lone(), tmp_path / name, task, log_every_steps=1)
+        options = {"log_every_steps": 1, "nonfinite": "propagate"}
+        fit(Communicator.lone(), tmp_path / name, task, **options)
         return [record.get("noise_scale") for record in read_metrics(tmp_path / name)][:4]
 
     good, bad = run("good", 0.0), run("bad", float("nan"))
