@@ -56,7 +56,7 @@ HOSTS = (2, 4, 8)
 MODELS_MB = (2, 8, 25, 100)
 NUM_LAYERS = 8
 TARGETS = {"median_error_pct": 5.0, "worst_error_pct": 15.0, "advise_regret_pct": 5.0}
-POLICY_SECONDS = 12.0  # of the timed steps of a policy, if a step is that short
+POLICY_SECONDS = 4.0  # of the timed steps of a policy, if a step is that short
 DOCS = Path(__file__).parent.parent / "docs"
 TABLE, PLOT = DOCS / "tables" / "predictions.md", DOCS / "guides" / "predictions.png"
 
@@ -81,11 +81,14 @@ class Network:
     def name(self) -> str:
         return f"{self.link} {self.num_hosts}"
 
+    def wire_s(self, model_mb: int) -> float:
+        """Seconds of float32 on the wire."""
+        rate_bps = LINKS[self.link] or 20e9
+        return 2 * (self.num_hosts - 1) / self.num_hosts * 8e6 * model_mb / rate_bps
+
     def compute_s(self, model_mb: int) -> float:
         """About what float32 takes on the wire, so that neither is all of a step."""
-        rate_bps = LINKS[self.link] or 20e9
-        wire_s = 2 * (self.num_hosts - 1) / self.num_hosts * 8e6 * model_mb / rate_bps
-        return min(0.6, max(0.03, wire_s))
+        return min(0.6, max(0.03, self.wire_s(model_mb)))
 
 
 def policies(algorithm: str) -> tuple[Policy, ...]:
@@ -127,9 +130,10 @@ def measure_model(comm: Communicator, network: Network, model_mb: int) -> dict[s
         make_training = partial(sleeping_training, asleep)
     workload = measure_workload(comm, make_training(), num_samples=1)
     algorithm = "shared_memory" if LINKS[network.link] is None else "native"
+    num_repeats = 3 if network.wire_s(model_mb) > 2 else 5
     seconds = {
         policy.name: measure_policy(
-            comm, make_training, policy, num_repeats=5, seconds=network.seconds / 5
+            comm, make_training, policy, num_repeats=num_repeats, seconds=network.seconds / 5
         )
         for policy in policies(algorithm)
     }
