@@ -127,7 +127,7 @@ LINES = (
     Line(name="linear scaling", settings=Settings(lr=_LARGE_LR), trials={}),
     Line(
         name="with warm-up",
-        settings=Settings(lr=_LARGE_LR, warmup_epochs=10.0),
+        settings=Settings(lr=_LARGE_LR, warmup_epochs=15.0),
         trials={"warmup_epochs": (2.0, 5.0, 10.0, 15.0)},
     ),
     Line(name="old rate", settings=Settings(lr=_SMALL_LR), trials={}),

@@ -105,6 +105,6 @@ def _speed_up(speeds: Speeds) -> float:
 def _conclude(noise: dict[str, Any], ratio: float) -> str:
     advice = "it pays" if ratio >= 1 + WORTH_ADDING else "don't"
     return (
-        f"The gradient's noise makes batches {noise['useful_batch']}. But on this machine"
-        f" 2 workers are {ratio:.2f}x one: {advice}."
+        f"By the noise of the gradient: {noise['useful_batch']}."
+        f" By this machine: 2 workers are {ratio:.2f}x one: {advice}."
     )
