@@ -30,6 +30,8 @@ class Plan:
     num_seeds: int = 3
     num_train_samples: int | None = None
     width: int = 16
+    texts: str | None = None
+    text_epochs: int = 10
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -220,6 +222,39 @@ def akiba(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
             yield plan.point("akiba", f"{index}-seed{seed}", **fields)
 
 
+def text(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
+    """LAMB and AdamW on hidden tokens in two stages, each at four rates that follow the root.
+
+    Raises:
+        LookupError: if no folder with texts was given.
+    """
+    if plan.texts is None:
+        raise LookupError("give a folder of texts with --texts")
+    peaks = {"lamb": 2e-3, "adamw": 1e-3}  # the lowest, at a batch of 1,024
+    for batch in (32, 128, 512, 1024):
+        for index in range(4):
+            for name, lowest in peaks.items():
+                lr = lowest * 2**index * (batch / 1024) ** 0.5
+                settings = {
+                    "optimizer": name,
+                    "lr": lr,
+                    "weight_decay": 0.01,
+                    "lr_schedule": "linear",
+                    "warmup_epochs": 0.2843 * (plan.text_epochs - 1),
+                    "second_lr_share": 4 / 6,
+                    "second_warmup_epochs": 0.128,
+                }
+                yield plan.point(
+                    "text",
+                    f"{name}-{batch}-{index}",
+                    method=name,
+                    batch=batch,
+                    epochs=plan.text_epochs,
+                    texts=plan.texts,
+                    settings=settings,
+                )
+
+
 PARTS = {
     "search": search,
     "shipped": shipped,
@@ -228,6 +263,7 @@ PARTS = {
     "control": control,
     "norms": norms,
     "akiba": akiba,
+    "text": text,
 }
 
 

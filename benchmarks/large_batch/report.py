@@ -35,7 +35,7 @@ def _sections(plan: Plan, results: Results) -> list[str]:
         f" {num_done} of its {num_planned} points are done.",
         "",
     ]
-    sections = (_final, _shipped, _naive, _control, _norms, _akiba, _search)
+    sections = (_final, _shipped, _naive, _control, _norms, _akiba, _text, _search)
     for section in sections:
         lines += section(plan, results)
     return lines
@@ -162,6 +162,27 @@ def _akiba(plan: Plan, results: Results) -> list[str]:
     rows = [[kind, _accuracy(own), str(len(own))] for kind, own in points]
     title = "**`akiba_15min` in small, batch 2,048, and with one piece replaced**"
     return [title, "", *_table(["", "accuracy, %", "seeds"], rows)] if rows else []
+
+
+def _text(plan: Plan, results: Results) -> list[str]:
+    """The held-out loss at the best of the rates, and at each."""
+    rows = []
+    keys = dict.fromkeys((p["batch"], p["method"]) for p in _of(results, "text"))
+    for batch, method in sorted(keys):
+        points = _of(results, "text", batch=batch, method=method)
+        losses = [point["loss"] for point in points if point["loss"] is not None]
+        each = ", ".join(
+            f"{point['settings']['lr']:.2g}: {_loss(point)}"
+            for point in sorted(points, key=lambda point: point["settings"]["lr"])
+        )
+        rows.append([f"{batch:,}", method, f"{min(losses):.3f}" if losses else "-", each])
+    title = f"**`text`, hidden tokens, two stages, {plan.text_epochs} epochs: held-out loss, nats**"
+    header = ["batch", "method", "best", "rate: loss"]
+    return [title, "", *_table(header, rows)] if rows else []
+
+
+def _loss(point: Point) -> str:
+    return "diverged" if point["loss"] is None else f"{point['loss']:.3f}"
 
 
 def _search(plan: Plan, results: Results) -> list[str]:

@@ -39,7 +39,7 @@ def open_points(plan: Plan, parts: Sequence[str], folder: Path) -> Iterator[Poin
                     handed_out.add(point["id"])
                     yield point
         except LookupError as error:
-            print(f"part {part} waits for the search: {error}", flush=True)
+            print(f"part {part} has to wait: {error}", flush=True)
 
 
 def path_of(folder: Path, point: Point) -> Path:
@@ -79,6 +79,8 @@ def run_point(point: Point, folder: Path) -> None:
     from training import train
 
     result = point | train(point) | {"date": circumstances()["date"]}
+    if "texts" in point:
+        result["texts"] = Path(point["texts"]).name
     path = path_of(folder, point)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -99,12 +101,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a minute, in a folder of its own")
     parser.add_argument("--report", action="store_true", help="only write table and plot")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the points are kept")
+    parser.add_argument("--texts", help="folder of texts, for the part `text`")
     parser.add_argument("--point", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.point is not None:
         return run_point(arguments.point, arguments.folder)
     signal.signal(signal.SIGTERM, stop)
-    plan = Plan.quick() if arguments.quick else Plan()
+    plan = Plan.quick() if arguments.quick else Plan(texts=arguments.texts)
     folder = Path(tempfile.mkdtemp()) if arguments.quick else arguments.folder
     deadline_s = time.monotonic() + 60 * arguments.minutes
     if not arguments.report:

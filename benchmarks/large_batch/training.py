@@ -19,7 +19,9 @@ import allstep
 from allstep import Communicator, Task
 from allstep.errors import AllstepError
 from allstep.optim import LAMB, LARS, groups
+from allstep.recipes import Recipe
 from allstep.recipes.fashion import Fashion
+from allstep.recipes.text import Text
 
 __all__ = ["train"]
 
@@ -28,6 +30,8 @@ NUM_HELD_OUT = 10_000
 NOISE_EVERY_STEPS = 5
 NUM_SHARPNESS_SAMPLES = 1024
 MAX_PRODUCTS = 40  # the residual is some per cent then
+
+_QUIET = {"log_every_steps": 50, "checkpoint_every_steps": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,30 +75,14 @@ def train(point: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         point: `batch`, `epochs`, `seed`, `settings` (fields of the recipe), `is_search`,
-            `num_train_samples`, `measures` (noise scale and sharpness as well).
+            `num_train_samples`, `width`, `measures` (noise scale and sharpness as well); or
+            `texts`, a folder, in place of the last four, for the recipe `text`.
 
     Returns:
         Accuracy, loss, steps, seconds; None for both if the run came to NaN.
     """
     torch.set_num_threads(1)
-    settings = dict(point["settings"])
-    if settings["optimizer"] == "momentum":
-        settings |= {"optimizer": "sgd", "is_nesterov": False}
-    recipe = Studied(
-        epochs=point["epochs"],
-        global_batch=point["batch"],
-        micro_batch=32,
-        seed=point["seed"],
-        width=point.get("width", WIDTH),
-        channels_last=True,
-        is_search=point["is_search"],
-        num_train_samples=point["num_train_samples"],
-        noise_scale_every_steps=NOISE_EVERY_STEPS if point["measures"] else 0,
-        log_every_steps=50,
-        evaluate_every_epochs=point["epochs"],
-        checkpoint_every_steps=10**9,
-        **settings,
-    )
+    recipe = _text(point) if "texts" in point else _fashion(point)
     start_s = time.perf_counter()
     with contextlib.closing(Communicator.lone()) as comm:
         task = recipe.task(comm)
@@ -104,7 +92,43 @@ def train(point: Mapping[str, Any]) -> dict[str, Any]:
     return result | {"seconds": time.perf_counter() - start_s}
 
 
-def _fit(task: Task, recipe: Studied, comm: Communicator) -> dict[str, Any]:
+def _fashion(point: Mapping[str, Any]) -> Recipe:
+    settings = dict(point["settings"])
+    if settings["optimizer"] == "momentum":
+        settings |= {"optimizer": "sgd", "is_nesterov": False}
+    return Studied(
+        epochs=point["epochs"],
+        global_batch=point["batch"],
+        micro_batch=32,
+        seed=point["seed"],
+        width=point["width"],
+        channels_last=True,
+        is_search=point["is_search"],
+        num_train_samples=point["num_train_samples"],
+        noise_scale_every_steps=NOISE_EVERY_STEPS if point["measures"] else 0,
+        evaluate_every_epochs=point["epochs"],
+        **_QUIET,
+        **settings,
+    )
+
+
+def _text(point: Mapping[str, Any]) -> Recipe:
+    """Hidden tokens, in two stages: the last epoch on sequences four times as long."""
+    return Text(
+        folder=Path(point["texts"]),
+        objective="masked",
+        epochs=point["epochs"],
+        global_batch=point["batch"],
+        seed=point["seed"],
+        evaluate_every_epochs=point["epochs"],
+        second_sequence_length=4 * Text.sequence_length,
+        second_global_batch=point["batch"] // 2,
+        **_QUIET,
+        **point["settings"],
+    )
+
+
+def _fit(task: Task, recipe: Recipe, comm: Communicator) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             report = allstep.fit(task, recipe, comm, Path(folder))
