@@ -133,7 +133,7 @@ LINES = (
     Line(name="old rate", settings=Settings(lr=_SMALL_LR), trials={}),
     Line(
         name="AdamW",
-        settings=Settings(rule="adamw", lr=0.01, warmup_epochs=_WARMUP_EPOCHS),
+        settings=Settings(rule="adamw", lr=0.02, warmup_epochs=_WARMUP_EPOCHS),
         trials={"lr": (0.005, 0.01, 0.02, 0.04)},
     ),
     Line(
