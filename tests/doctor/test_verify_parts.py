@@ -1,5 +1,6 @@
 """The parts of `verify`: sketches, records, what is rounding, constants, the watchdog."""
 
+import contextlib
 import random
 import time
 
@@ -15,6 +16,7 @@ from allstep.doctor.verify import Recorder, Run, StepRecord, WorkerRecord, watch
 from allstep.doctor.verify.compare import find_parting, limit_of
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import Failure, read_worker, write_worker
+from allstep.doctor.verify.removal import Removal
 from allstep.doctor.verify.signatures import option_causes
 from allstep.doctor.verify.sketch import Sketcher
 from allstep.doctor.verify.watchdog import Watchdog
@@ -258,10 +260,18 @@ def test_constants_for_random_numbers():
 
 
 @pytest.mark.process
-def test_a_loaders_processes_get_constants_as_well():
-    with ConstantRandomNumbers():
-        (batch,) = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="fork")
-    assert batch.tolist() == [[i + 0.5] * 3 for i in range(4)]
+def test_data_of_a_loaders_processes_lose_their_random_changes():
+    made_before = torch.rand(2)
+    removal = Removal(["random loader"], WorkerRecord(rank=0))
+    with contextlib.closing(removal):
+        exchange = allstep.attach(nn.Linear(1, 1), allstep.Communicator.lone())
+        removal.apply(exchange)
+        assert torch.rand(2).unique().numel() == made_before.numel()  # data made after attach
+        loader = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+        (batch,) = loader
+        assert batch.tolist() == [[i + 0.5] * 3 for i in range(4)]
+    (batch,) = DataLoader(Noisy(), batch_size=4)
+    assert batch.unique().numel() == 12
 
 
 # -- the watchdog --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import WorkerRecord
@@ -17,6 +18,8 @@ __all__ = ["Removal", "Suspect"]
 
 Suspect = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
 
+_ITERATE = DataLoader.__iter__
+
 
 class Removal:
     """Keeps some things from happening in a training.
@@ -25,7 +28,7 @@ class Removal:
         suspects: "batch norm" makes it use its running statistics; "random state" replaces
             random numbers by a constant from the first training forward on; "random data" does
             so too, and takes the gradients out of the first step, whose data were drawn before;
-            "random loader" begins at `attach`, for loaders whose processes draw ahead;
+            "random loader" begins where a DataLoader is iterated, whose processes draw ahead;
             "exchange policy" sends means as they are.
         record: of this worker, which tells when the first step is over.
     """
@@ -48,7 +51,7 @@ class Removal:
                 if isinstance(module, _BatchNorm):
                     _freeze_statistics(module)
         if "random loader" in self._suspects:
-            self._make_constant()
+            self._replace_iteration()
         if "random state" in self._suspects or "random data" in self._suspects:
             hook = FunctionHook(self, self._before_forward)
             exchange.model.register_forward_pre_hook(hook)
@@ -62,6 +65,14 @@ class Removal:
         if self._constant is not None:
             self._constant.__exit__(None, None, None)
             self._constant = None
+        DataLoader.__iter__ = _ITERATE  # type: ignore[method-assign]
+
+    def _replace_iteration(self) -> None:
+        def iterate(loader: DataLoader[Any]) -> Any:
+            self._make_constant()
+            return _ITERATE(loader)
+
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled():
