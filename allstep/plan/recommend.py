@@ -3,7 +3,7 @@
 [Note: recommendation] A policy may be recommended if it costs nothing in accuracy, or at most the
 points that the user can spare as measured, or if it has not been measured but still takes the mean
 of everyone's gradients at every step; the sentence then says so. Averaging parameters now and then
-changes the training too much for that. Of policies within 5 % of the fastest, the simplest wins.
+changes the training too much for that. Of policies within 2 % of the fastest, the simplest wins.
 Workers are added as long as each of them brings a quarter of what the first one does.
 """
 
@@ -18,8 +18,8 @@ from allstep.plan.time_to_target import Target
 
 __all__ = ["Recommendation", "recommend", "simplest_fast"]
 
-# Differences below this share are within what predictions are good for.
-_AS_FAST = 0.05
+# Differences below this share are less than predictions are good for.
+_AS_FAST = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

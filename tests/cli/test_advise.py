@@ -123,7 +123,7 @@ def test_more_points_may_be_spared_or_none(say, monkeypatch):
         "fashion",
         {
             "fp16": AccuracyCost(0.05, 0.1),
-            "int8": AccuracyCost(0.1, 0.1),
+            "int8": AccuracyCost(0.3, 0.1),
             "fp16 + staleness 1": AccuracyCost(0.4, 0.1),
         },
     )
