@@ -8,6 +8,7 @@ without a pause, as the buckets of a backward pass do.
 
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter, sleep
 
 import torch
@@ -16,7 +17,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
 from allstep.doctor.timing import agreed_repeats, slowest_s, synchronize
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.runner import make_runner
+from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires import make_wire
 from allstep.plan.collective import Collective
@@ -150,11 +151,12 @@ def _contention(comm: Communicator, bucket: BucketExchange, alone_s: float) -> t
     comm.barrier()
     product_s = _loop_s(product, lambda elapsed_s: elapsed_s < _BESIDE_S / 2)
     num_runs = max(1, round(_BESIDE_S / alone_s))
-    runner = make_runner(comm.device)
+    runner = ThreadRunner()
 
     def exchanges() -> None:
-        for _ in range(num_runs):
-            bucket.run()
+        with _stream_of_its_own(comm.device):
+            for _ in range(num_runs):
+                bucket.run()
 
     comm.barrier()
     start_s = perf_counter()
@@ -169,6 +171,14 @@ def _contention(comm: Communicator, bucket: BucketExchange, alone_s: float) -> t
     slower = torch.tensor(beside_product_s / product_s - 1, dtype=torch.float64)
     mean = float(comm.all_reduce(slower, "mean").item())
     return max(0.0, mean), max(0.0, beside_s / alone_s - 1)
+
+
+def _stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
+    """On CUDA work inside goes on beside that of the main thread's stream."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
 
 
 def _product(comm: Communicator) -> Callable[[], None]:

@@ -13,9 +13,9 @@ _MOST_REPEATS = 256
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has done what it was told."""
+    """Waits until a GPU has done what it was told on the present stream."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def slowest_s(comm: Communicator, seconds: float) -> float:
