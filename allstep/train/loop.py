@@ -92,7 +92,8 @@ class _Loop:
         """Trains until the last epoch's end or an agreed stop."""
         options = self._options
         while self._run.loader.epoch < options.epochs and self._interrupted is None:
-            self._run.advance()
+            if self._run.advance():
+                self._meter = Meter()  # samples of another stage take another time
             self._train_epoch()
             epoch = self._run.loader.epoch
             is_last = epoch >= options.epochs

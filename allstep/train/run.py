@@ -124,11 +124,15 @@ class Run:
         """The data that the run is at."""
         return self._stages[self._stage_index]
 
-    def advance(self) -> None:
-        """Goes on to the next stage if its first epoch has come. All workers call it."""
+    def advance(self) -> bool:
+        """Goes on to the next stage if its first epoch has come. All workers call it.
+
+        Returns:
+            Whether it did.
+        """
         later = self._stages[self._stage_index + 1 :]
         if not later or self.loader.epoch < later[0].first_epoch:
-            return
+            return False
         step = self.loader.step
         self.noise.flush(self._comm)  # what was measured with the old micro-batches
         self.loader.close()
@@ -137,6 +141,7 @@ class Run:
         # them the random states that begin with (seed, epoch).
         num_samples = self.stage.first_epoch * num_samples_of(self.stage)
         self.loader.load_state_dict({"samples": num_samples, "steps": step})
+        return True
 
     @property
     def num_total_steps(self) -> int | None:
