@@ -305,7 +305,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
-        return []
+        sys.exit(f"nothing was measured: there is no {path}")
     parts = json.loads(path.read_text())["networks"]
     return [row for part in parts.values() for row in part["rows"]]
 
