@@ -56,7 +56,7 @@ class Cots(DividedRecipe):
 
     # Chosen among ten nets, rates of 0.05 to 1, sparsities of 0.1 to 3 and 300 to 2,000 steps, with
     # one seed.
-    steps: int = 1500
+    steps: int = 600
     """Updates of each stage."""
 
     batch: int = 96
