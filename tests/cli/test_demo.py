@@ -284,6 +284,13 @@ class TestLargeBatch:
         tried = [line.trials for line in large_batch_runs.LINES if line.trials]
         assert {len(t.get("lr", [1])) * len(t.get("warmup_epochs", [1])) for t in tried} == {4}
 
+    def test_settings_are_those_that_the_search_has_found(self):
+        results = Path(__file__).parents[2] / "benchmarks" / "results" / "search_demo.json"
+        found = json.loads(results.read_text())["lines"]
+        for line in large_batch_runs.LINES:
+            for name in line.trials:
+                assert getattr(line.settings, name) == found[line.name]["best"][name]
+
     def test_rates_follow_from_the_small_batch(self):
         lines = {line.name: line.settings for line in large_batch_runs.LINES}
         small = lines["small batch"]
