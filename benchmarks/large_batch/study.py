@@ -4,8 +4,9 @@
 
 Every point is one training on one thread, two at a time, and one JSON file in
 benchmarks/results/large_batch/; what is there is not done again, so the study may be stopped at any
-time and goes on where it was. All of it takes some 6 hours on 2 cores. --report writes
-docs/tables/large_batch.md and docs/guides/large_batch.png from what there is.
+time and goes on where it was. All of it takes some 8 hours on 2 cores; the part `text` needs a
+folder of texts (--texts). --report writes docs/tables/large_batch.md and
+docs/guides/large_batch.png from what there is.
 """
 
 import argparse
