@@ -31,7 +31,7 @@ class Collective:
 
     >>> timed = Collective(
     ...     wire="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
-    >>> round(timed.seconds_of(500), 3), timed.seconds_of(4000)
+    >>> round(timed.seconds_of(500), 3), round(timed.seconds_of(4000), 3)
     (0.15, 0.5)
     """
 
