@@ -238,6 +238,10 @@ class Exchange(ABC):
         self.statistics.mark_local()
         self._num_exchanges += 1
         self._num_no_sync = 0
+        if self._parameters.has_frozen():
+            # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
+            # workers may have different numbers of them.
+            self.sync_parameters()
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
@@ -246,7 +250,7 @@ class Exchange(ABC):
     # -- errors that all workers get ---------------------------------------------------------
 
     def _refuse_late_parameters(self) -> None:
-        if not self._parameters.has_changed():
+        if not self._parameters.has_joined():
             return
         for name, p in self.model.named_parameters():
             is_late = p.requires_grad and not is_lazy(p) and p not in self._gradient_hooks
@@ -283,7 +287,7 @@ class Exchange(ABC):
                 self.statistics.mark_local()
             else:
                 self.statistics.warn_if_local()
-        if torch.is_grad_enabled() and self._parameters.has_changed():
+        if torch.is_grad_enabled() and self._parameters.has_joined():
             self.sync_parameters()
 
     def _on_lazy_forward(self, module: nn.Module, args: Any) -> None:

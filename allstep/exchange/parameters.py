@@ -1,7 +1,7 @@
 """The parameters that take part in an exchange, as the model changes."""
 
 from collections.abc import Iterator
-from operator import is_
+from operator import gt, is_, lt
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,13 +57,21 @@ class ParameterSet:
         self._requires_grad = tuple(p.requires_grad for p in self._parameters)
 
     def has_changed(self) -> bool:
-        """Whether parameters or modules came, went, or changed `requires_grad`; made cheap."""
+        """Whether parameters or modules came, went, or changed `requires_grad`."""
+        return self.has_joined() or self.has_frozen()
+
+    def has_joined(self) -> bool:
+        """Whether parameters or modules came or went, or some now require gradients; cheap."""
         return (
             tuple(map(len, self._children)) != self._lengths
             or not all(map(is_, map(dict.get, self._holders, self._keys), self._values))
-            or tuple([p.requires_grad for p in self._parameters]) != self._requires_grad
+            or any(map(gt, [p.requires_grad for p in self._parameters], self._requires_grad))
             or not all(map(is_lazy, self.lazy))
         )
+
+    def has_frozen(self) -> bool:
+        """Whether parameters no longer require gradients; cheap."""
+        return any(map(lt, [p.requires_grad for p in self._parameters], self._requires_grad))
 
 
 def _children(modules: tuple[nn.Module, ...]) -> Iterator[dict[str, Any]]:

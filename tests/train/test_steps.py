@@ -119,6 +119,33 @@ def test_several_models_exchange_after_the_last_micro_batch() -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+def test_a_critic_is_frozen_for_a_moment_in_every_micro_batch() -> None:
+    """Workers have different numbers of them, so nothing may be collective there."""
+
+    def train(comm: Communicator) -> list[Tensor]:
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+        exchanges = [allstep.attach(net, comm) for net in (generator, critic)]
+        found = []
+        for batch in allstep.steps(make_loader(comm), *exchanges):
+            for x, _ in batch:
+                fake = generator(x)
+                batch.backward((critic(fake.detach()) - critic(x)).mean())
+                critic.requires_grad_(False)
+                batch.backward(-critic(fake).mean())
+                critic.requires_grad_(True)
+            for net in (generator, critic):
+                found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+                net.zero_grad()
+        return found
+
+    (expected,) = run_ranks(1, train)
+    assert len(expected) % 4 == 0
+    for size in (2, 3):
+        for found in run_ranks(size, train):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_random_state_belongs_to_seed_step_and_micro_batch() -> None:
     def draws(seed: int, replay: bool = False) -> list[float]:
         comm = Communicator.lone()
