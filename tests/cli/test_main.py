@@ -84,8 +84,8 @@ def test_nothing_is_a_short_usage(capsys):
 
 
 def test_train_without_a_recipe_lists_them(said):
-    assert "recipes: digits" in said("train")
-    assert "recipes: digits" in said("train", "--workers", "2")
+    assert "recipes: cots, digits" in said("train")
+    assert "recipes: cots, digits" in said("train", "--workers", "2")
 
 
 def test_an_unknown_command_gets_the_nearest(said):
