@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -17,7 +16,7 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree, digest
 from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
-from allstep.exchange.hooks import FunctionHook, Hook, Removable
+from allstep.exchange.hooks import FunctionHook, Hook, Removable, WeakHook
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.running_statistics import RunningStatistics
@@ -322,7 +321,7 @@ class Exchange(ABC):
         self._digest = digest(self._signature)
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
-        on_gradient = FunctionHook(self, partial(self._on_gradient, name))
+        on_gradient = WeakHook(self, lambda exchange, p: exchange._on_gradient(name, p))
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
         if self._scales_gradients:
             # Scaled before it is accumulated, so that the mean over workers is their sum, also

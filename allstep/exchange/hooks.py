@@ -1,9 +1,12 @@
 """Hooks that stay with the model they were registered on."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["FunctionHook", "Hook", "Removable", "is_hooked"]
+from allstep.errors import UsageError
+
+__all__ = ["FunctionHook", "Hook", "Removable", "WeakHook", "is_hooked"]
 
 
 class Removable(Protocol):
@@ -23,8 +26,13 @@ class Hook:
         owner: who registered it.
     """
 
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    @property
+    def owner(self) -> Any:
+        """Who registered it."""
+        return self._owner
 
     def __call__(self, *args: Any) -> Any:
         """Does nothing: a mark that the owner was here."""
@@ -42,6 +50,34 @@ class FunctionHook(Hook):
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
+
+
+class WeakHook(Hook):
+    """A hook that calls a function with its owner, but does not keep the owner alive.
+
+    [Note: hooks and the collector] torch does not show Python's garbage collector a parameter's
+    hooks for accumulated gradients. One that refers to its exchange, and so to the model, would
+    keep both for ever. The hooks of the model's modules, which the collector sees, keep the
+    exchange as long as the model lives.
+    """
+
+    def __init__(self, owner: object, function: Callable[..., Any]) -> None:
+        super().__init__(weakref.ref(owner))
+        self._function = function
+
+    @property
+    def owner(self) -> Any:
+        """Who registered it, or None if that is gone."""
+        return self._owner()
+
+    def __call__(self, *args: Any) -> Any:
+        owner = self.owner
+        if owner is None:
+            raise UsageError(
+                "The model of this parameter is gone, and with it what exchanged its gradient;"
+                " keep the model, or what `allstep.attach` returned."
+            )
+        return self._function(owner, *args)
 
 
 def _copied_hook() -> Callable[..., None]:

@@ -98,6 +98,7 @@ class ThreadRunner:
             start_s = perf_counter()
             error = job.run(error)
             self._busy_s += perf_counter() - start_s
+            del job  # it holds the exchange, which would else live as long as this thread waits
 
 
 class PostedJob:

@@ -1,9 +1,11 @@
 """What `attach` says, checks and leaves of the model; and how it is undone."""
 
 import copy
+import gc
 import io
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import Exchange, ExchangePolicy, attach
 from tests.exchange.nets import assert_same, clone, gradients, mlp, states
 
 
@@ -238,3 +240,25 @@ def test_gradients_before_and_after(policy: ExchangePolicy) -> None:
 
     for found in run_ranks(3, worker):
         assert found["weight"].item() == 1.0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exchange_goes_with_its_model_and_not_before(size: int) -> None:
+    def worker(comm: Communicator) -> tuple[bool, weakref.ref[Exchange], Tensor]:
+        model = mlp()
+        exchange = weakref.ref(attach(model, comm, ExchangePolicy(staleness=1)))
+        for _ in range(3):
+            model(torch.ones(2, 5)).sum().backward()
+            model.zero_grad()
+        gc.collect()
+        was_there = exchange() is not None
+        parameter = model[0].bias
+        del model
+        return was_there, exchange, parameter
+
+    for was_there, exchange, parameter in run_ranks(size, worker):
+        gc.collect()
+        assert was_there
+        assert exchange() is None
+        with pytest.raises(UsageError, match="The model of this parameter is gone"):
+            parameter.sum().backward()
