@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests often wait for each other's processes and timeouts: two a core keep it busy.
+TEST_PROCESSES ?= $(shell expr 2 '*' $$(nproc))
 # Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
@@ -13,7 +15,7 @@ train: $(VENV)/recipes.stamp
 
 test: $(VENV)/test.stamp
 	scripts/install_test_packages
-	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .

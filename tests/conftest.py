@@ -19,6 +19,8 @@ settings.load_profile("allstep")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Those that wait for processes first: nobody is left waiting for them alone at the end.
+    items.sort(key=lambda item: "process" not in item.keywords)
     reasons = {"gpu": _no_gpu(), "net": _no_net()}
     for item in items:
         for marker, reason in reasons.items():

@@ -14,7 +14,7 @@ from allstep.comm.shared_memory import Block, NotShared, Segment
 from allstep.comm.shared_memory.segment import SMALL_BYTES, default_slot_bytes
 from allstep.comm.threads import run_ranks
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
-from tests.helpers.processes import run_processes, start_processes
+from tests.helpers.processes import names_in_dev_shm, run_processes, start_processes
 
 SLOT_BYTES = 1 << 12
 SIZES = (1, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 16_384, 16_385, 50_001)
@@ -174,21 +174,17 @@ def wait_for(folder, kind, count):
     time.sleep(0.2)
 
 
-def names_in_dev_shm():
-    return {name for name in os.listdir("/dev/shm") if "allstep" in name or "psm_" in name}
-
-
 @pytest.mark.process
 def test_a_killed_rank_is_missed_at_once_and_leaves_nothing(tmp_path):
     before = names_in_dev_shm()
     with start_processes(3, sum_for_ever, str(tmp_path), timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 3)
-        assert names_in_dev_shm() == before  # nothing there even while they sum
+        assert names_in_dev_shm() <= before  # nothing there even while they sum
         (tmp_path / "killed").touch()
         workers.kill(1)
         wait_for(tmp_path, "seconds", 2)
     assert all(float(path.read_text()) < 5 for path in tmp_path.glob("seconds *"))
-    assert names_in_dev_shm() == before
+    assert names_in_dev_shm() <= before
 
 
 @pytest.mark.process
@@ -198,7 +194,7 @@ def test_killing_all_ranks_leaves_nothing(tmp_path):
         wait_for(tmp_path, "rank", 2)
         workers.kill()
         assert workers.join(10) == [-9, -9]
-    assert names_in_dev_shm() == before
+    assert names_in_dev_shm() <= before
 
 
 def sum_values(comm, num_elements):

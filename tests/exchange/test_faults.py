@@ -1,6 +1,5 @@
 """Workers that are killed in the middle of an exchange."""
 
-import os
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import nn
 from allstep.comm import Communicator
 from allstep.errors import CommunicationError
 from allstep.exchange import ExchangePolicy, attach
-from tests.helpers.processes import start_processes
+from tests.helpers.processes import names_in_dev_shm, start_processes
 
 POLICIES = {
     "default": ExchangePolicy(),
@@ -46,21 +45,21 @@ def wait_for(folder: Path, kind: str, count: int) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_others_raise_soon_after_a_kill(name: str, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_dev_shm()
     with start_processes(3, exchange_for_ever, str(tmp_path), name, timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 3)
         (tmp_path / "killed").touch()
         workers.kill(1)
         wait_for(tmp_path, "seconds", 2)
     assert all(float(path.read_text()) < 10 for path in tmp_path.glob("seconds *"))
-    assert set(os.listdir("/dev/shm")) <= before
+    assert names_in_dev_shm() <= before
 
 
 @pytest.mark.process
 def test_killing_all_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = names_in_dev_shm()
     with start_processes(2, exchange_for_ever, str(tmp_path), "default", timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 2)
         workers.kill()
         assert workers.join(10) == [-9, -9]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert names_in_dev_shm() <= before

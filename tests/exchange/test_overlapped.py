@@ -208,13 +208,17 @@ def test_a_rank_that_stops_is_named_by_the_others() -> None:
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "shared_memory"])
 def test_the_first_exchange_has_a_timeout_of_its_own(algorithm: str) -> None:
+    is_over = threading.Event()
+
     def worker(comm: Communicator) -> str:
         model = mlp()
         attach(model, comm, ExchangePolicy(algorithm=algorithm, first_timeout_s=0.5))
         if comm.rank == 0:
+            is_over.wait(30)
             return "did not come"
         with pytest.raises(CollectiveTimeoutError) as caught:
             model(torch.ones(2, 5)).sum().backward()
+        is_over.set()
         return str(caught.value)
 
     assert "missing: rank 0" in run_ranks(2, worker, timeout_s=60)[1]

@@ -197,3 +197,9 @@ def _work(
 def _send(pipe: Connection, outcome: _Outcome) -> None:
     """By value: torch would share tensors through this process, which is about to end."""
     pipe.send_bytes(pickle.dumps(outcome))
+
+
+def names_in_dev_shm() -> set[str]:
+    """What allstep could have left there; other tests at the same time come and go."""
+    names = os.listdir("/dev/shm")
+    return {name for name in names if not name.startswith(("sem.mp-", "torch_"))}

@@ -1,5 +1,6 @@
 """`steps`: weights, exchange on the last micro-batch, empty shares, replay, wrong turns."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -122,9 +123,10 @@ def test_several_models_exchange_after_the_last_micro_batch() -> None:
 def test_a_critic_is_frozen_for_a_moment_in_every_micro_batch() -> None:
     """Workers have different numbers of them, so nothing may be collective there."""
 
+    start = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+
     def train(comm: Communicator) -> list[Tensor]:
-        torch.manual_seed(0)
-        generator, critic = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+        generator, critic = copy.deepcopy(start)
         exchanges = [allstep.attach(net, comm) for net in (generator, critic)]
         found = []
         for batch in allstep.steps(make_loader(comm), *exchanges):
