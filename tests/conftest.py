@@ -19,13 +19,27 @@ settings.load_profile("allstep")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Those that wait for processes first: nobody is left waiting for them alone at the end.
-    items.sort(key=lambda item: "process" not in item.keywords)
+    items[:] = _shared_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     reasons = {"gpu": _no_gpu(), "net": _no_net()}
     for item in items:
         for marker, reason in reasons.items():
             if reason and marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _shared_out(items: list[pytest.Item], num_shares: int) -> list[pytest.Item]:
+    """An order in which each of xdist's workers gets its share of tests that wait for processes.
+
+    It begins with them, so that none is left to wait for at the end.
+    """
+    slow = [item for item in items if "process" in item.keywords]
+    quick = [item for item in items if "process" not in item.keywords]
+    return [
+        item
+        for share in range(num_shares)
+        for part in (slow, quick)
+        for item in part[share * len(part) // num_shares : (share + 1) * len(part) // num_shares]
+    ]
 
 
 def _no_gpu() -> str | None:

@@ -1,5 +1,6 @@
 """Sharpness against the dense Hessian of a tiny net, on any number of workers."""
 
+import copy
 import math
 from typing import Any
 
@@ -31,6 +32,9 @@ def make_net() -> nn.Module:
     return net
 
 
+NET = make_net()  # once: ranks are threads, and would take each other's random numbers
+
+
 def make_samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)
@@ -49,7 +53,7 @@ def batch_for(comm: Communicator, samples: TensorDataset, micro_batch: int = 4) 
 
 def measure(comm: Communicator, **arguments: Any) -> Sharpness:
     options = {"max_products": 3000, "tolerance": 1e-9} | arguments
-    return sharpness(make_net(), loss_of, batch_for(comm, make_samples()), comm, **options)
+    return sharpness(copy.deepcopy(NET), loss_of, batch_for(comm, make_samples()), comm, **options)
 
 
 def dense_hessian(net: nn.Module) -> Tensor:
