@@ -2,8 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests often wait for each other's processes and timeouts: two a core keep it busy.
-TEST_PROCESSES ?= $(shell expr 2 '*' $$(nproc))
+TEST_PROCESSES ?= logical
 # Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
