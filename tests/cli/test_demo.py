@@ -33,13 +33,9 @@ from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
 from allstep.comm.threads import run_ranks
-from allstep.doctor import shaped_link
-from allstep.doctor.shaped_link import (
-    ShapedCommunicator,
-    ShapedHosts,
-    TokenBucket,
-    UnavailableError,
-)
+from allstep.doctor import shaped_hosts
+from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
+from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
 from tests.helpers.processes import run_processes
 
 PANEL = Panel(
@@ -372,15 +368,15 @@ class TestSlowWire:
                 assert function is slow_wire.run_steps_shaped
                 return FOUND
 
-        monkeypatch.setattr(shaped_link.os, "geteuid", lambda: 1000)
+        monkeypatch.setattr(shaped_hosts.os, "geteuid", lambda: 1000)
         *_, panel = slow_wire.measure(Ranks(), Path())
         assert "network namespaces need root" in panel.notes[0]
         assert "token bucket" in panel.notes[0]
         assert panel.conclusion
 
     def test_hosts_need_iproute2(self, monkeypatch):
-        monkeypatch.setattr(shaped_link.os, "geteuid", lambda: 0)
-        monkeypatch.setattr(shaped_link.shutil, "which", lambda name: None)
+        monkeypatch.setattr(shaped_hosts.os, "geteuid", lambda: 0)
+        monkeypatch.setattr(shaped_hosts.shutil, "which", lambda name: None)
         with pytest.raises(UnavailableError, match="`ip` is missing"):
             ShapedHosts(2, 1e9)
 
@@ -394,7 +390,7 @@ class TestSlowWire:
             if "ping" in os.listdir("/bin"):
                 assert subprocess.run(ping, capture_output=True).returncode == 0
         names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-        assert f"allstep-demo-{os.getpid()}" not in names
+        assert f"allstep-{os.getpid()}" not in names
 
 
 class TestShapedCommunicator:

@@ -15,7 +15,7 @@ from allstep.cli.demo.slow_wire_runs import (
     WAYS,
     run_steps_shaped,
 )
-from allstep.doctor.shaped_link import ShapedHosts, UnavailableError
+from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
 from allstep.plan import Cluster, Policy, Workload
 from allstep.plan.fit import Timing, fit_link
 from allstep.plan.simulate import simulate

@@ -1,0 +1,121 @@
+"""Hosts on one machine, with links as slow as one likes, to try a network before buying it.
+
+A host is a network namespace whose only way out is a link to a switch. Needs root and iproute2.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from allstep.errors import AllstepError
+
+__all__ = ["ShapedHosts", "UnavailableError"]
+
+_BURST_S = 0.002  # how long a link that was idle may be faster than its rate
+_SMALLEST_BURST_BYTES = 16 << 10
+_QUEUE_S = 0.1  # of a port, as in a switch with some hundred KB of memory for it
+
+
+class UnavailableError(AllstepError, RuntimeError):
+    """This machine can't have hosts of its own; the message says why."""
+
+
+class ShapedHosts:
+    """Hosts on a switch, whose links carry `rate_bps` each way; as a context manager.
+
+    Each end of a link sends through a token bucket, so that a host neither sends nor receives
+    faster. Hosts have the addresses 10.78.0.1, 10.78.0.2, ... on `eth0`.
+
+    Args:
+        num_hosts: 1 to 250.
+        rate_bps: bits per second; headers count.
+
+    Raises:
+        UnavailableError: without root, iproute2 or the kernel's support.
+    """
+
+    def __init__(self, num_hosts: int, rate_bps: float) -> None:
+        assert 1 <= num_hosts <= 250
+        if os.geteuid() != 0:
+            raise UnavailableError("network namespaces need root")
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                raise UnavailableError(f"`{tool}` is missing: apt-get install iproute2")
+        self._rate_bps = rate_bps
+        self._switch = f"allstep-{os.getpid()}-switch"
+        self._hosts = [f"allstep-{os.getpid()}-{i}" for i in range(num_hosts)]
+
+    def commands(self, command: Sequence[str], variables: Mapping[str, object]) -> list[list[str]]:
+        """A command for each host, as rank i of as many, as torchrun would start it."""
+        size = len(self._hosts)
+        prefixes = []
+        for rank, host in enumerate(self._hosts):
+            own: dict[str, object] = {
+                "RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": 0,
+                "LOCAL_WORLD_SIZE": 1,
+            }
+            own |= {"GROUP_RANK": rank, "GROUP_WORLD_SIZE": size, "MASTER_PORT": 29_400}
+            own |= {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+            words = [f"{name}={value}" for name, value in {**own, **variables}.items()]
+            prefixes.append(["ip", "netns", "exec", host, "env", *words])
+        return [[*prefix, *command] for prefix in prefixes]
+
+    def __enter__(self) -> Self:
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def _build(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for number, host in enumerate(self._hosts):
+            port = f"port{number}"
+            _ip("netns", "add", host)
+            _ip(
+                *("-n", self._switch, "link", "add", port, "type", "veth"),
+                *("peer", "name", "eth0", "netns", host),
+            )
+            _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", host, "address", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "eth0", "up")
+            _ip("-n", host, "link", "set", "lo", "up")
+            for namespace, device in ((host, "eth0"), (self._switch, port)):
+                self._shape(namespace, device)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        burst_bytes = max(_SMALLEST_BURST_BYTES, self._rate_bps / 8 * _BURST_S)
+        shape = ["tbf", "rate", f"{self._rate_bps:.0f}bit", "burst", f"{burst_bytes:.0f}"]
+        shape += ["latency", f"{1e3 * _QUEUE_S:.0f}ms"]
+        _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+
+    def _remove(self) -> None:
+        """Removes what there is; links go with their namespaces."""
+        for namespace in (*self._hosts, self._switch):
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def _ip(*arguments: str) -> None:
+    _call("ip", *arguments)
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UnavailableError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
