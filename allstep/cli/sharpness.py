@@ -7,12 +7,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from allstep import data
 from allstep.cli import run_folder
 from allstep.cli.launch import launch_workers
+from allstep.cli.rows import print_rows
 from allstep.cli.workers import num_workers_to_start, run_here
 from allstep.comm import Communicator
 from allstep.errors import UsageError
@@ -137,12 +135,4 @@ def _show(measured: Sharpness, step: int, path: Path) -> None:
         ),
         ("file", str(path)),
     ]
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        table = Table.grid(padding=(0, 2))
-        for label, value in rows:
-            table.add_row(f"[bold]{label}", value)
-        console.print(table, soft_wrap=False)
-    else:
-        for label, value in rows:
-            print(f"{label}: {value}")
+    print_rows(rows)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from allstep.cli.rows import print_rows
 from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
 from allstep.doctor.gemm import measure_gemm_flops
@@ -35,16 +34,7 @@ class Summary:
 
     def show(self, report: RunReport) -> None:
         """Prints the run's numbers: a table on a terminal, plain lines elsewhere."""
-        rows = _rows(report, self)
-        console = Console(highlight=False, soft_wrap=True)
-        if console.is_terminal:
-            table = Table.grid(padding=(0, 2))
-            for label, value in rows:
-                table.add_row(f"[bold]{label}", value)
-            console.print(table, soft_wrap=False)
-        else:
-            for label, value in rows:
-                print(f"{label}: {value}")
+        print_rows(_rows(report, self))
 
 
 def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
