@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,7 @@ from allstep.doctor.measure import measure
 BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 @pytest.fixture
@@ -35,17 +32,8 @@ def say(capsys):
 
 
 @pytest.fixture
-def refuse(capsys):
-    """Runs a command line that must fail; returns its one message."""
-
-    def run(*arguments: str) -> str:
-        assert main(["advise", *arguments]) == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ")
-        assert message.count("\n") == 1
-        return message
-
-    return run
+def refuse(refused):
+    return partial(refused, "advise")
 
 
 def advice_of(text: str) -> str:

@@ -50,11 +50,7 @@ PANEL = Panel(
 )
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 @pytest.fixture
@@ -69,17 +65,8 @@ def measured(monkeypatch):
 
 
 @pytest.fixture
-def refuse(capsys):
-    """Runs a command line that must fail; returns its one message."""
-
-    def run(*arguments: str) -> str:
-        assert main(["demo", *arguments]) == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ")
-        assert message.count("\n") == 1
-        return message
-
-    return run
+def refuse(refused):
+    return functools.partial(refused, "demo")
 
 
 class TestCommand:

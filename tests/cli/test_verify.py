@@ -21,11 +21,7 @@ from allstep.doctor.verify.sketch import NUM_PRODUCTS, Sketch
 SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 @pytest.fixture

@@ -1,0 +1,28 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allstep.cli.main import main
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed then depends on neither the caller's folder nor the terminal."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line that must fail; returns its one message."""
+
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ")
+        assert message.count("\n") == 1
+        return message
+
+    return run
