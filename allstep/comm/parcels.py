@@ -1,5 +1,6 @@
 """Point-to-point messages whose shapes both sides know: no word about them travels."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,59 +10,105 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.layout import bytes_of
 from allstep.comm.member import PRIVATE_TAG
 from allstep.comm.pending import Pending
+from allstep.comm.shared_memory import Boxes, NotShared
+from allstep.comm.wire import Posted
 
-__all__ = ["exchange_parcels"]
+__all__ = ["Parcels"]
 
 _TAG = PRIVATE_TAG + 16
 
 
-def exchange_parcels(
-    comm: Communicator,
-    outgoing: Mapping[int, Tensor],
-    incoming: Mapping[int, Sequence[int]],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    verb: str,
-) -> Pending[dict[int, Tensor]]:
-    """Posts one message to each of some ranks and one from each of some, all at once.
-
-    The ranks must agree on who sends what to whom: otherwise they get garbage or a typed error.
+class Parcels:
+    """Messages between workers: through shared memory on one host, else over the wire.
 
     Args:
-        comm: the workers; those that have no part in it need not call this.
-        outgoing: rank -> what it gets; not this rank.
-        incoming: rank -> shape of what it sends; not this rank.
-        dtype: of all of them.
-        device: where what comes shall be.
-        verb: names the call in errors.
-
-    Returns:
-        A Pending of rank -> what came from there.
+        comm: the workers. The first exchange is collective: all of them make it.
     """
-    carrier = comm._wire.carrier(device)
-    sent = {peer: bytes_of(x).to(carrier) for peer, x in outgoing.items()}
-    rooms = {
-        peer: torch.empty(tuple(shape), dtype=dtype, device=carrier)
-        for peer, shape in incoming.items()
-    }
-    posted = []
-    for peer in sorted(sent.keys() | rooms.keys()):
-        # The lower rank's message goes first: NCCL serves a pair's calls in their order.
-        for is_send in (comm.rank < peer, comm.rank > peer):
-            if is_send and peer in sent:
-                posted.append(comm._wire.send(sent[peer], peer, _TAG, verb))
-            if not is_send and peer in rooms:
-                posted.append(comm._wire.recv(_flat_bytes(rooms[peer]), peer, _TAG, verb))
 
-    def finish(timeout_s: float | None) -> dict[int, Tensor]:
-        for call in posted:
-            call.wait(timeout_s)
-        sent.clear()
-        return {peer: room.to(device) for peer, room in rooms.items()}
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._boxes: Boxes | None = None
+        self._has_met = False
 
-    return Pending(finish)
+    def _meet(self) -> Boxes | None:
+        """None where there is nobody to share memory with. Collective."""
+        comm = self._comm
+        if comm.size == 1 or comm.num_nodes > 1 or comm.device.type != "cpu":
+            return None
+        if len(set(comm.all_gather_object(os.getpid()))) < comm.size:
+            return None
+        try:
+            boxes = Boxes.meet(comm)
+        except NotShared:
+            return None
+        comm.add_dependent(boxes)
+        return boxes
 
+    def exchange(
+        self,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Sequence[int]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        verb: str,
+    ) -> Pending[dict[int, Tensor]]:
+        """Posts one message to each of some ranks and one from each of some, all at once.
 
-def _flat_bytes(room: Tensor) -> Tensor:
-    return room.view(-1).view(torch.uint8)
+        The ranks must agree on who sends what to whom: otherwise they get garbage or a typed
+        error.
+
+        Args:
+            outgoing: rank -> what it gets; not this rank.
+            incoming: rank -> shape of what it sends; not this rank.
+            dtype: of all of them.
+            device: where what comes shall be.
+            verb: names the call in errors.
+
+        Returns:
+            A Pending of rank -> what came from there.
+        """
+        rooms = {
+            peer: torch.empty(tuple(shape), dtype=dtype, device=self._comm.wire.carrier(device))
+            for peer, shape in incoming.items()
+        }
+        if not self._has_met:  # also where this rank has nothing to send
+            self._boxes, self._has_met = self._meet(), True
+        posted = []
+        for peer in sorted(outgoing.keys() | rooms.keys()):
+            # The lower rank's message goes first: NCCL serves a pair's calls in their order.
+            for is_send in (self._comm.rank < peer, self._comm.rank > peer):
+                if is_send and peer in outgoing:
+                    posted.append(self._send(outgoing[peer], peer, verb))
+                if not is_send and peer in rooms:
+                    posted.append(self._receive(rooms[peer], peer, verb))
+
+        def finish(timeout_s: float | None) -> dict[int, Tensor]:
+            while posted:
+                posted[0].wait(timeout_s)
+                posted.pop(0)
+            return {peer: room.to(device) for peer, room in rooms.items()}
+
+        return Pending(finish)
+
+    def _send(self, x: Tensor, peer: int, verb: str) -> Posted:
+        boxes = self._boxes_for(x)
+        if boxes is not None:
+            boxes.post(x.detach(), peer, verb)
+            return Posted()
+        sent = bytes_of(x).to(self._comm.wire.carrier(x.device))
+        return self._comm.wire.send(sent, peer, _TAG, verb)
+
+    def _receive(self, room: Tensor, peer: int, verb: str) -> Posted:
+        boxes = self._boxes_for(room)
+        if boxes is None:
+            return self._comm.wire.recv(room.view(-1).view(torch.uint8), peer, _TAG, verb)
+        number = boxes.expect(room, peer)
+        return Posted(lambda timeout_s: boxes.wait(peer, number, verb, timeout_s))
+
+    def _boxes_for(self, x: Tensor) -> Boxes | None:
+        """Those that a tensor fits; both sides of a message say the same."""
+        boxes = self._boxes
+        if boxes is None or x.device.type != "cpu" or x.nbytes > boxes.message_bytes:
+            return None
+        return boxes

@@ -1,7 +1,8 @@
-"""Memory that ranks of one host share, and sums taken in it."""
+"""Memory that ranks of one host share; sums taken in it and messages through it."""
 
 from allstep.comm.shared_memory.block import Block
+from allstep.comm.shared_memory.boxes import Boxes
 from allstep.comm.shared_memory.meeting import NotShared
 from allstep.comm.shared_memory.segment import Segment
 
-__all__ = ["Block", "NotShared", "Segment"]
+__all__ = ["Block", "Boxes", "NotShared", "Segment"]

@@ -77,21 +77,26 @@ class Meeting:
     bells: Bells
 
 
-def meet(comm: "Communicator", num_bytes: int) -> Meeting:
+def meet(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> Meeting:
     """Maps memory that all ranks of `comm` share, and ties the bells. Collective.
+
+    Args:
+        comm: the ranks.
+        num_bytes: how much.
+        populate: whether all pages are mapped now, or each when it is first used.
 
     Raises:
         NotShared: on every rank, if one of them cannot.
     """
-    memory = share_memory(comm, num_bytes)
+    memory = share_memory(comm, num_bytes, populate=populate)
     bells = Bells()
     pids, ropes = zip(*comm.all_gather_object((os.getpid(), bells.rope)), strict=True)
     _check_all(comm, _tie(bells, pids, ropes))
     return Meeting(memory, pids, bells)
 
 
-def share_memory(comm: "Communicator", num_bytes: int) -> mmap.mmap:
-    """Maps the same memory on all ranks of `comm`, zero at first. Collective.
+def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> mmap.mmap:
+    """Maps the same memory on all ranks of `comm`, zero at first. Collective; see `meet`.
 
     Raises:
         NotShared: on every rank, if one of them cannot.
@@ -105,7 +110,7 @@ def share_memory(comm: "Communicator", num_bytes: int) -> mmap.mmap:
         for rank, host in enumerate(hosts):
             if host != hosts[0]:
                 raise NotShared(f"ranks 0 and {rank} are not CPU ranks of one host")
-        memory, trouble = _map(pids[0], fds[0], num_bytes)
+        memory, trouble = _map(pids[0], fds[0], num_bytes, populate)
         _check_all(comm, trouble)
     finally:
         if fd >= 0:
@@ -148,12 +153,13 @@ def _make(num_bytes: int) -> tuple[int, str]:
     return fd, ""
 
 
-def _map(pid: int, fd: int, num_bytes: int) -> tuple[mmap.mmap | None, str]:
+def _map(pid: int, fd: int, num_bytes: int, populate: bool) -> tuple[mmap.mmap | None, str]:
     """The mapping, or what went wrong."""
     own = -1
     try:
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        return mmap.mmap(own, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), ""
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(own, num_bytes, flags=flags), ""
     except (OSError, AttributeError) as error:
         return None, str(error)
     finally:

@@ -25,7 +25,7 @@ from torch import Tensor
 from allstep.comm.shared_memory.block import Block
 from allstep.comm.shared_memory.cuts import Cut, Piece, add_up
 from allstep.comm.shared_memory.meeting import Meeting, meet
-from allstep.comm.shared_memory.signals import EMPTIED, FILLED, LINE_BYTES, REDUCED, Signals
+from allstep.comm.shared_memory.signals import EMPTIED, FILLED, REDUCED, Signals, line_bytes
 
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
@@ -195,4 +195,4 @@ class Segment:
 
 def _lines_bytes(num_ranks: int) -> int:
     """Of all ranks' counters, in whole pages."""
-    return -(-num_ranks * LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-num_ranks * line_bytes(EMPTIED + 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -28,11 +28,10 @@ from allstep.comm.roll_call import listed
 from allstep.comm.shared_memory.meeting import Bells
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
-__all__ = ["EMPTIED", "FILLED", "LINE_BYTES", "REDUCED", "Signals"]
+__all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "REDUCED", "Signals", "line_bytes"]
 
-LINE_BYTES = 128  # of counters for each rank, two cache lines: processors fetch them in pairs
-_LINE_WORDS = LINE_BYTES // 8
-FILLED, REDUCED, EMPTIED, _ASLEEP, _LEFT = range(5)  # the words in a line
+_ASLEEP, _LEFT, FIRST_FREE = range(3)  # the words of a rank's line; from there on as users like
+FILLED, REDUCED, EMPTIED = range(FIRST_FREE, FIRST_FREE + 3)  # of sums
 
 _SPIN_S = 5e-5
 _GIVE_WAY_S = 2e-4
@@ -42,14 +41,23 @@ _LONGEST_SLEEP_S = 0.1  # should ever a bell be missed
 _sched_yield = ctypes.CDLL(None).sched_yield
 
 
+def line_bytes(num_words: int) -> int:
+    """Of a rank's counters: whole pairs of cache lines, which is how processors fetch them."""
+    return -(-8 * num_words // 128) * 128
+
+
 class Signals:
     """This rank's counters and a view of the others'.
 
     Args:
-        memory: the lines of all ranks, zero at first.
+        memory: the lines of all ranks, each of `line_bytes(num_words)`, zero at first.
         rank, pids: this rank, and the process of each.
         bells: to wake the others and to be woken by them.
         timeout_s: tells how long a wait may take.
+        num_words: how many words of a line are in use.
+
+    Attributes:
+        verb: names the call in errors.
     """
 
     def __init__(
@@ -59,8 +67,11 @@ class Signals:
         pids: Sequence[int],
         bells: Bells,
         timeout_s: Callable[[], float],
+        num_words: int = EMPTIED + 1,
     ) -> None:
+        self.verb = "all_reduce"
         self._words = memory.cast("q")
+        self._line_words = line_bytes(num_words) // 8
         self._rank = rank
         self._others = [other for other in range(len(pids)) if other != rank]
         self._timeout_s = timeout_s
@@ -71,24 +82,45 @@ class Signals:
         for fd in (bells.own, *bells.pidfds):
             self._events.register(fd, select.POLLIN)
 
-    def set(self, counter: int, value: int) -> None:
-        """Tells the others that this rank has come to `value`. [Note: ordering]"""
-        words = self._words
+    def set(self, counter: int, value: int, ranks: Sequence[int] | None = None) -> None:
+        """Tells some ranks, all others if None, that this one has come to `value`.
+
+        [Note: ordering]
+        """
         self._fence()
-        words[self._rank * _LINE_WORDS + counter] = value
+        self._words[self._word(self._rank, counter)] = value
         self._fence()
-        for rank in self._others:
-            if words[rank * _LINE_WORDS + _ASLEEP]:
+        for rank in self._others if ranks is None else ranks:
+            if self._words[self._word(rank, _ASLEEP)]:
                 self._bells.ring(rank)
 
-    def wait(self, counter: int, value: int, ranks: Sequence[int] | None = None) -> None:
-        """Returns when some ranks, all others if None, have come to `value`."""
-        words = self._words
+    def wait(
+        self,
+        counter: int,
+        value: int,
+        ranks: Sequence[int] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Returns when some ranks, all others if None, have come to `value`.
+
+        Args:
+            counter, value: which of their counters, and how far.
+            ranks: which.
+            meanwhile: called again and again until then.
+        """
         ranks = self._others if ranks is None else ranks
-        for rank in ranks:
-            if words[rank * _LINE_WORDS + counter] < value:
-                self._wait_for(counter, value, ranks)
+        if self._late(counter, value, ranks):
+            self._wait_for(counter, value, ranks, meanwhile)
         self._fence()
+
+    def has_come(self, rank: int, counter: int, value: int) -> bool:
+        """Whether a rank has come to `value`."""
+        late = self._late(counter, value, (rank,))
+        self._fence()
+        return not late
+
+    def _word(self, rank: int, counter: int) -> int:
+        return rank * self._line_words + counter
 
     def _fence(self) -> None:
         """Keeps reads and writes before it from those after it. [Note: ordering]"""
@@ -98,7 +130,9 @@ class Signals:
         lock.acquire()
         lock.release()
 
-    def _wait_for(self, counter: int, value: int, ranks: Sequence[int]) -> None:
+    def _wait_for(
+        self, counter: int, value: int, ranks: Sequence[int], meanwhile: Callable[[], None]
+    ) -> None:
         """[Note: waiting]"""
         start_s = time.monotonic()
         stop_s = start_s + (_GIVE_WAY_S if self._gives_way else _SPIN_S)
@@ -106,6 +140,7 @@ class Signals:
             if self._gives_way:
                 _sched_yield()
         while self._late(counter, value, ranks):
+            meanwhile()
             gone = self._sleep(counter, value, ranks)
             # Looked at anew: one that has come and left since is not missed.
             late = self._late(counter, value, ranks)
@@ -114,7 +149,7 @@ class Signals:
 
     def _sleep(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
         """Blocks until something happens; returns the ranks that have left, in whatever way."""
-        asleep = self._rank * _LINE_WORDS + _ASLEEP
+        asleep = self._word(self._rank, _ASLEEP)
         self._words[asleep] = 1
         self._fence()
         events: list[tuple[int, int]] = []
@@ -126,16 +161,16 @@ class Signals:
         return ended + self._left()
 
     def _late(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
-        words = self._words
-        return [rank for rank in ranks if words[rank * _LINE_WORDS + counter] < value]
+        words, step = self._words, self._line_words
+        return [rank for rank in ranks if words[rank * step + counter] < value]
 
     def _left(self) -> list[int]:
-        return [r for r in self._others if self._words[r * _LINE_WORDS + _LEFT]]
+        return [r for r in self._others if self._words[self._word(r, _LEFT)]]
 
     def _check(self, late: Sequence[int], gone: Sequence[int], waited_s: float) -> None:
         """Raises if a rank that is waited for is gone or too late, or if this one has left."""
-        where = f"`all_reduce` on rank {self._rank} of {len(self._others) + 1} of this host"
-        if self._words[self._rank * _LINE_WORDS + _LEFT]:
+        where = f"`{self.verb}` on rank {self._rank} of {len(self._others) + 1} of this host"
+        if self._words[self._word(self._rank, _LEFT)]:
             raise PeerLostError(f"{where}: the communicator was aborted meanwhile.")
         if gone:
             raise PeerLostError(

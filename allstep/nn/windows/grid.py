@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from math import isqrt, prod
 
 from allstep.comm import Communicator
+from allstep.comm.parcels import Parcels
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn.windows.plan import FetchStats
 from allstep.nn.windows.window import Layout
@@ -25,6 +26,7 @@ class Grid:
     Attributes:
         comm, rank, size: the communicator, this worker's number and how many there are.
         shape: rows and columns.
+        parcels: carries the messages of fetches.
         stats: the messages of all fetches that this worker has taken part in, there and back.
 
     Raises:
@@ -40,6 +42,7 @@ class Grid:
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
+        self.parcels = Parcels(comm)
         self.stats = FetchStats()
         self._agreed: set[str] = set()
         self.shape = nearest_square(comm.size) if shape is None else tuple(shape)

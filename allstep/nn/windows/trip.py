@@ -6,7 +6,6 @@ from math import prod
 from torch import Tensor
 
 from allstep.comm import Pending
-from allstep.comm.parcels import exchange_parcels
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.plan import FetchPlan, FetchStats
 from allstep.nn.windows.window import Window
@@ -102,8 +101,7 @@ class Trip:
         self, like: Tensor, sends: dict[int, Tensor], receives: dict[int, Window], verb: str
     ) -> None:
         """Posts all messages and counts them."""
-        self._pending = exchange_parcels(
-            self._grid.comm,
+        self._pending = self._grid.parcels.exchange(
             sends,
             {peer: self._shape(like, window) for peer, window in receives.items()},
             dtype=like.dtype,

@@ -1,0 +1,166 @@
+"""Messages between the ranks of one host, through memory that they share.
+
+[Note: boxes] Each ordered pair of ranks has a few slots. The sender copies message n into slot
+n modulo their number and counts it as sent; the receiver copies it out and counts it as taken.
+A rank that has to wait for a free slot takes what is sent to it meanwhile, so ranks that post
+many messages before they wait for any do not block each other.
+"""
+
+import mmap
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allstep.comm.shared_memory.meeting import Meeting, meet
+from allstep.comm.shared_memory.signals import FIRST_FREE, Signals, line_bytes
+from allstep.errors import DisagreementError
+
+if TYPE_CHECKING:
+    from allstep.comm.communicator import Communicator
+
+__all__ = ["Boxes"]
+
+NUM_SLOTS = 4
+_HEADER_BYTES = 64  # the message's size, and what aligns it
+_MAX_SLOT_BYTES = 1 << 22
+_MAX_TOTAL_BYTES = 1 << 26
+
+
+class Boxes:
+    """Slots for each pair of ranks; see [Note: boxes].
+
+    Args:
+        meeting: where the ranks have met.
+        rank: this one.
+        timeout_s: tells how long a wait may take.
+
+    Attributes:
+        message_bytes: the longest message that goes through.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
+        self.rank, self.size = rank, len(meeting.pids)
+        lines_bytes = _lines_bytes(self.size)
+        memory = memoryview(meeting.memory)
+        self._timeout_s: float | None = None
+        self._signals = Signals(
+            memory[:lines_bytes],
+            rank,
+            meeting.pids,
+            meeting.bells,
+            lambda: self._timeout_s or timeout_s(),
+            num_words=FIRST_FREE + 2 * self.size,
+        )
+        self._words = memory.cast("q")
+        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[lines_bytes:].view(
+            self.size, self.size - 1, NUM_SLOTS, -1
+        )
+        self._slots_start = lines_bytes
+        self.message_bytes = self._slots.shape[3] - _HEADER_BYTES
+        self._num_sent = [0] * self.size
+        self._num_taken = [0] * self.size
+        self._rooms: list[deque[Tensor]] = [deque() for _ in range(self.size)]
+
+    @classmethod
+    def meet(cls, comm: "Communicator", slot_bytes: int | None = None) -> "Boxes":
+        """Maps memory that all ranks of `comm` share. Collective.
+
+        Args:
+            comm: at least two CPU ranks of one host.
+            slot_bytes: of one message, a multiple of 64; None for 4 MiB, or less among many ranks.
+
+        Raises:
+            NotShared: on every rank, if one of them cannot.
+        """
+        num_slots = comm.size * (comm.size - 1) * NUM_SLOTS
+        if slot_bytes is None:
+            slot_bytes = min(_MAX_SLOT_BYTES, _MAX_TOTAL_BYTES // num_slots // 64 * 64)
+        num_bytes = _lines_bytes(comm.size) + num_slots * slot_bytes
+        meeting = meet(comm, num_bytes, populate=False)  # most pairs have no window in common
+        return cls(meeting, comm.rank, lambda: comm.timeout_s)
+
+    def post(self, x: Tensor, peer: int, verb: str) -> None:
+        """Sends a tensor of at most `message_bytes`; `x` may change as soon as this returns."""
+        number = self._num_sent[peer] = self._num_sent[peer] + 1
+        self._signals.verb, self._timeout_s = verb, None
+        free = number - NUM_SLOTS
+        self._signals.wait(self._taken_from(self.rank), free, [peer], meanwhile=self._take_arrived)
+        word, slot = self._slot(self.rank, peer, number)
+        self._words[word] = x.nbytes
+        slot[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        self._signals.set(self._sent_to(peer), number, [peer])
+
+    def expect(self, room: Tensor, peer: int) -> int:
+        """Provides room, contiguous, for the next message of a rank; returns its number."""
+        self._rooms[peer].append(room)
+        return self._num_taken[peer] + len(self._rooms[peer])
+
+    def wait(self, peer: int, number: int, verb: str, timeout_s: float | None = None) -> None:
+        """Returns when a rank's messages up to a number lie in their rooms.
+
+        Args:
+            peer, number: whose, and up to which.
+            verb: names the call in errors.
+            timeout_s: None for the ranks' own.
+
+        Raises:
+            CollectiveTimeoutError: if it took too long.
+            PeerLostError: if that rank ended.
+            DisagreementError: if a message has another size than its room.
+        """
+        self._signals.verb, self._timeout_s = verb, timeout_s
+        while self._num_taken[peer] < number:
+            self._signals.wait(self._sent_to(self.rank), self._num_taken[peer] + 1, [peer])
+            self._take(peer)
+
+    def _take(self, peer: int) -> None:
+        """Copies the next message of a rank out of its slot."""
+        number = self._num_taken[peer] + 1
+        word, slot = self._slot(peer, self.rank, number)
+        room = self._rooms[peer][0]
+        if self._words[word] != room.nbytes:
+            raise DisagreementError(
+                f"`{self._signals.verb}`: rank {self.rank} of this host expected {room.nbytes} "
+                f"bytes of rank {peer}, which sent {self._words[word]}; make the same calls in "
+                "the same order on all ranks."
+            )
+        room.copy_(slot[: room.nbytes].view(room.dtype).view(room.shape))
+        self._rooms[peer].popleft()
+        self._num_taken[peer] = number
+        self._signals.set(self._taken_from(peer), number, [peer])
+
+    def _take_arrived(self) -> None:
+        """Takes all that is there."""
+        for peer, rooms in enumerate(self._rooms):
+            while rooms and self._signals.has_come(
+                peer, self._sent_to(self.rank), self._num_taken[peer] + 1
+            ):
+                self._take(peer)
+
+    def _slot(self, sender: int, receiver: int, number: int) -> tuple[int, Tensor]:
+        """Where a message's size stands, and where the message."""
+        place = receiver - (receiver > sender)
+        slot = self._slots[sender, place, number % NUM_SLOTS]
+        index = (sender * (self.size - 1) + place) * NUM_SLOTS + number % NUM_SLOTS
+        return (self._slots_start + index * slot.nbytes) // 8, slot[_HEADER_BYTES:]
+
+    def _sent_to(self, rank: int) -> int:
+        """The counter of messages to a rank."""
+        return FIRST_FREE + rank
+
+    def _taken_from(self, rank: int) -> int:
+        """The counter of messages that were taken from a rank."""
+        return FIRST_FREE + self.size + rank
+
+    def abort(self) -> None:
+        """Tells the others that this rank takes no part any more."""
+        self._signals.close()
+
+
+def _lines_bytes(num_ranks: int) -> int:
+    """Of all ranks' counters, in whole pages."""
+    num_bytes = num_ranks * line_bytes(FIRST_FREE + 2 * num_ranks)
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

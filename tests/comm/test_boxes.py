@@ -1,0 +1,176 @@
+"""Messages through shared memory: that all arrive, in order, and who is missed."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from allstep.comm.parcels import Parcels
+from allstep.comm.shared_memory import Boxes
+from allstep.comm.threads import run_ranks
+from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
+from tests.helpers.processes import run_processes, start_processes
+
+SLOT_BYTES = 1 << 12
+
+
+def message(sender, receiver, number):
+    """Another shape and dtype each time; every second one is not contiguous."""
+    generator = torch.Generator().manual_seed(100 * sender + 10 * receiver + number)
+    dtype = (torch.float64, torch.float32, torch.bfloat16)[number % 3]
+    x = torch.randn(5 + number % 4, 3 + sender, 2, generator=generator).to(dtype)
+    return x.transpose(0, 1) if number % 2 else x
+
+
+def room_for(x):
+    return torch.empty(x.shape, dtype=x.dtype)
+
+
+def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_wait():
+    """20 messages to each, and 4 slots: without taking while they wait, all would wait for ever."""
+
+    def work(comm):
+        boxes = Boxes.meet(comm, SLOT_BYTES)
+        peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        expected = [
+            (peer, message(peer, comm.rank, number)) for number in range(20) for peer in peers
+        ]
+        rooms = [(peer, x, room_for(x)) for peer, x in expected]
+        numbers = [boxes.expect(room, peer) for peer, _, room in rooms]
+        for number in range(20):
+            for peer in peers:
+                boxes.post(message(comm.rank, peer, number), peer, "fetch")
+        for (peer, _, _), number in zip(reversed(rooms), reversed(numbers), strict=True):
+            boxes.wait(peer, number, "fetch")
+        return all(torch.equal(room, x) for _, x, room in rooms)
+
+    assert run_ranks(4, work, timeout_s=30) == [True] * 4
+
+
+def test_what_was_posted_may_change_at_once():
+    def work(comm):
+        boxes = Boxes.meet(comm, SLOT_BYTES)
+        if comm.rank == 0:
+            x = torch.zeros(10)
+            for _ in range(9):
+                boxes.post(x, 1, "fetch")
+                x += 1
+            return []
+        rooms = [torch.empty(10) for _ in range(9)]
+        numbers = [boxes.expect(room, 0) for room in rooms]
+        boxes.wait(0, numbers[-1], "fetch")
+        return [room.unique().item() for room in rooms]
+
+    assert run_ranks(2, work)[1] == list(range(9))
+
+
+def test_a_message_of_another_size_is_named():
+    def work(comm):
+        boxes = Boxes.meet(comm, SLOT_BYTES)
+        if comm.rank == 0:
+            boxes.post(torch.ones(3), 1, "deliver")
+            return
+        number = boxes.expect(torch.empty(4), 0)
+        with pytest.raises(DisagreementError, match=r"`fetch`.* 16 bytes of rank 0, which sent 12"):
+            boxes.wait(0, number, "fetch")
+
+    run_ranks(2, work)
+
+
+def test_a_rank_that_does_not_send_is_named_in_time_and_may_be_waited_for_again():
+    def work(comm):
+        boxes = Boxes.meet(comm, SLOT_BYTES)
+        if comm.rank == 1:
+            time.sleep(0.5)
+            boxes.post(torch.ones(2), 0, "fetch")
+            comm.barrier()
+            return
+        room = torch.empty(2)
+        number = boxes.expect(room, 1)
+        with pytest.raises(CollectiveTimeoutError, match=r"`fetch` .* missing: rank 1\."):
+            boxes.wait(1, number, "fetch", timeout_s=0.05)
+        boxes.wait(1, number, "fetch")
+        assert room.tolist() == [1, 1]
+        comm.barrier()
+
+    run_ranks(2, work, timeout_s=20)
+
+
+def test_aborting_ends_the_wait_of_others():
+    def work(comm):
+        boxes = Boxes.meet(comm, SLOT_BYTES)
+        comm.add_dependent(boxes)
+        if comm.rank == 1:
+            comm.abort()
+            return
+        number = boxes.expect(torch.empty(2), 1)
+        with pytest.raises(PeerLostError, match="rank 1 left"):
+            boxes.wait(1, number, "fetch")
+
+    run_ranks(2, work, timeout_s=20)
+
+
+def exchange(comm, length):
+    """With both neighbours in a ring; returns what came, and how many bytes went by the wire."""
+    parcels, wired_bytes = Parcels(comm), 0
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    options = {"dtype": torch.float64, "device": torch.device("cpu"), "verb": "fetch"}
+    x = torch.arange(length, dtype=torch.float64) + comm.rank
+    parcels.exchange({}, {}, **options).wait()  # here they meet
+    plain = type(comm.wire)
+
+    class Counted(plain):
+        def send(self, buffer, *arguments):
+            nonlocal wired_bytes
+            wired_bytes += buffer.nbytes
+            return super().send(buffer, *arguments)
+
+    comm.wire.__class__ = Counted
+    outgoing = {before: x, after: x[::2]}
+    incoming = {before: ((length + 1) // 2,), after: (length,)}
+    came = parcels.exchange(outgoing, incoming, **options).wait()
+    comm.wire.__class__ = plain
+    return came[before].tolist(), came[after].tolist(), wired_bytes
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("length", "by_wire"), [(1001, 0), (500_001, 500_001 * 8)])
+def test_processes_of_one_host_use_them_for_what_fits(length, by_wire):
+    """Of the larger tensors a half still fits."""
+    for rank, (half, full, wired_bytes) in enumerate(run_processes(3, exchange, length)):
+        after, before = (rank + 1) % 3, (rank - 1) % 3
+        assert half == [float(i + before) for i in range(0, length, 2)]
+        assert full == [float(i + after) for i in range(length)]
+        assert wired_bytes == by_wire
+
+
+def test_threads_of_one_process_use_the_wire():
+    """So do ranks of several hosts."""
+    for options in ({}, {"local_size": 1}):
+        for _, full, wired_bytes in run_ranks(3, partial(exchange, length=11), **options):
+            assert len(full) == 11
+            assert wired_bytes == 8 * (11 + 6)
+
+
+def wait_for_a_dead_rank(comm, folder):
+    """Writes how many seconds it waited after rank 1 was about to die."""
+    boxes = Boxes.meet(comm)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    number = boxes.expect(torch.empty(1), 1)
+    start_s = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 1 left"):
+        boxes.wait(1, number, "fetch")
+    (Path(folder) / "seconds").write_text(str(time.monotonic() - start_s))
+
+
+@pytest.mark.process
+def test_a_killed_rank_is_missed_at_once(tmp_path):
+    with start_processes(2, wait_for_a_dead_rank, str(tmp_path)) as workers:
+        workers.join(30)
+    assert float((tmp_path / "seconds").read_text()) < 5
