@@ -8,8 +8,9 @@ matrix products, measured in turns with the rest.
 
 "unfold" is `torch.nn.functional.unfold` and einsum with the weight in the order that is fastest
 for it, [position, filter, fan_in]; "views" is `Tensor.unfold` twice and einsum. JAX's
-`conv_general_dilated_local` is compiled beforehand and takes part if `jax` is installed. The
-sparse formats have the forward pass alone.
+`conv_general_dilated_local` is compiled beforehand and takes part if `jax` is installed; where its
+step takes more than 20 s it runs once, and that once counts. The sparse formats have the forward
+pass alone.
 
 glibc gives blocks beyond 32 MB back to the system at every release, so that each step would pay
 for new pages; here all variants keep their heap, as allocators that are made for training do.
@@ -24,7 +25,6 @@ memory).
 """
 
 import argparse
-import ctypes
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Estimate, estimate, interleave, print_headline, ratio, write_results
+from common import Estimate, estimate, interleave, keep_heap, print_headline, ratio, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -52,6 +52,7 @@ BATCH = 96
 CPU_GEMM, CUDA_GEMM = 1024, 8192
 SPARSE_MOST_VALUES = 100_000_000  # an index takes eight bytes for each
 SLOW_REPEATS = 3  # of what takes many times as long
+LONG_S = 20.0  # what takes longer runs once
 
 
 @dataclass(frozen=True)
@@ -267,13 +268,6 @@ class Peak:
         torch.mm(self.a, self.b, out=self.out)
 
 
-def keep_heap() -> None:
-    """Makes glibc keep released memory, so that a step does not pay for new pages."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-4, 0)  # M_MMAP_MAX: no block of its own mapping
-    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink
-
-
 def seconds(
     variants: dict[str, Callable[[], object]], repeats: int, device: str
 ) -> dict[str, list[float]]:
@@ -288,6 +282,13 @@ def seconds(
         return run
 
     return interleave({n: timed(v) for n, v in variants.items()}, repeats, warmups=2)
+
+
+def once(variant: Callable[[], object]) -> float:
+    """Seconds of the first call."""
+    start_s = time.perf_counter()
+    variant()
+    return time.perf_counter() - start_s
 
 
 def measure(shape: Shape, repeats: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -312,7 +313,9 @@ def measure(shape: Shape, repeats: int, dtype: torch.dtype, device: str) -> dict
                 results[name] = product().view(shape.rows**2, shape.filters, -1).permute(2, 1, 0)
         check(shape, ours, results)
     taken = seconds(fast, repeats, device)
-    of_slow = seconds({**own, **slow}, SLOW_REPEATS, device) if slow else {}
+    long = {name: [s] * SLOW_REPEATS for name, f in slow.items() if (s := once(f)) > LONG_S}
+    of_slow = seconds(own | {n: f for n, f in slow.items() if n not in long}, SLOW_REPEATS, device)
+    of_slow |= long
     peak_rate = [10 * peak.flops / s for s in taken["peak"]]
 
     def share(name: str, passes: int) -> Estimate:
@@ -323,6 +326,7 @@ def measure(shape: Shape, repeats: int, dtype: torch.dtype, device: str) -> dict
         "forward_share_of_peak": share("forward", 1),
         "step_share_of_peak": share("step", 3),
     }
+    row["run_once"] = sorted(long)
     for times, names in ((taken, fast), (of_slow, slow)):
         for name in names.keys() - own.keys() - {"peak"}:
             pass_ = "forward" if name.endswith(" forward") else "step"
@@ -402,8 +406,6 @@ def main() -> None:
     for shape in points:
         table.add_row(str(shape), str(shape.filters), f"{curve[str(shape)]:.2f}")
     Console().print(table)
-
-    keys = [k for k in next(iter(rows.values())) if k.startswith(("forward_s", "step_", "speedup"))]
 
     def worst(key: str) -> float | None:
         return min((row[key].median for row in rows.values() if key in row), default=None)
