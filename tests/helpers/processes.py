@@ -22,9 +22,15 @@ from allstep.errors import PeerLostError
 __all__ = ["RemoteError", "Workers", "run_processes", "start_processes"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# What every child would import; torch.optim imports the last, in seconds.
+# What children would import, each in seconds; torch's optimizers import the last but one.
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed.device_mesh", "allstep.comm.initialise", "torch._dynamo"]
+    [
+        "allstep",
+        "pytest",
+        "torch.distributed.device_mesh",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+    ]
 )
 
 
