@@ -198,8 +198,10 @@ def _tiles(weight: Tensor, x: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
     """Row, first column and number of some neighbouring blocks, and a buffer for their fields."""
     rows, columns, _, fan_in = weight.shape
     batch = x.shape[3]
-    budget = _CUDA_BUFFER_BYTES if x.is_cuda else _CPU_BUFFER_BYTES * torch.get_num_threads()
+    num_threads = 1 if x.is_cuda else torch.get_num_threads()
+    budget = _CUDA_BUFFER_BYTES if x.is_cuda else _CPU_BUFFER_BYTES * num_threads
     most = max(1, min(columns, budget // max(1, fan_in * batch * x.itemsize)))
+    most = max(most // num_threads, 1) * num_threads  # as many products for each thread
     buffer = x.new_empty(most, fan_in, batch)
     for row in range(rows):
         for first in range(0, columns, most):
