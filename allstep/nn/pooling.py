@@ -1,6 +1,7 @@
 """Pooling of an array that is split over workers in space."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ class _Pool2d(nn.Module):
         padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
         *,
+        ceil_mode: bool = False,
         fill: float = 0.0,
         first_dim: int = -2,
     ) -> None:
         super().__init__()
-        wanted = (in_layout.shape, kernel_size, stride, padding, dilation)
+        wanted = (in_layout.shape, kernel_size, stride, padding, dilation, ceil_mode)
         with grid.together(f"{type(self).__name__}{wanted}"):
             kernel, margins = pair("kernel_size", kernel_size, 1), pair("padding", padding, 0)
             if any(2 * margin > k for margin, k in zip(margins, kernel, strict=True)):
@@ -45,6 +47,8 @@ class _Pool2d(nn.Module):
                 tuple((margin, margin) for margin in margins),
                 pair("dilation", dilation, 1),
             )
+            if ceil_mode:
+                reach = _with_last_windows(reach, in_layout.shape)
             out_layout = grid.split(reach.out_shape(in_layout.shape))
         self.in_layout = in_layout
         self.out_layout = out_layout
@@ -57,13 +61,26 @@ class _Pool2d(nn.Module):
         return f"kernel_size={reach.kernel}, stride={reach.stride}, padding={reach.padding}"
 
 
+def _with_last_windows(reach: Reach, in_shape: Sequence[int]) -> Reach:
+    """With room behind the array for a last window that begins in it, as torch's `ceil_mode`."""
+    padding = []
+    for dim, length in enumerate(in_shape):
+        before, after = reach.padding[dim]
+        beyond = length + before + after - reach.extent(dim)  # the first position of the last one
+        missing = -beyond % reach.stride[dim]
+        if beyond + missing >= length + before:
+            missing = 0
+        padding.append((before, after + missing))
+    return replace(reach, padding=tuple(padding))
+
+
 class MaxPool2d(_Pool2d):
     """`torch.nn.MaxPool2d` on an array whose rows and columns are split over a grid of workers.
 
     Args:
         grid: the workers; all of them must make and call the layer.
         in_layout: who owns what of the input.
-        kernel_size, stride, padding, dilation: as torch's.
+        kernel_size, stride, padding, dilation, ceil_mode: as torch's.
 
     Attributes:
         out_layout: who owns what of the output: an even split.
@@ -82,8 +99,18 @@ class MaxPool2d(_Pool2d):
         stride: int | Sequence[int] | None = None,
         padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
     ) -> None:
-        super().__init__(grid, in_layout, kernel_size, stride, padding, dilation, fill=-torch.inf)
+        super().__init__(
+            grid,
+            in_layout,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            ceil_mode=ceil_mode,
+            fill=-torch.inf,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input."""
@@ -99,8 +126,8 @@ class AvgPool2d(_Pool2d):
     Args:
         grid: the workers; all of them must make and call the layer.
         in_layout: who owns what of the input.
-        kernel_size, stride, padding: as torch's.
-        count_include_pad: divide by the whole window's size at the edges too.
+        kernel_size, stride, padding, ceil_mode: as torch's.
+        count_include_pad: count the padding among a window's positions.
 
     Attributes:
         out_layout: who owns what of the output: an even split.
@@ -113,10 +140,13 @@ class AvgPool2d(_Pool2d):
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] | None = None,
         padding: int | Sequence[int] = 0,
+        ceil_mode: bool = False,
         count_include_pad: bool = True,
     ) -> None:
-        super().__init__(grid, in_layout, kernel_size, stride, padding)
+        super().__init__(grid, in_layout, kernel_size, stride, padding, ceil_mode=ceil_mode)
+        self.ceil_mode = ceil_mode
         self.count_include_pad = count_include_pad
+        self._margins = pair("padding", padding, 0) if count_include_pad else (0, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input."""
@@ -124,19 +154,20 @@ class AvgPool2d(_Pool2d):
 
     def _means(self, part: Tensor, outputs: Window) -> Tensor:
         means = avg_pool2d(part, self._reach.kernel, self._reach.stride)
-        if self.count_include_pad:
+        if self.count_include_pad and not self.ceil_mode:
             return means
         shares = [self._shares(dim, outputs, part) for dim in range(2)]
         return means / (shares[0][:, None] * shares[1])
 
     def _shares(self, dim: int, outputs: Window, like: Tensor) -> Tensor:
-        """How much of each output's receptive field is in the array."""
+        """How much of each output's receptive field counts."""
         length, kernel = self.in_layout.shape[dim], self._reach.kernel[dim]
+        margin = self._margins[dim]
         firsts = [
             output * self._reach.stride[dim] - self._reach.padding[dim][0]
             for output in range(outputs.start[dim], outputs.stop[dim])
         ]
-        counts = [min(first + kernel, length) - max(first, 0) for first in firsts]
+        counts = [min(first + kernel, length + margin) - max(first, -margin) for first in firsts]
         return torch.tensor(counts, dtype=like.dtype, device=like.device) / kernel
 
 

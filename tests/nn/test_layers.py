@@ -132,6 +132,32 @@ def test_pooling(grid_shape, pool):
     )
 
 
+@given(
+    size=st.tuples(st.integers(5, 10), st.integers(5, 10)),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    counts_padding=st.booleans(),
+)
+def test_pooling_with_ceil_mode(size, kernel, stride, padding, counts_padding):
+    """The last window may begin in the array alone, and averages are of what is there."""
+    assume(all(2 * p <= k for p, k in zip(padding, kernel, strict=True)))
+    x, means = values(1, 2, *size), (kernel, stride, padding, True, counts_padding)
+    maxima = (kernel, stride, padding, 1, True)
+    whole_shape = F.max_pool2d(x, *maxima).shape[2:]
+    assume(all(length >= 2 for length in whole_shape))
+    for layer, oracle, arguments in (
+        (MaxPool2d, F.max_pool2d, maxima),
+        (AvgPool2d, F.avg_pool2d, means),
+    ):
+        check_layer(
+            (2, 2),
+            lambda grid, layout, layer=layer, arguments=arguments: layer(grid, layout, *arguments),
+            lambda x, oracle=oracle, arguments=arguments: oracle(x, *arguments),
+            x,
+        )
+
+
 def contrast_oracle(x: Tensor, size: int, floor: float | None) -> Tensor:
     """As the formula has it: a Gaussian over all channels, renormalised at the edges."""
     offsets = torch.arange(size, dtype=torch.float64) - size // 2
