@@ -6,30 +6,19 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.recipes.cots_data import (
-    Photos,
-    contrast_normalised,
-    draw_patches,
-    find_photographs,
-    read_photograph,
-    read_portraits,
-    resized,
-)
-from allstep.recipes.cots_faces import Best, FaceTest, Stimuli, parts_of
+from allstep.recipes.cots_data import Photos, find_photographs, read_portraits
 from allstep.recipes.cots_net import NETS, Size, make_stages
-from allstep.recipes.cots_pictures import save_filters, save_stimuli
+from allstep.recipes.cots_report import show, table_of_neurons
+from allstep.recipes.cots_sets import PictureSets
 from allstep.recipes.cots_training import GreedyTraining
 from allstep.recipes.divided import DividedRecipe
 
 __all__ = ["Cots"]
 
-# The paper's test has 48,000 distractors for 13,152 faces.
-_DISTRACTORS_PER_FACE = 48_000 / 13_152
-_UNTRAINED_SEED, _STIMULI_SEED, _TEMPLATE_SEED = 500_000, 600_000, 700_000
+_UNTRAINED_SEED = 500_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,15 +118,18 @@ class Cots(DividedRecipe):
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
         """Trains the stages, tests the neurons, writes pictures and `report.json`."""
         grid = allstep.nn.Grid(comm)
-        data = _Data(self, grid)
+        sets = PictureSets(self, grid)
         stages = self.stages(grid, self.seed)
-        training = self._training(stages, data, comm, run_dir)
+        training = self._training(stages, sets, comm, run_dir)
         if resume:
             training.restore()
         else:
             training.refuse_old_checkpoints()
         interrupted = training.run()
-        table = [] if interrupted else self._test(stages, data, run_dir)
+        table = []
+        if not interrupted:
+            untrained = self.stages(grid, self.seed + _UNTRAINED_SEED)
+            table = table_of_neurons(stages, untrained, sets, run_dir, self.seed)
         report = {
             "workers": comm.size,
             "num_parameters": self._num_parameters(stages, comm),
@@ -149,7 +141,7 @@ class Cots(DividedRecipe):
         }
         if comm.rank == 0:
             (run_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-            _show(report, run_dir)
+            show(report, run_dir)
         return 128 + interrupted if interrupted else 0
 
     @property
@@ -182,14 +174,14 @@ class Cots(DividedRecipe):
         )
 
     def _training(
-        self, stages: "list[allstep.nn.Stage]", data: "_Data", comm: Communicator, run_dir: Path
+        self, stages: "list[allstep.nn.Stage]", sets: PictureSets, comm: Communicator, run_dir: Path
     ) -> GreedyTraining:
         names = [field.name for field in fields(self) if not field.name.endswith("_every_steps")]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
         return GreedyTraining(
             stages,
-            data.draw,
+            sets.draw,
             comm,
             run_dir,
             batch=self.batch,
@@ -204,117 +196,6 @@ class Cots(DividedRecipe):
             options=plain,
         )
 
-    def _test(
-        self, stages: "list[allstep.nn.Stage]", data: "_Data", run_dir: Path
-    ) -> list[dict[str, Any]]:
-        """The table of neurons and baselines; rank 0 writes the pictures."""
-        test = data.face_test()
-        untrained = self.stages(data.grid, self.seed + _UNTRAINED_SEED)
-        trained = [test.layer(name, part) for name, part in parts_of(stages)]
-        random = [test.layer(f"{name}, untrained", part) for name, part in parts_of(untrained)]
-        filters = stages[0].whole_filters()
-        if data.grid.rank != 0:
-            return []
-        assert filters is not None
-        save_filters(run_dir / "filters.png", filters, self.channels)
-        save_stimuli(run_dir / "best_stimuli.png", [test.shown(best) for best in trained])
-        rows: list[Best] = []
-        for best, other in zip(trained, random, strict=True):
-            generator = torch.Generator().manual_seed(self.seed + _TEMPLATE_SEED)
-            photographs = data.train_photographs
-            rows += [best, other, test.random_templates(best.num_neurons, photographs, generator)]
-        rows.append(test.feature("brightness", lambda x: x.float().mean((1, 2))[:, None]))
-        rows.append(test.feature("contrast", lambda x: x.float().std((1, 2))[:, None]))
-        rows.append(test.mean_face())
-        all_negative = {"name": "never a face", "accuracy": test.all_negative, "auc": 0.5}
-        return [*(best.as_dict() for best in rows), all_negative]
-
     def _num_parameters(self, stages: "list[allstep.nn.Stage]", comm: Communicator) -> int:
         own = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
         return int(comm.all_reduce(torch.tensor(own)))
-
-
-class _Data:
-    """This worker's part of the training pictures, and the stimuli of the test.
-
-    Half of the photographs are trained on. The others give the distractors: the first half of
-    these the ones to choose with, the rest the ones to report.
-    """
-
-    def __init__(self, recipe: Cots, grid: "allstep.nn.Grid") -> None:
-        self.grid = grid
-        self._recipe = recipe
-        self._layout = grid.split((recipe.pixels, recipe.pixels))
-        self._paths = find_photographs(recipe.photos, recipe.folder)
-        self._portraits = read_portraits(recipe.faces)
-        self.train_photographs = self._read(self._paths[::2], recipe.channels, recipe.pixels)
-        generator = torch.Generator().manual_seed(recipe.seed)
-        patches = draw_patches(self.train_photographs, recipe.patches, recipe.pixels, generator)
-        warps = resized(self._portraits.warps, recipe.pixels, recipe.channels)
-        self._patches = self._own_part(patches)
-        self._warps = self._own_part(warps)
-
-    def draw(self, generator: torch.Generator) -> Tensor:
-        """A batch: this worker's part of photographs' patches and of unlabelled portraits."""
-        num = self._recipe.batch
-        are_faces = torch.rand(num, generator=generator) < self._recipe.face_share
-        patch_numbers = torch.randint(len(self._patches), (num,), generator=generator)
-        warp_numbers = torch.randint(len(self._warps), (num,), generator=generator)
-        places = are_faces.view(-1, 1, 1, 1)
-        return torch.where(places, self._warps[warp_numbers], self._patches[patch_numbers])
-
-    def face_test(self) -> FaceTest:
-        """The stimuli are the same whatever the seed."""
-        generator = torch.Generator().manual_seed(_STIMULI_SEED)
-        held_out = self._paths[1::2]
-        half = len(held_out) // 2
-        portraits, recipe = self._portraits, self._recipe
-        return FaceTest(
-            self.grid,
-            self._layout,
-            self._stimuli(portraits.choose, held_out[:half], generator),
-            self._stimuli(portraits.report, held_out[half:], generator),
-            pixels=recipe.pixels,
-            channels=recipe.channels,
-            contrast_size=recipe.contrast_size,
-            dtype=recipe.dtype,
-        )
-
-    def _stimuli(self, faces: Tensor, paths: list[Path], generator: torch.Generator) -> Stimuli:
-        side = faces.shape[1]
-        num = round(len(faces) * _DISTRACTORS_PER_FACE)
-        patches = draw_patches(self._read(paths, 1, side), num, side, generator)
-        return Stimuli(faces, patches[:, 0])
-
-    def _own_part(self, pictures: Tensor) -> Tensor:
-        """Normalised as whole pictures, a part of them kept."""
-        recipe = self._recipe
-        parts = [
-            allstep.nn.windows.own_part(
-                self.grid,
-                contrast_normalised(some, recipe.dtype, recipe.contrast_size),
-                self._layout,
-            ).clone()
-            for some in torch.split(pictures, 256)
-        ]
-        return torch.cat(parts)
-
-    def _read(self, paths: list[Path], channels: int, side: int) -> list[list[Tensor]]:
-        return [read_photograph(path, channels, side) for path in paths]
-
-
-def _show(report: dict[str, Any], run_dir: Path) -> None:
-    """The report on one screen."""
-    if report["interrupted"] is None:
-        print(f"{'':32}{'neurons':>8}{'AUC':>8}{'accuracy':>10}   chosen on the other half")
-        for row in report["neurons"]:
-            count = row.get("num_neurons", "")
-            print(f"{row['name']:32}{count:>8}{row['auc']:>8.3f}{row['accuracy']:>10.2%}")
-    print(f"parameters: {report['num_parameters']:,} on {report['workers']} worker(s)")
-    print(f"speed: {report['samples_per_s']:,.0f} samples/s")
-    print(f"run: {run_dir}")
-    if report["interrupted"] is not None:
-        workers = f" --workers {report['workers']}" if report["workers"] > 1 else ""
-        print(f"next: allstep train --resume {run_dir}{workers}")
-    else:
-        print(f"next: see {run_dir}/filters.png and best_stimuli.png")
