@@ -27,7 +27,7 @@ from allstep.nn.windows import own_part
 __all__ = ["BATCH", "NETS", "Shape", "run_point"]
 
 BATCH = 96
-PING_BYTES = 4 << 20
+PING_BYTES = 1 << 20
 STEPS_A_TURN = 3  # the last counts: a step after a pause finds other data in the caches
 
 # kernel, step, block, pool size, pool stride, norm size of each stage
@@ -145,19 +145,18 @@ def _measure_net(
 
 
 def _link(comm: Communicator) -> dict[str, float]:
-    """Latency and bytes per second from one worker to the other."""
+    """Latency and bytes per second from one worker to the other, as halos travel."""
+    parcels, other = Parcels(comm), 1 - comm.rank
+    options: Any = {"dtype": torch.uint8, "device": torch.device("cpu"), "verb": "ping"}
     seconds = []
     for num_bytes in (8, PING_BYTES):
-        ping = torch.zeros(num_bytes, dtype=torch.uint8)
-        times = []
-        for _ in range(5):
+        ping, times = torch.zeros(num_bytes, dtype=torch.uint8), []
+        for _ in range(20):
             start_s = time.perf_counter()
-            if comm.rank == 0:
-                comm.send(ping, 1)
-                comm.recv(1)
-            else:
-                comm.recv(0)
-                comm.send(ping, 0)
+            for sender in (0, 1):
+                outgoing = {other: ping} if comm.rank == sender else {}
+                incoming = {other: (num_bytes,)} if comm.rank != sender else {}
+                parcels.exchange(outgoing, incoming, **options).wait()
             times.append((time.perf_counter() - start_s) / 2)
         seconds.append(min(times))
     latency_s, long_s = seconds
