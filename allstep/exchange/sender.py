@@ -50,13 +50,16 @@ class Sender:
         self.compares = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up
         self.looks_late = looks_late(comm.device)
         self._posted_s = self._last_end_s = 0.0
+        self._pending: set[object] = set()  # a mark for each call that the backend works on
         self._timeout_s = comm.timeout_s
         self._staleness = policy.staleness
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
         self._states: list[WireState] = []
-        self.close = finalize(self, _close, self.runner, self.transport, self.comm, comm)
+        self.close = finalize(
+            self, _close, self.runner, self.transport, self.comm, comm, self._pending
+        )
 
     @property
     def has_residuals(self) -> bool:
@@ -124,7 +127,8 @@ class Sender:
 
     def _post(self, native: Native, flight: Flight, index: int) -> Job:
         """Hands a bucket to the backend itself, which works on several at once."""
-        flat = flight.flats[index]
+        flat, mark = flight.flats[index], object()
+        self._pending.add(mark)
 
         def finish() -> None:
             flat.div_(self.comm.size)
@@ -132,6 +136,7 @@ class Sender:
                 self._compare(flight, self._main_comm)  # this sender's own is still busy
 
         def count(start_s: float) -> None:
+            self._pending.discard(mark)
             end_s = perf_counter()
             self._posted_s += end_s - max(start_s, self._last_end_s)
             self._last_end_s = end_s
@@ -245,10 +250,23 @@ def _channel(comm: Communicator) -> Communicator:
     return channel
 
 
-def _close(runner: Runner, transport: Transport, channel: Communicator, comm: Communicator) -> None:
+def _close(
+    runner: Runner,
+    transport: Transport,
+    channel: Communicator,
+    comm: Communicator,
+    pending: set[object],
+) -> None:
+    """Gives all back. A group waits for its pending calls when it is closed, and holds the
+    interpreter's lock meanwhile: where workers disagreed, that would be for a whole timeout.
+    """
     runner.close()
     transport.algorithm.close()
-    if channel is not comm:
+    if channel is comm:
+        return
+    if pending:
+        channel.abort()
+    else:
         channel.close()
 
 

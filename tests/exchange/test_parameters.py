@@ -1,6 +1,9 @@
 """Parameters that join, leave, or change their mind."""
 
 import copy
+import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -135,6 +138,34 @@ def test_models_that_change_differently_are_an_error(
             model(torch.ones(1, 5)).sum().backward()
 
     run_ranks(2, worker)
+
+
+def test_an_exchange_that_failed_is_collected_without_waiting_for_its_pending_calls() -> None:
+    """A backend's group waits for them when it goes, and the whole process with it."""
+    is_collected = threading.Event()
+
+    def fail(comm: Communicator) -> object:
+        model = mlp()
+        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        if comm.rank == 1:
+            model.append(nn.Linear(1, 1))
+        try:
+            model(torch.ones(1, 5)).sum().backward()
+        except DisagreementError:
+            return exchange if comm.rank == 1 else None
+        raise AssertionError("no disagreement")
+
+    def worker(comm: Communicator) -> float:
+        start_s = time.monotonic()
+        kept = fail(comm)  # rank 1's end of the group stays open meanwhile
+        if comm.rank == 1:
+            is_collected.wait(20)
+        gc.collect()
+        is_collected.set()
+        del kept
+        return time.monotonic() - start_s
+
+    assert max(run_ranks(2, worker, timeout_s=20)) < 5
 
 
 def test_has_changed_notices_every_kind_of_change() -> None:
