@@ -30,7 +30,7 @@ __all__ = ["EPOCHS", "FACTOR", "LINES", "MICRO_BATCH", "Line", "Settings", "trai
 
 FACTOR = 32
 SMALL_BATCH = MICRO_BATCH = 8
-EPOCHS = 30
+EPOCHS = 12
 _WIDTH = 16
 _MOMENTUM = 0.9
 _NUM_HELD_OUT = 288
@@ -113,9 +113,9 @@ class Line:
     trials: dict[str, Sequence[float]]
 
 
-_SMALL_LR = 0.01
+_SMALL_LR = 0.02
 _LARGE_LR = linear_scaling(_SMALL_LR, SMALL_BATCH, FACTOR * SMALL_BATCH)
-_WARMUP_EPOCHS = 10.0  # of lines that have a rate to find
+_WARMUP_EPOCHS = 4.5  # of lines that have a rate to find
 
 # [Note: how the settings were found]
 LINES = (
@@ -127,19 +127,19 @@ LINES = (
     Line(name="linear scaling", settings=Settings(lr=_LARGE_LR), trials={}),
     Line(
         name="with warm-up",
-        settings=Settings(lr=_LARGE_LR, warmup_epochs=15.0),
-        trials={"warmup_epochs": (2.0, 5.0, 10.0, 15.0)},
+        settings=Settings(lr=_LARGE_LR, warmup_epochs=6.0),
+        trials={"warmup_epochs": (1.5, 3.0, 4.5, 6.0)},
     ),
     Line(name="old rate", settings=Settings(lr=_SMALL_LR), trials={}),
     Line(
         name="AdamW",
         settings=Settings(rule="adamw", lr=0.02, warmup_epochs=_WARMUP_EPOCHS),
-        trials={"lr": (0.005, 0.01, 0.02, 0.04)},
+        trials={"lr": (0.01, 0.02, 0.04, 0.08)},
     ),
     Line(
         name="LARS",
         settings=Settings(rule="lars", lr=8.0, warmup_epochs=_WARMUP_EPOCHS),
-        trials={"lr": (4.0, 8.0, 16.0, 32.0)},
+        trials={"lr": (2.0, 4.0, 8.0, 16.0)},
     ),
     Line(
         name="LAMB",
