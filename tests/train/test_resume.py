@@ -50,7 +50,7 @@ def train_slowly(comm: Communicator, run_dir: str, changes: dict[str, Any]) -> N
     forward = torch.nn.Linear.forward
 
     def slow_forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
-        time.sleep(0.015)
+        time.sleep(0.005)
         return forward(self, x)
 
     torch.nn.Linear.forward = slow_forward  # type: ignore[method-assign]
