@@ -177,6 +177,8 @@ def _work(
 ) -> None:
     """A child's life: what torchrun would set, the communicator, the function."""
     torch.set_num_threads(1)
+    # As in a worker that was not started so itself: a loader's processes are forked.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
