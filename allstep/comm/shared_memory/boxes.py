@@ -6,7 +6,6 @@ A rank that has to wait for a free slot takes what is sent to it meanwhile, so r
 many messages before they wait for any do not block each other.
 """
 
-import mmap
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm.shared_memory.meeting import Meeting, meet
-from allstep.comm.shared_memory.signals import FIRST_FREE, Signals, line_bytes
+from allstep.comm.shared_memory.signals import FIRST_FREE, Signals, lines_bytes
 from allstep.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -43,22 +42,21 @@ class Boxes:
 
     def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
         self.rank, self.size = rank, len(meeting.pids)
-        lines_bytes = _lines_bytes(self.size)
+        self._slots_start = lines_bytes(self.size, _num_words(self.size))
         memory = memoryview(meeting.memory)
         self._timeout_s: float | None = None
         self._signals = Signals(
-            memory[:lines_bytes],
+            memory[: self._slots_start],
             rank,
             meeting.pids,
             meeting.bells,
             lambda: self._timeout_s or timeout_s(),
-            num_words=FIRST_FREE + 2 * self.size,
+            num_words=_num_words(self.size),
         )
         self._words = memory.cast("q")
-        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[lines_bytes:].view(
+        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[self._slots_start :].view(
             self.size, self.size - 1, NUM_SLOTS, -1
         )
-        self._slots_start = lines_bytes
         self.message_bytes = self._slots.shape[3] - _HEADER_BYTES
         self._num_sent = [0] * self.size
         self._num_taken = [0] * self.size
@@ -78,7 +76,7 @@ class Boxes:
         num_slots = comm.size * (comm.size - 1) * NUM_SLOTS
         if slot_bytes is None:
             slot_bytes = min(_MAX_SLOT_BYTES, _MAX_TOTAL_BYTES // num_slots // 64 * 64)
-        num_bytes = _lines_bytes(comm.size) + num_slots * slot_bytes
+        num_bytes = lines_bytes(comm.size, _num_words(comm.size)) + num_slots * slot_bytes
         meeting = meet(comm, num_bytes, populate=False)  # most pairs have no window in common
         return cls(meeting, comm.rank, lambda: comm.timeout_s)
 
@@ -160,7 +158,6 @@ class Boxes:
         self._signals.close()
 
 
-def _lines_bytes(num_ranks: int) -> int:
-    """Of all ranks' counters, in whole pages."""
-    num_bytes = num_ranks * line_bytes(FIRST_FREE + 2 * num_ranks)
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _num_words(num_ranks: int) -> int:
+    """Of a rank's line: it counts what it sent to each, and what it took from each."""
+    return FIRST_FREE + 2 * num_ranks

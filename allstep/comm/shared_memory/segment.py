@@ -14,7 +14,6 @@ tensor is filled whole and each rank adds up all of it: one wait instead of two,
 bits, since the order is the same.
 """
 
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -25,7 +24,14 @@ from torch import Tensor
 from allstep.comm.shared_memory.block import Block
 from allstep.comm.shared_memory.cuts import Cut, Piece, add_up
 from allstep.comm.shared_memory.meeting import Meeting, meet
-from allstep.comm.shared_memory.signals import EMPTIED, FILLED, REDUCED, Signals, line_bytes
+from allstep.comm.shared_memory.signals import (
+    EMPTIED,
+    FILLED,
+    NUM_SUM_WORDS,
+    REDUCED,
+    Signals,
+    lines_bytes,
+)
 
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
@@ -53,11 +59,15 @@ class Segment:
 
     def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
         self.rank, self.size = rank, len(meeting.pids)
-        lines_bytes = _lines_bytes(self.size)
+        lines_end = lines_bytes(self.size, NUM_SUM_WORDS)
         self._signals = Signals(
-            memoryview(meeting.memory)[:lines_bytes], rank, meeting.pids, meeting.bells, timeout_s
+            memoryview(meeting.memory)[:lines_end],
+            rank,
+            meeting.pids,
+            meeting.bells,
+            timeout_s,
         )
-        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[lines_bytes:].view(
+        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[lines_end:].view(
             self.size, NUM_SLOTS, -1
         )
         self._slot_bytes = self._slots.shape[2]
@@ -78,7 +88,7 @@ class Segment:
             NotShared: on every rank, if one of them cannot.
         """
         slot_bytes = slot_bytes or default_slot_bytes(comm.size)
-        num_bytes = _lines_bytes(comm.size) + comm.size * NUM_SLOTS * slot_bytes
+        num_bytes = lines_bytes(comm.size, NUM_SUM_WORDS) + comm.size * NUM_SLOTS * slot_bytes
         meeting = meet(comm, num_bytes)
         return cls(meeting, comm.rank, lambda: comm.timeout_s)
 
@@ -191,8 +201,3 @@ class Segment:
         if self._is_open:
             self._is_open = False
             self._signals.close()
-
-
-def _lines_bytes(num_ranks: int) -> int:
-    """Of all ranks' counters, in whole pages."""
-    return -(-num_ranks * line_bytes(EMPTIED + 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -18,6 +18,7 @@ up sooner than ranks that only gave way to them.
 """
 
 import ctypes
+import mmap
 import os
 import select
 import threading
@@ -28,10 +29,10 @@ from allstep.comm.roll_call import listed
 from allstep.comm.shared_memory.meeting import Bells
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
-__all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "REDUCED", "Signals", "line_bytes"]
+__all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "NUM_SUM_WORDS", "REDUCED", "Signals", "lines_bytes"]
 
 _ASLEEP, _LEFT, FIRST_FREE = range(3)  # the words of a rank's line; from there on as users like
-FILLED, REDUCED, EMPTIED = range(FIRST_FREE, FIRST_FREE + 3)  # of sums
+FILLED, REDUCED, EMPTIED, NUM_SUM_WORDS = range(FIRST_FREE, FIRST_FREE + 4)  # of sums
 
 _SPIN_S = 5e-5
 _GIVE_WAY_S = 2e-4
@@ -41,7 +42,12 @@ _LONGEST_SLEEP_S = 0.1  # should ever a bell be missed
 _sched_yield = ctypes.CDLL(None).sched_yield
 
 
-def line_bytes(num_words: int) -> int:
+def lines_bytes(num_ranks: int, num_words: int) -> int:
+    """Of all ranks' counters, in whole pages."""
+    return -(-num_ranks * _line_bytes(num_words) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _line_bytes(num_words: int) -> int:
     """Of a rank's counters: whole pairs of cache lines, which is how processors fetch them."""
     return -(-8 * num_words // 128) * 128
 
@@ -50,7 +56,7 @@ class Signals:
     """This rank's counters and a view of the others'.
 
     Args:
-        memory: the lines of all ranks, each of `line_bytes(num_words)`, zero at first.
+        memory: the lines of all ranks, `lines_bytes` of it, zero at first.
         rank, pids: this rank, and the process of each.
         bells: to wake the others and to be woken by them.
         timeout_s: tells how long a wait may take.
@@ -67,11 +73,11 @@ class Signals:
         pids: Sequence[int],
         bells: Bells,
         timeout_s: Callable[[], float],
-        num_words: int = EMPTIED + 1,
+        num_words: int = NUM_SUM_WORDS,
     ) -> None:
         self.verb = "all_reduce"
         self._words = memory.cast("q")
-        self._line_words = line_bytes(num_words) // 8
+        self._line_words = _line_bytes(num_words) // 8
         self._rank = rank
         self._others = [other for other in range(len(pids)) if other != rank]
         self._timeout_s = timeout_s
