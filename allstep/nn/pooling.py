@@ -146,7 +146,6 @@ class AvgPool2d(_Pool2d):
         super().__init__(grid, in_layout, kernel_size, stride, padding, ceil_mode=ceil_mode)
         self.ceil_mode = ceil_mode
         self.count_include_pad = count_include_pad
-        self._margins = pair("padding", padding, 0) if count_include_pad else (0, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input."""
@@ -162,9 +161,10 @@ class AvgPool2d(_Pool2d):
     def _shares(self, dim: int, outputs: Window, like: Tensor) -> Tensor:
         """How much of each output's receptive field counts."""
         length, kernel = self.in_layout.shape[dim], self._reach.kernel[dim]
-        margin = self._margins[dim]
+        padding = self._reach.padding[dim][0]
+        margin = padding if self.count_include_pad else 0
         firsts = [
-            output * self._reach.stride[dim] - self._reach.padding[dim][0]
+            output * self._reach.stride[dim] - padding
             for output in range(outputs.start[dim], outputs.stop[dim])
         ]
         counts = [min(first + kernel, length + margin) - max(first, -margin) for first in firsts]
