@@ -7,6 +7,7 @@ from torch import Tensor
 
 __all__ = ["BlockParts"]
 
+_SLICE_BYTES = 1 << 20  # of larger tensors each one is fetched from the kernel, page by page
 _TINY = torch.finfo(torch.float32).tiny  # smaller scales have too few bits
 
 
@@ -66,42 +67,64 @@ class BlockParts:
         """[size, num_blocks, block] -> [num_elements]."""
         return parts.reshape(-1)[: self.num_elements]
 
-    def encode(self, values: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_(self, values: Tensor, tail: Tensor) -> Tensor:
         """One row of bytes a part: its numbers, its scales, its piece of the tail.
 
         A block that isn't finite gets a scale that isn't either, and so comes out as NaN.
 
         Args:
-            values: [parts, num_blocks, block].
+            values: [parts, num_blocks, block]; what the message doesn't tell is left in it.
             tail: [parts, tail_length], whole numbers of at most 127.
 
         Returns:
-            The message, [parts, bytes] of int8; and the values that `decode` will make of it.
+            The message, [parts, bytes] of int8.
         """
-        largest = torch.maximum(values.amax(-1, keepdim=True), -values.amin(-1, keepdim=True))
-        scale = (largest / 127).float()
-        scale = torch.where(scale < _TINY, 0, torch.where(scale.isinf(), torch.nan, scale))
-        sent = (values / torch.where(scale > 0, scale, 1)).round_()
-        pieces = (sent.to(torch.int8), scale, tail.to(torch.int8))
-        message = torch.cat([piece.flatten(1).view(torch.int8) for piece in pieces], 1)
-        return message, sent.mul_(scale)
+        message = values.new_empty((len(values), sum(self._sizes)), dtype=torch.int8)
+        numbers, scale_bytes, tail_bytes = message.split_with_sizes(self._sizes, 1)
+        numbers = numbers.view(-1, self.num_blocks, self.block)
+        scales = values.new_empty((len(values), self.num_blocks, 1), dtype=torch.float32)
+        for some in self._slices(values):
+            wanted = values[:, some]
+            largest = torch.maximum(wanted.amax(-1, keepdim=True), -wanted.amin(-1, keepdim=True))
+            scale = (largest / 127).float()
+            scale = torch.where(scale < _TINY, 0, torch.where(scale.isinf(), torch.nan, scale))
+            sent = (wanted / torch.where(scale > 0, scale, 1)).round_()
+            numbers[:, some] = sent
+            scales[:, some] = scale
+            wanted.sub_(sent.mul_(scale))
+        scale_bytes.copy_(scales.flatten(1).view(torch.int8))
+        tail_bytes.copy_(tail)
+        return message
 
-    def decode(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What `encode` made rows of.
+    def decode(self, message: Tensor, values: Tensor) -> Tensor:
+        """What `encode_` made rows of.
 
         Args:
             message: [parts, bytes] of int8.
-            dtype: of the values.
+            values: [parts, num_blocks, block]; overwritten.
 
         Returns:
-            values [parts, num_blocks, block] and tail [parts, tail_length] of int8.
+            tail [parts, tail_length] of int8.
         """
-        sizes = [self.length, 4 * self.num_blocks, self.tail_length]
-        numbers, scale, tail = message.split_with_sizes(sizes, 1)
-        scale = scale.clone(memory_format=torch.contiguous_format)  # aligned
-        scale = scale.view(torch.float32).to(dtype)
-        blocks = numbers.to(dtype).view(-1, self.num_blocks, self.block)
-        return blocks.mul_(scale.unsqueeze(-1)), tail
+        numbers, scale_bytes, tail = message.split_with_sizes(self._sizes, 1)
+        numbers = numbers.view(-1, self.num_blocks, self.block)
+        scale_bytes = scale_bytes.clone(memory_format=torch.contiguous_format)  # aligned
+        scales = scale_bytes.view(torch.float32).unsqueeze(-1)
+        for some in self._slices(values):
+            values[:, some] = numbers[:, some]
+            values[:, some].mul_(scales[:, some])
+        return tail
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of a part's numbers, scales and tail."""
+        return [self.length, 4 * self.num_blocks, self.tail_length]
+
+    def _slices(self, values: Tensor) -> list[slice]:
+        """Blocks that are worked on together: on a CPU as many as need no new memory."""
+        bytes_of_one = len(values) * self.block * values.itemsize
+        step = self.num_blocks if values.is_cuda else max(1, _SLICE_BYTES // bytes_of_one)
+        return [slice(start, start + step) for start in range(0, self.num_blocks, step)]
 
     def _rows(self, x: Tensor, length: int) -> Tensor:
         rows = x

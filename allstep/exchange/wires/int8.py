@@ -72,16 +72,17 @@ class Int8(WireFormat):
         n = layout.num_elements
         parts = BlockParts.of(n, layout.num_tail, transport.size, self.block)
         wanted = with_residual(flat, layout, state)
-        message, sent = parts.encode(parts.split(wanted), parts.split_tail(flat[n:]))
-        keep_unsent(state, wanted.sub_(parts.join(sent)))
+        values = parts.split(wanted)
+        message = parts.encode_(values, parts.split_tail(flat[n:]))
+        keep_unsent(state, parts.join(values))
 
-        values, tails = parts.decode(transport.all_to_all(message), wanted.dtype)
+        tails = parts.decode(transport.all_to_all(message), values)
         mean = values.sum(0, keepdim=True).div_(transport.size)
         tail = tails.sum(0, keepdim=True, dtype=torch.int32).clamp_(-127, 127)  # zero stays zero
-        message, sent = parts.encode(mean, tail)
-        self._keep_owned(mean.sub_(sent), parts.owned(transport.rank), state, transport.size)
+        message = parts.encode_(mean, tail)
+        self._keep_owned(mean, parts.owned(transport.rank), state, transport.size)
 
-        values, tails = parts.decode(transport.all_gather(message[0]), wanted.dtype)
+        tails = parts.decode(transport.all_gather(message[0]), values)
         flat[:n] = parts.join(values)
         flat[n:] = tails.reshape(-1)[: layout.num_tail]
 
