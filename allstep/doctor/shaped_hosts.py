@@ -1,6 +1,7 @@
 """Hosts on one machine, with links as slow as one likes, to try a network before buying it.
 
-A host is a network namespace whose only way out is a link to a switch. Needs root and iproute2.
+A host is a network namespace whose only way out is a link to a switch; two are joined by a cable,
+since a switch's work would be done by the hosts' cores. Needs root and iproute2.
 """
 
 import os
@@ -24,7 +25,7 @@ class UnavailableError(AllstepError, RuntimeError):
 
 
 class ShapedHosts:
-    """Hosts on a switch, whose links carry `rate_bps` each way; as a context manager.
+    """Hosts whose links carry `rate_bps` each way; as a context manager.
 
     Each end of a link sends through a token bucket, so that a host neither sends nor receives
     faster. Hosts have the addresses 10.78.0.1, 10.78.0.2, ... on `eth0`.
@@ -82,22 +83,33 @@ class ShapedHosts:
         self._remove()
 
     def _build(self) -> None:
+        for host in self._hosts:
+            _ip("netns", "add", host)
+        if len(self._hosts) == 2:
+            self._join(self._hosts[0], "eth0", self._hosts[1])
+        else:
+            self._build_switch()
+        for number, host in enumerate(self._hosts):
+            _ip("-n", host, "address", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "eth0", "up")
+            _ip("-n", host, "link", "set", "lo", "up")
+
+    def _build_switch(self) -> None:
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "switch", "up")
         for number, host in enumerate(self._hosts):
-            port = f"port{number}"
-            _ip("netns", "add", host)
-            _ip(
-                *("-n", self._switch, "link", "add", port, "type", "veth"),
-                *("peer", "name", "eth0", "netns", host),
-            )
-            _ip("-n", self._switch, "link", "set", port, "master", "switch", "up")
-            _ip("-n", host, "address", "add", f"10.78.0.{number + 1}/24", "dev", "eth0")
-            _ip("-n", host, "link", "set", "eth0", "up")
-            _ip("-n", host, "link", "set", "lo", "up")
-            for namespace, device in ((host, "eth0"), (self._switch, port)):
-                self._shape(namespace, device)
+            self._join(self._switch, f"port{number}", host)
+            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "switch", "up")
+
+    def _join(self, namespace: str, device: str, host: str) -> None:
+        """Lays a cable from a device to a host's `eth0`; each end sends no faster than allowed."""
+        _ip(
+            *("-n", namespace, "link", "add", device, "type", "veth"),
+            *("peer", "name", "eth0", "netns", host),
+        )
+        self._shape(namespace, device)
+        self._shape(host, "eth0")
 
     def _shape(self, namespace: str, device: str) -> None:
         burst_bytes = max(_SMALLEST_BURST_BYTES, self._rate_bps / 8 * _BURST_S)
