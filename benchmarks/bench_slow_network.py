@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,8 @@ def points(part: str, quick: bool) -> dict[str, tuple[int, float | None, Point]]
     if part == "curve":
         wire_s = GRADIENT_BYTES * 8 / GBIT_BPS
         ratios = (0.25, 1.0, 4.0) if quick else (0.25, 0.5, 1.0, 2.0, 4.0)
-        return {
-            f"{r:g}": (2, GBIT_BPS, real(variants=with_fixed, compute_s=r * wire_s)) for r in ratios
-        }
+        point = real(variants=with_fixed, steps=2)
+        return {f"{r:g}": (2, GBIT_BPS, replace(point, compute_s=r * wire_s)) for r in ratios}
     assert part == "hosts"
     point = Point(
         variants=(*variants, *fixed_choices(SMALL_BYTES, quick=quick)),
@@ -102,7 +102,7 @@ def points(part: str, quick: bool) -> dict[str, tuple[int, float | None, Point]]
         compute_s=SMALL_BYTES * 8 / SMALL_BPS,
         bucket_bytes=SMALL_BYTES // 4,
         repeats=repeats,
-        steps=steps,
+        steps=2,
     )
     return {str(n): (n, SMALL_BPS, point) for n in ((2, 4) if quick else (2, 4, 8, 16))}
 
