@@ -10,7 +10,7 @@ from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.collective import Collective
 
-__all__ = ["Measurements", "PairTiming", "read_measurements"]
+__all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +102,15 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        return _measurements(table)
+        return measurements_of(table)
     except OSError as error:
         raise UsageError(f"`{argument}` (={path}) can't be read: {error}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # UsageError is a ValueError
         raise UsageError(f"`{argument}` (={path}) holds no measurements: {error}") from None
 
 
-def _measurements(table: Mapping[str, Any]) -> Measurements:
+def measurements_of(table: Mapping[str, Any]) -> Measurements:
+    """Measurements from their fields as plain data: lists for tuples, dicts for what they hold."""
     values = dict(table)
     for name in ("intra", "inter"):
         values[name] = None if values[name] is None else Link(**values[name])

@@ -1,0 +1,134 @@
+"""Networks on which steps are predicted and measured; their ranks, which do both.
+
+python benchmarks/predict_worker.py NETWORK.json     # as a rank; started by bench_predict.py
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import allstep
+from allstep.comm import Communicator
+from allstep.doctor.measure import measure
+from allstep.doctor.trial import Training, measure_policy, measure_workload, sleeping_training
+from allstep.plan.policy import MIB, POLICIES, Policy
+from allstep.plan.workload import Workload
+
+__all__ = ["LINKS", "Network"]
+
+LINKS = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9, "one_host": None}
+NUM_LAYERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Hosts on links, or ranks of one host.
+
+    Attributes:
+        link: a key of `LINKS`.
+        num_hosts: or ranks.
+        models_mb: megabytes of float32 gradients of each model.
+        seconds: of the timed steps of a policy.
+    """
+
+    link: str
+    num_hosts: int
+    models_mb: Sequence[int]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.link} {self.num_hosts}"
+
+    @property
+    def rate_bps(self) -> float | None:
+        """Of a link, each way; None for ranks of one host."""
+        return LINKS[self.link]
+
+    def wire_s(self, model_mb: int) -> float:
+        """Seconds of float32 on the wire."""
+        rate_bps = self.rate_bps or 20e9
+        return 2 * (self.num_hosts - 1) / self.num_hosts * 8e6 * model_mb / rate_bps
+
+    def compute_s(self, model_mb: int) -> float:
+        """About what float32 takes on the wire, so that neither is all of a step."""
+        return min(0.6, max(0.03, self.wire_s(model_mb)))
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """What is compared, with the algorithm that allstep takes on such hosts by itself."""
+        algorithm = "shared_memory" if self.rate_bps is None else "native"
+        own = Policy(name="fp32", algorithm=algorithm, bucket_bytes=8 * MIB, first_bucket_bytes=MIB)
+        return (
+            POLICIES[0],  # DDP
+            own,
+            replace(own, name="fp16", wire="fp16"),
+            replace(own, name="int8", wire="int8"),
+            replace(own, name="fp16 + staleness 1", wire="fp16", staleness=1),
+            Policy(name="local SGD, H = 4", algorithm=algorithm, bucket_bytes=None, every=4),
+        )
+
+
+def run_rank(file: Path) -> None:
+    """Measures a network's constants, then its models' steps; rank 0 writes both."""
+    torch.set_num_threads(1)
+    network = Network(**json.loads(file.read_text()))
+    with allstep.init(device="cpu") as comm:
+        measurements = measure(comm)
+        models = {str(mb): measure_model(comm, network, mb) for mb in network.models_mb}
+        if comm.rank == 0:
+            measurements.write(file.with_suffix(".measurements"))
+            file.with_suffix(".models").write_text(json.dumps(models))
+        comm.barrier()
+
+
+def measure_model(comm: Communicator, network: Network, model_mb: int) -> dict[str, Any]:
+    """The model's compute, and seconds of its steps under each policy."""
+    num_elements, compute_s = model_mb * 250_000, network.compute_s(model_mb)
+    if network.num_hosts == 2:
+        make_training = real_training(comm, num_elements, compute_s)
+    else:
+        asleep = Workload.from_step(num_params=num_elements, step_s=compute_s)
+        make_training = partial(sleeping_training, asleep)
+    workload = measure_workload(comm, make_training(), num_samples=1)
+    num_repeats = 3 if network.wire_s(model_mb) > 2 else 5
+    seconds = {
+        policy.name: measure_policy(
+            comm, make_training, policy, num_repeats=num_repeats, seconds=network.seconds / 5
+        )
+        for policy in network.policies
+    }
+    return {"workload": asdict(workload), "seconds": seconds}
+
+
+def real_training(
+    comm: Communicator, num_elements: int, compute_s: float
+) -> Callable[[], Training]:
+    """Square layers, and a batch as large as it takes for `compute_s`, the same on all workers."""
+    width = round((num_elements / NUM_LAYERS) ** 0.5)
+
+    def make(x: torch.Tensor) -> Training:
+        layers: list[nn.Module] = []
+        for _ in range(NUM_LAYERS):
+            layers += [nn.Linear(width, width, bias=False), nn.ReLU()]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        return Training(model, lambda net: net(x).mean(), optimizer)
+
+    batch = 64
+    for _ in range(3):
+        trial = measure_workload(comm, make(torch.randn(batch, width)), num_samples=1, num_steps=5)
+        step_s = comm.broadcast_object(trial.compute_s)
+        batch = max(1, round(batch * compute_s / step_s))
+    return partial(make, torch.randn(batch, width))
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
