@@ -66,12 +66,15 @@ class Network:
         """What is compared, with the algorithm that allstep takes on such hosts by itself."""
         algorithm = "shared_memory" if self.rate_bps is None else "native"
         own = Policy(name="fp32", algorithm=algorithm, bucket_bytes=8 * MIB, first_bucket_bytes=MIB)
+        half = replace(own, name="fp16", wire="fp16")
+        if self.rate_bps is not None and self.num_hosts == 2:
+            half = replace(half, algorithm="recursive_doubling")
         return (
             POLICIES[0],  # DDP
             own,
-            replace(own, name="fp16", wire="fp16"),
+            half,
             replace(own, name="int8", wire="int8"),
-            replace(own, name="fp16 + staleness 1", wire="fp16", staleness=1),
+            replace(half, name="fp16 + staleness 1", staleness=1),
             Policy(name="local SGD, H = 4", algorithm=algorithm, bucket_bytes=None, every=4),
         )
 

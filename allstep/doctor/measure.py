@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import usual_algorithm
 from allstep.doctor.collectives import measure_burst_s, measure_collective
 from allstep.doctor.gemm import measure_gemm_flops
 from allstep.doctor.links import measure_pairs, slowest
@@ -13,9 +14,10 @@ from allstep.doctor.measurements import Measurements
 from allstep.doctor.timing import agreed_repeats, slowest_s, synchronize
 from allstep.exchange import ExchangePolicy
 from allstep.exchange.overlapped import OverlappedExchange
+from allstep.exchange.wires import make_wire
 from allstep.plan.collective import Collective
 
-__all__ = ["WIRES", "measure", "usual_algorithm"]
+__all__ = ["WIRES", "measure"]
 
 WIRES = ("fp32", "fp16", "int8")
 _COPY_BYTES = 32 << 20
@@ -60,16 +62,9 @@ def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
     )
 
 
-def usual_algorithm(comm: Communicator) -> str:
-    """What an exchange uses where the policy doesn't say."""
-    shares_memory = comm.num_nodes == 1 and comm.device.type == "cpu"
-    return "shared_memory" if shares_memory else "native"
-
-
 def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[Collective, ...]:
-    usual = usual_algorithm(comm)
-    combinations = [("fp32", "native")]  # also what DistributedDataParallel does
-    combinations += [(wire, usual) for wire in wires if (wire, usual) != ("fp32", "native")]
+    usual = [(wire, usual_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
+    combinations = dict.fromkeys([("fp32", "native"), *usual])  # DistributedDataParallel's first
     return tuple(measure_collective(comm, wire, algorithm) for wire, algorithm in combinations)
 
 

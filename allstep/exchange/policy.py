@@ -25,9 +25,9 @@ class ExchangePolicy:
             whole steps; 1 is double buffering. The first steps make no update. [Note: stale
             timeline]
         algorithm: how sums are taken: "native" (torch's), "ring", "halving_doubling",
-            "hierarchical", "two_dimensional", "shared_memory", "dummy", "auto" (the fastest as
-            measured at `attach`), what makes one of a communicator, or None for what suits the
-            machines: shared memory between CPU workers of one host, else native.
+            "recursive_doubling", "hierarchical", "two_dimensional", "shared_memory", "dummy",
+            "auto" (the fastest as measured at `attach`), what makes one of a communicator, or
+            None for what suits the machines: see `usual_algorithm`.
         bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
             still makes others; "auto" measures the first steps and chooses.
         every: workers take the mean of their parameters after this many global batches, and

@@ -43,8 +43,8 @@ class Sender:
         self.runner: Runner = make_runner(comm.device)
         self._main_comm = comm
         self.comm = _channel(comm)
-        self.transport = Transport(self.comm, make_algorithm(policy.algorithm, self.comm))
-        algorithm = self.transport.algorithm
+        algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype)
+        self.transport = Transport(self.comm, algorithm)
         plain = type(self.wire) is FullPrecision and comm.device.type == "cpu" and comm.size > 1
         self._native = algorithm if plain and type(algorithm) is Native else None
         self.compares = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up

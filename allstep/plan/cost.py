@@ -106,6 +106,18 @@ def _halving_doubling(cluster: Cluster, num_bytes: float) -> list[Stage]:
     return [*halves, _exchange(cluster, power, num_bytes, num_messages=2)]
 
 
+def _recursive_doubling(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    size = cluster.num_workers
+    power = 1 << (size.bit_length() - 1)
+    wholes = [
+        _exchange(cluster, power >> level, num_bytes, num_messages=1)
+        for level in range(1, power.bit_length())
+    ]
+    if power == size:
+        return wholes
+    return [*wholes, _exchange(cluster, power, num_bytes, num_messages=2)]
+
+
 def _exchange(cluster: Cluster, distance: int, num_bytes: float, *, num_messages: int) -> Stage:
     """Every worker sends to the one `distance` ranks away, all at once."""
     per_node = cluster.workers_per_node
@@ -176,6 +188,7 @@ _STAGES: Mapping[str, Callable[[Cluster, float], list[Stage]]] = {
     "native": _ring,
     "ring": _ring,
     "halving_doubling": _halving_doubling,
+    "recursive_doubling": _recursive_doubling,
     "hierarchical": _hierarchical,
     "two_dimensional": _two_dimensional,
     "shared_memory": _shared_memory,
@@ -195,6 +208,8 @@ def all_reduce_s(algorithm: str, cluster: Cluster, num_bytes: float) -> float:
     """
     size = cluster.num_workers
     summed_bytes = (size - 1) / size * num_bytes
+    if algorithm == "recursive_doubling":  # everything, in every round
+        summed_bytes = (size.bit_length() - 1) * num_bytes
     wire_s = sum(stage.seconds for stage in stages(algorithm, cluster, num_bytes))
     return wire_s + cluster.reduce_s_per_byte * summed_bytes
 

@@ -121,7 +121,7 @@ def _algorithms(cluster: Cluster, wire: str) -> list[str]:
     timed = [c.algorithm for c in cluster.collectives if c.wire == wire]
     if timed:
         return timed
-    names = ["ring", "halving_doubling"]
+    names = ["ring", "halving_doubling", "recursive_doubling"]
     if cluster.num_nodes > 1 and cluster.workers_per_node > 1:
         names += ["hierarchical", "two_dimensional"]
     if cluster.has_shared_memory and cluster.num_nodes == 1:

@@ -124,6 +124,14 @@ def _halving_doubling(group: Group, num_elements: int, element_bytes: int) -> Tr
     return total
 
 
+def _recursive_doubling(group: Group, num_elements: int, element_bytes: int) -> Traffic:
+    """All to each partner; ranks beyond the power of two fold in first."""
+    size, rank = group.size, group.rank
+    power = 1 << (size.bit_length() - 1)
+    num_messages = 1 if rank >= power else power.bit_length() - 1 + (rank < size - power)
+    return Traffic(num_messages * num_elements * element_bytes, num_messages)
+
+
 def _hierarchical(group: Group, num_elements: int, element_bytes: int) -> Traffic:
     """To the node's first rank, between those, and back; nothing inside with shared memory."""
     everything = _message(num_elements * element_bytes)
@@ -165,6 +173,7 @@ ALGORITHMS: Mapping[str, Callable[[Group, int, int], Traffic]] = {
     "native": _ring,  # backends don't tell; the least bytes that an algorithm can do with
     "ring": _ring,
     "halving_doubling": _halving_doubling,
+    "recursive_doubling": _recursive_doubling,
     "hierarchical": _hierarchical,
     "two_dimensional": _two_dimensional,
     "shared_memory": _shared_memory,

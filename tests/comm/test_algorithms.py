@@ -12,6 +12,7 @@ from allstep.comm.algorithms import (
     HalvingDoubling,
     Hierarchical,
     Native,
+    RecursiveDoubling,
     Ring,
     TwoDimensional,
     make_algorithm,
@@ -64,7 +65,9 @@ def test_sums_are_right_and_the_same_on_every_rank(name, n, local_size):
             assert (result.double() - total).abs().max() <= bound
 
 
-@pytest.mark.parametrize("name", ["ring", "halving_doubling", "shared_memory", "hierarchical"])
+@pytest.mark.parametrize(
+    "name", ["ring", "halving_doubling", "recursive_doubling", "shared_memory", "hierarchical"]
+)
 def test_the_same_sum_has_the_same_bits_again(name):
     def work(comm):
         algorithm = make_algorithm(name, comm)
@@ -91,7 +94,9 @@ def test_dummy_leaves_everyone_their_own():
 
 @pytest.mark.parametrize(("n", "local_size"), [(2, 2), (3, 3), (4, 2), (5, 5), (6, 3), (7, 7)])
 @pytest.mark.parametrize(
-    "kind", [Native, Ring, HalvingDoubling, Hierarchical, TwoDimensional], ids=lambda k: k.name
+    "kind",
+    [Native, Ring, HalvingDoubling, RecursiveDoubling, Hierarchical, TwoDimensional],
+    ids=lambda k: k.name,
 )
 def test_what_is_sent_is_what_the_plan_says(kind, n, local_size):
     options = {"share_memory": False} if kind is Hierarchical else {}
@@ -184,7 +189,9 @@ def test_auto_chooses_alike_and_says_what(n):
     assert (
         set(choices) == set(seconds) == (set() if n == 1 else {1 << 12, 1 << 16, 1 << 20, 1 << 23})
     )
-    assert set(choices.values()) <= {"native", "ring", "halving_doubling", "shared_memory"}
+    assert set(choices.values()) <= {
+        "native", "ring", "halving_doubling", "recursive_doubling", "shared_memory",
+    }  # fmt: skip
 
 
 def test_auto_takes_the_choice_of_the_nearest_size():
@@ -200,7 +207,8 @@ def test_auto_considers_nodes():
         return set(next(iter(Auto(comm).seconds.values())))
 
     assert run_ranks(4, work, local_size=2)[0] == {
-        "native", "ring", "halving_doubling", "hierarchical", "two_dimensional",
+        "native", "ring", "halving_doubling", "recursive_doubling", "hierarchical",
+        "two_dimensional",
     }  # fmt: skip
 
 

@@ -38,6 +38,13 @@ def test_halving_and_doubling_costs_what_the_books_say(p):
     assert all_reduce_s("halving_doubling", hosts(p), K) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("p", [2, 4, 8, 64, 1024])
+def test_recursive_doubling_costs_what_the_books_say(p):
+    rounds = p.bit_length() - 1
+    expected = rounds * (ALPHA + K * BETA + K * GAMMA)
+    assert all_reduce_s("recursive_doubling", hosts(p), K) == pytest.approx(expected)
+
+
 def test_a_worker_too_many_folds_in_at_the_price_of_two_whole_tensors():
     whole = INTER.seconds(2 * K, 2)
     four = sum(stage.seconds for stage in stages("halving_doubling", hosts(4), K))

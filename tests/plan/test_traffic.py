@@ -79,6 +79,13 @@ def test_halving_and_doubling_sends_the_same_in_fewer_messages(size):
     assert sent.num_messages == 2 * (size.bit_length() - 1)
 
 
+def test_two_ranks_that_swap_send_no_more_than_a_ring_in_half_the_messages():
+    pair = Group(rank=0, local_size=2)
+    ring = all_reduce_traffic("ring", pair, 1000, 4)
+    swap = all_reduce_traffic("recursive_doubling", pair, 1000, 4)
+    assert (swap.sent_bytes, 2 * swap.num_messages) == (ring.sent_bytes, ring.num_messages)
+
+
 def test_without_shared_memory_a_node_sends_to_its_first_worker():
     def sent(rank):
         group = Group(rank=rank, local_size=4, num_nodes=2)

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from allstep.comm.algorithms.auto import Auto
 from allstep.comm.algorithms.base import AllReduce
-from allstep.comm.algorithms.halving_doubling import HalvingDoubling
+from allstep.comm.algorithms.doubling import HalvingDoubling, RecursiveDoubling
 from allstep.comm.algorithms.native import Dummy, Native
 from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
 from allstep.comm.algorithms.ring import Ring
-from allstep.comm.algorithms.shared import SharedMemory, default_algorithm
+from allstep.comm.algorithms.shared import SharedMemory
 from allstep.errors import UsageError, nearest_names
 
 if TYPE_CHECKING:
@@ -23,11 +25,13 @@ __all__ = [
     "HalvingDoubling",
     "Hierarchical",
     "Native",
+    "RecursiveDoubling",
     "Ring",
     "SharedMemory",
     "TwoDimensional",
     "check_algorithm",
     "make_algorithm",
+    "usual_algorithm",
 ]
 
 ALGORITHMS: Mapping[str, type[AllReduce]] = {
@@ -36,6 +40,7 @@ ALGORITHMS: Mapping[str, type[AllReduce]] = {
         Native,
         Ring,
         HalvingDoubling,
+        RecursiveDoubling,
         Hierarchical,
         TwoDimensional,
         SharedMemory,
@@ -46,25 +51,46 @@ ALGORITHMS: Mapping[str, type[AllReduce]] = {
 
 
 def make_algorithm(
-    algorithm: "str | Callable[[Communicator], AllReduce] | None", comm: "Communicator"
+    algorithm: "str | Callable[[Communicator], AllReduce] | None",
+    comm: "Communicator",
+    dtype: torch.dtype = torch.float32,
 ) -> AllReduce:
     """An algorithm for the ranks of `comm`; all of them must make it.
 
     Args:
         algorithm: a name in `ALGORITHMS`, or what makes one of a communicator, such as
-            `lambda comm: Ring(comm, order=(0, 2, 1))`; None for shared memory between CPU
-            ranks of one host, and the backend's own otherwise.
+            `lambda comm: Ring(comm, order=(0, 2, 1))`; None for `usual_algorithm`.
         comm: the ranks.
+        dtype: of most tensors.
 
     Raises:
         UsageError: if the name is unknown, or the algorithm does not suit the ranks' nodes.
     """
     if algorithm is None:
-        return default_algorithm(comm)
+        algorithm = usual_algorithm(comm, dtype)
     if not isinstance(algorithm, str):
         return algorithm(comm)
     check_algorithm(algorithm)
     return ALGORITHMS[algorithm](comm)
+
+
+def usual_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) -> str:
+    """The name of what suits the ranks' machines: the backend's own, but for CPU ranks
+
+    - of one host shared memory;
+    - of which there are two, and whose numbers have 16 bits, to swap them: Gloo would add them
+      one by one in software.
+
+    >>> from allstep.comm import Communicator
+    >>> usual_algorithm(Communicator.lone())
+    'native'
+    """
+    if comm.device.type == "cpu" and comm.size > 1:
+        if comm.num_nodes == 1:
+            return SharedMemory.name
+        if comm.size == 2 and dtype.itemsize == 2:
+            return RecursiveDoubling.name
+    return Native.name
 
 
 def check_algorithm(algorithm: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
-from allstep.comm.algorithms.halving_doubling import HalvingDoubling
+from allstep.comm.algorithms.doubling import HalvingDoubling, RecursiveDoubling
 from allstep.comm.algorithms.native import Native
 from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
 from allstep.comm.algorithms.ring import Ring
@@ -105,7 +105,7 @@ class Auto(AllReduce):
 
 def _candidates(comm: "Communicator") -> list[type[AllReduce]]:
     """What may be the fastest for these ranks and nodes."""
-    kinds: list[type[AllReduce]] = [Native, Ring, HalvingDoubling]
+    kinds: list[type[AllReduce]] = [Native, Ring, HalvingDoubling, RecursiveDoubling]
     if comm.num_nodes == 1 and comm.device.type == "cpu":
         kinds.append(SharedMemory)
     local_sizes = set(comm.all_gather_object(comm.local_size))

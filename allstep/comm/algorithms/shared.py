@@ -13,7 +13,7 @@ from allstep.comm.shared_memory import Block, NotShared, Segment
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
-__all__ = ["SharedMemory", "default_algorithm"]
+__all__ = ["SharedMemory"]
 
 logger = logging.getLogger("allstep")
 
@@ -105,10 +105,3 @@ class SharedMemory(AllReduce):
         """Gives the shared memory back."""
         if self._segment is not None:
             self._segment.close()
-
-
-def default_algorithm(comm: "Communicator") -> AllReduce:
-    """Shared memory between CPU ranks of one host, else the backend's own."""
-    if comm.num_nodes == 1 and comm.device.type == "cpu" and comm.size > 1:
-        return SharedMemory(comm)
-    return Native(comm)

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from allstep.exchange.layout import BucketLayout
@@ -31,6 +32,7 @@ class WireFormat(ABC):
     """How gradients travel; immutable, shared by all buckets."""
 
     name: ClassVar[str]
+    dtype: ClassVar[torch.dtype] = torch.float32  # of most of what travels
     is_lossless: ClassVar[bool] = False
 
     def new_state(self, layout: BucketLayout) -> WireState:

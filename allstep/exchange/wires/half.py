@@ -28,7 +28,6 @@ class _Half(WireFormat):
 
     on_overflow: Literal["raise", "inf"] = "raise"
 
-    dtype: ClassVar[torch.dtype]
     cure: ClassVar[str]
 
     def __post_init__(self) -> None:
