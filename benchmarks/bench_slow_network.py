@@ -84,7 +84,7 @@ def points(part: str, quick: bool) -> dict[str, tuple[int, float | None, Point]]
         point = real(variants=with_fixed, compute_s=0.11, repeats=repeats)
         return {"1 Gbit/s": (2, GBIT_BPS, point)}
     if part == "100mbit":
-        point = real(variants=with_fixed, compute_s=0.05, steps=1 if quick else 2)
+        point = real(variants=with_fixed, compute_s=0.05, steps=1)
         return {"100 Mbit/s": (2, GBIT_BPS / 10, point)}
     if part == "one_host":
         return {"one host": (2, None, real(variants=variants, compute_s=0.05))}
