@@ -23,7 +23,6 @@ from allstep.exchange.verdict import Verdict
 
 __all__ = ["OverlappedExchange"]
 
-DEFAULT_BUCKET_BYTES = 8 << 20
 TUNED_AFTER = 3  # exchanges; the first are slower than the rest
 
 
@@ -68,9 +67,9 @@ class OverlappedExchange(Exchange):
         self._last_scale = self._residual_factor = 1.0
         self._exposed_s = 0.0
         self._pass_start_s = self._last_wait_s = 0.0
-        auto = policy.bucket_bytes == "auto"
-        self._bucket_bytes = DEFAULT_BUCKET_BYTES if auto else int(policy.bucket_bytes)
-        self._is_tuned = not auto
+        own = policy.bucket_bytes
+        self._bucket_bytes = own if isinstance(own, int) else self._sender.usual_bucket_bytes
+        self._is_tuned = own != "auto"
         super().__init__(model, comm, policy)
 
     # -- what the user sees --------------------------------------------------------------------

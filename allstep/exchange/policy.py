@@ -29,7 +29,8 @@ class ExchangePolicy:
             "auto" (the fastest as measured at `attach`), what makes one of a communicator, or
             None for what suits the machines: see `usual_algorithm`.
         bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
-            still makes others; "auto" measures the first steps and chooses.
+            still makes others; "auto" measures the first steps and chooses; None for 8 MiB, and
+            32 MiB where fp32 is summed in shared memory.
         every: workers take the mean of their parameters after this many global batches, and
             none of gradients between (local SGD); needs `attach(…, optimizer=…)`.
         after: global batches before the first local one, whose gradients are exchanged
@@ -53,7 +54,7 @@ class ExchangePolicy:
     wire: str | WireFormat = "fp32"
     staleness: int = 0
     algorithm: str | Callable[[Communicator], AllReduce] | None = None
-    bucket_bytes: int | Literal["auto"] = 8 << 20
+    bucket_bytes: int | Literal["auto"] | None = None
     every: int = 1
     after: int = 0
     outer: Nesterov | None = None
@@ -67,11 +68,12 @@ class ExchangePolicy:
             raise UsageError(f'`reduction` (={self.reduction!r}) must be "mean" or "sum".')
         if not _is_int(self.staleness) or self.staleness < 0:
             raise UsageError(f"`staleness` (={self.staleness!r}) must be an int of 0 or more.")
-        if self.bucket_bytes != "auto" and (
-            not _is_int(self.bucket_bytes) or self.bucket_bytes < 1
+        size = self.bucket_bytes
+        if isinstance(size, bool) or not (
+            size in ("auto", None) or (isinstance(size, int) and size >= 1)
         ):
             raise UsageError(
-                f'`bucket_bytes` (={self.bucket_bytes!r}) must be a positive int or "auto".'
+                f'`bucket_bytes` (={self.bucket_bytes!r}) must be a positive int, "auto" or None.'
             )
         if not self.first_timeout_s > 0:
             raise UsageError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Dummy, Native, make_algorithm
+from allstep.comm.algorithms import Dummy, Native, SharedMemory, make_algorithm
 from allstep.errors import CheckpointError
 from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
 from allstep.exchange.layout import BucketLayout
@@ -65,6 +65,15 @@ class Sender:
     def has_residuals(self) -> bool:
         """Whether something of earlier gradients waits to be sent."""
         return any(state.residual is not None for state in self._states)
+
+    @property
+    def usual_bucket_bytes(self) -> int:
+        """Large where sums are taken in place in memory, since workers meet for each; else small,
+        so that the network has work early.
+        """
+        algorithm = self.transport.algorithm
+        in_memory = isinstance(algorithm, SharedMemory) and algorithm.fallback is None
+        return 32 << 20 if in_memory and type(self.wire) is FullPrecision else 8 << 20
 
     @property
     def is_exact(self) -> bool:

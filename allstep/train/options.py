@@ -69,8 +69,9 @@ class TrainOptions:
     algorithm: str | None = None
     """How workers sum gradients: native, ring, shared_memory, auto, ...; by default what suits."""
 
-    bucket_bytes: int | Literal["auto"] = 8 << 20
-    """Bytes of gradients that travel together; "auto" measures and chooses."""
+    bucket_bytes: int | Literal["auto"] | None = None
+    """Bytes of gradients that travel together; "auto" measures and chooses; by default what
+    suits."""
 
     loader_workers: int = 0
     """Processes per worker that read and augment samples; 0 reads in the worker itself."""
