@@ -23,7 +23,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -256,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     every_part = ("1gbit", "100mbit", "curve", "hosts", "one_host")
     parser.add_argument("--parts", nargs="+", choices=every_part, default=every_part)
+    parser.add_argument("--points", nargs="+", help="of these parts only such as `2` of `hosts`")
     parser.add_argument("--quick", action="store_true", help="few policies, points and repeats")
     parser.add_argument("--report", action="store_true", help="only write the docs' table and plot")
     arguments = parser.parse_args()
@@ -267,7 +268,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
     try:
         for part in arguments.parts:
-            measure_part(part, path, quick=arguments.quick)
+            measure_part(part, path, arguments.points, quick=arguments.quick)
     except UnavailableError as reason:
         sys.exit(f"skipped: {reason}")
     parts = read_parts(path)
@@ -275,13 +276,17 @@ def main() -> None:
     print_headline(**headline(parts))
 
 
-def measure_part(part: str, path: Path, *, quick: bool) -> None:
+def measure_part(part: str, path: Path, labels: Sequence[str] | None, *, quick: bool) -> None:
     """Measures a part's points and adds each to the results as it ends."""
-    measured: dict[str, Rows] = {}
-    for label, (num_hosts, rate_bps, point) in points(part, quick).items():
+    everything = points(part, quick)
+    measured: dict[str, Rows] = read_parts(path).get(part, {}).get("points", {})
+    for label, (num_hosts, rate_bps, point) in everything.items():
+        if labels is not None and label not in labels:
+            continue
         measured[label] = measure(num_hosts, rate_bps, point)
         show(part, label, measured[label])
-        parts = read_parts(path) | {part: {**circumstances(), "points": measured}}
+        in_order = {label: measured[label] for label in everything if label in measured}
+        parts = read_parts(path) | {part: {**circumstances(), "points": in_order}}
         RESULTS.mkdir(exist_ok=True)
         text = json.dumps({"targets": TARGETS, **headline(parts), "parts": parts}, indent=2)
         path.write_text(text + "\n")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 __all__ = ["ReadyGradient", "choose_bucket_bytes", "exposed_s", "split_in_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
-CANDIDATE_BYTES = tuple(1 << exponent for exponent in range(19, 28))  # 512 KiB to 128 MiB
+CANDIDATE_BYTES = tuple(1 << exponent for exponent in range(16, 28))  # 64 KiB to 128 MiB
 
 
 @dataclass(frozen=True)
