@@ -1,6 +1,7 @@
 """What each way to exchange costs in accuracy: the recipe `fashion` at equal epochs.
 
     python benchmarks/bench_policy_accuracy.py [--quick] [--seeds 3] [--policies fp32 int8 ...]
+    python benchmarks/bench_policy_accuracy.py --report       # of the runs that there are
 
 Two worker processes of one thread train each policy with each seed, and nothing else differs:
 not the learning rate, nor the batch of 128. Every run that ends is a line of
@@ -156,8 +157,9 @@ def write_docs(rows: dict[str, dict[str, Any]]) -> None:
     DOCS.write_text("\n".join(lines) + "\n")
 
 
-def write_planner(rows: dict[str, dict[str, Any]], num_seeds: int) -> None:
+def write_planner(rows: dict[str, dict[str, Any]]) -> None:
     """What `allstep advise` tells of accuracy."""
+    num_seeds = min(row["num_seeds"] for row in rows.values())
     lost = {name: row["lost"] for name, row in rows.items() if row["lost"] and name != BASE}
     costs = {name: {"mean": mean, "std": std} for name, (mean, std) in lost.items()}
     task = f"Fashion-MNIST, {EPOCHS} epochs, {num_seeds} seeds, {NUM_WORKERS} workers"
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=policies(), metavar="POLICY")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--planner", action="store_true", help=f"also write {PLANNER.name}")
+    parser.add_argument("--report", action="store_true", help="train nothing")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -181,7 +184,8 @@ def main() -> None:
     file = "policy_accuracy_quick" if quick else "policy_accuracy"
     names = arguments.policies or ([BASE, "int8"] if quick else list(policies()))
     epochs = arguments.epochs or (1 if quick else EPOCHS)
-    runs = run_all(names, 1 if quick else arguments.seeds, epochs, RESULTS / f"{file}.jsonl")
+    num_seeds = 0 if arguments.report else 1 if quick else arguments.seeds
+    runs = run_all(names, num_seeds, epochs, RESULTS / f"{file}.jsonl")
 
     rows = summarize(runs)
     table = Table("policy", "seeds", "accuracy, %", "lost, points", "allowed")
@@ -191,7 +195,7 @@ def main() -> None:
     if epochs == EPOCHS:
         write_docs(rows)
         if arguments.planner:
-            write_planner(rows, arguments.seeds)
+            write_planner(rows)
     write_results(file, {"epochs": epochs, "workers": NUM_WORKERS, "rows": rows, "runs": runs})
     lost = {name: row["lost"][0] for name, row in rows.items() if row["lost"] and name != BASE}
     print_headline(**{f"lost_{name}": points for name, points in lost.items()})
