@@ -158,11 +158,13 @@ def write_docs(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def write_planner(rows: dict[str, dict[str, Any]]) -> None:
-    """What `allstep advise` tells of accuracy."""
-    num_seeds = min(row["num_seeds"] for row in rows.values())
-    lost = {name: row["lost"] for name, row in rows.items() if row["lost"] and name != BASE}
+    """What `allstep advise` tells of accuracy: of what has several seeds."""
+    told = {n: row for n, row in rows.items() if n != BASE and row["lost"] and row["num_seeds"] > 1}
+    lost = {name: [round(x, 3) for x in row["lost"]] for name, row in told.items()}
     costs = {name: {"mean": mean, "std": std} for name, (mean, std) in lost.items()}
-    task = f"Fashion-MNIST, {EPOCHS} epochs, {num_seeds} seeds, {NUM_WORKERS} workers"
+    seeds = sorted({row["num_seeds"] for row in told.values()})
+    task = f"Fashion-MNIST, {EPOCHS} epochs, {'-'.join(map(str, seeds))} seeds,"
+    task += f" {NUM_WORKERS} workers"
     PLANNER.write_text(json.dumps({"task": task, "points_lost": costs}, indent=2) + "\n")
 
 
