@@ -30,6 +30,7 @@ from rich.table import Table
 import allstep
 from allstep import ExchangePolicy
 from allstep.exchange.outer import Nesterov
+from allstep.plan.policy import POLICIES
 from allstep.recipes.fashion import Fashion
 
 NUM_WORKERS, EPOCHS = 2, 5
@@ -158,8 +159,9 @@ def write_docs(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def write_planner(rows: dict[str, dict[str, Any]]) -> None:
-    """What `allstep advise` tells of accuracy: of what has several seeds."""
-    told = {n: row for n, row in rows.items() if n != BASE and row["lost"] and row["num_seeds"] > 1}
+    """What `allstep advise` tells of accuracy: of its policies, those that have several seeds."""
+    own = {policy.name for policy in POLICIES} - {BASE}
+    told = {name: row for name, row in rows.items() if name in own and row["num_seeds"] > 1}
     lost = {name: [round(x, 3) for x in row["lost"]] for name, row in told.items()}
     costs = {name: {"mean": mean, "std": std} for name, (mean, std) in lost.items()}
     seeds = sorted({row["num_seeds"] for row in told.values()})

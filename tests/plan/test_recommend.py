@@ -114,7 +114,5 @@ def test_only_full_precision_in_step_costs_nothing(policy, lossless):
 
 def test_the_table_that_comes_along_fits_the_policies():
     table = measured_accuracy()
-    assert table.task is not None
-    for policy in POLICIES:
-        if policy.wire != "fp32" and not policy.staleness:
-            assert table.cost(policy) is not None, policy.name
+    assert set(table.points_lost) <= {policy.name for policy in POLICIES}
+    assert (table.task is None) == (not table.points_lost)
