@@ -95,27 +95,33 @@ def _slower(inter: Link, intra: Link, workers_per_node: int) -> float:
 
 
 def _halving_doubling(cluster: Cluster, num_bytes: float) -> list[Stage]:
-    size = cluster.num_workers
-    power = 1 << (size.bit_length() - 1)
-    halves = [
-        _exchange(cluster, power >> level, num_bytes / (1 << level), num_messages=2)
-        for level in range(1, power.bit_length())
-    ]
-    if power == size:
-        return halves
-    return [*halves, _exchange(cluster, power, num_bytes, num_messages=2)]
+    return _folded(cluster, num_bytes, lambda level: num_bytes / (1 << level), num_messages=2)
 
 
 def _recursive_doubling(cluster: Cluster, num_bytes: float) -> list[Stage]:
+    return _folded(cluster, num_bytes, lambda level: num_bytes, num_messages=1)
+
+
+def _folded(
+    cluster: Cluster,
+    num_bytes: float,
+    message_bytes: Callable[[int], float],
+    *,
+    num_messages: int,
+) -> list[Stage]:
+    """A power of two of workers in rounds, whose partners are half as far away in each.
+
+    Workers beyond give a partner all they have first, and get it back.
+    """
     size = cluster.num_workers
     power = 1 << (size.bit_length() - 1)
-    wholes = [
-        _exchange(cluster, power >> level, num_bytes, num_messages=1)
+    rounds = [
+        _exchange(cluster, power >> level, message_bytes(level), num_messages=num_messages)
         for level in range(1, power.bit_length())
     ]
     if power == size:
-        return wholes
-    return [*wholes, _exchange(cluster, power, num_bytes, num_messages=2)]
+        return rounds
+    return [*rounds, _exchange(cluster, power, num_bytes, num_messages=2)]
 
 
 def _exchange(cluster: Cluster, distance: int, num_bytes: float, *, num_messages: int) -> Stage:

@@ -80,8 +80,7 @@ class BlockParts:
             The message, [parts, bytes] of int8.
         """
         message = values.new_empty((len(values), sum(self._sizes)), dtype=torch.int8)
-        numbers, scale_bytes, tail_bytes = message.split_with_sizes(self._sizes, 1)
-        numbers = numbers.view(-1, self.num_blocks, self.block)
+        numbers, scale_bytes, tail_bytes = self._fields(message)
         scales = values.new_empty((len(values), self.num_blocks, 1), dtype=torch.float32)
         for some in self._slices(values):
             wanted = values[:, some]
@@ -106,8 +105,7 @@ class BlockParts:
         Returns:
             tail [parts, tail_length] of int8.
         """
-        numbers, scale_bytes, tail = message.split_with_sizes(self._sizes, 1)
-        numbers = numbers.view(-1, self.num_blocks, self.block)
+        numbers, scale_bytes, tail = self._fields(message)
         scale_bytes = scale_bytes.clone(memory_format=torch.contiguous_format)  # aligned
         scales = scale_bytes.view(torch.float32).unsqueeze(-1)
         for some in self._slices(values):
@@ -119,6 +117,11 @@ class BlockParts:
     def _sizes(self) -> list[int]:
         """Bytes of a part's numbers, scales and tail."""
         return [self.length, 4 * self.num_blocks, self.tail_length]
+
+    def _fields(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of numbers [parts, num_blocks, block], and of the bytes of scales and tail."""
+        numbers, scale_bytes, tail = message.split_with_sizes(self._sizes, 1)
+        return numbers.view(-1, self.num_blocks, self.block), scale_bytes, tail
 
     def _slices(self, values: Tensor) -> list[slice]:
         """Blocks that are worked on together: on a CPU as many as need no new memory."""
