@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
@@ -68,9 +68,8 @@ class ExchangePolicy:
             raise UsageError(f'`reduction` (={self.reduction!r}) must be "mean" or "sum".')
         if not _is_int(self.staleness) or self.staleness < 0:
             raise UsageError(f"`staleness` (={self.staleness!r}) must be an int of 0 or more.")
-        size = self.bucket_bytes
-        if isinstance(size, bool) or not (
-            size in ("auto", None) or (isinstance(size, int) and size >= 1)
+        if self.bucket_bytes not in ("auto", None) and (
+            not _is_int(self.bucket_bytes) or self.bucket_bytes < 1
         ):
             raise UsageError(
                 f'`bucket_bytes` (={self.bucket_bytes!r}) must be a positive int, "auto" or None.'
@@ -108,7 +107,7 @@ class ExchangePolicy:
         return make_wire(self.wire)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
