@@ -279,14 +279,17 @@ def main() -> None:
 def measure_part(part: str, path: Path, labels: Sequence[str] | None, *, quick: bool) -> None:
     """Measures a part's points and adds each to the results as it ends."""
     everything = points(part, quick)
-    measured: dict[str, Rows] = read_parts(path).get(part, {}).get("points", {})
+    old = read_parts(path).get(part, {"points": {}, "circumstances": {}})
+    measured: dict[str, Rows] = old["points"]
     for label, (num_hosts, rate_bps, point) in everything.items():
         if labels is not None and label not in labels:
             continue
         measured[label] = measure(num_hosts, rate_bps, point)
+        old["circumstances"][label] = circumstances()
         show(part, label, measured[label])
         in_order = {label: measured[label] for label in everything if label in measured}
-        parts = read_parts(path) | {part: {**circumstances(), "points": in_order}}
+        mine = {"circumstances": old["circumstances"], "points": in_order}
+        parts = read_parts(path) | {part: mine}
         RESULTS.mkdir(exist_ok=True)
         text = json.dumps({"targets": TARGETS, **headline(parts), "parts": parts}, indent=2)
         path.write_text(text + "\n")

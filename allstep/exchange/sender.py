@@ -45,8 +45,9 @@ class Sender:
         self.comm = _channel(comm)
         algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype)
         self.transport = Transport(self.comm, algorithm)
-        plain = type(self.wire) is FullPrecision and comm.device.type == "cpu" and comm.size > 1
-        self._native = algorithm if plain and type(algorithm) is Native else None
+        self._as_they_are = type(self.wire) is FullPrecision
+        posts = self._as_they_are and comm.device.type == "cpu" and comm.size > 1
+        self._native = algorithm if posts and type(algorithm) is Native else None
         self.compares = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up
         self.looks_late = looks_late(comm.device)
         self._posted_s = self._last_end_s = 0.0
@@ -73,7 +74,7 @@ class Sender:
         """
         algorithm = self.transport.algorithm
         in_memory = isinstance(algorithm, SharedMemory) and algorithm.fallback is None
-        return 32 << 20 if in_memory and type(self.wire) is FullPrecision else 8 << 20
+        return 32 << 20 if in_memory and self._as_they_are else 8 << 20
 
     @property
     def is_exact(self) -> bool:
@@ -95,8 +96,7 @@ class Sender:
         """An empty flight for the plan. Collective."""
         if isinstance(self.wire, Exact):
             return FixedPointFlight.of(self.plan, self.wire)
-        as_they_are = type(self.wire) is FullPrecision
-        return Flight.new(self.plan, self.transport.algorithm if as_they_are else None)
+        return Flight.new(self.plan, self.transport.algorithm if self._as_they_are else None)
 
     def send(
         self,
