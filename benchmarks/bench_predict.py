@@ -43,6 +43,7 @@ from rich.table import Table
 
 from allstep.doctor.measurements import measurements_of
 from allstep.plan.job import Job
+from allstep.plan.policy import Policy
 from allstep.plan.recommend import simplest_fast
 from allstep.plan.scaling import predict
 from allstep.plan.workload import read_workload
@@ -54,7 +55,7 @@ POLICY_SECONDS = 4.0  # of the timed steps of a policy, if a step is that short
 
 
 def measure_network(network: Network) -> dict[str, Any]:
-    """Runs a network's ranks; its constants, and each model's compute and steps."""
+    """Runs a network's ranks; its constants, the policies, each model's compute and steps."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "network.json"
         file.write_text(json.dumps(asdict(network)))
@@ -65,7 +66,7 @@ def measure_network(network: Network) -> dict[str, Any]:
         else:
             with ShapedHosts(network.num_hosts, network.rate_bps) as hosts:
                 hosts.run(command, timeout_s=7200)
-        names = ("measurements", "models")
+        names = ("measurements", "policies", "models")
         found = {name: json.loads(file.with_suffix(f".{name}").read_text()) for name in names}
     return {**circumstances(), "network": asdict(network), **found}
 
@@ -74,10 +75,11 @@ def compare(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """A network's steps as predicted from its constants, beside what they were measured to take."""
     network = Network(**measured["network"])
     cluster = measurements_of(measured["measurements"]).cluster(network.name)
+    policies = [Policy(**fields) for fields in measured["policies"]]
     rows = []
     for model_mb, model in measured["models"].items():
         job = Job(micro=read_workload(model["workload"]))
-        predictions = predict(job, cluster, network.policies, [network.num_hosts])
+        predictions = predict(job, cluster, policies, [network.num_hosts])
         choice = simplest_fast([p for p in predictions if p.policy.every == 1]).policy.name
         rows += [
             {

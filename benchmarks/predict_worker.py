@@ -1,4 +1,4 @@
-"""Networks on which steps are predicted and measured; their ranks, which do both.
+"""Networks on which steps are predicted, and their ranks, which measure.
 
 python benchmarks/predict_worker.py NETWORK.json     # as a rank; started by bench_predict.py
 """
@@ -16,8 +16,10 @@ from torch import nn
 
 import allstep
 from allstep.comm import Communicator
+from allstep.comm.algorithms import usual_algorithm
 from allstep.doctor.measure import measure
 from allstep.doctor.trial import Training, measure_policy, measure_workload, sleeping_training
+from allstep.exchange.wires import make_wire
 from allstep.plan.policy import MIB, POLICIES, Policy
 from allstep.plan.workload import Workload
 
@@ -61,38 +63,43 @@ class Network:
         """About what float32 takes on the wire, so that neither is all of a step."""
         return min(0.6, max(0.03, self.wire_s(model_mb)))
 
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        """What is compared, with the algorithm that allstep takes on such hosts by itself."""
-        algorithm = "shared_memory" if self.rate_bps is None else "native"
-        own = Policy(name="fp32", algorithm=algorithm, bucket_bytes=8 * MIB, first_bucket_bytes=MIB)
-        half = replace(own, name="fp16", wire="fp16")
-        if self.rate_bps is not None and self.num_hosts == 2:
-            half = replace(half, algorithm="recursive_doubling")
-        return (
-            POLICIES[0],  # DDP
-            own,
-            half,
-            replace(own, name="int8", wire="int8"),
-            replace(half, name="fp16 + staleness 1", staleness=1),
-            Policy(name="local SGD, H = 4", algorithm=algorithm, bucket_bytes=None, every=4),
-        )
+
+def compared_policies(comm: Communicator) -> list[Policy]:
+    """What is compared, with the algorithms that allstep takes on such hosts by itself."""
+    own = Policy(name="fp32", bucket_bytes=8 * MIB, first_bucket_bytes=MIB)
+    policies = (
+        own,
+        replace(own, name="fp16", wire="fp16"),
+        replace(own, name="int8", wire="int8"),
+        replace(own, name="fp16 + staleness 1", wire="fp16", staleness=1),
+        Policy(name="local SGD, H = 4", bucket_bytes=None, every=4),
+    )
+    ddp = POLICIES[0]
+    return [ddp, *(replace(p, algorithm=_usual_algorithm(comm, p.wire)) for p in policies)]
+
+
+def _usual_algorithm(comm: Communicator, wire: str) -> str:
+    return usual_algorithm(comm, make_wire(wire).dtype)
 
 
 def run_rank(file: Path) -> None:
-    """Measures a network's constants, then its models' steps; rank 0 writes both."""
+    """Measures a network's constants, then its models' steps; rank 0 writes it all."""
     torch.set_num_threads(1)
     network = Network(**json.loads(file.read_text()))
     with allstep.init(device="cpu") as comm:
         measurements = measure(comm)
-        models = {str(mb): measure_model(comm, network, mb) for mb in network.models_mb}
+        policies = compared_policies(comm)
+        models = {str(mb): measure_model(comm, network, mb, policies) for mb in network.models_mb}
         if comm.rank == 0:
             measurements.write(file.with_suffix(".measurements"))
+            file.with_suffix(".policies").write_text(json.dumps(list(map(asdict, policies))))
             file.with_suffix(".models").write_text(json.dumps(models))
         comm.barrier()
 
 
-def measure_model(comm: Communicator, network: Network, model_mb: int) -> dict[str, Any]:
+def measure_model(
+    comm: Communicator, network: Network, model_mb: int, policies: Sequence[Policy]
+) -> dict[str, Any]:
     """The model's compute, and seconds of its steps under each policy."""
     num_elements, compute_s = model_mb * 250_000, network.compute_s(model_mb)
     if network.num_hosts == 2:
@@ -106,7 +113,7 @@ def measure_model(comm: Communicator, network: Network, model_mb: int) -> dict[s
         policy.name: measure_policy(
             comm, make_training, policy, num_repeats=num_repeats, seconds=network.seconds / 5
         )
-        for policy in network.policies
+        for policy in policies
     }
     return {"workload": asdict(workload), "seconds": seconds}
 
