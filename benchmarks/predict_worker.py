@@ -1,6 +1,8 @@
 """Networks on which steps are predicted, and their ranks, which measure.
 
-python benchmarks/predict_worker.py NETWORK.json     # as a rank; started by bench_predict.py
+    python benchmarks/predict_worker.py NETWORK.json     # as a rank; started by bench_predict.py
+
+Rank 0 writes what they found beside NETWORK.json.
 """
 
 import json
