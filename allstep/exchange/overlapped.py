@@ -1,7 +1,7 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
@@ -12,18 +12,15 @@ from torch.profiler import record_function
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, CommunicationError, UsageError
-from allstep.exchange.buckets import ReadyGradient, split_in_buckets
+from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.sender import Sender
-from allstep.exchange.tuning import tuned_bucket_bytes
 from allstep.exchange.verdict import Verdict
 
 __all__ = ["OverlappedExchange"]
-
-TUNED_AFTER = 3  # exchanges; the first are slower than the rest
 
 
 class OverlappedExchange(Exchange):
@@ -57,7 +54,7 @@ class OverlappedExchange(Exchange):
         self._flight = self._sender.new_flight()
         self._idle: list[Flight] = []  # landed ones, whose memory the next may use
         self._airborne: deque[Flight] = deque()
-        self._is_recorded = False  # whether the buckets follow a backward pass's order
+        self._bucketing = Bucketing(comm, self._sender, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._comes_twice = False  # a gradient may grow after its hook: reentrant checkpointing
@@ -67,9 +64,6 @@ class OverlappedExchange(Exchange):
         self._last_scale = self._residual_factor = 1.0
         self._exposed_s = 0.0
         self._pass_start_s = self._last_wait_s = 0.0
-        own = policy.bucket_bytes
-        self._bucket_bytes = own if isinstance(own, int) else self._sender.usual_bucket_bytes
-        self._is_tuned = own != "auto"
         super().__init__(model, comm, policy)
 
     # -- what the user sees --------------------------------------------------------------------
@@ -102,9 +96,7 @@ class OverlappedExchange(Exchange):
         return {
             **super().state_dict(),
             **self._sender.state_dict(),
-            "is_recorded": self._is_recorded,
-            "is_tuned": self._is_tuned,
-            "bucket_bytes": self._bucket_bytes,
+            **self._bucketing.state_dict(),
             "scale": self._last_scale,
             "in_flight": [flight.state_dict() for flight in self._airborne],
         }
@@ -119,8 +111,8 @@ class OverlappedExchange(Exchange):
                 "The checkpoint's exchange is of other parameters than the model's; resume with"
                 " the model as it was."
             )
-        self._is_recorded, self._is_tuned = state["is_recorded"], state["is_tuned"]
-        self._bucket_bytes, self._last_scale = state["bucket_bytes"], state["scale"]
+        self._bucketing.load_state_dict(state)
+        self._last_scale = state["scale"]
         self._set_plan(state["buckets"])
         self._sender.load_states(state["states"])
         self._airborne.clear()
@@ -157,9 +149,9 @@ class OverlappedExchange(Exchange):
         if name not in self._arrivals:
             self._arrivals[name] = perf_counter()
             self._missing[self._sender.plan.bucket_of[name]] -= 1
-        elif not self._is_recorded:
+        elif not self._bucketing.is_recorded:
             self._comes_twice = True
-        if self._is_recorded and self.policy.overlap and not self._comes_twice:
+        if self._bucketing.is_recorded and self.policy.overlap and not self._comes_twice:
             while self._missing and self._missing[len(self._flight.jobs)] == 0:
                 self._send_next()
 
@@ -237,7 +229,7 @@ class OverlappedExchange(Exchange):
         else:
             self._clear_gradients()
             self.has_landed = False
-        self._record()
+        self._revise_plan()
         self._next_flight()
 
     def _place_rest(self, flight: Flight) -> None:
@@ -345,49 +337,28 @@ class OverlappedExchange(Exchange):
         return super()._scales_gradients and not self._sender.is_exact
 
     def _hook_parameters(self) -> None:
-        """Plans for a model whose backward pass hasn't been seen: last layers first."""
         super()._hook_parameters()
-        self._is_recorded = False
         old = self._flight
-        self._set_plan(self._split(list(reversed(self._parameters.trained))))
+        self._set_plan(self._bucketing.guess(self._parameters.trained))
         if isinstance(self._flight, FixedPointFlight) and isinstance(old, FixedPointFlight):
             old_names = {id(gradient): name for name, gradient in old.emptied.items()}
             for name, p in self._parameters.trained.items():
                 if id(p.grad) in old_names:
                     self._flight.adopt(name, p, old.views[old_names[id(p.grad)]])
 
-    def _record(self) -> None:
-        """After the first backward pass: buckets in the order in which gradients were ready."""
-        if self._is_recorded:
-            if not self._is_tuned and self._num_exchanges >= TUNED_AFTER:
-                self._tune()
+    def _revise_plan(self) -> None:
+        """Other buckets, if the backward pass that ended makes better ones."""
+        if not self._bucketing.is_due(self._num_exchanges):
             return
-        names = list(self._arrivals)
-        names += [name for name in self._sender.plan.names if name not in self._arrivals]
-        names = self.comm.broadcast_object(names, root=0)
-        self._is_recorded = True
-        self._set_plan(self._split(names))
-
-    def _tune(self) -> None:
         backward_s = perf_counter() - self._pass_start_s - self._last_wait_s
         self._wait_for_all()
-        gradients = self._ready_gradients(self._sender.plan.names)
-        self._bucket_bytes = tuned_bucket_bytes(self.comm, self._sender, gradients, backward_s)
-        self._is_tuned = True
-        self._set_plan(self._split(self._sender.plan.names))
-
-    def _split(self, names: Sequence[str]) -> list[list[str]]:
-        buckets = split_in_buckets(self._ready_gradients(names), self._bucket_bytes)
-        return [[gradient.name for gradient in bucket] for bucket in buckets]
-
-    def _ready_gradients(self, names: Sequence[str]) -> list[ReadyGradient]:
-        """The parameters as buckets see them, with the last backward pass's times."""
-        gradients = []
-        for name in names:
-            p = self._parameters.trained[name]
-            ready_s = self._arrivals.get(name, self._pass_start_s) - self._pass_start_s
-            gradients.append(ReadyGradient(name, p.nbytes, (p.dtype, p.device), ready_s))
-        return gradients
+        in_order = () if self._bucketing.is_recorded else self._arrivals
+        trained, start_s = self._parameters.trained, self._pass_start_s
+        gradients = [
+            ready_gradient(name, trained[name], self._arrivals.get(name, start_s) - start_s)
+            for name in dict.fromkeys([*in_order, *self._sender.plan.names])
+        ]
+        self._set_plan(self._bucketing.revise(gradients, backward_s))
 
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()

@@ -1,7 +1,7 @@
 """Measures what exchanging costs here, and chooses the size of buckets by it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -20,7 +20,7 @@ _NUM_PROBES = 3
 def tuned_bucket_bytes(
     comm: Communicator,
     sender: Sender,
-    gradients: list[ReadyGradient],
+    gradients: Sequence[ReadyGradient],
     backward_s: float,
 ) -> int:
     """The bucket size that exposes least of the exchange, the same on every worker. Collective.
@@ -54,7 +54,7 @@ def tuned_bucket_bytes(
     return chosen
 
 
-def _link(sender: Sender, gradients: list[ReadyGradient]) -> tuple[float, float]:
+def _link(sender: Sender, gradients: Sequence[ReadyGradient]) -> tuple[float, float]:
     """Latency and seconds per byte of exchanging a bucket, from the best of a few."""
     dtype, device = _kind_of(gradients)
     seconds = [_probe(sender, num_bytes, dtype, device) for num_bytes in _PROBE_BYTES]
@@ -63,7 +63,7 @@ def _link(sender: Sender, gradients: list[ReadyGradient]) -> tuple[float, float]
     return max(seconds[0] - s_per_byte * small, 0.0), s_per_byte
 
 
-def _kind_of(gradients: list[ReadyGradient]) -> tuple[torch.dtype, torch.device]:
+def _kind_of(gradients: Sequence[ReadyGradient]) -> tuple[torch.dtype, torch.device]:
     bytes_of: Mapping[object, int] = {
         g.kind: sum(x.num_bytes for x in gradients if x.kind == g.kind) for g in gradients
     }

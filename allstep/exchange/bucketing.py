@@ -1,0 +1,84 @@
+"""Decides which parameters travel together, better as more is known of the backward pass."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from allstep.comm import Communicator
+from allstep.exchange.buckets import ReadyGradient, split_in_buckets
+from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.sender import Sender
+from allstep.exchange.tuning import tuned_bucket_bytes
+
+__all__ = ["Bucketing"]
+
+TUNED_AFTER = 3  # exchanges; the first are slower than the rest
+
+
+class Bucketing:
+    """Buckets by a guess, then by the first backward pass's order, then of the best size.
+
+    Args:
+        comm: the workers.
+        sender: of the buckets.
+        policy: how large buckets are; "auto" measures.
+
+    Attributes:
+        is_recorded: whether the buckets follow a backward pass's order.
+    """
+
+    def __init__(self, comm: Communicator, sender: Sender, policy: ExchangePolicy) -> None:
+        self._comm, self._sender = comm, sender
+        own = policy.bucket_bytes
+        self._bucket_bytes = own if isinstance(own, int) else sender.usual_bucket_bytes
+        self._is_tuned = own != "auto"
+        self.is_recorded = False
+
+    def guess(self, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+        """For a model whose backward pass hasn't been seen: last layers first."""
+        self.is_recorded = False
+        return self._split([ready_gradient(n, parameters[n]) for n in reversed(list(parameters))])
+
+    def is_due(self, num_exchanges: int) -> bool:
+        """Whether the next backward pass should travel in other buckets than the last."""
+        return not self.is_recorded or (not self._is_tuned and num_exchanges >= TUNED_AFTER)
+
+    def revise(self, gradients: Sequence[ReadyGradient], backward_s: float) -> list[list[str]]:
+        """The next buckets, the same on every worker. Collective.
+
+        Args:
+            gradients: in the order in which the last backward pass made them, or that of the
+                present buckets if these follow one already; nothing may be under way.
+            backward_s: of that pass.
+        """
+        if self.is_recorded:
+            measured = tuned_bucket_bytes(self._comm, self._sender, gradients, backward_s)
+            self._bucket_bytes, self._is_tuned = measured, True
+            return self._split(gradients)
+        self.is_recorded = True
+        by_name = {gradient.name: gradient for gradient in gradients}
+        names = self._comm.broadcast_object(list(by_name), root=0)
+        return self._split([by_name[name] for name in names])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next buckets depend on."""
+        return {
+            "is_recorded": self.is_recorded,
+            "is_tuned": self._is_tuned,
+            "bucket_bytes": self._bucket_bytes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint; other entries are not looked at."""
+        self.is_recorded, self._is_tuned = state["is_recorded"], state["is_tuned"]
+        self._bucket_bytes = state["bucket_bytes"]
+
+    def _split(self, gradients: Sequence[ReadyGradient]) -> list[list[str]]:
+        buckets = split_in_buckets(gradients, self._bucket_bytes)
+        return [[gradient.name for gradient in bucket] for bucket in buckets]
+
+
+def ready_gradient(name: str, p: nn.Parameter, ready_s: float = 0.0) -> ReadyGradient:
+    """A parameter's gradient as buckets see it."""
+    return ReadyGradient(name, p.nbytes, (p.dtype, p.device), ready_s)
