@@ -91,6 +91,7 @@ def attach(
             after=policy.after,
             outer=policy.outer,
             average_optimizer_state=policy.average_optimizer_state,
+            algorithm=policy.algorithm if isinstance(policy.algorithm, str) else None,
         )
     return exchange
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import usual_algorithm
 from allstep.errors import CheckpointError, UsageError
 from allstep.exchange.hooks import FunctionHook, Removable
 from allstep.exchange.outer import Nesterov
@@ -40,7 +41,8 @@ class ParameterAveraging:
             SGD).
         outer: how a round's mean is used; None takes it as it is.
         average_optimizer_state: whether the optimizer's moments, too, become their mean.
-        algorithm: how sums are taken, as of `Communicator.all_reduce`.
+        algorithm: how sums are taken, a name as of `Communicator.all_reduce`; None for what suits
+            the machines: see `usual_algorithm`.
 
     Raises:
         UsageError: if `every` or `after` is out of range.
@@ -81,7 +83,7 @@ class ParameterAveraging:
         self._model, self._comm, self._optimizer = model, comm, optimizer
         self._every, self._after, self._outer = every, after, outer
         self._average_optimizer_state = average_optimizer_state
-        self._algorithm = algorithm
+        self._algorithm = algorithm or usual_algorithm(comm)
         self._is_driven = False  # whether somebody calls `count_batch`
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
         self._anchors: dict[str, Tensor] = {}

@@ -60,6 +60,25 @@ def test_local_steps_equal_the_simulation(every: int, after: int) -> None:
         assert bool(sent_bytes) == bool(after)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "are_equal"), [(None, True), ("ring", True), ("dummy", False)]
+)
+def test_parameters_are_averaged_by_the_policys_algorithm(algorithm, are_equal) -> None:
+    """`dummy` adds nothing up, so with it workers stay apart."""
+
+    def worker(comm: Communicator) -> Tensor:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attach(model, comm, ExchangePolicy(algorithm=algorithm, every=2), optimizer=optimizer)
+        for _ in range(2):
+            model(torch.full((2, 4), comm.rank + 1.0)).mean().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    first, second = run_ranks(2, worker)
+    assert torch.equal(first, second) == are_equal
+
+
 def test_local_steps_need_their_optimizer() -> None:
     with pytest.raises(UsageError, match=r"`optimizer` \(=None\) must be given.*every` is 4"):
         attach(mlp(), Communicator.lone(), ExchangePolicy(every=4))
