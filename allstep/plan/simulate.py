@@ -221,10 +221,8 @@ class _Simulation:
 
         Returns the time of its end.
         """
-        ready_s = self.last_s
-        start_s = max(ready_s, self.wire.free_s)
-        free_work_s = max(0.0, work_left_s - (start_s - ready_s))
-        free_work_s += self.policy.staleness * self.workload.compute_s
+        start_s = max(self.last_s, self.wire.free_s)
+        free_work_s = max(0.0, self.limit(work_left_s) - self.wire.progress_at(start_s))
         cost = self.costs[index]
         ahead_s = min(self.cluster.burst_s, start_s - self.wire.free_s)
         seconds = max(min(cost.seconds, cost.latency_s), cost.seconds - ahead_s)
@@ -233,6 +231,14 @@ class _Simulation:
         self.busy_s += end_s - start_s
         self.spans.append(Span("wire", f"bucket {index}", start_s, end_s))
         return end_s
+
+    def limit(self, work_left_s: float) -> float:
+        """How far workers get, at most, before they need what goes on the wire now."""
+        limit = float(self.progress.max()) + work_left_s
+        for ends_s in self.ends_s:
+            limit = max(limit, self.wire.progress_at(ends_s[-1])) + self.workload.compute_s
+        num_empty = self.policy.staleness - len(self.ends_s)
+        return limit + num_empty * self.workload.compute_s
 
     def contended_s(self, seconds: float, work_s: float, cost: BucketCost) -> float:
         """How long communication takes that goes on beside `work_s` of compute."""

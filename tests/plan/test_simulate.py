@@ -305,3 +305,16 @@ def test_activity_forgets_without_a_change():
     assert forgetful.progress_at(1.0) <= forgetful.progress_at(10.0)  # long past for everyone
     forgetful.forget_before(1000.0)
     assert forgetful.time_at(kept.progress_at(30.0)) == 30.0
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_workers_that_wait_slow_no_wire(staleness):
+    """A step's compute lies beside the wire; the rest of the wire's time has the cores alone."""
+    cluster = hosts(2, compute_slowdown=0.5, communication_slowdown=1.0)
+    slow = replace(LINK, bandwidth_bps=1e8)
+    cluster = replace(cluster, intra=slow, inter=slow)
+    report = simulate(WORKLOAD, cluster, replace(AT_THE_END, staleness=staleness))
+    beside_s = 1.5 * WORKLOAD.compute_s
+    alone_s = wire_s(cluster) - beside_s / 2
+    assert alone_s > 0
+    assert report.step_s == pytest.approx(beside_s + alone_s)
