@@ -1,5 +1,6 @@
 """What the planner needs to know of these workers, measured in less than a minute."""
 
+import statistics
 from time import perf_counter
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import usual_algorithm
-from allstep.doctor.collectives import measure_burst_s, measure_collective
+from allstep.doctor.collectives import measure_burst_s, measure_collectives
 from allstep.doctor.gemm import measure_gemm_flops
 from allstep.doctor.links import measure_pairs, slowest
 from allstep.doctor.measurements import Measurements
@@ -21,7 +22,8 @@ __all__ = ["WIRES", "measure"]
 
 WIRES = ("fp32", "fp16", "int8")
 _COPY_BYTES = 32 << 20
-_COPY_S = 0.2
+_COPY_S = 0.5
+_NUM_ROUNDS = 7
 _NUM_GRADIENTS = 16
 _NUM_STEPS = 30
 
@@ -64,8 +66,8 @@ def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
 
 def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[Collective, ...]:
     usual = [(wire, usual_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
-    combinations = dict.fromkeys([("fp32", "native"), *usual])  # DistributedDataParallel's first
-    return tuple(measure_collective(comm, wire, algorithm) for wire, algorithm in combinations)
+    kinds = list(dict.fromkeys([("fp32", "native"), *usual]))  # DistributedDataParallel's first
+    return measure_collectives(comm, kinds)
 
 
 def _copy_s_per_byte(comm: Communicator) -> float:
@@ -79,11 +81,15 @@ def _copy_s_per_byte(comm: Communicator) -> float:
 
     copy()
     comm.barrier()
-    num_copies = agreed_repeats(comm, copy, _COPY_S)
-    start_s = perf_counter()
-    for _ in range(num_copies):
-        copy()
-    return slowest_s(comm, perf_counter() - start_s) / num_copies / _COPY_BYTES
+    num_copies = agreed_repeats(comm, copy, _COPY_S / _NUM_ROUNDS)
+    rounds = []
+    for _ in range(_NUM_ROUNDS):
+        comm.barrier()
+        start_s = perf_counter()
+        for _ in range(num_copies):
+            copy()
+        rounds.append(slowest_s(comm, perf_counter() - start_s))
+    return statistics.median(rounds) / num_copies / _COPY_BYTES
 
 
 class _Sum(torch.autograd.Function):

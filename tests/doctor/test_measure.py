@@ -6,7 +6,7 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
-from allstep.doctor import collectives, gemm, links, measure
+from allstep.doctor import collectives, contention, gemm, links, measure
 from allstep.doctor.links import slowest
 from allstep.doctor.measurements import PairTiming, read_measurements
 from allstep.errors import UsageError
@@ -19,7 +19,7 @@ def in_a_hurry():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_SIZES_BYTES", (1 << 12, 1 << 14, 1 << 16))
         patch.setattr(collectives, "_BATCH_S", 0.001)
-        patch.setattr(collectives, "_BESIDE_S", 0.01)
+        patch.setattr(contention, "_BESIDE_S", 0.01)
         patch.setattr(collectives, "_PAUSE_S", 0.001)
         patch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
         patch.setattr(measure, "_COPY_BYTES", 1 << 16)
@@ -128,16 +128,17 @@ def test_a_probe_exchanges_what_a_step_would(wire):
         bucket = collectives.BucketExchange(comm, wire, "native", 4096)
         for _ in range(3):
             bucket.run()
-        return bucket.num_elements, float(bucket._flat.abs().sum())
+        return bucket.num_elements, float(bucket._buckets[0][0].abs().sum())
 
     assert run_ranks(2, probe) == [(1024, 0.0)] * 2
 
 
 def test_a_burst_is_what_a_pause_saves(monkeypatch):
     """By the clock: an exchange takes 10 ms, and 6 ms after a pause."""
-    alone = run_ranks(2, lambda comm: collectives.measure_collective(comm, "fp32", "native"))[0]
+    kinds = [("fp32", "native")]
+    alone = run_ranks(2, lambda comm: collectives.measure_collectives(comm, kinds)[0])[0]
     monkeypatch.setattr(collectives, "BucketExchange", _Nothing)
-    monkeypatch.setattr(collectives, "_seconds_of", lambda comm, bucket: 0.01)
+    monkeypatch.setattr(collectives, "_seconds_of", lambda comm, bucket, num_runs: 0.01)
     timed = replace(alone, seconds=(0.01, 0.02, 0.03))
     for paused_s, burst_s in ((0.006, 0.004), (0.0099, 0.0), (0.02, 0.0)):
         monkeypatch.setattr(collectives, "slowest_s", lambda comm, seconds, s=paused_s: s)
