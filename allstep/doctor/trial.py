@@ -18,7 +18,15 @@ from allstep.exchange import Exchange, ExchangePolicy, attach
 from allstep.plan.policy import Policy
 from allstep.plan.workload import Workload
 
-__all__ = ["Training", "exchange_policy", "measure_policy", "measure_workload", "sleeping_training"]
+__all__ = [
+    "Training",
+    "exchange_policy",
+    "measure_policy",
+    "measure_workload",
+    "sleeping_training",
+    "steps_under",
+    "time_steps",
+]
 
 _WARM_STEPS = 3  # buckets are made anew after the first
 
@@ -39,18 +47,24 @@ class Training:
 
 
 def measure_workload(
-    comm: Communicator, training: Training, *, num_samples: int, num_steps: int = 9
+    comm: Communicator, training: Training, *, num_samples: int, num_steps: int = 15
 ) -> Workload:
-    """Times steps without any exchange, on all workers at once. Collective.
-
-    Workers begin each step together, and what counts is when the last of them is done with a
-    part: that is when an exchange could begin.
+    """What steps without any exchange take, on all workers at once. Collective.
 
     Args:
         comm: the workers.
         training: the same on each.
         num_samples: of a worker's step.
-        num_steps: to take the median of.
+        num_steps: to take the mean of.
+    """
+    return make_workload(time_steps(comm, training, num_steps), num_samples)
+
+
+def time_steps(comm: Communicator, training: Training, num_steps: int) -> list[TimedStep]:
+    """Times steps without any exchange, on all workers at once. Collective.
+
+    Workers begin each step together, and what counts is when the last of them is done with a
+    part: that is when an exchange could begin.
     """
 
     def step() -> TimedStep:
@@ -61,7 +75,7 @@ def measure_workload(
 
     for _ in range(2):
         step()
-    return make_workload([_slowest(comm, step()) for _ in range(num_steps)], num_samples)
+    return [_slowest(comm, step()) for _ in range(num_steps)]
 
 
 def _slowest(comm: Communicator, timed: TimedStep) -> TimedStep:
@@ -120,11 +134,30 @@ def measure_policy(
     Returns:
         Seconds of a step of the slowest worker, one for each repeat.
     """
-    training = make_training()
+    with steps_under(comm, make_training(), policy, num_micro_batches=num_micro_batches) as run:
+        num_warm = -(-_WARM_STEPS // policy.every) * policy.every
+        run(num_warm + policy.staleness)
+        num_steps = max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
+        return [run(num_steps) for _ in range(num_repeats)]
+
+
+@contextmanager
+def steps_under(
+    comm: Communicator, training: Training, policy: Policy, *, num_micro_batches: int = 1
+) -> Iterator[Callable[[int], float]]:
+    """Steps of a training under a policy, as many as one wants and when one wants. Collective.
+
+    Args:
+        comm, policy, num_micro_batches: as of `measure_policy`.
+        training: the same on each worker.
+
+    Yields:
+        What runs so many steps, and returns the seconds of one on the slowest worker.
+    """
     model, exchange = _attached(comm, training, policy)
     no_sync = getattr(model if exchange is None else exchange, "no_sync", nullcontext)
 
-    def run_steps(num_steps: int) -> float:
+    def run(num_steps: int) -> float:
         start_s = perf_counter()
         for _ in range(num_steps):
             with no_sync():
@@ -134,18 +167,13 @@ def measure_policy(
             training.optimizer.step()
             training.optimizer.zero_grad()
         synchronize(comm.device)
-        return (perf_counter() - start_s) / num_steps
+        return slowest_s(comm, (perf_counter() - start_s) / num_steps)
 
-    num_warm = -(-_WARM_STEPS // policy.every) * policy.every
-    run_steps(num_warm + policy.staleness)
-    step_s = slowest_s(comm, run_steps(policy.every))
-    num_steps = max(1, round(seconds / (step_s * policy.every))) * policy.every
-    found = [slowest_s(comm, run_steps(num_steps)) for _ in range(num_repeats)]
+    yield run
     if exchange is not None:
         for _ in exchange.flush():
             pass
         exchange.detach()
-    return found
 
 
 def _attached(

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from time import perf_counter, process_time
 
 import torch
@@ -13,6 +13,8 @@ from allstep.doctor.timing import synchronize
 from allstep.plan.workload import Workload
 
 __all__ = ["TimedStep", "make_workload", "time_step"]
+
+_NUM_STRETCHES = 5
 
 
 @dataclass
@@ -80,7 +82,10 @@ def time_step(
 
 
 def make_workload(steps: Sequence[TimedStep], num_samples: int) -> Workload:
-    """The planner's workload, from the medians of several equal steps.
+    """The planner's workload, from several equal steps.
+
+    Each part is the mean that lasts over many steps, small hiccups included; large ones are not
+    in it: the median of the means of five stretches of the steps, one after the other.
 
     Args:
         steps: at least one, without those that load kernels.
@@ -88,19 +93,30 @@ def make_workload(steps: Sequence[TimedStep], num_samples: int) -> Workload:
     """
     sizes = tuple(size for size, _ in steps[0].gradients)
     same = [s for s in steps if tuple(size for size, _ in s.gradients) == sizes]
-    ready_s = [statistics.median(s.gradients[i][1] for s in same) for i, _ in enumerate(sizes)]
-    backward_s = statistics.median(s.backward_s for s in steps)
+    ready_s = [_lasting_mean([s.gradients[i][1] for s in same]) for i, _ in enumerate(sizes)]
+    backward_s = _lasting_mean([s.backward_s for s in steps])
     core_s = statistics.median(s.core_s / s.seconds for s in steps)
     return Workload(
         num_params=sum(sizes),
-        forward_s=statistics.median(s.forward_s for s in steps),
+        forward_s=_lasting_mean([s.forward_s for s in steps]),
         backward_s=backward_s,
-        optimizer_s=statistics.median(s.optimizer_s for s in steps),
+        optimizer_s=_lasting_mean([s.optimizer_s for s in steps]),
         num_samples=num_samples,
         ready=_ready(sizes, ready_s, backward_s),
         gradients=sizes,
         core_share=min(1.0, core_s / torch.get_num_threads()),
     )
+
+
+def _lasting_mean(seconds: Sequence[float]) -> float:
+    """The median of the means of stretches.
+
+    >>> _lasting_mean([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 90.0])
+    1.5
+    """
+    num_stretches = min(_NUM_STRETCHES, len(seconds))
+    bounds = [len(seconds) * i // num_stretches for i in range(num_stretches + 1)]
+    return statistics.median(statistics.mean(seconds[i:j]) for i, j in pairwise(bounds))
 
 
 def _ready(

@@ -52,7 +52,7 @@ def test_gradients_are_noted_in_the_order_of_the_backward_pass():
     assert all(p.grad is None for p in training.model.parameters())
 
 
-def test_a_workload_is_the_median_of_steps():
+def test_a_workload_is_what_steps_take_without_a_hiccup():
     steps = [
         TimedStep(0.1 * k, 0.2 * k, 0.3 * k, 0.6 * k, [(30, 0.05 * k), (10, 0.2 * k)])
         for k in (1, 2, 9)
