@@ -35,7 +35,7 @@ from typing import Any
 
 import predict_worker
 from common import RESULTS, circumstances, print_headline
-from network import ShapedHosts, UnavailableError, run_on_one_host
+from network import KEPT_MEMORY, ShapedHosts, UnavailableError, run_on_one_host
 from predict_report import error, headline, write_report
 from predict_worker import LINKS, Network
 from rich.console import Console
@@ -62,10 +62,10 @@ def measure_network(network: Network) -> dict[str, Any]:
         command = [sys.executable, predict_worker.__file__, file]
         if network.rate_bps is None:
             run: Callable[..., None] = partial(run_on_one_host, network.num_hosts)
-            run(command, timeout_s=7200)
+            run(command, timeout_s=7200, variables=KEPT_MEMORY)
         else:
             with ShapedHosts(network.num_hosts, network.rate_bps) as hosts:
-                hosts.run(command, timeout_s=7200)
+                hosts.run(command, timeout_s=7200, variables=KEPT_MEMORY)
         names = ("measurements", "policies", "models")
         found = {name: json.loads(file.with_suffix(f".{name}").read_text()) for name in names}
     return {**circumstances(), "network": asdict(network), **found}

@@ -6,8 +6,10 @@ Rank 0 writes what they found beside NETWORK.json.
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,14 @@ import allstep
 from allstep.comm import Communicator
 from allstep.comm.algorithms import usual_algorithm
 from allstep.doctor.measure import measure
-from allstep.doctor.trial import Training, measure_policy, measure_workload, sleeping_training
+from allstep.doctor.trial import (
+    Training,
+    measure_workload,
+    sleeping_training,
+    steps_under,
+    time_steps,
+)
+from allstep.doctor.workload import TimedStep, make_workload
 from allstep.exchange.wires import make_wire
 from allstep.plan.policy import MIB, POLICIES, Policy
 from allstep.plan.workload import Workload
@@ -109,15 +118,26 @@ def measure_model(
     else:
         asleep = Workload.from_step(num_params=num_elements, step_s=compute_s)
         make_training = partial(sleeping_training, asleep)
-    workload = measure_workload(comm, make_training(), num_samples=1)
-    num_repeats = 3 if network.wire_s(model_mb) > 2 else 5
-    seconds = {
-        policy.name: measure_policy(
-            comm, make_training, policy, num_repeats=num_repeats, seconds=network.seconds / 5
-        )
-        for policy in policies
-    }
-    return {"workload": asdict(workload), "seconds": seconds}
+    num_repeats = 3 if network.wire_s(model_mb) > 2 else 9
+    repeat_s = network.seconds / num_repeats
+    alone = make_training()
+    timed: list[TimedStep] = []
+    seconds: dict[str, list[float]] = {policy.name: [] for policy in policies}
+    with ExitStack() as stack:
+        runs = [stack.enter_context(steps_under(comm, make_training(), p)) for p in policies]
+        numbers = [_num_steps(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
+        for _ in range(num_repeats):  # in turn, since a shared machine is slower for seconds
+            timed += time_steps(comm, alone, math.ceil(repeat_s / compute_s))
+            for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
+                run(policy.every)  # fills the pipeline
+                seconds[policy.name].append(run(num_steps))
+    return {"workload": asdict(make_workload(timed, num_samples=1)), "seconds": seconds}
+
+
+def _num_steps(run: Callable[[int], float], policy: Policy, seconds: float) -> int:
+    """Whole rounds of local SGD that take about so long; some steps are run to know it."""
+    run(4)
+    return max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
 
 
 def real_training(
