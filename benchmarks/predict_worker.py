@@ -129,14 +129,15 @@ def measure_model(
         for _ in range(num_repeats):  # in turn, since a shared machine is slower for seconds
             timed += time_steps(comm, alone, math.ceil(repeat_s / compute_s))
             for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
-                run(policy.every)  # fills the pipeline
+                if policy.staleness or num_steps > policy.every:
+                    run(policy.every)  # fills the pipeline, and caches
                 seconds[policy.name].append(run(num_steps))
     return {"workload": asdict(make_workload(timed, num_samples=1)), "seconds": seconds}
 
 
 def _num_steps(run: Callable[[int], float], policy: Policy, seconds: float) -> int:
     """Whole rounds of local SGD that take about so long; some steps are run to know it."""
-    run(4)
+    run(max(2, policy.every))
     return max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
 
 

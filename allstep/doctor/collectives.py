@@ -31,8 +31,8 @@ _USUAL_BYTES = 8 << 20
 _CACHED_BYTES, _MOST_BUCKETS = 64 << 20, 8
 _ENOUGH_S = 0.25  # a slow network is known before the largest size
 _BATCH_S = 0.06
-_NUM_ROUNDS = 7
 _PAUSE_S = 0.03
+_NUM_PAUSES = 14
 
 
 class BucketExchange:
@@ -78,19 +78,26 @@ class BucketExchange:
 
 
 def measure_collectives(
-    comm: Communicator, kinds: Sequence[tuple[str, str]]
+    comm: Communicator,
+    kinds: Sequence[tuple[str, str]],
+    *,
+    sizes_bytes: Sequence[int] | None = None,
+    num_rounds: int = 7,
 ) -> tuple[Collective, ...]:
     """Times exchanges of buckets of growing sizes. See [Note: timed collectives]. Collective.
 
     Args:
         comm: at least two workers.
         kinds: names of a wire format and an algorithm each.
+        sizes_bytes: of the buckets in float32, growing; None for 4 KiB to 32 MiB.
+        num_rounds: how often each is timed.
 
     Returns:
         The slowest worker's median seconds, the same on all.
     """
-    timings = [_Timing(comm, wire, algorithm) for wire, algorithm in kinds]
-    for _ in range(_NUM_ROUNDS):
+    sizes = sizes_bytes or _SIZES_BYTES
+    timings = [_Timing(comm, wire, algorithm, sizes) for wire, algorithm in kinds]
+    for _ in range(num_rounds):
         for timing in timings:
             timing.add_round()
     return tuple(timing.collective() for timing in timings)
@@ -99,12 +106,14 @@ def measure_collectives(
 class _Timing:
     """The exchanges of one kind, a few at a time."""
 
-    def __init__(self, comm: Communicator, wire: str, algorithm: str) -> None:
+    def __init__(
+        self, comm: Communicator, wire: str, algorithm: str, sizes_bytes: Sequence[int]
+    ) -> None:
         self.kind = wire, algorithm
         self.comm = comm
         self.buckets: list[BucketExchange] = []
         self.num_runs: list[int] = []
-        for num_bytes in _SIZES_BYTES:
+        for num_bytes in sizes_bytes:
             bucket = BucketExchange(comm, wire, algorithm, num_bytes)
             bucket.run()  # makes connections
             comm.barrier()
@@ -164,7 +173,7 @@ def measure_burst_s(comm: Communicator, timed: Collective) -> float:
     bucket.run()
     paused: list[float] = []
     busy: list[float] = []
-    for _ in range(2 * _NUM_ROUNDS):
+    for _ in range(_NUM_PAUSES):
         comm.barrier()
         sleep(_PAUSE_S)
         start_s = perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
-from allstep.plan.collective import Collective
+from allstep.plan.collective import Collective, read_collective
 
 __all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
 
@@ -122,12 +122,5 @@ def measurements_of(table: Mapping[str, Any]) -> Measurements:
         )
         for pair in values["pairs"]
     )
-    values["collectives"] = tuple(_collective(timed) for timed in values["collectives"])
+    values["collectives"] = tuple(read_collective(timed) for timed in values["collectives"])
     return Measurements(**values)
-
-
-def _collective(table: Mapping[str, Any]) -> Collective:
-    values: dict[str, Any] = {
-        key: tuple(x) if isinstance(x, list) else x for key, x in table.items()
-    }
-    return Collective(**values)

@@ -1,15 +1,16 @@
 """What exchanging a bucket was measured to take, in place of a formula."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from allstep.errors import UsageError, nearest_names
 from allstep.plan.traffic import ALGORITHMS
 from allstep.plan.wire import WIRES
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "read_collective"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +78,16 @@ class Collective:
         (n0, n1), (s0, s1) = self.num_elements[:2], rising[:2]
         empty_s = min(s0, max(0.5 * s0, s0 - (s1 - s0) * n0 / (n1 - n0)))
         return (0, *self.num_elements), (empty_s, *rising)
+
+
+def read_collective(table: Mapping[str, Any]) -> Collective:
+    """The inverse of `dataclasses.asdict`, also after a trip through JSON.
+
+    >>> from dataclasses import asdict
+    >>> timed = Collective(
+    ...     wire="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
+    >>> read_collective(asdict(timed)) == timed
+    True
+    """
+    lists = {name: tuple(table[name]) for name in ("num_elements", "seconds")}
+    return Collective(**{**table, **lists})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from allstep.cli.demo import (
     same_model,
     same_model_runs,
     slow_wire,
+    slow_wire_runs,
     verdict,
 )
 from allstep.cli.demo.crew import ChildError, Crew
@@ -36,6 +38,8 @@ from allstep.comm.threads import run_ranks
 from allstep.doctor import shaped_hosts
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
+from allstep.plan import Workload
+from allstep.plan.collective import Collective
 from tests.helpers.processes import run_processes
 
 PANEL = Panel(
@@ -331,8 +335,20 @@ class TestSameModel:
 
 FOUND = {
     "step_s": {"alone": 0.2, "plain": 0.55, "DDP": 0.5, "fp16": 0.3, "fp16 + staleness 1": 0.2},
-    "forward_s": 0.07,
-    "all_reduces": [[2**18, 0.0105], [2**20, 0.042], [2**22, 0.168]],
+    "workload": asdict(
+        Workload(num_params=slow_wire_runs.NUM_PARAMS, forward_s=0.07, backward_s=0.13)
+    ),
+    "collectives": [
+        asdict(
+            Collective(
+                wire=wire,
+                algorithm=algorithm,
+                num_elements=(2**16, 2**18, 2**20),
+                seconds=(share * 0.0105, share * 0.042, share * 0.168),
+            )
+        )
+        for (wire, algorithm), share in zip(slow_wire_runs.KINDS, (1.0, 0.5), strict=True)
+    ],
     "copy_bytes_per_s": 1e10,
 }
 
@@ -341,7 +357,7 @@ class TestSlowWire:
     def test_predictions_stand_beside_what_was_measured(self):
         panel = slow_wire._panel(FOUND, "a wire", "")
         predicted = panel.numbers["predicted_s"]
-        wire_s = 4 * slow_wire.NUM_PARAMS * 8 / 200e6
+        wire_s = 4 * slow_wire_runs.NUM_PARAMS * 8 / 200e6
         assert predicted["plain"] == pytest.approx(0.2 + wire_s, rel=0.02)
         assert predicted["plain"] > predicted["DDP"] > predicted["fp16"]
         assert predicted["fp16 + staleness 1"] == pytest.approx(0.2, rel=0.1)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,27 @@ from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.slow_wire_runs import (
     BUCKET_BYTES,
     MIB,
-    NUM_PARAMS,
     WAYS,
     run_steps_shaped,
 )
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
-from allstep.plan import Cluster, Policy, Workload
+from allstep.plan import Cluster, Policy
+from allstep.plan.collective import read_collective
 from allstep.plan.fit import Timing, fit_link
 from allstep.plan.simulate import simulate
+from allstep.plan.workload import read_workload
 
 __all__ = ["measure"]
 
 _RATE_BPS = 200e6
 _NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 Mbit/s."
 
+_FP16 = Policy(name="fp16", wire="fp16", algorithm="recursive_doubling", bucket_bytes=BUCKET_BYTES)
 _POLICIES = {
     "plain": Policy(name="plain", algorithm="native", bucket_bytes=None),
     "DDP": Policy(name="DDP", algorithm="native", bucket_bytes=25 * MIB, first_bucket_bytes=MIB),
-    "fp16": Policy(name="fp16", wire="fp16", algorithm="native", bucket_bytes=BUCKET_BYTES),
-    "fp16 + staleness 1": Policy(
-        name="stale", wire="fp16", algorithm="native", bucket_bytes=BUCKET_BYTES, staleness=1
-    ),
+    "fp16": _FP16,
+    "fp16 + staleness 1": replace(_FP16, name="fp16 + staleness 1", staleness=1),
 }
 
 
@@ -61,8 +62,10 @@ def _run_on(hosts: ShapedHosts, crew: Crew, file: Path) -> dict[str, Any]:
 
 def _predict(found: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step each way, from the link and from the step without any exchange."""
-    timings = [Timing(2, num_bytes, seconds) for num_bytes, seconds in found["all_reduces"]]
-    link = fit_link(timings).link
+    collectives = tuple(read_collective(table) for table in found["collectives"])
+    fp32 = collectives[0]
+    sizes = zip(fp32.num_elements, fp32.seconds, strict=True)
+    link = fit_link([Timing(2, 4 * size, seconds) for size, seconds in sizes]).link
     cluster = Cluster(
         name="slow wire",
         num_nodes=2,
@@ -70,12 +73,10 @@ def _predict(found: Mapping[str, Any]) -> dict[str, float]:
         intra=link,
         inter=link,
         copy_bytes_per_s=found["copy_bytes_per_s"],
+        bucketing_s_per_byte=1 / found["copy_bytes_per_s"],
+        collectives=collectives,
     )
-    workload = Workload(
-        num_params=NUM_PARAMS,
-        forward_s=found["forward_s"],
-        backward_s=found["step_s"]["alone"] - found["forward_s"],
-    )
+    workload = read_workload(found["workload"])
     return {way: simulate(workload, cluster, policy).step_s for way, policy in _POLICIES.items()}
 
 
@@ -98,7 +99,7 @@ def _panel(found: Mapping[str, Any] | None, label: str, status: str) -> Panel:
         ),
         notes=(
             label,
-            "Predicted from timed all-reduces and from the step alone; nothing was fitted to the"
+            "Predicted from timed exchanges and from the step alone; nothing was fitted to the"
             " steps with an exchange. Efficiency is the time of the step alone over the step's.",
         ),
         status=status,

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,28 +17,29 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, init
-from allstep.comm.algorithms import make_algorithm
+from allstep.doctor.collectives import measure_collectives
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
+from allstep.doctor.trial import Training, measure_workload
 from allstep.exchange import Exchange, ExchangePolicy, attach, ddp_hook
+from allstep.plan import Workload
 
-__all__ = ["BUCKET_BYTES", "NUM_PARAMS", "WAYS", "run_steps", "run_steps_shaped"]
+__all__ = ["BUCKET_BYTES", "KINDS", "NUM_PARAMS", "WAYS", "run_steps", "run_steps_shaped"]
 
 MIB = 2**20
 BUCKET_BYTES = MIB
 _WIDTH, _NUM_LAYERS = 512, 8  # a layer is a bucket
 NUM_PARAMS = _NUM_LAYERS * _WIDTH**2
 _COMPUTE_S = 0.2
-_FIRST_STEPS, _NUM_REPEATS, _NUM_STEPS = 3, 3, 3
+_FIRST_STEPS, _NUM_REPEATS, _NUM_STEPS, _NUM_ALONE = 3, 3, 3, 9
 _TIMED_BYTES = (MIB // 4, MIB, 4 * MIB)
+KINDS = (("fp32", "native"), ("fp16", "recursive_doubling"))  # what two hosts do by themselves
 
 WAYS = {
     "alone": None,
     "plain": ExchangePolicy(plain=True),
     "DDP": None,
-    "fp16": ExchangePolicy(wire="fp16", algorithm="native", bucket_bytes=BUCKET_BYTES),
-    "fp16 + staleness 1": ExchangePolicy(
-        wire="fp16", staleness=1, algorithm="native", bucket_bytes=BUCKET_BYTES
-    ),
+    "fp16": ExchangePolicy(wire="fp16", bucket_bytes=BUCKET_BYTES),
+    "fp16 + staleness 1": ExchangePolicy(wire="fp16", staleness=1, bucket_bytes=BUCKET_BYTES),
 }
 
 
@@ -61,16 +63,18 @@ class _Trainer:
                 self._model.register_comm_hook(None, hook)
 
     def step(self) -> None:
-        self.update(self.forward())
-
-    def forward(self) -> Tensor:
-        loss: Tensor = self._model(self._x).square().mean()
-        return loss
-
-    def update(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._loss_of(self._model).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def workload(self, comm: Communicator) -> Workload:
+        """What a step computes, without any exchange."""
+        training = Training(self._model, self._loss_of, self._optimizer)
+        return measure_workload(comm, training, num_samples=len(self._x), num_steps=_NUM_ALONE)
+
+    def _loss_of(self, model: nn.Module) -> Tensor:
+        loss: Tensor = model(self._x).square().mean()
+        return loss
 
     def drain(self) -> None:
         """Leaves the wire to others."""
@@ -81,7 +85,7 @@ class _Trainer:
 def run_steps(comm: Communicator, *, hooks_ddp: bool = False) -> dict[str, Any]:
     """Seconds of a step each way, of the slowest worker, and what a prediction needs."""
     torch.set_num_threads(1)
-    all_reduces = [_time_all_reduce(comm, num_bytes) for num_bytes in _TIMED_BYTES]
+    timed = measure_collectives(comm, KINDS, sizes_bytes=_TIMED_BYTES, num_rounds=_NUM_REPEATS)
     x = _make_batch(comm)
     trainers = {way: _Trainer(way, comm, x, hooks_ddp=hooks_ddp) for way in WAYS}
     for trainer in trainers.values():
@@ -92,11 +96,10 @@ def run_steps(comm: Communicator, *, hooks_ddp: bool = False) -> dict[str, Any]:
     for repeat in range(_NUM_REPEATS):
         for way in list(WAYS) if repeat % 2 else list(reversed(WAYS)):
             seconds[way].append(_time_steps(trainers[way], comm))
-    alone = trainers["alone"]
     return {
         "step_s": {way: median(found) for way, found in seconds.items()},
-        "forward_s": _slowest(comm, min(_seconds_of(alone.forward) for _ in range(3))),
-        "all_reduces": [list(timed) for timed in all_reduces],
+        "workload": asdict(trainers["alone"].workload(comm)),
+        "collectives": [asdict(each) for each in timed],
         "copy_bytes_per_s": _copy_bytes_per_s(),
     }
 
@@ -116,13 +119,6 @@ def _make_batch(comm: Communicator) -> Tensor:
         own_s = min(_seconds_of(trainer.step) for _ in range(4))
         trial = max(1, round(trial * _COMPUTE_S / _slowest(comm, own_s)))
     return torch.randn(trial, _WIDTH)
-
-
-def _time_all_reduce(comm: Communicator, num_bytes: int) -> tuple[int, float]:
-    flat = torch.zeros(num_bytes // 4)
-    algorithm = make_algorithm("native", comm)
-    own_s = [_seconds_of(lambda: algorithm.reduce_(flat)) for _ in range(4)]
-    return num_bytes, _slowest(comm, median(own_s[1:]))
 
 
 def _copy_bytes_per_s() -> float:
