@@ -224,6 +224,7 @@ def _cell(row: dict[str, Any]) -> str:
 def plot(parts: dict[str, Any]) -> bool:
     """Efficiency over compute : wire and over hosts; False without matplotlib or these parts."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         print("no plot: pip install allstep[plot]")
@@ -248,7 +249,8 @@ def plot(parts: dict[str, Any]) -> bool:
         axes.set_ylabel("efficiency, %")
         axes.set_ylim(0, None)
     axes.legend(fontsize="small", ncols=2)
-    figure.savefig(PLOT)
+    with rc_context({"svg.hashsalt": PLOT.name}):  # the same picture is the same file
+        figure.savefig(PLOT, metadata={"Date": None})
     return True
 
 
