@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", choices=LINKS)
     parser.add_argument("--hosts", nargs="+", type=int)
     parser.add_argument("--models", nargs="+", type=int, metavar="MB")
+    parser.add_argument("--seconds", type=float, default=POLICY_SECONDS, help="of a policy")
     parser.add_argument("--quick", action="store_true", help="two networks, small models")
     parser.add_argument("--report", action="store_true", help="only write the docs' table and plot")
     arguments = parser.parse_args()
@@ -145,7 +146,7 @@ def main() -> None:
     links = arguments.links or (("1gbit", "one_host") if quick else tuple(LINKS))
     hosts = arguments.hosts or ((2,) if quick else HOSTS)
     models_mb = arguments.models or ((2, 8) if quick else MODELS_MB)
-    seconds = 1.0 if quick else POLICY_SECONDS
+    seconds = 1.0 if quick else arguments.seconds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts are removed
     for link, num_hosts in itertools.product(links, hosts):
         network = Network(link=link, num_hosts=num_hosts, models_mb=models_mb, seconds=seconds)

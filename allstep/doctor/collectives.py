@@ -82,7 +82,7 @@ def measure_collectives(
     kinds: Sequence[tuple[str, str]],
     *,
     sizes_bytes: Sequence[int] | None = None,
-    num_rounds: int = 7,
+    num_rounds: int = 5,
 ) -> tuple[Collective, ...]:
     """Times exchanges of buckets of growing sizes. See [Note: timed collectives]. Collective.
 
@@ -123,7 +123,7 @@ class _Timing:
                 break
         self.seconds: list[list[float]] = [[] for _ in self.buckets]
         usual = min(self.buckets[-1].num_elements, _USUAL_BYTES // 4)
-        self.usual_bucket = next(b for b in self.buckets if b.num_elements >= usual)
+        self.usual = next(i for i, b in enumerate(self.buckets) if b.num_elements >= usual)
         self.slowdowns: list[tuple[float, float]] = []
         self.runner = ThreadRunner()
         self._contention()  # the first time it is slow
@@ -151,7 +151,9 @@ class _Timing:
         )
 
     def _contention(self) -> tuple[float, float]:
-        return measure_contention(self.comm, self.usual_bucket.run, self.runner)
+        bucket, num_runs = self.buckets[self.usual], self.num_runs[self.usual]
+        num_beside = 2 * num_runs if num_runs > 1 else 1
+        return measure_contention(self.comm, bucket.run, num_beside, self.runner)
 
     def _run(self, index: int) -> float:
         return _seconds_of(self.comm, self.buckets[index], self.num_runs[index])

@@ -7,17 +7,17 @@ from time import perf_counter
 import torch
 
 from allstep.comm import Communicator
-from allstep.doctor.timing import agreed_repeats, slowest_s, synchronize
+from allstep.doctor.timing import slowest_s, synchronize
 from allstep.exchange.runner import Runner
 
 __all__ = ["measure_contention"]
 
-_BESIDE_S = 0.1
+_ALONE_S = 0.1
 _MATRIX = 512  # large enough that products hold no lock of Python's for long
 
 
 def measure_contention(
-    comm: Communicator, exchange: Callable[[], None], runner: Runner
+    comm: Communicator, exchange: Callable[[], None], num_runs: int, runner: Runner
 ) -> tuple[float, float]:
     """Compute beside exchanges and exchanges beside compute, each against itself alone.
 
@@ -26,15 +26,13 @@ def measure_contention(
     Args:
         comm: the workers.
         exchange: of a bucket, once.
+        num_runs: exchanges that follow one another each time.
         runner: does it beside compute.
 
     Returns:
         How much longer compute takes, on the worker that the others wait for, and how much
         longer exchanges take; 0.1 is 10 %. Measured, so they may be below 0.
     """
-    exchange()
-    comm.barrier()
-    num_runs = agreed_repeats(comm, exchange, _BESIDE_S)
 
     def exchanges() -> float:
         start_s = perf_counter()
@@ -44,8 +42,9 @@ def measure_contention(
         return perf_counter() - start_s
 
     product = _product(comm)
+    comm.barrier()
     alone_s = slowest_s(comm, exchanges())
-    product_s = _loop_s(product, lambda elapsed_s: elapsed_s < _BESIDE_S)
+    product_s = _loop_s(product, lambda elapsed_s: elapsed_s < _ALONE_S)
     comm.barrier()
     beside_product_s, beside_s = _beside(product, exchanges, runner)
     return (

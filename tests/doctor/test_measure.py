@@ -19,7 +19,7 @@ def in_a_hurry():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_SIZES_BYTES", (1 << 12, 1 << 14, 1 << 16))
         patch.setattr(collectives, "_BATCH_S", 0.001)
-        patch.setattr(contention, "_BESIDE_S", 0.01)
+        patch.setattr(contention, "_ALONE_S", 0.01)
         patch.setattr(collectives, "_PAUSE_S", 0.001)
         patch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
         patch.setattr(measure, "_COPY_BYTES", 1 << 16)
