@@ -130,7 +130,7 @@ def measure_model(
             timed += time_steps(comm, alone, math.ceil(repeat_s / compute_s))
             for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
                 if policy.staleness or num_steps > policy.every:
-                    run(policy.every)  # fills the pipeline, and caches
+                    run(policy.every + policy.staleness)  # fills caches, and the pipeline
                 seconds[policy.name].append(run(num_steps))
     return {"workload": asdict(make_workload(timed, num_samples=1)), "seconds": seconds}
 
