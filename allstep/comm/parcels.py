@@ -1,5 +1,6 @@
 """Point-to-point messages whose shapes both sides know: no word about them travels."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,8 @@ from allstep.comm.wire import Posted
 __all__ = ["Parcels"]
 
 _TAG = PRIVATE_TAG + 16
+
+logger = logging.getLogger("allstep")
 
 
 class Parcels:
@@ -39,7 +42,9 @@ class Parcels:
             return None
         try:
             boxes = Boxes.meet(comm)
-        except NotShared:
+        except NotShared as reason:
+            if comm.rank == 0:
+                logger.warning("messages use the network, not shared memory: %s", reason)
             return None
         comm.add_dependent(boxes)
         return boxes

@@ -1,5 +1,7 @@
 """Messages through shared memory: that all arrive, in order, and who is missed."""
 
+import errno
+import logging
 import os
 import signal
 import time
@@ -146,6 +148,31 @@ def test_processes_of_one_host_use_them_for_what_fits(length, by_wire):
         assert half == [float(i + before) for i in range(0, length, 2)]
         assert full == [float(i + after) for i in range(length)]
         assert wired_bytes == by_wire
+
+
+def exchange_on_a_full_machine(comm, length):
+    """As `exchange`, where no memory can be shared; and what the log says."""
+
+    def refuse(fd, offset, length):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.posix_fallocate = refuse
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    logging.getLogger("allstep").addHandler(handler)
+    _, full, wired_bytes = exchange(comm, length)
+    return full, wired_bytes, [record.getMessage() for record in said]
+
+
+@pytest.mark.process
+def test_too_little_memory_is_no_error_but_a_word():
+    answers = run_processes(3, exchange_on_a_full_machine, 11)
+    for rank, (full, wired_bytes, messages) in enumerate(answers):
+        assert full == [float(i + (rank + 1) % 3) for i in range(11)]
+        assert wired_bytes == 8 * (11 + 6)
+        assert len(messages) == (rank == 0)
+    assert "messages use the network, not shared memory: no " in answers[0][2][0]
 
 
 def test_threads_of_one_process_use_the_wire():
