@@ -146,6 +146,8 @@ def test_a_burst_is_what_a_pause_saves(monkeypatch):
 
 
 class _Nothing:
+    num_at_once = 1
+
     def __init__(self, *_):
         self._flat = torch.zeros(1)
 
