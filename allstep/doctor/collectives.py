@@ -5,7 +5,8 @@ all workers at once: what they cost is what formats, sums, the network's softwar
 share a machine's cores make of the wire together, which no formula knows. They follow one another
 without a pause, as the buckets of a backward pass do. All kinds and sizes are timed in turn,
 several times: a shared machine is slower for seconds, which so changes one of many times for each
-of them, and not all of them for one.
+of them, and not all of them for one. What the backend does with several buckets at once it is given
+two at a time, and half of a pair's time is a bucket's: alone, a small one may take longer.
 """
 
 import statistics
@@ -38,12 +39,11 @@ _NUM_PAUSES = 14
 class BucketExchange:
     """Buckets of zeros that are exchanged in turn, again and again.
 
-    Together they are more than caches hold, as a model's buckets are.
+    Up to eight, and up to 64 MiB: the buckets of a model don't wait in a cache for each other.
 
     Args:
-        comm: the workers.
+        transport: of the workers, with how sums are taken.
         wire: name of a format.
-        algorithm: name of how sums are taken.
         num_bytes: of a bucket in float32.
 
     Attributes:
@@ -52,38 +52,36 @@ class BucketExchange:
             ready, and on CPUs it works on several at once.
     """
 
-    def __init__(self, comm: Communicator, wire: str, algorithm: str, num_bytes: int) -> None:
+    def __init__(self, transport: Transport, wire: str, num_bytes: int) -> None:
         self.num_elements = num_bytes // 4
-        shape = (self.num_elements,)
-        self._layout = BucketLayout(("probe",), (shape,), ((1,),), torch.float32, comm.device)
+        shape, device = (self.num_elements,), transport.comm.device
+        self._layout = BucketLayout(("probe",), (shape,), ((1,),), torch.float32, device)
+        self._transport = transport
         self._wire = make_wire(wire)
         num_buckets = max(2, min(_MOST_BUCKETS, _CACHED_BYTES // num_bytes))
         self._buckets = [
             (self._layout.new_flat(), self._wire.new_state(self._layout))
             for _ in range(num_buckets)
         ]
-        self._transport = Transport(comm, make_algorithm(algorithm, comm))
         # The backend's own sum is divided by the worker when it comes back; see `Sender`.
-        is_sum = (wire, algorithm) == ("fp32", "native")
-        self._native = Native(comm) if is_sum and comm.device.type == "cpu" else None
-        self.num_at_once = 1 if self._native is None else 2
+        algorithm = transport.algorithm
+        self._native = algorithm if wire == "fp32" and isinstance(algorithm, Native) else None
+        self.num_at_once = 2 if self._native is not None and device.type == "cpu" else 1
 
     def run(self) -> None:
         """`num_at_once` exchanges. Collective."""
         turn = self._buckets[: self.num_at_once]
         self._buckets = self._buckets[self.num_at_once :] + turn
-        if self._native is not None:
+        flat, state = turn[0]
+        if self._native is None:
+            with torch.no_grad():
+                self._wire.mean_(flat, self._layout, state, self._transport)
+        elif self.num_at_once == 1:
+            self._native.reduce_(flat)
+        else:
             for posted in [self._native.post(flat) for flat, _ in turn]:
                 posted.wait()
-            return
-        ((flat, state),) = turn
-        with torch.no_grad():
-            self._wire.mean_(flat, self._layout, state, self._transport)
         synchronize(flat.device)
-
-    def close(self) -> None:
-        """Gives back what the algorithm holds."""
-        self._transport.algorithm.close()
 
 
 def measure_collectives(
@@ -109,7 +107,7 @@ def measure_collectives(
     for _ in range(num_rounds):
         for timing in timings:
             timing.add_round()
-    return tuple(timing.collective() for timing in timings)
+    return tuple(timing.finish() for timing in timings)
 
 
 class _Timing:
@@ -120,15 +118,17 @@ class _Timing:
     ) -> None:
         self.kind = wire, algorithm
         self.comm = comm
+        self.transport = Transport(comm, make_algorithm(algorithm, comm))
         self.buckets: list[BucketExchange] = []
         self.num_runs: list[int] = []
         for num_bytes in sizes_bytes:
-            bucket = BucketExchange(comm, wire, algorithm, num_bytes)
+            bucket = BucketExchange(self.transport, wire, num_bytes)
             bucket.run()  # makes connections
             comm.barrier()
             self.buckets.append(bucket)
             self.num_runs.append(agreed_repeats(comm, bucket.run, _BATCH_S))
-            if len(self.buckets) > 2 and self.num_runs[-1] == 1 and self._run(-1) > _ENOUGH_S:
+            is_slow = self.num_runs[-1] == 1 and self._run(-1) * bucket.num_at_once > _ENOUGH_S
+            if len(self.buckets) > 2 and is_slow:
                 break
         self.seconds: list[list[float]] = [[] for _ in self.buckets]
         usual = min(self.buckets[-1].num_elements, _USUAL_BYTES // 4)
@@ -143,11 +143,10 @@ class _Timing:
             seconds.append(self._run(index))
         self.slowdowns.append(self._contention())
 
-    def collective(self) -> Collective:
-        """What the rounds have shown; the buckets are closed."""
+    def finish(self) -> Collective:
+        """What the rounds have shown; nothing can be timed afterwards."""
         self.runner.close()
-        for bucket in self.buckets:
-            bucket.close()
+        self.transport.algorithm.close()
         wire, algorithm = self.kind
         compute, communication = zip(*self.slowdowns, strict=True)
         return Collective(
@@ -180,7 +179,8 @@ def measure_burst_s(comm: Communicator, timed: Collective) -> float:
     """
     sizes = zip(timed.num_elements, timed.seconds, strict=True)
     num_elements = next((n for n, s in sizes if s > _PAUSE_S / 3), timed.num_elements[-1])
-    bucket = BucketExchange(comm, timed.wire, timed.algorithm, 4 * num_elements)
+    transport = Transport(comm, make_algorithm(timed.algorithm, comm))
+    bucket = BucketExchange(transport, timed.wire, 4 * num_elements)
     bucket.run()
     paused: list[float] = []
     busy: list[float] = []
@@ -191,7 +191,7 @@ def measure_burst_s(comm: Communicator, timed: Collective) -> float:
         bucket.run()
         paused.append(perf_counter() - start_s)
         busy.append(bucket.num_at_once * _seconds_of(comm, bucket, num_runs=2))
-    bucket.close()
+    transport.algorithm.close()
     busy_s = statistics.median(busy)
     burst_s = busy_s - slowest_s(comm, statistics.median(paused))
     return burst_s if burst_s > 0.05 * busy_s else 0.0

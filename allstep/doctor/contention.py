@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from threading import Event
 from time import perf_counter
 
 import torch
@@ -35,8 +36,9 @@ def measure_contention(
     """
 
     def exchanges() -> float:
-        start_s = perf_counter()
         with _stream_of_its_own(comm.device):
+            exchange()  # takes the head start of an idle link
+            start_s = perf_counter()
             for _ in range(num_runs):
                 exchange()
         return perf_counter() - start_s
@@ -58,8 +60,16 @@ def _beside(
 ) -> tuple[float, float]:
     """Seconds of a product, and of the exchanges that go on meanwhile."""
     found_s: list[float] = []
-    job = runner.submit(lambda: found_s.append(exchanges()))
-    product_s = _loop_s(product, lambda _: not found_s)
+    is_over = Event()
+
+    def work() -> None:
+        try:
+            found_s.append(exchanges())
+        finally:
+            is_over.set()
+
+    job = runner.submit(work)
+    product_s = _loop_s(product, lambda _: not is_over.is_set())
     job.wait()
     return product_s, found_s[0]
 

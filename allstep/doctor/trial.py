@@ -55,7 +55,7 @@ def measure_workload(
         comm: the workers.
         training: the same on each.
         num_samples: of a worker's step.
-        num_steps: to take the mean of.
+        num_steps: to time; see `make_workload`.
     """
     return make_workload(time_steps(comm, training, num_steps), num_samples)
 

@@ -11,9 +11,9 @@ from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.sender import Sender
 from allstep.exchange.tuning import tuned_bucket_bytes
 
-__all__ = ["Bucketing"]
+__all__ = ["Bucketing", "ready_gradient"]
 
-TUNED_AFTER = 3  # exchanges; the first are slower than the rest
+_TUNED_AFTER = 3  # exchanges; the first are slower than the rest
 
 
 class Bucketing:
@@ -42,14 +42,14 @@ class Bucketing:
 
     def is_due(self, num_exchanges: int) -> bool:
         """Whether the next backward pass should travel in other buckets than the last."""
-        return not self.is_recorded or (not self._is_tuned and num_exchanges >= TUNED_AFTER)
+        return not self.is_recorded or (not self._is_tuned and num_exchanges >= _TUNED_AFTER)
 
     def revise(self, gradients: Sequence[ReadyGradient], backward_s: float) -> list[list[str]]:
         """The next buckets, the same on every worker. Collective.
 
         Args:
             gradients: in the order in which the last backward pass made them, or that of the
-                present buckets if these follow one already; nothing may be under way.
+                present buckets if these follow one already; then nothing may be under way.
             backward_s: of that pass.
         """
         if self.is_recorded:

@@ -351,7 +351,8 @@ class OverlappedExchange(Exchange):
         if not self._bucketing.is_due(self._num_exchanges):
             return
         backward_s = perf_counter() - self._pass_start_s - self._last_wait_s
-        self._wait_for_all()
+        if self._bucketing.is_recorded:
+            self._wait_for_all()  # exchanges will be timed
         in_order = () if self._bucketing.is_recorded else self._arrivals
         trained, start_s = self._parameters.trained, self._pass_start_s
         gradients = [

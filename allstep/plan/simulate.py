@@ -84,6 +84,7 @@ class _Simulation:
         self.costs = [self.exchange_cost(size) for size in sizes]
         self.take_s = self.take_up_s(sizes)
         self.land_s = [self.landing_s(size) for size in sizes]
+        self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.land_s)
         # Equal workers are all at the same point: one clock stands for them.
         self.progress = np.zeros(cluster.num_workers if self.stragglers.is_active else 1)
         self.wire = Activity()
@@ -124,7 +125,7 @@ class _Simulation:
         staleness = self.policy.staleness
         wire_s = sum(cost.seconds * (1 + cost.communication_slowdown) for cost in self.costs)
         slowdown = max(cost.compute_slowdown for cost in self.costs)
-        compute_s = self.workload.compute_s * (1 + slowdown) + sum(self.take_s) + sum(self.land_s)
+        compute_s = self.step_work_s + self.workload.compute_s * slowdown
         if staleness and wire_s > compute_s:
             self.wire.occupy(0.0, (staleness + 1) * compute_s, slowdown)
         for _ in range(2 * staleness + 1):
@@ -175,11 +176,11 @@ class _Simulation:
 
     def synchronous_step(self) -> None:
         factor = self.draw()
-        work_left_s, ends_s = self.workload.backward_s, []
+        work_left_s, ends_s = self.workload.backward_s + sum(self.take_s), []
         self.compute("forward", self.workload.forward_s * factor)
         for index, bucket in enumerate(self.buckets):
             self.compute(f"backward {index}", bucket.backward_s * factor + self.take_s[index])
-            work_left_s -= bucket.backward_s
+            work_left_s -= bucket.backward_s + self.take_s[index]
             ends_s.append(self.communicate(index, work_left_s))
         self.ends_s.append(ends_s)
         if len(self.ends_s) > self.policy.staleness:
@@ -234,11 +235,11 @@ class _Simulation:
 
     def limit(self, work_left_s: float) -> float:
         """How far workers get, at most, before they need what goes on the wire now."""
-        limit = float(self.progress.max()) + work_left_s
+        num_free = self.policy.staleness - len(self.ends_s)  # steps that wait for nothing
+        limit = float(self.progress.max()) + work_left_s + num_free * self.step_work_s
         for ends_s in self.ends_s:
-            limit = max(limit, self.wire.progress_at(ends_s[-1])) + self.workload.compute_s
-        num_empty = self.policy.staleness - len(self.ends_s)
-        return limit + num_empty * self.workload.compute_s
+            limit = max(limit, self.wire.progress_at(ends_s[-1])) + self.step_work_s
+        return limit
 
     def contended_s(self, seconds: float, work_s: float, cost: BucketCost) -> float:
         """How long communication takes that goes on beside `work_s` of compute."""

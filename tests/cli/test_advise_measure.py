@@ -9,7 +9,7 @@ import pytest
 from allstep.cli import advise_measure, advise_worker
 from allstep.cli.main import main
 from allstep.comm.threads import run_ranks
-from allstep.doctor import collectives, gemm, links, measure, script_profile
+from allstep.doctor import collectives, contention, gemm, links, measure, script_profile
 from allstep.plan import POLICIES, Workload
 
 BARE = ("--params", "1000", "--step-ms", "3")
@@ -27,8 +27,9 @@ def refuse(refused):
 def workers_as_threads(monkeypatch):
     """In a hurry, and without torch's DDP, which wants processes."""
     monkeypatch.setattr(collectives, "_SIZES_BYTES", (1 << 12, 1 << 14, 1 << 16))
-    for name in ("_BATCH_S", "_BESIDE_S", "_PAUSE_S"):
+    for name in ("_BATCH_S", "_PAUSE_S"):
         monkeypatch.setattr(collectives, name, 0.001)
+    monkeypatch.setattr(contention, "_ALONE_S", 0.001)
     monkeypatch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
     monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 16)
     monkeypatch.setattr(measure, "_COPY_S", 0.001)

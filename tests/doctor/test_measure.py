@@ -2,14 +2,16 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import Native
 from allstep.comm.threads import run_ranks
 from allstep.doctor import collectives, contention, gemm, links, measure
 from allstep.doctor.links import slowest
 from allstep.doctor.measurements import PairTiming, read_measurements
-from allstep.errors import UsageError
+from allstep.errors import CommunicationError, UsageError
+from allstep.exchange.runner import ThreadRunner
+from allstep.exchange.transport import Transport
 from allstep.plan import POLICIES, Job, Link, Workload, predict
 
 
@@ -122,15 +124,29 @@ def test_workers_of_one_host_share_memory():
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
 def test_a_probe_exchanges_what_a_step_would(wire):
-    """Means stay what they are, however often they are taken."""
+    """Means of equal buckets stay what they are; the backend only adds up, two at a time."""
 
     def probe(comm):
-        bucket = collectives.BucketExchange(comm, wire, "native", 4096)
-        for _ in range(3):
-            bucket.run()
-        return bucket.num_elements, float(bucket._buckets[0][0].abs().sum())
+        transport = Transport(comm, Native(comm))
+        bucket = collectives.BucketExchange(transport, wire, 4096)
+        for flat, _ in bucket._buckets:
+            flat.fill_(1.0)
+        bucket.run()
+        sums = [float(flat[0]) for flat, _ in bucket._buckets]
+        return bucket.num_elements, bucket.num_at_once, sums
 
-    assert run_ranks(2, probe) == [(1024, 0.0)] * 2
+    at_once, value = (2, 2.0) if wire == "fp32" else (1, 1.0)
+    assert run_ranks(2, probe) == [(1024, at_once, [1.0] * (8 - at_once) + [value] * at_once)] * 2
+
+
+def test_a_failed_exchange_ends_the_measuring():
+    def fail():
+        raise CommunicationError("lost")
+
+    runner = ThreadRunner()
+    with pytest.raises(CommunicationError, match="lost"):
+        contention._beside(lambda: None, fail, runner)
+    runner.close()
 
 
 def test_a_burst_is_what_a_pause_saves(monkeypatch):
@@ -149,10 +165,7 @@ class _Nothing:
     num_at_once = 1
 
     def __init__(self, *_):
-        self._flat = torch.zeros(1)
-
-    def run(self):
         pass
 
-    def close(self):
+    def run(self):
         pass

@@ -65,6 +65,15 @@ def test_a_workload_is_what_steps_take_without_a_hiccup():
     assert found.core_share == pytest.approx(1.0 / torch.get_num_threads())
 
 
+def test_small_hiccups_count_and_large_ones_do_not():
+    """Every other step takes twice as long, and one a hundred times."""
+    factors = [1, 2, 1, 2, 1, 2, 1, 2, 1, 100]
+    steps = [TimedStep(0.1 * k, 0.2 * k, 0.3 * k, 0.6 * k, [(30, 0.2 * k)]) for k in factors]
+    found = make_workload(steps, 32)
+    parts = (found.forward_s, found.backward_s, found.optimizer_s)
+    assert parts == pytest.approx((0.15, 0.3, 0.45))
+
+
 def test_the_last_worker_counts():
     """Rank 1 is slow in its forward pass, rank 0 in its backward pass and its update."""
 

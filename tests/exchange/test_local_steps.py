@@ -79,6 +79,18 @@ def test_parameters_are_averaged_by_the_policys_algorithm(algorithm, are_equal) 
     assert torch.equal(first, second) == are_equal
 
 
+def test_parameters_are_averaged_in_shared_memory_by_default() -> None:
+    def worker(comm: Communicator) -> str:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = attach(model, comm, ExchangePolicy(every=2), optimizer=optimizer)
+        assert exchange.averaging is not None
+        return exchange.averaging._algorithm
+
+    assert run_ranks(2, worker) == ["shared_memory"] * 2
+    assert run_ranks(2, worker, local_size=1) == ["native"] * 2
+
+
 def test_local_steps_need_their_optimizer() -> None:
     with pytest.raises(UsageError, match=r"`optimizer` \(=None\) must be given.*every` is 4"):
         attach(mlp(), Communicator.lone(), ExchangePolicy(every=4))

@@ -308,13 +308,20 @@ def test_activity_forgets_without_a_change():
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_workers_that_wait_slow_no_wire(staleness):
+@pytest.mark.parametrize("bucketing_s_per_byte", [0.0, 4e-9])
+def test_workers_that_wait_slow_no_wire(staleness, bucketing_s_per_byte):
     """A step's compute lies beside the wire; the rest of the wire's time has the cores alone."""
-    cluster = hosts(2, compute_slowdown=0.5, communication_slowdown=1.0)
+    cluster = hosts(
+        2,
+        compute_slowdown=0.5,
+        communication_slowdown=1.0,
+        bucketing_s_per_byte=bucketing_s_per_byte,
+    )
     slow = replace(LINK, bandwidth_bps=1e8)
     cluster = replace(cluster, intra=slow, inter=slow)
     report = simulate(WORKLOAD, cluster, replace(AT_THE_END, staleness=staleness))
-    beside_s = 1.5 * WORKLOAD.compute_s
+    bucketing_s = 4 * WORKLOAD.num_params * bucketing_s_per_byte
+    beside_s = 1.5 * (WORKLOAD.compute_s + bucketing_s)
     alone_s = wire_s(cluster) - beside_s / 2
     assert alone_s > 0
     assert report.step_s == pytest.approx(beside_s + alone_s)
