@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from allstep.cli import advise_output
+from allstep.cli import advise, advise_output
 from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.doctor.measure import measure
+from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
 
 BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")
 
@@ -50,12 +51,23 @@ def test_bare_numbers_become_a_table_a_chart_and_advice(say):
     assert "efficiency" in lines
     assert "*" in text
     assert advice_of(text).startswith("32 workers with fp16 + staleness 1: ")
-    assert "not measured" in text
+    shipped = measured_accuracy()
+    for name, cost in shipped.points_lost.items():
+        assert any(line.startswith(name) and line.endswith(str(cost)) for line in lines)
+    assert shipped.task in advice_of(text)
     assert "\x1b" not in text
     assert text.endswith(
         'in code: allstep.ExchangePolicy(wire="fp16", staleness=1, algorithm="auto",'
         ' bucket_bytes="auto")\n'
     )
+
+
+def test_a_cost_that_nobody_has_measured_is_said_to_be_so(say, monkeypatch):
+    unknown = AccuracyTable("a task", {"fp16": AccuracyCost(0.1, 0.2)})
+    monkeypatch.setattr(advise, "measured_accuracy", lambda: unknown)
+    lines = say(*BARE).splitlines()
+    assert next(line for line in lines if line.startswith("fp16 ")).endswith("0.10 +- 0.20")
+    assert next(line for line in lines if line.startswith("int8 ")).endswith("not measured")
 
 
 def test_scaling_that_does_not_pay_is_refused(say):
