@@ -4,12 +4,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -113,6 +114,8 @@ class Crew:
         self._processes: list[Child | Command] = []
         self._num_groups = 0
         _CONTEXT.set_forkserver_preload(_PRELOAD)
+        with _silence():
+            forkserver.ensure_running()
 
     def each(self, calls: Sequence[Call], at_most: int) -> Iterator[tuple[int, Any]]:
         """(number, result) of each call as they end, some of them at a time."""
@@ -121,7 +124,7 @@ class Crew:
         while waiting or running:
             while waiting and len(running) < at_most:
                 number, (function, arguments) = waiting.pop(0)
-                child = self._keep(Child(function, arguments))
+                child = self._start(Child, function, arguments)
                 running[child.results] = number, child
             ready = wait(list(running), _TIMEOUT_S)
             if not ready:
@@ -136,7 +139,7 @@ class Crew:
         self._num_groups += 1
         store = self._folder / f"store-{self._num_groups}"
         return [
-            self._keep(Child(_run_rank, (rank, size, str(store), function, arguments)))
+            self._start(Child, _run_rank, (rank, size, str(store), function, arguments))
             for rank in range(size)
         ]
 
@@ -153,7 +156,7 @@ class Crew:
             ChildError: with the end of what one said, if it failed or took too long.
         """
         commands = [
-            self._keep(Command(line, self._folder / f"command-{number}.log"))
+            self._start(Command, line, self._folder / f"command-{number}.log")
             for number, line in enumerate(lines)
         ]
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -167,8 +170,9 @@ class Crew:
             if code:
                 raise ChildError(f"a process of the demo failed:\n{command.last_words}")
 
-    def _keep(self, process: _AnyProcess) -> _AnyProcess:
-        self._processes.append(process)
+    def _start(self, kind: type[_AnyProcess], *arguments: Any) -> _AnyProcess:
+        with _uninterrupted():
+            self._processes.append(process := kind(*arguments))
         return process
 
     def __enter__(self) -> Self:
@@ -184,11 +188,37 @@ class Crew:
             process.kill()
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait: a child that is only half started would be killed by nobody."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What is started meanwhile says nothing, whenever in its life Ctrl-C reaches it."""
+    kept = [os.dup(number) for number in (1, 2)]
+    try:
+        with open(os.devnull, "w") as nowhere:
+            for number in (1, 2):
+                os.dup2(nowhere.fileno(), number)
+        yield
+    finally:
+        for number, stream in zip((1, 2), kept, strict=True):
+            os.dup2(stream, number)
+            os.close(stream)
+
+
 def _live(results: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """A child's life; what it says besides its result goes nowhere."""
-    with open(os.devnull, "w") as nowhere:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(nowhere.fileno(), stream.fileno())
     torch.set_num_threads(1)
     try:
         outcome = {"result": function(*arguments)}
