@@ -1,6 +1,5 @@
 """Point-to-point messages whose shapes both sides know: no word about them travels."""
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +16,6 @@ from allstep.comm.wire import Posted
 __all__ = ["Parcels"]
 
 _TAG = PRIVATE_TAG + 16
-
-logger = logging.getLogger("allstep")
 
 
 class Parcels:
@@ -43,8 +40,7 @@ class Parcels:
         try:
             boxes = Boxes.meet(comm)
         except NotShared as reason:
-            if comm.rank == 0:
-                logger.warning("messages use the network, not shared memory: %s", reason)
+            reason.tell(comm.rank, "messages use the network, not shared memory")
             return None
         comm.add_dependent(boxes)
         return boxes

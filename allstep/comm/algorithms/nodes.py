@@ -1,6 +1,5 @@
 """Algorithms that know which ranks share a node."""
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +15,6 @@ from allstep.errors import UsageError
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
-logger = logging.getLogger("allstep")
 
 __all__ = ["Hierarchical", "TwoDimensional"]
 
@@ -98,8 +96,8 @@ class Hierarchical(_OverNodes):
         try:
             return Segment.meet(self._inside)
         except NotShared as reason:
-            if self.comm.rank == 0 and self.comm.device.type == "cpu":
-                logger.warning("messages go inside a node too, not shared memory: %s", reason)
+            if self.comm.device.type == "cpu":
+                reason.tell(self.comm.rank, "messages go inside a node too, not shared memory")
             return None
 
     def _reduce_(self, flat: Tensor) -> None:

@@ -1,6 +1,5 @@
 """The all-reduce of CPU ranks that share memory."""
 
-import logging
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
 __all__ = ["SharedMemory"]
-
-logger = logging.getLogger("allstep")
 
 
 class SharedMemory(AllReduce):
@@ -47,8 +44,7 @@ class SharedMemory(AllReduce):
             self._segment = Segment.meet(comm, slot_bytes)
         except NotShared as reason:
             self.fallback = Native(comm)
-            if comm.rank == 0:
-                logger.warning("all-reduces use the network, not shared memory: %s", reason)
+            reason.tell(comm.rank, "all-reduces use the network, not shared memory")
 
     def new_block(self, num_bytes: int) -> Block | None:
         """Memory in which sums are taken in place. Collective.
@@ -67,8 +63,7 @@ class SharedMemory(AllReduce):
         try:
             block = Block(self.comm, num_bytes)
         except NotShared as reason:
-            if self.comm.rank == 0:
-                logger.warning("gradients are copied to be summed: %s", reason)
+            reason.tell(self.comm.rank, "gradients are copied to be summed")
             return None
         self._blocks.add(block)
         return block

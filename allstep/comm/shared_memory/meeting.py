@@ -6,6 +6,7 @@ there is nothing to unlink, nothing that a process killed at any moment could le
 no limit of /dev/shm's size: the kernel frees it with its last mapping.
 """
 
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -22,6 +23,11 @@ __all__ = ["Bells", "Meeting", "NotShared", "meet", "share_memory"]
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
     """The ranks cannot share memory; the message says why, the same on every rank."""
+
+    def tell(self, rank: int, instead: str) -> None:
+        """Says on the first rank what is done instead, and why."""
+        if rank == 0:
+            logging.getLogger("allstep").warning("%s: %s", instead, self)
 
 
 class Bells:
