@@ -28,6 +28,7 @@ from allstep.doctor.trial import (
     sleeping_training,
     steps_under,
     time_steps,
+    whole_rounds,
 )
 from allstep.doctor.workload import TimedStep, make_workload
 from allstep.exchange.wires import make_wire
@@ -126,7 +127,9 @@ def measure_model(
     seconds: dict[str, list[float]] = {policy.name: [] for policy in policies}
     with ExitStack() as stack:
         runs = [stack.enter_context(steps_under(comm, make_training(), p)) for p in policies]
-        numbers = [_num_steps(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
+        for run, policy in zip(runs, policies, strict=True):
+            run(max(2, policy.every))  # buckets are made anew after the first
+        numbers = [whole_rounds(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
         for _ in range(num_repeats):  # in turn, since a shared machine is slower for seconds
             timed += time_steps(comm, alone, math.ceil(repeat_s / compute_s))
             for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
@@ -140,12 +143,6 @@ def measure_model(
                 run(FULL_STEPS)
                 seconds[policy.name] = [run(num_steps) for _ in range(num_repeats)]
     return {"workload": asdict(make_workload(timed, num_samples=1)), "seconds": seconds}
-
-
-def _num_steps(run: Callable[[int], float], policy: Policy, seconds: float) -> int:
-    """Whole rounds of local SGD that take about so long; some steps are run to know it."""
-    run(max(2, policy.every))
-    return max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
 
 
 def real_training(

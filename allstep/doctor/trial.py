@@ -26,6 +26,7 @@ __all__ = [
     "sleeping_training",
     "steps_under",
     "time_steps",
+    "whole_rounds",
 ]
 
 _WARM_STEPS = 3  # buckets are made anew after the first
@@ -137,7 +138,7 @@ def measure_policy(
     with steps_under(comm, make_training(), policy, num_micro_batches=num_micro_batches) as run:
         num_warm = -(-_WARM_STEPS // policy.every) * policy.every
         run(num_warm + policy.staleness)
-        num_steps = max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
+        num_steps = whole_rounds(run, policy, seconds)
         return [run(num_steps) for _ in range(num_repeats)]
 
 
@@ -174,6 +175,11 @@ def steps_under(
         for _ in exchange.flush():
             pass
         exchange.detach()
+
+
+def whole_rounds(run: Callable[[int], float], policy: Policy, seconds: float) -> int:
+    """Steps that take about so long, and end with an exchange; a round is run to know it."""
+    return max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
 
 
 def _attached(

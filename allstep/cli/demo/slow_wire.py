@@ -11,6 +11,7 @@ from allstep.cli.demo.crew import Crew
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.slow_wire_runs import (
     BUCKET_BYTES,
+    KINDS,
     MIB,
     WAYS,
     run_steps_shaped,
@@ -26,7 +27,7 @@ __all__ = ["measure"]
 _RATE_BPS = 200e6
 _NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 Mbit/s."
 
-_FP16 = Policy(name="fp16", wire="fp16", algorithm="recursive_doubling", bucket_bytes=BUCKET_BYTES)
+_FP16 = Policy(name="fp16", wire="fp16", algorithm=dict(KINDS)["fp16"], bucket_bytes=BUCKET_BYTES)
 _POLICIES = {
     "plain": Policy(name="plain", algorithm="native", bucket_bytes=None),
     "DDP": Policy(name="DDP", algorithm="native", bucket_bytes=25 * MIB, first_bucket_bytes=MIB),

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator, init
 from allstep.doctor.collectives import measure_collectives
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
+from allstep.doctor.timing import slowest_s
 from allstep.doctor.trial import Training, measure_workload
 from allstep.exchange import Exchange, ExchangePolicy, attach, ddp_hook
 from allstep.plan import Workload
@@ -117,7 +118,7 @@ def _make_batch(comm: Communicator) -> Tensor:
         x = torch.randn(trial, _WIDTH)
         trainer = _Trainer("alone", comm, x, hooks_ddp=False)
         own_s = min(_seconds_of(trainer.step) for _ in range(4))
-        trial = max(1, round(trial * _COMPUTE_S / _slowest(comm, own_s)))
+        trial = max(1, round(trial * _COMPUTE_S / slowest_s(comm, own_s)))
     return torch.randn(trial, _WIDTH)
 
 
@@ -135,17 +136,13 @@ def _time_steps(trainer: _Trainer, comm: Communicator) -> float:
         trainer.step()
     own_s = (time.perf_counter() - start_s) / _NUM_STEPS
     trainer.drain()
-    return _slowest(comm, own_s)
+    return slowest_s(comm, own_s)
 
 
 def _seconds_of(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s
-
-
-def _slowest(comm: Communicator, own_s: float) -> float:
-    return float(comm.all_reduce(torch.tensor(own_s, dtype=torch.float64), "max"))
 
 
 def main() -> None:
