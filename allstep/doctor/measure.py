@@ -1,6 +1,5 @@
 """What the planner needs to know of these workers, measured in less than a minute."""
 
-import statistics
 from time import perf_counter
 
 import torch
@@ -12,7 +11,8 @@ from allstep.doctor.collectives import measure_burst_s, measure_collectives
 from allstep.doctor.gemm import measure_gemm_flops
 from allstep.doctor.links import measure_pairs, slowest
 from allstep.doctor.measurements import Measurements
-from allstep.doctor.timing import agreed_repeats, slowest_s, synchronize
+from allstep.doctor.memory import measure_copy_s_per_byte
+from allstep.doctor.timing import slowest_s, synchronize
 from allstep.exchange import ExchangePolicy
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.wires import make_wire
@@ -21,9 +21,6 @@ from allstep.plan.collective import Collective
 __all__ = ["WIRES", "measure"]
 
 WIRES = ("fp32", "fp16", "int8")
-_COPY_BYTES = 32 << 20
-_COPY_S = 0.5
-_NUM_ROUNDS = 7
 _NUM_GRADIENTS = 16
 _NUM_STEPS = 30
 
@@ -42,7 +39,7 @@ def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
     >>> found.copy_bytes_per_s > 0, found.pairs, found.collectives
     (True, (), ())
     """
-    copy_s_per_byte = _copy_s_per_byte(comm)
+    copy_s_per_byte = measure_copy_s_per_byte(comm)
     pairs = measure_pairs(comm)
     collectives = _collectives(comm, wires) if comm.size > 1 else ()
     burst_s = 0.0
@@ -68,28 +65,6 @@ def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[Collective
     usual = [(wire, usual_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
     kinds = list(dict.fromkeys([("fp32", "native"), *usual]))  # DistributedDataParallel's first
     return measure_collectives(comm, kinds)
-
-
-def _copy_s_per_byte(comm: Communicator) -> float:
-    """Of memory that isn't in a cache, with all workers copying."""
-    source = torch.ones(_COPY_BYTES // 4, device=comm.device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-        synchronize(comm.device)
-
-    copy()
-    comm.barrier()
-    num_copies = agreed_repeats(comm, copy, _COPY_S / _NUM_ROUNDS)
-    rounds = []
-    for _ in range(_NUM_ROUNDS):
-        comm.barrier()
-        start_s = perf_counter()
-        for _ in range(num_copies):
-            copy()
-        rounds.append(slowest_s(comm, perf_counter() - start_s))
-    return statistics.median(rounds) / num_copies / _COPY_BYTES
 
 
 class _Sum(torch.autograd.Function):

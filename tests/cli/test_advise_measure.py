@@ -9,7 +9,7 @@ import pytest
 from allstep.cli import advise_measure, advise_worker
 from allstep.cli.main import main
 from allstep.comm.threads import run_ranks
-from allstep.doctor import collectives, contention, gemm, links, measure, script_profile
+from allstep.doctor import collectives, contention, gemm, links, memory, script_profile
 from allstep.plan import POLICIES, Workload
 
 BARE = ("--params", "1000", "--step-ms", "3")
@@ -31,8 +31,8 @@ def workers_as_threads(monkeypatch):
         monkeypatch.setattr(collectives, name, 0.001)
     monkeypatch.setattr(contention, "_ALONE_S", 0.001)
     monkeypatch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
-    monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(measure, "_COPY_S", 0.001)
+    monkeypatch.setattr(memory, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "_COPY_S", 0.001)
     monkeypatch.setattr(gemm, "_CPU_SIZE", 64)
     monkeypatch.setattr(advise_worker, "POLICIES", POLICIES[1:3])
     once = partial(advise_worker.measure_policy, num_repeats=1, seconds=0.001)

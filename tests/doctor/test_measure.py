@@ -6,7 +6,7 @@ import pytest
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Native
 from allstep.comm.threads import run_ranks
-from allstep.doctor import collectives, contention, gemm, links, measure
+from allstep.doctor import collectives, contention, gemm, links, measure, memory
 from allstep.doctor.links import slowest
 from allstep.doctor.measurements import PairTiming, read_measurements
 from allstep.errors import CommunicationError, UsageError
@@ -24,8 +24,8 @@ def in_a_hurry():
         patch.setattr(contention, "_ALONE_S", 0.01)
         patch.setattr(collectives, "_PAUSE_S", 0.001)
         patch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
-        patch.setattr(measure, "_COPY_BYTES", 1 << 16)
-        patch.setattr(measure, "_COPY_S", 0.001)
+        patch.setattr(memory, "_COPY_BYTES", 1 << 16)
+        patch.setattr(memory, "_COPY_S", 0.001)
         patch.setattr(measure, "_NUM_STEPS", 3)
         patch.setattr(gemm, "_CPU_SIZE", 64)
         yield

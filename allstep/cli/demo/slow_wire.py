@@ -70,8 +70,8 @@ def _predict(found: Mapping[str, Any]) -> dict[str, float]:
         workers_per_node=1,
         intra=link,
         inter=link,
-        copy_bytes_per_s=found["copy_bytes_per_s"],
-        bucketing_s_per_byte=1 / found["copy_bytes_per_s"],
+        copy_bytes_per_s=1 / found["copy_s_per_byte"],
+        bucketing_s_per_byte=found["copy_s_per_byte"],
         collectives=collectives,
     )
     workload = read_workload(found["workload"])

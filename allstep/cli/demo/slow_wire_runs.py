@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, init
 from allstep.doctor.collectives import measure_collectives
+from allstep.doctor.memory import measure_copy_s_per_byte
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
 from allstep.doctor.timing import slowest_s
 from allstep.doctor.trial import Training, measure_workload
@@ -101,7 +102,7 @@ def run_steps(comm: Communicator, *, hooks_ddp: bool = False) -> dict[str, Any]:
         "step_s": {way: median(found) for way, found in seconds.items()},
         "workload": asdict(trainers["alone"].workload(comm)),
         "collectives": [asdict(each) for each in timed],
-        "copy_bytes_per_s": _copy_bytes_per_s(),
+        "copy_s_per_byte": measure_copy_s_per_byte(comm),
     }
 
 
@@ -120,12 +121,6 @@ def _make_batch(comm: Communicator) -> Tensor:
         own_s = min(_seconds_of(trainer.step) for _ in range(4))
         trial = max(1, round(trial * _COMPUTE_S / slowest_s(comm, own_s)))
     return torch.randn(trial, _WIDTH)
-
-
-def _copy_bytes_per_s() -> float:
-    source = torch.zeros(8 * MIB)
-    target = torch.empty_like(source)
-    return source.nbytes / min(_seconds_of(lambda: target.copy_(source)) for _ in range(5))
 
 
 def _time_steps(trainer: _Trainer, comm: Communicator) -> float:
