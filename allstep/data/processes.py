@@ -1,10 +1,12 @@
 """torch's DataLoader as all loaders use it: every item is ready-made by the data set."""
 
 import atexit
+import gc
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
@@ -37,6 +39,11 @@ class LoaderProcesses:
     `if __name__ == "__main__"`. Its danger, a lock that another thread held, is small: the
     thread that forks is the one that draws random numbers and computes. A data set that
     itself uses CUDA or threads needs `multiprocessing_context="forkserver"`.
+
+    Another danger is garbage. A loader process that collected what its parent left in cycles
+    would wait for ever in the destructor of a process group, for threads that a fork doesn't
+    copy. So it is born with the collector off, and sets aside all that it inherited before it
+    collects (which also keeps that memory shared).
 
     Raises:
         UsageError: if the values contradict each other.
@@ -94,7 +101,8 @@ class Items(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._iterator: Any = iter(loader)
+        with _collector_off():
+            self._iterator: Any = iter(loader)
         self._at_exit = partial(_close, ref(self))
         atexit.register(self._at_exit)
 
@@ -124,6 +132,18 @@ class Items(Iterator[Any]):
             _kill(iterator._workers)
 
 
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """For what is forked meanwhile; see [Note: fork]."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _kill(processes: Iterable[BaseProcess]) -> None:
     for process in processes:
         process.kill()
@@ -151,6 +171,8 @@ class _Start:
         self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker_id: int) -> None:
+        gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Thread(target=_end_with_parent, name="parent watch", daemon=True).start()

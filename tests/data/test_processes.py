@@ -1,5 +1,6 @@
 """Loader processes end with their worker, and not before it says so."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 import allstep
 from tests.data.sets import Augmented, Seat
@@ -76,6 +77,51 @@ def test_a_users_own_init_is_called(tmp_path: Path) -> None:
     with make_loader(worker_init_fn=lambda worker: (tmp_path / str(worker)).touch()) as loader:
         pids_of_epoch(loader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+class Collecting(Augmented):
+    """Collects garbage in the loader process."""
+
+    def __getitem__(self, index: int) -> tuple[bool, int]:
+        gc.collect()
+        return gc.isenabled(), index
+
+
+class Garbage:
+    """In a cycle; its end is noted with the process that brought it about."""
+
+    def __init__(self, log: Path) -> None:
+        self.itself, self.log = self, log
+
+    def __del__(self) -> None:
+        with self.log.open("a") as log:
+            log.write(f"{os.getpid()}\n")
+
+
+def test_a_loader_process_leaves_its_parents_garbage_alone(tmp_path: Path) -> None:
+    def read() -> list[bool]:
+        with allstep.data.loader(
+            Collecting(4), Seat(0, 1), global_batch=2, micro_batch=2, num_workers=1
+        ) as loader:
+            batches = loader.global_batches()
+            return [bool(micro.data[0].all()) for b in batches for micro in b.micro_batches]
+
+    assert read() == [True, True]  # the process collects its own
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        Garbage(tmp_path / "torch's")
+        list(DataLoader(Collecting(4), num_workers=1))
+        gc.collect()
+        Garbage(tmp_path / "ours")
+        read()
+        gc.collect()
+    finally:
+        gc.enable()
+    own = str(os.getpid())
+    assert (tmp_path / "ours").read_text().split() == [own]
+    child, parent = (tmp_path / "torch's").read_text().split()
+    assert child != own == parent
 
 
 PROGRAM = """
