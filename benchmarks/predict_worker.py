@@ -39,6 +39,7 @@ __all__ = ["LINKS", "Network"]
 
 LINKS = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9, "one_host": None}
 NUM_LAYERS = 8
+MOST_MB = 2400  # of models at once, on all hosts of this machine; each takes some four times that
 FULL_STEPS = 8  # until late gradients are as late as they may be
 
 
@@ -120,29 +121,50 @@ def measure_model(
     else:
         asleep = Workload.from_step(num_params=num_elements, step_s=compute_s)
         make_training = partial(sleeping_training, asleep)
-    num_repeats = 3 if network.wire_s(model_mb) > 2 else 9
-    repeat_s = network.seconds / num_repeats
     alone = make_training()
     timed: list[TimedStep] = []
-    seconds: dict[str, list[float]] = {policy.name: [] for policy in policies}
-    with ExitStack() as stack:
-        runs = [stack.enter_context(steps_under(comm, make_training(), p)) for p in policies]
-        for run, policy in zip(runs, policies, strict=True):
-            run(max(2, policy.every))  # buckets are made anew after the first
-        numbers = [whole_rounds(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
-        for _ in range(num_repeats):  # in turn, since a shared machine is slower for seconds
-            timed += time_steps(comm, alone, math.ceil(repeat_s / compute_s))
-            for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
-                if policy.staleness:
-                    continue
-                if num_steps > policy.every:
-                    run(policy.every)  # fills caches
-                seconds[policy.name].append(run(num_steps))
-        for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
-            if policy.staleness:  # a wire that can't keep up is late by and by
-                run(FULL_STEPS)
-                seconds[policy.name] = [run(num_steps) for _ in range(num_repeats)]
+    seconds: dict[str, list[float]] = {}
+    num_at_once = MOST_MB // (model_mb * network.num_hosts)
+    for start in range(0, len(policies), num_at_once):
+        some = policies[start : start + num_at_once]
+        with ExitStack() as stack:
+            runs = [stack.enter_context(steps_under(comm, make_training(), p)) for p in some]
+            num_repeats = 3 if network.wire_s(model_mb) > 2 else 9
+            repeat_s = network.seconds / num_repeats
+            alone_for = partial(time_steps, comm, alone, math.ceil(repeat_s / compute_s))
+            timed += _time_in_turn(runs, some, alone_for, num_repeats, repeat_s, seconds)
     return {"workload": asdict(make_workload(timed, num_samples=1)), "seconds": seconds}
+
+
+def _time_in_turn(
+    runs: Sequence[Callable[[int], float]],
+    policies: Sequence[Policy],
+    alone: Callable[[], list[TimedStep]],
+    num_repeats: int,
+    repeat_s: float,
+    seconds: dict[str, list[float]],
+) -> list[TimedStep]:
+    """Adds the policies' seconds to `seconds`; returns the steps without any exchange.
+
+    In turn, since a shared machine is slower for seconds.
+    """
+    for run, policy in zip(runs, policies, strict=True):
+        run(max(2, policy.every))  # buckets are made anew after the first
+    numbers = [whole_rounds(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
+    timed: list[TimedStep] = []
+    for _ in range(num_repeats):
+        timed += alone()
+        for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
+            if policy.staleness:
+                continue
+            if num_steps > policy.every:
+                run(policy.every)  # fills caches
+            seconds.setdefault(policy.name, []).append(run(num_steps))
+    for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
+        if policy.staleness:  # a wire that can't keep up is late by and by
+            run(FULL_STEPS)
+            seconds[policy.name] = [run(num_steps) for _ in range(num_repeats)]
+    return timed
 
 
 def real_training(
