@@ -233,14 +233,25 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
 
 def _are_bad(leaves: list[Leaf]) -> list[bool]:
-    """Which gradients hold NaN or infinity on this worker, by their largest magnitudes."""
+    """Which gradients hold NaN or infinity on this worker.
+
+    Their L2 norms tell, on a CPU in a tenth of the time of the largest magnitudes; these are
+    looked at where a norm may be too large for its type.
+    """
+    bad = _not_finite_by_norm(leaves, 2.0)
+    suspects = [leaf for leaf, is_bad in zip(leaves, bad, strict=True) if is_bad]
+    found = iter(_not_finite_by_norm(suspects, math.inf))
+    return [is_bad and next(found) for is_bad in bad]
+
+
+def _not_finite_by_norm(leaves: list[Leaf], order: float) -> list[bool]:
     bad = [False] * len(leaves)
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, leaf in enumerate(leaves):
         if leaf.gradient.numel():
             alike.setdefault((leaf.gradient.device, leaf.gradient.dtype), []).append(index)
     for indices in alike.values():
-        largest = torch._foreach_norm([leaves[index].gradient for index in indices], math.inf)
-        for index, is_fine in zip(indices, torch.stack(largest).isfinite().tolist(), strict=True):
+        norms = torch._foreach_norm([leaves[index].gradient for index in indices], order)
+        for index, is_fine in zip(indices, torch.stack(norms).isfinite().tolist(), strict=True):
             bad[index] = not is_fine
     return bad

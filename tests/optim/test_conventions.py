@@ -347,6 +347,9 @@ def test_large_finite_gradients_are_fine(make: Make) -> None:
         parameter.grad = torch.full_like(parameter, 3e38)
     optimizer.step()
     assert optimizer.num_skipped == 0  # type: ignore[attr-defined]
+    params[1].grad[0] = float("inf")
+    optimizer.step()
+    assert optimizer.num_skipped == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
