@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,54 +76,43 @@ def timm_lamb() -> Any:
 
 def lamb_variants() -> dict[str, Make]:
     """By name; those that are not installed are left out, and said so."""
-    variants: dict[str, Make] = {
-        "AdamW, fused": lambda groups: torch.optim.AdamW(groups, 1e-4, fused=True),
-        "LAMB": lambda groups: LAMB(groups, 1e-4),
-        'LAMB, nonfinite="skip"': lambda groups: LAMB(groups, 1e-4, nonfinite="skip"),
-        "LAMB, foreach": lambda groups: LAMB(groups, 1e-4, foreach=True),
-        "LAMB, plain": lambda groups: LAMB(groups, 1e-4, fused=False),
+    return {
+        "AdamW, fused": partial(torch.optim.AdamW, lr=1e-4, fused=True),
+        **_all_ways("LAMB", partial(LAMB, lr=1e-4)),
+        'LAMB, nonfinite="skip"': partial(LAMB, lr=1e-4, nonfinite="skip"),
+        **_installed(
+            pytorch_optimizer=partial(_peer, "pytorch_optimizer", "Lamb", weight_decouple=False),
+            torch_optimizer=partial(_peer, "torch_optimizer", "Lamb"),
+            timm=lambda: partial(timm_lamb(), lr=1e-4, max_grad_norm=None),
+        ),
     }
-    peers: dict[str, Callable[[], Make]] = {
-        "pytorch_optimizer": lambda: _pytorch_optimizer("Lamb"),
-        "torch_optimizer": lambda: _torch_optimizer("Lamb"),
-        "timm": lambda: _timm(),
-    }
-    return variants | _installed(peers)
 
 
 def lars_variants() -> dict[str, Make]:
-    variants: dict[str, Make] = {
-        "SGD, fused": lambda groups: torch.optim.SGD(groups, 1e-4, momentum=0.9, fused=True),
-        "LARS": lambda groups: LARS(groups, 1e-1),
-        'LARS, variant="lamb_paper"': lambda groups: LARS(groups, 1e-4, variant="lamb_paper"),
-        "LARS, foreach": lambda groups: LARS(groups, 1e-1, foreach=True),
-        "LARS, plain": lambda groups: LARS(groups, 1e-1, fused=False),
+    return {
+        "SGD, fused": partial(torch.optim.SGD, lr=1e-4, momentum=0.9, fused=True),
+        **_all_ways("LARS", partial(LARS, lr=1e-1)),
+        'LARS, variant="lamb_paper"': partial(LARS, lr=1e-4, variant="lamb_paper"),
+        **_installed(
+            pytorch_optimizer=partial(_peer, "pytorch_optimizer", "LARS"),
+            torch_optimizer=partial(_peer, "torch_optimizer", "LARS", momentum=0.9),
+        ),
     }
-    peers: dict[str, Callable[[], Make]] = {
-        "pytorch_optimizer": lambda: _pytorch_optimizer("LARS"),
-        "torch_optimizer": lambda: _torch_optimizer("LARS"),
+
+
+def _all_ways(name: str, make: Callable[..., torch.optim.Optimizer]) -> dict[str, Make]:
+    return {
+        name: make,
+        f"{name}, foreach": partial(make, foreach=True),
+        f"{name}, plain": partial(make, fused=False),
     }
-    return variants | _installed(peers)
 
 
-def _pytorch_optimizer(name: str) -> Make:
-    module = importlib.import_module("pytorch_optimizer")
-    options = {"weight_decouple": False} if name == "Lamb" else {}
-    return lambda groups: getattr(module, name)(groups, 1e-4, **options)
+def _peer(module: str, name: str, **options: Any) -> Make:
+    return partial(getattr(importlib.import_module(module), name), lr=1e-4, **options)
 
 
-def _torch_optimizer(name: str) -> Make:
-    module = importlib.import_module("torch_optimizer")
-    options = {} if name == "Lamb" else {"momentum": 0.9}
-    return lambda groups: getattr(module, name)(groups, 1e-4, **options)
-
-
-def _timm() -> Make:
-    lamb = timm_lamb()
-    return lambda groups: lamb(groups, 1e-4, max_grad_norm=None)
-
-
-def _installed(peers: dict[str, Callable[[], Make]]) -> dict[str, Make]:
+def _installed(**peers: Callable[[], Make]) -> dict[str, Make]:
     found = {}
     for name, load in peers.items():
         try:
