@@ -126,23 +126,23 @@ def measure_model(
     alone = make_training()
     timed: list[TimedStep] = []
     seconds: dict[str, list[float]] = {}
+    num_repeats = 3 if network.wire_s(model_mb) > 2 else 9
+    repeat_s = network.seconds / num_repeats
+    time_alone = partial(time_steps, comm, alone, math.ceil(repeat_s / compute_s))
     num_at_once = MOST_MB // (model_mb * network.num_hosts)
     for start in range(0, len(policies), num_at_once):
         some = policies[start : start + num_at_once]
         _give_memory_back()
         with ExitStack() as stack:
             runs = [stack.enter_context(steps_under(comm, make_training(), p)) for p in some]
-            num_repeats = 3 if network.wire_s(model_mb) > 2 else 9
-            repeat_s = network.seconds / num_repeats
-            alone_for = partial(time_steps, comm, alone, math.ceil(repeat_s / compute_s))
-            timed += _time_in_turn(runs, some, alone_for, num_repeats, repeat_s, seconds)
+            timed += _time_in_turn(runs, some, time_alone, num_repeats, repeat_s, seconds)
     return {"workload": asdict(make_workload(timed, num_samples=1)), "seconds": seconds}
 
 
 def _time_in_turn(
     runs: Sequence[Callable[[int], float]],
     policies: Sequence[Policy],
-    alone: Callable[[], list[TimedStep]],
+    time_alone: Callable[[], list[TimedStep]],
     num_repeats: int,
     repeat_s: float,
     seconds: dict[str, list[float]],
@@ -156,7 +156,7 @@ def _time_in_turn(
     numbers = [whole_rounds(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
     timed: list[TimedStep] = []
     for _ in range(num_repeats):
-        timed += alone()
+        timed += time_alone()
         for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
             if policy.staleness:
                 continue

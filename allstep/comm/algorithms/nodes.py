@@ -15,7 +15,6 @@ from allstep.errors import UsageError
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
-
 __all__ = ["Hierarchical", "TwoDimensional"]
 
 
