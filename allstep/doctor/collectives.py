@@ -18,7 +18,7 @@ import torch
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Native, make_algorithm
 from allstep.doctor.contention import measure_contention
-from allstep.doctor.timing import agreed_repeats, slowest_s, synchronize
+from allstep.doctor.timing import agreed_repeats, mean_s, synchronize
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport
@@ -194,7 +194,7 @@ def measure_burst_s(comm: Communicator, timed: Collective) -> float:
         busy.append(bucket.num_at_once * _seconds_of(comm, bucket, num_runs=2))
     transport.algorithm.close()
     busy_s = statistics.median(busy)
-    burst_s = busy_s - slowest_s(comm, statistics.median(paused))
+    burst_s = busy_s - mean_s(comm, statistics.median(paused))
     return burst_s if burst_s > 0.05 * busy_s else 0.0
 
 
@@ -212,5 +212,4 @@ def _seconds_of(comm: Communicator, bucket: BucketExchange, num_runs: int) -> fl
         start_s = perf_counter()
         bucket.run()
         seconds.append((perf_counter() - start_s) / bucket.num_at_once)
-    own = torch.tensor(statistics.median(seconds), dtype=torch.float64)
-    return float(comm.all_reduce(own, "sum")) / comm.size
+    return mean_s(comm, statistics.median(seconds))

@@ -7,7 +7,7 @@ import torch
 
 from allstep.comm import Communicator
 
-__all__ = ["agreed_repeats", "slowest_s", "synchronize"]
+__all__ = ["agreed_repeats", "mean_s", "slowest_s", "synchronize"]
 
 _MOST_REPEATS = 256
 
@@ -22,6 +22,12 @@ def slowest_s(comm: Communicator, seconds: float) -> float:
     """The slowest worker's seconds, on all of them. Collective."""
     own = torch.tensor(seconds, dtype=torch.float64)
     return float(comm.all_reduce(own, "max").item())
+
+
+def mean_s(comm: Communicator, seconds: float) -> float:
+    """The workers' mean, on all of them. Collective."""
+    own = torch.tensor(seconds, dtype=torch.float64)
+    return float(comm.all_reduce(own, "sum")) / comm.size
 
 
 def agreed_repeats(comm: Communicator, work: Callable[[], object], seconds: float) -> int:
