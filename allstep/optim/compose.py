@@ -62,28 +62,39 @@ def hold(schedule: Schedule, total_steps: int) -> Schedule:
     return lambda step: schedule(min(step, total_steps))
 
 
-def in_samples(schedule: Schedule, global_batch: int) -> Schedule:
+def in_samples(
+    schedule: Schedule, global_batch: int, samples_per_epoch: int | None = None
+) -> Schedule:
     """A schedule that was counted in samples, counted in steps of so many samples.
 
-    multiplier(step) = schedule((step + 1) * global_batch - 1), the value of the step's last sample
+    multiplier(step) = schedule(samples seen before the step)
 
     Args:
         schedule: a function of the number of samples seen, whatever their batch.
         global_batch: samples of one optimizer step, over all workers.
+        samples_per_epoch: if the last batch of an epoch may be smaller; None if all are whole.
 
     Raises:
-        UsageError: if `global_batch` is not positive.
+        UsageError: if `global_batch` or `samples_per_epoch` is not positive.
 
-    >>> from allstep.optim import constant
-    >>> [in_samples(constant(warmup_steps=128), 32)(step) for step in range(5)]
-    [0.25, 0.5, 0.75, 1.0, 1.0]
+    >>> from allstep.optim import poly
+    >>> [in_samples(poly(128, power=1.0), 32)(step) for step in range(5)]
+    [1.0, 0.75, 0.5, 0.25, 0.0]
+    >>> short = in_samples(poly(80, power=1.0), 32, samples_per_epoch=40)
+    >>> [round(short(step), 3) for step in range(5)]
+    [1.0, 0.6, 0.5, 0.1, 0.0]
     """
     if global_batch < 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be positive.")
+    if samples_per_epoch is not None and samples_per_epoch < 1:
+        raise UsageError(f"`samples_per_epoch` (={samples_per_epoch}) must be positive.")
 
     def multiplier(step: int) -> float:
         check_step(step)
-        return schedule((step + 1) * global_batch - 1)
+        if samples_per_epoch is None:
+            return schedule(step * global_batch)
+        num_epochs, rest = divmod(step, -(-samples_per_epoch // global_batch))
+        return schedule(num_epochs * samples_per_epoch + rest * global_batch)
 
     return multiplier
 

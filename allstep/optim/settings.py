@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from allstep.errors import UsageError, nearest_names
-from allstep.optim.compose import chain, scaled
+from allstep.optim.compose import chain, gradual_warmup, scaled
 from allstep.optim.schedules import (
     Schedule,
     constant,
@@ -54,7 +54,8 @@ class Settings:
         momentum: or Adam's first beta.
         weight_decay: of weights; biases and normalisation have none.
         lr_schedule: "cosine", "poly" (quadratic), "linear", "step" (a tenth after 30, 60 and 80
-            ninetieths of the run), "slow_start" or "constant".
+            ninetieths of the run), "slow_start" or "constant". The first three decay from the end
+            of the warm-up on; milestones stay where they are.
         warmup_epochs: in which the rate grows linearly to its peak; for "rmsprop_warmup" those
             until RMSprop and SGD have the same weight, in place of a growing rate.
         warmup_start: where the rate's growth begins, as a share of the peak.
@@ -186,25 +187,25 @@ class Settings:
         if self.optimizer == "rmsprop_warmup":
             warmup = 0  # it replaces a growing rate
         warmup_steps = min(round(warmup), total_steps - 1)
-        schedule = self._shape(total_steps, warmup_steps)
-        start = self.warmup_start
+        fixed = self._with_fixed_milestones(total_steps)
+        if fixed is not None:
+            return gradual_warmup(fixed, warmup_steps, self.warmup_start)
+        line = gradual_warmup(constant(), warmup_steps, self.warmup_start)
+        after = self._after_warmup(total_steps, warmup_steps)
+        return lambda step: line(step) if step < warmup_steps else after(step)
 
-        def from_start(step: int) -> float:
-            share = schedule(step)
-            return start + (1 - start) * share if step < warmup_steps else share
-
-        return from_start if start and warmup_steps else schedule
-
-    def _shape(self, total_steps: int, warmup_steps: int) -> Schedule:
-        if self.lr_schedule == "cosine":
-            return cosine(total_steps, warmup_steps)
-        if self.lr_schedule == "poly":
-            return poly(total_steps, warmup_steps)
-        if self.lr_schedule == "linear":
-            return poly(total_steps, warmup_steps, power=1.0)
+    def _with_fixed_milestones(self, total_steps: int) -> Schedule | None:
+        """A schedule whose milestones stay where they are, however long the warm-up."""
         if self.lr_schedule == "slow_start":
             return slow_start(total_steps)
+        if self.lr_schedule == "step":
+            return step_decay(sorted({max(1, round(share * total_steps)) for share in _MILESTONES}))
+        return None
+
+    def _after_warmup(self, total_steps: int, warmup_steps: int) -> Schedule:
+        """A schedule whose decay begins where the warm-up ends."""
+        if self.lr_schedule == "cosine":
+            return cosine(total_steps, warmup_steps)
         if self.lr_schedule == "constant":
-            return constant(warmup_steps=warmup_steps)
-        milestones = sorted({round(share * total_steps) for share in _MILESTONES})
-        return step_decay([m for m in milestones if m >= warmup_steps], warmup_steps=warmup_steps)
+            return constant()
+        return poly(total_steps, warmup_steps, power=2.0 if self.lr_schedule == "poly" else 1.0)

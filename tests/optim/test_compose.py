@@ -40,19 +40,36 @@ def test_warmups_from_zero_are_those_of_the_schedules() -> None:
 
 
 def test_schedules_in_samples_do_not_depend_on_the_batch() -> None:
-    """After the same samples the rate is the same, up to one step."""
     schedule = cosine(4096, 512)
     for batch in (1, 32, 128):
         by_steps = in_samples(schedule, batch)
-        for seen in range(batch, 4096, 512):
-            step = seen // batch - 1
-            assert by_steps(step) == schedule(batch * (step + 1) - 1)
-    assert in_samples(constant(warmup_steps=512), 128)(3) == 1.0
-    assert in_samples(cosine(4096), 128)(31) > 0
+        for seen in range(0, 4097, 512):
+            assert by_steps(seen // batch) == schedule(seen)
     with pytest.raises(UsageError, match="beyond the schedule's end"):
-        in_samples(cosine(4096), 128)(32)
+        in_samples(cosine(4096), 128)(33)
     with pytest.raises(UsageError, match=r"`step` \(=-1\)"):
         in_samples(cosine(4096), 128)(-1)
+
+
+@pytest.mark.parametrize("batch", [32, 100, 128, 1000])
+def test_schedules_in_samples_reach_the_end_with_short_last_batches(batch: int) -> None:
+    """An adapter asks once more after the last step: that is the schedule's end."""
+    steps = 3 * -(-1000 // batch)
+    schedule = in_samples(cosine(3000), batch, samples_per_epoch=1000)
+    values = [schedule(step) for step in range(steps + 1)]
+    assert values[-1] == 0
+    assert values == sorted(values, reverse=True)
+    assert values[steps // 3] == cosine(3000)(1000)
+    if 1000 % batch:
+        with pytest.raises(UsageError, match="beyond the schedule's end"):
+            in_samples(cosine(3000), batch)(steps)
+
+
+def test_bad_counts_of_samples() -> None:
+    with pytest.raises(UsageError, match="`global_batch`"):
+        in_samples(constant(), 0)
+    with pytest.raises(UsageError, match="`samples_per_epoch`"):
+        in_samples(constant(), 8, samples_per_epoch=0)
 
 
 def test_chained_stages_begin_anew() -> None:

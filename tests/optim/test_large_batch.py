@@ -1,6 +1,7 @@
 """Published recipes as data, and what their rules make of another batch and other epochs."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -169,3 +170,25 @@ def test_rmsprop_needs_to_know_its_steps() -> None:
         Settings(optimizer="rmsprop_warmup", warmup_epochs=1.0).make_optimizer(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"`warmup_epochs` \(=0.0\) must be positive"):
         Settings(optimizer="rmsprop_warmup")
+
+
+@pytest.mark.parametrize("name", ["cosine", "poly", "linear", "step", "slow_start", "constant"])
+@pytest.mark.parametrize("start", [0.0, 0.25])
+def test_every_schedule_warms_up(name: Any, start: float) -> None:
+    """By equal steps up to what it would be without a warm-up, or begins there."""
+    settings = Settings(lr_schedule=name, warmup_epochs=1.0, warmup_start=start)
+    warm = settings.make_schedule(epochs=10, steps_per_epoch=8)
+    cold = Settings(lr_schedule=name).make_schedule(epochs=10, steps_per_epoch=8)
+    line = [start + (1 - start) * (step + 1) / 8 for step in range(8)]
+    assert [warm(step) / cold(0) for step in range(8)] == pytest.approx(line)
+
+
+@pytest.mark.parametrize("name", ["step", "slow_start"])
+def test_milestones_stay_where_they_are(name: Any) -> None:
+    """Even those before a long warm-up's end."""
+    warm = Settings(lr_schedule=name, warmup_epochs=50.0).make_schedule(
+        epochs=90, steps_per_epoch=1
+    )
+    cold = Settings(lr_schedule=name).make_schedule(epochs=90, steps_per_epoch=1)
+    assert warm(45) == pytest.approx(cold(45) * 46 / 50)
+    assert [warm(step) for step in range(50, 91)] == [cold(step) for step in range(50, 91)]
