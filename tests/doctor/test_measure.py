@@ -160,7 +160,7 @@ def test_a_burst_is_what_a_pause_saves(monkeypatch):
     monkeypatch.setattr(collectives, "_seconds_of", lambda comm, bucket, num_runs: 0.01)
     timed = replace(alone, seconds=(0.01, 0.02, 0.03))
     for paused_s, burst_s in ((0.006, 0.004), (0.0099, 0.0), (0.02, 0.0)):
-        monkeypatch.setattr(collectives, "slowest_s", lambda comm, seconds, s=paused_s: s)
+        monkeypatch.setattr(collectives, "mean_s", lambda comm, seconds, s=paused_s: s)
         assert collectives.measure_burst_s(Communicator.lone(), timed) == pytest.approx(burst_s)
 
 
