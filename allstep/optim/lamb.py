@@ -30,8 +30,9 @@ class LAMB(TrustRatioOptimizer):
     u = (m / (1 - beta1**step)) / (sqrt(v / (1 - beta2**step)) + eps) + weight_decay * x
     x = x - lr * phi(norm(x)) / norm(u) * u
 
-    It is `LayerWise` over `Adam`, in fewer passes over memory. The ratio is 1 where either norm
-    is zero, and in groups with `adapt=False`, as `allstep.optim.groups` makes them.
+    It is `LayerWise` over `Adam`, in fewer passes over memory. The ratio is 1 where
+    `phi(norm(x))` or `norm(u)` is zero, and in groups with `adapt=False`, as
+    `allstep.optim.groups` makes them.
 
     Published code differs from the paper in switches that are all here: Google's BERT leaves the
     bias correction out (`bias_correction=False`), pytorch-lamb bounds the weights' norm

@@ -1,6 +1,7 @@
 """LARS: momentum SGD, layer-wise adapted, in the three forms that are called so."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -43,8 +44,9 @@ class LARS(TrustRatioOptimizer):
         m = momentum * m + (1 - momentum) * (gradient + weight_decay * x)
         x = x - lr * phi(norm(x)) / norm(m) * m
 
-    The ratio is 1 where either norm is zero, and in groups with `adapt=False`, as
-    `allstep.optim.groups` makes them. All are `LayerWise` over `Sgd`, in fewer passes over memory.
+    The ratio is 1 where `phi(norm(x))` or the other norm is zero, and in groups with
+    `adapt=False`, as `allstep.optim.groups` makes them. All are `LayerWise` over `Sgd`, in fewer
+    passes over memory.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
@@ -110,11 +112,6 @@ class LARS(TrustRatioOptimizer):
                 f"`variant` (={variant!r}) must be one of {', '.join(get_args(LarsVariant))}."
             )
         of_momentum = variant == "lamb_paper"
-        if nesterov and (of_momentum or momentum == 0):
-            raise UsageError(
-                f"`nesterov` (=True) needs a `momentum` (={momentum}) above 0, and a `variant`"
-                f" (={variant!r}) other than 'lamb_paper'."
-            )
         check_ways(fused, foreach)
         if trust_coefficient is None:
             trust_coefficient = 1.0 if of_momentum else 0.001
@@ -143,6 +140,15 @@ class LARS(TrustRatioOptimizer):
             foreach=foreach,
             fused=fused,
         )
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        variant = self._options["variant"]
+        if group["nesterov"] and (variant == "lamb_paper" or group["momentum"] == 0):
+            raise UsageError(
+                f"`nesterov` (=True) needs a `momentum` (={group['momentum']}) above 0, and a"
+                f" `variant` (={variant!r}) other than 'lamb_paper'."
+            )
 
     def _slots(self) -> tuple[str, ...]:
         return Sgd.slots

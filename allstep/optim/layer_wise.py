@@ -28,9 +28,9 @@ class LayerWise(TrustRatioOptimizer):
         ratio = trust_coefficient * phi(norm(x)) / (norm(gradient) + weight_decay * norm(x))
         x = x - base(lr * ratio * (gradient + weight_decay * x))
 
-    The ratio is 1 where either norm is zero. A group may have its own value of any option from
-    `lr` to `momentum_correction`, and `adapt=False` to have its ratio fixed at 1;
-    `allstep.optim.groups` makes such groups.
+    The ratio is 1 where `phi(norm(x))` or the other norm is zero. A group may have its own value
+    of any option from `lr` to `momentum_correction`, and `adapt=False` to have its ratio fixed
+    at 1; `allstep.optim.groups` makes such groups.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.

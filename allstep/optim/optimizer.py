@@ -46,16 +46,10 @@ class LargeBatchOptimizer(Optimizer, ABC):
             raise UsageError(
                 f"`nonfinite` (={nonfinite!r}) must be one of {', '.join(get_args(Nonfinite))}."
             )
-        if defaults["capturable"] and nonfinite != "propagate":
-            raise UsageError(
-                f"`nonfinite` (={nonfinite!r}) looks at numbers on the GPU, which `capturable`"
-                ' forbids; use `nonfinite="propagate"`.'
-            )
         params = params if isinstance(params, Tensor) else list(params)
         if not isinstance(params, Tensor) and not params:
             raise UsageError("`params` is empty; pass `model.parameters()` or parameter groups.")
         self._options: dict[str, Any] = {"nonfinite": nonfinite, **options}
-        self._versions: dict[Tensor, int] = {}
         super().__init__(params, {**defaults, "num_skipped": 0})
 
     # --- what a subclass says -------------------------------------------------------------------
@@ -92,9 +86,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
             if leaves:
                 self._update(leaves)
             for leaf in leaves:
-                if "master" in leaf.state:
-                    leaf.write_back()
-                    self._versions[leaf.parameter] = local(leaf.parameter)._version
+                leaf.write_back()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -115,6 +107,11 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         check_group_values(group)
+        if group["capturable"] and self.nonfinite != "propagate":
+            raise UsageError(
+                f"`nonfinite` (={self.nonfinite!r}) looks at numbers on the GPU, which"
+                ' `capturable` forbids; use `nonfinite="propagate"`.'
+            )
 
     def _refuse_overlap(self, parameters: list[Tensor]) -> None:
         places = {
@@ -132,26 +129,38 @@ class LargeBatchOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` once gave; every tensor keeps its precision.
 
+        The state of another optimizer that keeps the same may be loaded too, as that of AdamW by
+        LAMB: options that its groups lack stay as they are here.
+
         Raises:
+            UsageError: if it lacks what this optimizer keeps.
             ValueError: if the groups differ from those of this optimizer.
         """
+        for key, state in state_dict["state"].items():
+            self._refuse_foreign(key, state)
+        options = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, options, strict=True):
+            for name, value in own.items():
+                group.setdefault(name, value)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
-            # torch casts to the parameter's dtype, which would round master copies.
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
-                    like = torch.empty_like(parameter, dtype=value.dtype)
-                    self.state[parameter][name] = like.copy_(value)
-        self._versions.clear()
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = _loaded(name, value, parameter)
+
+    def _refuse_foreign(self, key: Any, state: Mapping[str, Any]) -> None:
+        missing = [name for name in ("step", *self._slots()) if name not in state]
+        if state and missing:
+            raise UsageError(
+                f"`state_dict` (of another optimizer) has {', '.join(state)} of parameter {key},"
+                f" and no {', '.join(missing)}, which {type(self).__name__} keeps. Load it into an"
+                " optimizer of its own kind, or begin without it."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._versions = {}
 
     def _shows_later(self, leaf: Leaf) -> bool:
         """Whether the step finds a bad gradient before it has touched the parameter."""
@@ -217,19 +226,35 @@ class LargeBatchOptimizer(Optimizer, ABC):
         assert parameter.grad is not None
         check_gradient(parameter.grad, name)
         state = self.state[parameter]
-        if "step" not in state:
+        if not state:
             state.update(new_state(parameter, self._slots()))
         weight = local(parameter.detach())
         if "master" in state:
-            self._follow(parameter, weight, local(state["master"]))
-            weight = local(state["master"])
+            weight = _follow(weight, local(state["master"]))
         gradient = local_gradient(parameter)
         return Leaf(name, group, parameter, weight, gradient, state, is_sharded(parameter))
 
-    def _follow(self, parameter: Tensor, rounded: Tensor, master: Tensor) -> None:
-        """Takes over what someone else wrote into a parameter that has a master copy."""
-        if self._versions.get(parameter) != rounded._version:
-            master.copy_(torch.where(master.to(rounded.dtype) == rounded, master, rounded.float()))
+
+def _follow(rounded: Tensor, master: Tensor) -> Tensor:
+    """The master copy, where it has taken over what someone else wrote into its parameter.
+
+    Whole parameters are compared: a write through `.data` leaves no other trace.
+    """
+    kept = master.to(rounded.dtype) == rounded
+    return master.copy_(torch.where(kept, master, rounded.float()))
+
+
+def _loaded(name: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """A state's tensor where and as the update wants it.
+
+    torch casts to the parameter's dtype, which would round master copies, and leaves `step`
+    where it was read to.
+    """
+    if name == "step":
+        return value.to(parameter.device, torch.float32)
+    if value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _are_bad(leaves: list[Leaf]) -> list[bool]:

@@ -1,5 +1,6 @@
 """RMSprop warm-up: from RMSprop to momentum SGD, smoothly."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,7 +72,6 @@ class RMSpropWarmup(LargeBatchOptimizer):
         foreach: bool | None = None,
         nonfinite: Nonfinite = "raise",
     ) -> None:
-        sgd_share(0, center_steps, period_steps)
         super().__init__(
             params,
             {
@@ -90,6 +90,10 @@ class RMSpropWarmup(LargeBatchOptimizer):
             nonfinite=nonfinite,
             foreach=foreach,
         )
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        sgd_share(0, group["center_steps"], group["period_steps"])
 
     def _slots(self) -> tuple[str, ...]:
         return ("square_avg", "delta")
@@ -119,7 +123,8 @@ def _shares(group: dict[str, Any]) -> tuple[float, Share]:
     lr = group["lr"]
     if a_sgd == 1.0:
         return 1.0, 0.0
-    if not isinstance(lr, Tensor) and lr == 0:
+    # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
+    if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and lr == 0:
         raise UsageError(
             "`lr` (=0.0) must be positive during the transition from RMSprop: its part is"
             " relative to it. This warm-up replaces one that starts at 0."

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from allstep.optim.optimizer import Nonfinite
+
 __all__ = ["OptimizerName", "ScheduleName", "SecondStage", "Settings"]
 
 OptimizerName = Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"]
@@ -107,12 +109,19 @@ class Settings:
                 f"`warmup_start` (={self.warmup_start}) must be between 0 and 1, a share of `lr`."
             )
 
-    def make_optimizer(self, model: "nn.Module", steps_per_epoch: int | None = None) -> "Optimizer":
+    def make_optimizer(
+        self,
+        model: "nn.Module",
+        steps_per_epoch: int | None = None,
+        nonfinite: "Nonfinite" = "raise",
+    ) -> "Optimizer":
         """The optimizer over the model's parameters, in the groups of `allstep.optim.groups`.
 
         Args:
             model: on its device.
             steps_per_epoch: optimizer steps of an epoch; only "rmsprop_warmup" needs to know.
+            nonfinite: what "lars", "lamb" and "rmsprop_warmup" do about a gradient that is not
+                finite; "propagate" where somebody else looks.
 
         Raises:
             UsageError: if it is needed and missing.
@@ -130,13 +139,23 @@ class Settings:
         if self.optimizer == "adamw":
             return AdamW(parameters, lr=self.lr, betas=(self.momentum, 0.999))
         if self.optimizer == "lars":
-            return LARS(parameters, lr=self.lr, momentum=self.momentum, variant="mlperf")
+            return LARS(
+                parameters,
+                lr=self.lr,
+                momentum=self.momentum,
+                variant="mlperf",
+                nonfinite=nonfinite,
+            )
         if self.optimizer == "lamb":
-            return LAMB(parameters, lr=self.lr, betas=(self.momentum, 0.999))
-        return self._rmsprop_warmup(parameters, steps_per_epoch)
+            betas = (self.momentum, 0.999)
+            return LAMB(parameters, lr=self.lr, betas=betas, nonfinite=nonfinite)
+        return self._rmsprop_warmup(parameters, steps_per_epoch, nonfinite)
 
     def _rmsprop_warmup(
-        self, parameters: list[dict[str, object]], steps_per_epoch: int | None
+        self,
+        parameters: list[dict[str, object]],
+        steps_per_epoch: int | None,
+        nonfinite: "Nonfinite",
     ) -> "Optimizer":
         from allstep.optim.rmsprop_warmup import RMSpropWarmup
 
@@ -152,6 +171,7 @@ class Settings:
             momentum=self.momentum,
             center_steps=center_steps,
             period_steps=center_steps / 2,  # 10 and 5 of 90 epochs
+            nonfinite=nonfinite,
         )
 
     def make_schedule(
@@ -167,8 +187,9 @@ class Settings:
         Raises:
             UsageError: if the stages don't fit in the epochs.
         """
+        warmup, start = self.warmup_epochs * steps_per_epoch, self.warmup_start
         if self.second is None:
-            return self._one_stage(epochs * steps_per_epoch, self.warmup_epochs * steps_per_epoch)
+            return self._one_stage(epochs * steps_per_epoch, warmup, start)
         first_epochs = epochs - self.second.epochs
         if first_epochs < 1 or self.second.epochs < 1 or second_steps_per_epoch is None:
             raise UsageError(
@@ -179,18 +200,19 @@ class Settings:
         first_steps = first_epochs * steps_per_epoch
         second_steps = self.second.epochs * second_steps_per_epoch
         second_warmup = self.second.warmup_epochs * second_steps_per_epoch
-        first = self._one_stage(first_steps, self.warmup_epochs * steps_per_epoch)
-        second = scaled(self._one_stage(second_steps, second_warmup), self.second.lr / self.lr)
+        first = self._one_stage(first_steps, warmup, start)
+        second = self._one_stage(second_steps, second_warmup, 0.0)
+        second = scaled(second, self.second.lr / self.lr)
         return chain([(first_steps, first), (second_steps, second)])
 
-    def _one_stage(self, total_steps: int, warmup: float) -> Schedule:
+    def _one_stage(self, total_steps: int, warmup: float, start: float) -> Schedule:
         if self.optimizer == "rmsprop_warmup":
             warmup = 0  # it replaces a growing rate
         warmup_steps = min(round(warmup), total_steps - 1)
         fixed = self._with_fixed_milestones(total_steps)
         if fixed is not None:
-            return gradual_warmup(fixed, warmup_steps, self.warmup_start)
-        line = gradual_warmup(constant(), warmup_steps, self.warmup_start)
+            return gradual_warmup(fixed, warmup_steps, start)
+        line = gradual_warmup(constant(), warmup_steps, start)
         after = self._after_warmup(total_steps, warmup_steps)
         return lambda step: line(step) if step < warmup_steps else after(step)
 

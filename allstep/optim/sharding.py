@@ -1,5 +1,6 @@
 """Sums over the workers among which a parameter is sharded."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +26,7 @@ def reduce_over_shards(
     Args:
         columns: shape (rows, leaves); finished for leaves that are whole.
         leaves: the same on all workers.
-        op: how the parts combine.
+        op: how the parts combine; a "max" of something that holds NaN is inf.
     """
     members: dict[dist.ProcessGroup, list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -36,6 +37,8 @@ def reduce_over_shards(
     for group, indices in members.items():
         chosen = torch.tensor(indices, device=columns.device)
         parts = columns[:, chosen]
+        if op == "max":
+            parts = parts.nan_to_num(nan=math.inf, posinf=math.inf)  # Gloo's maximum loses NaN
         dist.all_reduce(parts, reduce_op, group=group)
         columns[:, chosen] = parts
 

@@ -9,7 +9,7 @@ With the ratio on the gradient, norms of weights and gradients are all that is m
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -49,11 +49,6 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     ) -> None:
         if norm not in get_args(Norm):
             raise UsageError(f"`norm` (={norm!r}) must be one of {', '.join(get_args(Norm))}.")
-        if ratio_on == "update" and defaults.get("momentum_correction"):
-            raise UsageError(
-                "`momentum_correction` (=True) needs the ratio on the gradient; on the update,"
-                " the momentum holds no rate that could be corrected."
-            )
         self._ratios: list[tuple[list[str], Tensor]] = []
         super().__init__(
             params,
@@ -73,6 +68,14 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             ratio_on=ratio_on,
             **options,
         )
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if group["momentum_correction"] and not self._on_gradient:
+            raise UsageError(
+                "`momentum_correction` (=True) needs the ratio on the gradient; on the update,"
+                " the momentum holds no rate that could be corrected."
+            )
 
     @abstractmethod
     def _rule(self, group: dict[str, Any]) -> Rule:
@@ -108,8 +111,8 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             self._update_stage(stage)
         for group in self.param_groups:
             if group["momentum_correction"]:
-                lr = group["lr"]
-                group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+                self._correct_idle(group)
+                _remember_rate(group)
 
     def _update_stage(self, stage: list[Batch]) -> None:
         """Measures and moves batches, with their norms summed over workers in between."""
@@ -163,6 +166,15 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             return torch.where(previous > 0, lr / previous, 1.0)
         # After a rate of 0 the corrected momentum is 0 and stays so.
         return lr / previous if previous else 1.0
+
+    def _correct_idle(self, group: dict[str, Any]) -> None:
+        """Corrects the momentum of parameters that had no gradient in this step."""
+        correction = self._correction(group)
+        if isinstance(correction, float) and correction == 1.0:
+            return
+        for parameter in group["params"]:
+            if parameter.grad is None and self.state[parameter]:
+                local(self.state[parameter]["momentum_buffer"]).mul_(correction)
 
     def _move(self, batch: Batch, scales: Tensor) -> None:
         if not batch.directions:
@@ -234,6 +246,15 @@ def _advance(rule: Rule, leaf: Leaf, gradient: Tensor) -> Tensor:
     for slot, value in new.items():
         state[slot].copy_(value)
     return direction
+
+
+def _remember_rate(group: dict[str, Any]) -> None:
+    """In the same memory at every step: a CUDA graph looks where it was when it was captured."""
+    lr, previous = group["lr"], group["previous_lr"]
+    if isinstance(previous, Tensor):
+        previous.copy_(lr)
+    else:
+        group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def _joined(sums: list[Tensor]) -> Tensor:

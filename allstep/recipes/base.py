@@ -121,8 +121,11 @@ class Recipe(TrainOptions, ABC):
         return task
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
-        """The optimizer over the model's parameters; biases and normalisation have no decay."""
-        return self.settings.make_optimizer(model)
+        """The optimizer over the model's parameters; biases and normalisation have no decay.
+
+        It looks at no gradient: the training step does, by the option `nonfinite`.
+        """
+        return self.settings.make_optimizer(model, nonfinite="propagate")
 
     def make_schedule(
         self, num_train_samples: int, num_second_samples: int | None = None
@@ -152,7 +155,7 @@ class Recipe(TrainOptions, ABC):
                 " has none."
             )
         steps = self.steps_per_epoch(len(task.train_set))
-        return partial(self.settings.make_optimizer, steps_per_epoch=steps)
+        return partial(self.settings.make_optimizer, steps_per_epoch=steps, nonfinite="propagate")
 
     @property
     def second_batch(self) -> int:
