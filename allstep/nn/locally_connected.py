@@ -8,6 +8,7 @@ and for as many neurons as before a bigger step.
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ __all__ = ["LocallyConnected2d", "LocallyConnectedTranspose2d"]
 
 class _Blocks(nn.Module):
     """The blocks of this worker, and their filters."""
+
+    bias_names: ClassVar[tuple[str, ...]] = ("bias",)  # for `allstep.optim.groups`
 
     def __init__(
         self, windows: OverWindows, in_channels: int, depth: int, weight: nn.Parameter

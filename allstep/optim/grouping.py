@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import ParametrizationList
 
 from allstep.errors import UsageError
 
@@ -15,7 +17,8 @@ _NORMALISATION: tuple[type[nn.Module], ...] = (
     nn.LayerNorm,
     nn.RMSNorm,
 )
-# What these modules register besides their weights; by their definition, not by a guess.
+# What these modules register besides their weights; by their definition, not by a guess. Modules
+# whose biases have several dimensions say so themselves, in `bias_names`.
 _BIASES: tuple[tuple[type[nn.Module], frozenset[str]], ...] = (
     (nn.MultiheadAttention, frozenset({"bias_k", "bias_v"})),
 )
@@ -30,9 +33,11 @@ def groups(
     """Two parameter groups: weights, and what is neither decayed nor adapted.
 
     The second group holds all parameters of normalisation modules (batch, instance, group,
-    layer and RMS norm, and their subclasses), biases, and whatever else has fewer than two
-    dimensions. Tied parameters are listed once, in the first group if any of their owners would
-    put them there; parameters without `requires_grad` are left out.
+    layer and RMS norm, and their subclasses), the magnitudes of `weight_norm`, biases, and
+    whatever else has fewer than two dimensions. A module of one's own whose bias has more names
+    it in a class attribute: `bias_names = ("bias",)`. Tied parameters are listed once, in the
+    first group if any of their owners would put them there; parameters without `requires_grad`
+    are left out.
 
     Args:
         model: any module.
@@ -89,4 +94,15 @@ def _is_weight(
 ) -> bool:
     if isinstance(module, normalisation) or parameter.ndim < 2:
         return False
+    if own_name in getattr(module, "bias_names", ()) or _is_magnitude(module, own_name):
+        return False
     return not any(isinstance(module, kind) and own_name in biases for kind, biases in _BIASES)
+
+
+def _is_magnitude(module: nn.Module, own_name: str) -> bool:
+    """Whether this is the g of `weight_norm`'s w = g * v / norm(v)."""
+    return (
+        isinstance(module, ParametrizationList)
+        and own_name == "original0"
+        and isinstance(module[0], parametrizations._WeightNorm)
+    )

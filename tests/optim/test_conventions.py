@@ -137,6 +137,29 @@ def test_master_follows_a_parameter_that_was_set(make: Make) -> None:
 
 
 @for_all
+def test_master_follows_a_write_that_leaves_no_trace(make: Make) -> None:
+    """Through `.data`, as `vector_to_parameters` and averages of weights write."""
+    params = parameters(torch.bfloat16)
+    optimizer = make(params)
+    train(optimizer, params, 1)
+    total = sum(parameter.numel() for parameter in params)
+    nn.utils.vector_to_parameters(torch.full((total,), 5.0, dtype=torch.bfloat16), params)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-30
+    train_nothing(optimizer, params)
+    for parameter in params:  # what momentum is left goes on
+        torch.testing.assert_close(
+            parameter.detach(), torch.full_like(parameter, 5.0), rtol=0, atol=0.3
+        )
+
+
+def train_nothing(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+@for_all
 def test_maximize_is_the_negative_gradient(make: Make) -> None:
     up, down = parameters(), parameters()
     ascent, descent = make(up, weight_decay=0.1, maximize=True), make(down, weight_decay=0.1)
@@ -276,10 +299,67 @@ def test_state_is_adams() -> None:
     params, twin = parameters(torch.float32), parameters(torch.float32)
     adamw = torch.optim.AdamW(params)
     train(adamw, params, 3)
-    lamb = LAMB(twin)
-    lamb.load_state_dict({**lamb.state_dict(), "state": adamw.state_dict()["state"]})
+    lamb = LAMB([{"params": twin, "adapt": False, "trust_clip": 3.0}])
+    lamb.load_state_dict(adamw.state_dict())
+    (group,) = lamb.param_groups
+    assert (group["adapt"], group["trust_clip"], group["eps"]) == (False, 3.0, 1e-8)
     train(lamb, twin, 1)
     assert all(float(lamb.state[parameter]["step"]) == 4 for parameter in twin)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "message"),
+    [
+        (LAMB, LARS, "no momentum_buffer, which LARS keeps"),
+        (
+            lambda params: torch.optim.SGD(params, momentum=0.9),
+            LARS,
+            "has momentum_buffer of parameter 0, and no step",
+        ),
+        (lambda params: torch.optim.SGD(params, momentum=0.9), LAMB, "no step, exp_avg, exp_avg"),
+        (
+            torch.optim.AdamW,
+            lambda params: RMSpropWarmup(params, 0.1, center_steps=1, period_steps=1),
+            "no square_avg, delta, which RMSpropWarmup keeps",
+        ),
+    ],
+)
+def test_the_state_of_another_kind_is_refused(saved: Any, loading: Any, message: str) -> None:
+    params = parameters()
+    optimizer = saved(params)
+    train(optimizer, params, 1)
+    with pytest.raises(UsageError, match=message):
+        loading(parameters()).load_state_dict(optimizer.state_dict())
+
+
+@for_all
+def test_counters_load_to_their_parameters_device(make: Make) -> None:
+    """A fused kernel wants them there; checkpoints are read to the CPU."""
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = make([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    elsewhere = nn.Parameter(torch.empty(3, 2, device="meta"))
+    loaded = make([elsewhere])
+    loaded.load_state_dict(optimizer.state_dict())
+    for name, value in loaded.state[elsewhere].items():
+        assert value.device.type == "meta", name
+
+
+def test_a_loaded_momentum_goes_on() -> None:
+    """Nothing that was loaded is made anew."""
+    params, twin = parameters(), parameters()
+    optimizer = LARS(params)
+    train(optimizer, params, 3)
+    resumed = LARS(twin)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert (
+        largest_difference(
+            [resumed.state[p]["momentum_buffer"] for p in twin],
+            [optimizer.state[p]["momentum_buffer"] for p in params],
+        )
+        == 0
+    )
 
 
 # --- gradients that are not finite ------------------------------------------------------------
@@ -408,6 +488,24 @@ def test_bad_options_are_named(make: Make, options: dict[str, Any], message: str
             lambda: LARS(one(), variant="lamb_paper", momentum_correction=True),
             r"`momentum_correction` \(=True\) needs the ratio on the gradient",
         ),
+        (
+            lambda: LARS([{"params": one(), "momentum_correction": True}], variant="lamb_paper"),
+            r"`momentum_correction` \(=True\) needs the ratio on the gradient",
+        ),
+        (
+            lambda: LARS([{"params": one(), "nesterov": True}], variant="lamb_paper"),
+            r"`nesterov` \(=True\) needs a",
+        ),
+        (
+            lambda: LAMB([{"params": one(), "capturable": True}]),
+            r"`nonfinite` \(='raise'\) looks at numbers",
+        ),
+        (
+            lambda: RMSpropWarmup(
+                [{"params": one(), "period_steps": -3}], 0.1, center_steps=1, period_steps=1
+            ),
+            r"`period_steps` \(=-3\) must be positive",
+        ),
         (lambda: LayerWise(one(), Adam(), ratio_on="loss"), r"`ratio_on` \(='loss'\) must be"),
         (lambda: LayerWise(one(), Adam(), ratio_on="gradient"), r"must be `Sgd` when the ratio"),
         (lambda: Sgd(momentum=-0.1), r"`momentum` \(=-0.1\)"),
@@ -469,9 +567,10 @@ def test_sparse_gradients_are_refused_by_name(make: Make) -> None:
         optimizer.step()
 
 
-def test_rmsprop_warmup_needs_a_rate() -> None:
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_rmsprop_warmup_needs_a_rate(lr: Any) -> None:
     params = parameters()
-    optimizer = RMSpropWarmup(params, 0.0, center_steps=5, period_steps=5)
+    optimizer = RMSpropWarmup(params, lr, center_steps=5, period_steps=5)
     set_gradients(params, 0)
     with pytest.raises(UsageError, match=r"`lr` \(=0.0\) must be positive during the transition"):
         optimizer.step()

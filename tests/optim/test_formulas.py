@@ -387,6 +387,40 @@ def test_momentum_correction_keeps_the_velocity_of_the_new_rate() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+def test_corrected_momentum_of_a_parameter_that_sat_a_change_out(way: dict[str, bool]) -> None:
+    """Its velocity is that of a rate which has always been the present one."""
+
+    def velocity(rates: list[float], idle: int) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        other = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        optimizer = LARS([weight, other], phi=(1.0, 1.0), momentum_correction=True, **way)
+        for step, lr in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = lr
+            weight.grad = None if step == idle else torch.ones(3, dtype=torch.float64)
+            other.grad = torch.ones(2, dtype=torch.float64)
+            optimizer.step()
+        return optimizer.state[weight]["momentum_buffer"]
+
+    torch.testing.assert_close(velocity([0.1, 0.5, 0.5], 1), velocity([0.5, 0.5, 0.5], 1))
+
+
+def test_the_previous_rate_stays_in_its_memory() -> None:
+    """A CUDA graph looks where it was when the step was captured."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    lr = torch.tensor(0.5)
+    optimizer = LARS([weight], lr, momentum_correction=True)
+    places = set()
+    for value in (0.5, 0.25, 0.125):
+        lr.fill_(value)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        previous = optimizer.param_groups[0]["previous_lr"]
+        assert previous == value
+        places.add(previous.data_ptr())
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_rate_of_zero_ends_corrected_momentum(way: dict[str, bool]) -> None:
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = LARS([weight], momentum_correction=True, **way)

@@ -3,7 +3,10 @@ import torch
 from torch import Tensor, nn
 
 import allstep.optim
+from allstep import Communicator
 from allstep.errors import UsageError
+from allstep.nn import LocallyConnected2d
+from allstep.nn.windows import Grid
 from allstep.optim import LAMB, LARS, groups
 
 
@@ -94,6 +97,24 @@ def test_names_decide_nothing() -> None:
 def test_further_kinds_of_normalisation() -> None:
     decayed, _ = groups(Block(), normalisation=(Scale,))
     assert {name for name, _ in decayed["params"]} == DECAYED - {"body.7.gain"}
+
+
+def test_biases_of_many_dimensions() -> None:
+    """Each place of a locally connected layer has a bias of its own."""
+    grid = Grid(Communicator.lone())
+    layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 2, 2))
+    assert layer.bias is not None and layer.bias.ndim > 1
+    decayed, others = groups(layer)
+    assert [name for name, _ in decayed["params"]] == ["weight"]
+    assert [name for name, _ in others["params"]] == ["bias"]
+
+
+def test_magnitudes_of_weight_norm() -> None:
+    """w = g * v / norm(v): to decay g would be to decay a normalisation's gain."""
+    model = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2))
+    decayed, others = groups(model)
+    assert [p.shape for _, p in decayed["params"]] == [(4, 3, 2, 2)]
+    assert sorted(p.ndim for _, p in others["params"]) == [1, 4]
 
 
 def test_tied_parameters_are_listed_once_and_decayed_if_any_owner_would() -> None:

@@ -177,10 +177,16 @@ def poison(model: nn.Module, rank: int) -> None:
 def bad_gradients(comm: Communicator) -> list[tuple[str, list[int], bool]]:
     """By policy: what was raised or counted on each worker, and whether anything moved."""
     found = []
-    for name in ("lamb {'fused': True}", "lars {'fused': True}", "warmup foreach"):
+    adapting = [
+        (name, {"norm": norm})
+        for name in ("lamb {'fused': True}", "lars {'fused': True}")
+        for norm in ("l1", "l2", "linf")
+    ]
+    for name, options in [*adapting, ("warmup foreach", {})]:
         for policy in ("raise", "skip"):
             model = sharded_model("fsdp", comm.size)
-            optimizer = OPTIMIZERS[name](list(model.named_parameters()), nonfinite=policy)
+            named = list(model.named_parameters())
+            optimizer = OPTIMIZERS[name](named, nonfinite=policy, **options)
             loss_of(model, 0).backward()
             poison(model, comm.rank)
             before = [p.to_local().detach().clone() for p in model.parameters()]

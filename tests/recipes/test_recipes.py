@@ -185,3 +185,10 @@ def test_nothing_held_out(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
     with pytest.raises(UsageError, match=r"`val_fraction` .* of the 1 pictures leaves"):
         small_images(tmp_path).check()
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "rmsprop_warmup"])
+def test_optimizers_leave_bad_gradients_to_the_step(name: Any) -> None:
+    """Else `--nonfinite propagate` would raise, and each gradient be looked at twice."""
+    task = Digits(optimizer=name, warmup_epochs=1.0).task(Communicator.lone())
+    assert task.optimizer(task.model).nonfinite == "propagate"

@@ -2,6 +2,8 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +166,12 @@ def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
     assert '"skipped_steps": 1' in log
 
 
-def test_or_goes_through(tmp_path: Path) -> None:
-    task = poisoned(2)
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"])
+def test_or_goes_through(name: Any, tmp_path: Path) -> None:
+    """Recipes' optimizers leave the looking to the step."""
+    settings = allstep.optim.Settings(optimizer=name, lr=0.01, warmup_epochs=0.5)
+    optimizer = partial(settings.make_optimizer, steps_per_epoch=4, nonfinite="propagate")
+    task = replace(poisoned(2), optimizer=optimizer)
     allstep.fit(task, make_options(nonfinite="propagate"), Communicator.lone(), tmp_path)
     assert not all(value.isfinite().all() for value in task.model.state_dict().values())
 
