@@ -1,12 +1,12 @@
 """Published large-batch trainings as data, with where each number comes from."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from allstep.optim.settings import OptimizerName, ScheduleName
 
-__all__ = ["PUBLISHED", "MixedBatch", "PublishedRecipe", "Trust"]
+__all__ = ["PUBLISHED", "MixedBatch", "PublishedRecipe", "ReferencePoint", "Trust"]
 
 Trust = Literal["verified", "partly verified", "unverified"]
 
@@ -31,6 +31,19 @@ class MixedBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferencePoint:
+    """What was published for another batch; fields as of `PublishedRecipe`."""
+
+    global_batch: int
+    micro_batch: int
+    epochs: int
+    lr: float
+    warmup_epochs: float
+    momentum: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
     """A training as it was published.
 
@@ -41,6 +54,7 @@ class PublishedRecipe:
             `Settings`.
         global_batch, micro_batch, epochs: samples of a step, samples of a worker, passes.
         lr_rule: how its rate follows the batch, "linear" or "sqrt".
+        others: what the same source says of other batches.
         warmup_grows: whether its warm-up's epochs grow as the batch does.
         exclusions: what has no weight decay, and no layer-wise rate.
         last_statistics: whether batch norm evaluates with the last step's statistics.
@@ -58,6 +72,7 @@ class PublishedRecipe:
     epochs: int
     lr: float
     lr_rule: Literal["linear", "sqrt"]
+    others: Sequence[ReferencePoint] = ()
     momentum: float = 0.9
     weight_decay: float
     lr_schedule: ScheduleName
@@ -73,6 +88,17 @@ class PublishedRecipe:
     expected: str
     expected_source: str
     expected_trust: Trust
+
+    def nearest(self, global_batch: int) -> "PublishedRecipe":
+        """What was published for the batch that is nearest to this one, by ratio."""
+
+        def ratio(batch: int) -> float:
+            return max(batch / global_batch, global_batch / batch)
+
+        point = min(self.others, key=lambda point: ratio(point.global_batch), default=None)
+        if point is None or ratio(self.global_batch) <= ratio(point.global_batch):
+            return self
+        return replace(self, **asdict(point))
 
 
 _GOYAL = PublishedRecipe(
@@ -117,6 +143,27 @@ _AKIBA = PublishedRecipe(
     expected_trust="verified",
 )
 
+
+def _lars_point(
+    batch: int,
+    span: int,
+    epochs: int,
+    lr: float,
+    warmup_epochs: float,
+    momentum: float,
+    weight_decay: float,
+) -> ReferencePoint:
+    return ReferencePoint(
+        global_batch=batch,
+        micro_batch=span,
+        epochs=epochs,
+        lr=lr,
+        warmup_epochs=warmup_epochs,
+        momentum=momentum,
+        weight_decay=weight_decay,
+    )
+
+
 _LARS = PublishedRecipe(
     name="lars_32k",
     workload="ResNet-50 on ImageNet",
@@ -131,10 +178,16 @@ _LARS = PublishedRecipe(
     lr_schedule="poly",
     warmup_epochs=16.0,
     exclusions="neither decay nor layer-wise rate for biases and batch norm",
-    source="MLPerf v1.0 reference convergence points at 32,768 (variant mlperf)",
+    others=(
+        _lars_point(2048, 64, 39, 8.5, 5, 0.9, 2e-3),
+        _lars_point(4096, 64, 42, 10.0, 5, 0.9, 2e-3),
+        _lars_point(8192, 64, 44, 17.0, 5, 0.9, 2e-4),
+        _lars_point(65536, 128, 86, 24.699, 31, 0.951807, 1e-4),
+    ),
+    source="MLPerf v1.0 reference convergence points (variant mlperf)",
     trust="verified",
     sources={
-        "lr": "linear scaling of You et al., 2017, arXiv:1708.03888",
+        "lr": "the same points; between them linear scaling, You et al., 2017, arXiv:1708.03888",
         "epochs": "the most that the reference needed to its target; not a setting",
     },
     expected="top-1 75.9 % (unverified) after 55 to 57 epochs",

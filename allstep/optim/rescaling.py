@@ -61,7 +61,8 @@ class LargeBatch:
         optimizer: over the model's parameters.
         schedule: multiplier of its rate, by step.
         changes: what was rescaled, by which rule, from which source.
-        published: the recipe as it was.
+        published: the recipe as it was. Where its `last_statistics` is set, the model wants
+            `allstep.nn.keep_last_statistics(model)`; its `micro_batch` is what batch norm saw.
     """
 
     optimizer: "Optimizer"
@@ -81,15 +82,22 @@ def find_published(name: str) -> PublishedRecipe:
     return PUBLISHED[name]
 
 
-def rescale(name: str, *, global_batch: int, epochs: int) -> Rescaled:
+def rescale(
+    name: str, *, global_batch: int, epochs: int, micro_batch: int | None = None
+) -> Rescaled:
     """A published recipe's settings for another batch and other epochs.
 
-    The rate follows the batch by the recipe's rule, and fractions of the run stay fractions.
+    The rate follows the batch by the recipe's rule, from the nearest batch that its source tells
+    of, and fractions of the run stay fractions.
 
     Args:
         name: goyal_1h, akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min.
         global_batch: samples of one step, over all workers.
         epochs: passes over the data.
+        micro_batch: samples that batch norm sees at once, to be told beside the published ones.
+
+    Returns:
+        Its settings here, and how they came about.
 
     Raises:
         UsageError: if the name is unknown, or a number is out of range.
@@ -102,36 +110,50 @@ def rescale(name: str, *, global_batch: int, epochs: int) -> Rescaled:
     for argument, value in (("global_batch", global_batch), ("epochs", epochs)):
         if value < 1:
             raise UsageError(f"`{argument}` (={value}) must be at least 1.")
+    nearest = published.nearest(global_batch)
     second = None if published.mixed is None else _second_epochs(published.mixed, epochs)
-    lr, lr_rule = _rate(published, global_batch)
-    warmup_epochs, warmup_rule = _warmup(published, global_batch, epochs)
-    start = min(1.0, published.warmup_start * published.global_batch / global_batch)
+    lr, lr_rule = _rate(nearest, global_batch)
+    warmup_epochs, warmup_rule = _warmup(nearest, global_batch, epochs)
+    start = min(1.0, nearest.warmup_start * nearest.global_batch / global_batch)
     settings = Settings(
-        optimizer=published.optimizer,
+        optimizer=nearest.optimizer,
         lr=lr,
-        momentum=published.momentum,
-        weight_decay=published.weight_decay,
-        lr_schedule=published.lr_schedule,
+        momentum=nearest.momentum,
+        weight_decay=nearest.weight_decay,
+        lr_schedule=nearest.lr_schedule,
         warmup_epochs=warmup_epochs,
         warmup_start=start,
-        second=_second_stage(published, lr, second),
+        second=_second_stage(nearest, lr, second),
     )
+    origin = "" if nearest is published else f", from the one at {nearest.global_batch:,}"
     after: dict[str, tuple[object, str]] = {
         "global_batch": (global_batch, "yours"),
         "epochs": (epochs, "yours"),
-        "lr": (lr, lr_rule),
-        "warmup_epochs": (warmup_epochs, warmup_rule),
+        "lr": (lr, lr_rule + origin),
+        "warmup_epochs": (warmup_epochs, warmup_rule + origin),
     }
     if published.warmup_start:
         after["warmup_start"] = (start, "the small batch's rate, as a share of lr")
-    kept = ("optimizer", "momentum", "weight_decay", "lr_schedule", "exclusions")
+    if micro_batch is not None:
+        after["micro_batch"] = (micro_batch, "yours; so many samples batch norm sees at once")
+    after |= {field: _kept(published, nearest, field) for field in ("momentum", "weight_decay")}
+    kept = ("optimizer", "lr_schedule", "exclusions")
     after |= {field: (getattr(published, field), "kept") for field in kept}
+    if published.last_statistics:
+        after["last_statistics"] = (True, "kept")
     changes = [
         Change(field, getattr(published, field), value, rule, _source(published, field))
         for field, (value, rule) in after.items()
     ]
     changes += _second_changes(published, settings, global_batch)
     return Rescaled(published, settings, changes)
+
+
+def _kept(published: PublishedRecipe, nearest: PublishedRecipe, field: str) -> tuple[object, str]:
+    value = getattr(nearest, field)
+    if value == getattr(published, field):
+        return value, "kept"
+    return value, f"the one at {nearest.global_batch:,}"
 
 
 def large_batch(

@@ -24,7 +24,12 @@ def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.
     Raises:
         UsageError: if the name is unknown, or needs two stages that the recipe can't have.
     """
-    rescaled = allstep.optim.rescale(name, global_batch=recipe.global_batch, epochs=recipe.epochs)
+    rescaled = allstep.optim.rescale(
+        name,
+        global_batch=recipe.global_batch,
+        epochs=recipe.epochs,
+        micro_batch=recipe.micro_batch,
+    )
     settings, published = rescaled.settings, rescaled.published
     if published.mixed is not None and settings.second is not None:
         recipe = recipe.with_second_stage(published.mixed, settings.second)

@@ -23,9 +23,10 @@ def test_a_published_recipe_sets_the_fields(capsys: pytest.CaptureFixture[str]) 
     )
     settings = rescale("lars_32k", global_batch=1024, epochs=10).settings
     assert recipe.settings == settings
-    assert (recipe.optimizer, recipe.lr) == ("lars", pytest.approx(21.2 / 32))
+    assert (recipe.optimizer, recipe.lr) == ("lars", pytest.approx(8.5 / 2))
     shown = capsys.readouterr().out
-    assert "lr             21.2       0.6625   linear in the batch" in shown
+    assert "lr             21.2       4.25     linear in the batch, from the one at 2,048" in shown
+    assert "micro_batch    128        16       yours" in shown
     assert "MLPerf v1.0 reference convergence points" in shown
     assert "top-1 75.9 %" in shown
     assert "changed" not in shown

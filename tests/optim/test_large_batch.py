@@ -33,7 +33,12 @@ def test_the_published_ones() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_its_own_batch_and_epochs_change_nothing(name: str) -> None:
     published = PUBLISHED[name]
-    rescaled = rescale(name, global_batch=published.global_batch, epochs=published.epochs)
+    rescaled = rescale(
+        name,
+        global_batch=published.global_batch,
+        epochs=published.epochs,
+        micro_batch=published.micro_batch,
+    )
     for change in rescaled.changes:
         if isinstance(change.before, float):
             assert change.after == pytest.approx(change.before), change.name
@@ -53,12 +58,49 @@ def test_rates_of_the_papers_tables() -> None:
 
 def test_the_rules_differ() -> None:
     """A quarter of the batch: a quarter of the rate by one rule, a half by the other."""
-    linear = rescale("lars_32k", global_batch=8192, epochs=57).settings
+    linear = rescale("akiba_15min", global_batch=8192, epochs=90).settings
     root = rescale("lamb_imagenet", global_batch=8192, epochs=90).settings
-    assert linear.lr == pytest.approx(21.2 / 4)
+    assert linear.lr == pytest.approx(12.8 / 4)
     assert root.lr == pytest.approx(0.04 / 2)
-    assert linear.warmup_epochs == pytest.approx(16)
+    assert linear.warmup_epochs == pytest.approx(10)
     assert root.warmup_epochs == pytest.approx(20 / 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "origin", "lr", "momentum", "weight_decay", "warmup"),
+    [
+        (512, 2048, 8.5 / 4, 0.9, 2e-3, 5 / 39),
+        (2048, 2048, 8.5, 0.9, 2e-3, 5 / 39),
+        (4096, 4096, 10.0, 0.9, 2e-3, 5 / 42),
+        (5000, 4096, 10.0 * 5000 / 4096, 0.9, 2e-3, 5 / 42),
+        (8192, 8192, 17.0, 0.9, 2e-4, 5 / 44),
+        (16384, None, None, None, None, None),  # as near to 8,192 as to 32,768
+        (24576, 32768, 21.2 * 0.75, 0.94, 2e-5, 16 / 57),
+        (131072, 65536, 24.699 * 2, 0.951807, 1e-4, 31 / 86),
+    ],
+)
+def test_lars_goes_from_the_nearest_reference(
+    batch: int, origin: Any, lr: Any, momentum: Any, weight_decay: Any, warmup: Any
+) -> None:
+    rescaled = rescale("lars_32k", global_batch=batch, epochs=10)
+    settings, rules = rescaled.settings, {c.name: c.rule for c in rescaled.changes}
+    if origin is None:
+        assert rules["lr"] == "linear in the batch"
+        return
+    assert settings.lr == pytest.approx(lr)
+    assert (settings.momentum, settings.weight_decay) == (momentum, weight_decay)
+    assert settings.warmup_epochs == pytest.approx(10 * warmup)
+    if origin != 32768:
+        assert rules["lr"] == f"linear in the batch, from the one at {origin:,}"
+        assert rules["weight_decay"] == f"the one at {origin:,}"
+
+
+def test_what_batch_norm_sees_is_told() -> None:
+    rescaled = rescale("lars_32k", global_batch=4096, epochs=10, micro_batch=32)
+    (change,) = [c for c in rescaled.changes if c.name == "micro_batch"]
+    assert (change.before, change.after) == (128, 32)
+    names = [c.name for c in rescale("akiba_15min", global_batch=512, epochs=10).changes]
+    assert "last_statistics" in names and "micro_batch" not in names
 
 
 def test_fractions_of_the_run_stay_fractions() -> None:
