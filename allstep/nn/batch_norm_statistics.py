@@ -40,10 +40,13 @@ def keep_last_statistics(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communicator) -> None:
-    """Sets the running statistics to the mean over batches, with the weights as they are.
+    """Sets the running statistics to those of all samples, with the weights as they are.
 
-    R = sum_k n_k s_k / sum_k n_k over all calls k on all workers, n_k their samples. All but
-    the batch norms is in eval mode meanwhile: as at evaluation, dropout is off.
+    running_mean = mean(x), running_var = var(x), over all batches on all workers together
+
+    All but the batch norms is in eval mode meanwhile: as at evaluation, dropout is off. A mean of
+    the batches' own variances would leave out how much their means differ, which is most of the
+    variance where batches are small and maps smooth.
 
     Args:
         model: whose running statistics are replaced; a batch norm that no batch reached keeps
@@ -57,9 +60,10 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
         UsageError: if no worker has a batch.
 
     >>> norm = nn.BatchNorm1d(1)
-    >>> precise_batch_norm(norm, [torch.tensor([[1.0], [3.0]])], Communicator.lone())
+    >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
+    >>> precise_batch_norm(norm, batches, Communicator.lone())
     >>> norm.running_mean, norm.running_var
-    (tensor([2.]), tensor([2.]))
+    (tensor([4.]), tensor([6.6667]))
 
     Source: Wu and Johnson, 2021, arXiv:2105.07576, section 3.
     """
@@ -68,7 +72,7 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
     num_batches = torch.zeros((), dtype=torch.float64)
     with _statistics_alone(model, norms), ExitStack() as hooks:
         for norm, own in zip(norms, sums, strict=True):
-            hooks.callback(norm.register_forward_hook(own.add).remove)
+            hooks.callback(norm.register_forward_pre_hook(own.add).remove)
         for batch in batches:
             model(batch[0] if isinstance(batch, tuple | list) else batch)
             num_batches += 1
@@ -81,31 +85,40 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
 
 
 class _Sums:
-    """Weighted sums of a batch norm's statistics: mean, variance and, last, the weight."""
+    """Sums over a batch norm's inputs, by channel: x, its square and, last, how many there were."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         assert norm.running_mean is not None and norm.running_var is not None
-        self._norm = norm
         self._running = norm.running_mean, norm.running_var
-        self._before = torch.cat(self._running)
-        self.total = self._before.new_zeros(len(self._before) + 1, dtype=torch.float64)
+        self._before = [running.clone() for running in self._running]
+        num_channels = len(norm.running_mean)
+        self.total = norm.running_mean.new_zeros(2 * num_channels + 1, dtype=torch.float64)
 
-    def add(self, _module: nn.Module, args: tuple[Tensor, ...], _y: Tensor) -> None:
-        num_samples = len(args[0])
-        if num_samples:
-            self.total[:-1].add_(torch.cat(self._running), alpha=num_samples)
-            self.total[-1] += num_samples
+    def add(self, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0]
+        if not x.numel():
+            return
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        variance, mean = torch.var_mean(x.double(), dims, correction=0)
+        num_values = x.numel() // x.shape[1]
+        self.total[:-1].add_(torch.cat([mean, variance + mean.square()]), alpha=num_values)
+        self.total[-1] += num_values
 
     def restore(self) -> None:
-        weight = self.total[-1]
-        values = self.total[:-1] / weight if weight else self._before
-        for running, value in zip(self._running, values.chunk(2), strict=True):
+        """Sets the running statistics, or puts them back where nothing came."""
+        num_values = self.total[-1]
+        values = self._before
+        if num_values:
+            mean, square = (self.total[:-1] / num_values).chunk(2)
+            unbiased = num_values / (num_values - 1).clamp(min=1)  # as torch's running_var is
+            values = [mean, (square - mean.square()).clamp(min=0) * unbiased]
+        for running, value in zip(self._running, values, strict=True):
             running.copy_(value)
 
 
 @contextmanager
 def _statistics_alone(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Batch norms leave the statistics of their last call; all else is as in evaluation."""
+    """Batch norms use the statistics of each call; all else is as in evaluation."""
     modes = [(module, module.training) for module in model.modules()]
     settings = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     counts = [None if count is None else count.clone() for _, _, count in settings]

@@ -140,13 +140,12 @@ class _Loop:
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         samples_per_s = self._meter.samples_per_s
-        learning_rate = self._run.train_step.learning_rate
         self._log.write(
             self._run.loader.step,
             batch.epoch,
             loss=loss,
-            learning_rate=learning_rate,
             samples_per_s=samples_per_s,
+            **self._run.train_step.scalars,
             **noise.scalars,
             **self._skipped,
         )
@@ -195,6 +194,7 @@ class _Loop:
             flops_per_sample=flops_per_sample,
             lone_samples_per_s=lone_samples_per_s,
             noise_scale=self._run.noise.scale.value,
+            mean_noise_scale=self._run.noise.mean_scale.value,
             useful_batch=self._run.noise.summary,
             num_skipped=self._run.train_step.num_skipped,
             checkpoint=self._run.last_checkpoint,

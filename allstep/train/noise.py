@@ -16,7 +16,9 @@ from allstep.train.precision import Precision
 
 __all__ = ["NoiseProbe"]
 
-_DECAY = 0.99  # remembers about 100 measurements: the noise scale grows during a run
+# The noise scale grows during a run. What a larger batch would do now is told by the last 100
+# measurements or so; how many steps it would save in all, by the mean over the run.
+_DECAY = 0.99
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class NoiseProbe:
 
     Attributes:
         micro_batch: as given; a later stage may have another.
-        scale: the estimate so far; the same on every worker.
+        scale: the estimate of late; the same on every worker.
+        mean_scale: over the whole stage, all measurements alike.
     """
 
     def __init__(
@@ -67,7 +70,12 @@ class NoiseProbe:
         self._every_steps = every_steps
         self._micro: Tensor | None = None
         self._pending: list[_Measurement] = []
-        self.scale = NoiseScale(_DECAY)
+        self.scale, self.mean_scale = NoiseScale(_DECAY), NoiseScale()
+
+    def begin_stage(self, micro_batch: int) -> None:
+        """Forgets what other samples were like; call `flush` first."""
+        self.micro_batch = micro_batch
+        self.scale, self.mean_scale = NoiseScale(_DECAY), NoiseScale()
 
     def wants(self, batch: Batch) -> bool:
         """Whether this step is measured."""
@@ -120,17 +128,20 @@ class NoiseProbe:
         return self.scale.summary(self.micro_batch) if self.scale.num_updates else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The estimate so far; call `flush` first."""
-        return self.scale.state_dict()
+        """The estimates so far; call `flush` first."""
+        return {"of_late": self.scale.state_dict(), "mean": self.mean_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues with what `state_dict` gave."""
-        self.scale.load_state_dict(state)
+        self.scale.load_state_dict(state["of_late"])
+        self.mean_scale.load_state_dict(state["mean"])
 
     def _take_in(self, micro_squared_norm: float, measured: _Measurement) -> None:
         global_squared_norm = float(measured.global_squared_norm)
-        if math.isfinite(micro_squared_norm) and math.isfinite(global_squared_norm):
-            self.scale.update(
+        if not (math.isfinite(micro_squared_norm) and math.isfinite(global_squared_norm)):
+            return
+        for scale in (self.scale, self.mean_scale):
+            scale.update(
                 micro_squared_norm=micro_squared_norm,
                 global_squared_norm=global_squared_norm,
                 micro_batch=self.micro_batch,

@@ -22,8 +22,9 @@ class RunReport:
         flops_per_sample: floating-point operations of a sample's forward and backward pass.
         lone_samples_per_s: what one worker with this machine to itself would reach; None if
             there is one worker, or if it was not measured.
-        noise_scale: samples in a step up to which more of them save steps; None if it was not
-            measured. `useful_batch` says it in words.
+        noise_scale: samples in a step up to which more of them save steps, at the end of the run;
+            None if it was not measured. `useful_batch` says it in words.
+        mean_noise_scale: the same over the whole run (its last stage), as `Target` wants it.
         checkpoint: the newest checkpoint.
         num_skipped: steps left out because their gradient was not finite.
         interrupted: number of the signal that ended the run early, or None.
@@ -40,6 +41,7 @@ class RunReport:
     flops_per_sample: float | None
     lone_samples_per_s: float | None
     noise_scale: float | None
+    mean_noise_scale: float | None
     useful_batch: str | None
     checkpoint: Path | None
     num_skipped: int

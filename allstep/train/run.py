@@ -116,7 +116,7 @@ class Run:
             collate_fn=self._task.collate_fn,
             seed=options.seed,
         )
-        self.noise.micro_batch = stage.micro_batch
+        self.noise.begin_stage(stage.micro_batch)
         self.train_step.first_data = None
 
     @property

@@ -151,6 +151,12 @@ class _Objective:
             (micro_batch.num_samples / batch.num_samples, to_device(micro_batch.data, comm.device))
             for micro_batch in batch.micro_batches
         ]
+        seen = torch.tensor(sum(share for share, _ in self._parts), dtype=torch.float64)
+        if abs(float(comm.all_reduce(seen)) - 1) > 1e-6:
+            raise UsageError(
+                "`batch` has been iterated over already; take a fresh one from"
+                " `loader.global_batches()`."
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -200,41 +206,62 @@ class _Objective:
 def _top_eigenvalue(
     objective: _Objective, *, max_products: int, tolerance: float, seed: int
 ) -> tuple[float, float, int]:
-    """(eigenvalue, residual, products); shifted if the largest in magnitude is negative."""
-    eigenvalue, residual, num_products = _dominant(
-        objective, 0.0, max_products=max_products, tolerance=tolerance, seed=seed
+    """(eigenvalue, residual, products).
+
+    Half of the products show whether the eigenvalue of largest magnitude is negative; then the
+    other half are of H minus it, whose largest is the top one.
+    """
+    begin = _Iteration(_start(objective, seed))
+    found = _dominant(
+        objective, begin, 0.0, num_products=-(-max_products // 2), tolerance=tolerance
     )
-    if eigenvalue >= 0 or num_products >= max_products:
-        return eigenvalue, residual, num_products
-    left = max_products - num_products
-    top, residual, more = _dominant(
-        objective, eigenvalue, max_products=left, tolerance=tolerance, seed=seed
-    )
-    return top, residual, num_products + more
+    num_left = max_products - found.num_products
+    if found.eigenvalue < 0:
+        begin = _Iteration(_start(objective, seed), num_products=found.num_products)
+        found = _dominant(
+            objective, begin, found.eigenvalue, num_products=num_left, tolerance=tolerance
+        )
+    elif found.residual >= tolerance:
+        found = _dominant(objective, found, 0.0, num_products=num_left, tolerance=tolerance)
+    return found.eigenvalue, found.residual, found.num_products
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """Where a power iteration stands: its unit vector, what that says, and products so far."""
+
+    vector: Tensor
+    eigenvalue: float = math.nan
+    residual: float = math.inf
+    num_products: int = 0
+
+
+def _start(objective: _Objective, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(derive_seed(seed, _START))
+    vector = torch.randn(objective.num_parameters, generator=generator, dtype=torch.float64)
+    unit: Tensor = vector / vector.norm()
+    return unit.to(objective.parameters[0].device)
 
 
 def _dominant(
-    objective: _Objective, shift: float, *, max_products: int, tolerance: float, seed: int
-) -> tuple[float, float, int]:
-    """The eigenvalue of H whose distance from `shift` is largest, by power iteration."""
-    device = objective.parameters[0].device
-    generator = torch.Generator().manual_seed(derive_seed(seed, _START))
-    vector = torch.randn(objective.num_parameters, generator=generator, dtype=torch.float64)
-    vector = (vector / vector.norm()).to(device)
-    eigenvalue = residual = 0.0
-    for num_products in range(1, max_products + 1):
-        product = objective.hessian_times(vector)
-        eigenvalue = float(vector @ product)
-        distance = float((product - eigenvalue * vector).norm())
+    objective: _Objective, begin: _Iteration, shift: float, *, num_products: int, tolerance: float
+) -> _Iteration:
+    """On to the eigenvalue of H whose distance from `shift` is largest, by power iteration."""
+    at = begin
+    for _ in range(num_products):
+        product = objective.hessian_times(at.vector)
+        eigenvalue = float(at.vector @ product)
+        distance = float((product - eigenvalue * at.vector).norm())
         residual = distance / abs(eigenvalue) if eigenvalue else math.inf
-        shifted = product - shift * vector
+        shifted = product - shift * at.vector
         length = float(shifted.norm())
         if not length:  # H is zero: so are all its eigenvalues
-            return 0.0, 0.0, num_products
+            return _Iteration(at.vector, 0.0, 0.0, at.num_products + 1)
+        vector = at.vector if residual < tolerance else shifted / length
+        at = _Iteration(vector, eigenvalue, residual, at.num_products + 1)
         if residual < tolerance:
             break
-        vector = shifted / length
-    return eigenvalue, residual, num_products
+    return at
 
 
 @torch.no_grad()

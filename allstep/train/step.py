@@ -1,6 +1,7 @@
 """One optimizer step on one global batch: the file to read first."""
 
 import math
+import statistics
 from typing import Literal
 
 import torch
@@ -61,9 +62,14 @@ class TrainStep:
         self.first_data: object = None  # a whole micro-batch, for measuring its cost
 
     @property
-    def learning_rate(self) -> float:
-        """The first group's rate at the last step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+    def scalars(self) -> dict[str, float]:
+        """What to log of the last step: its rate and, where layers have their own, the ratios."""
+        ratios = sorted(getattr(self._optimizer, "trust_ratios", dict)().values())
+        found = {"learning_rate": float(self._optimizer.param_groups[0]["lr"])}
+        if ratios:
+            found["trust_ratio/min"], found["trust_ratio/max"] = ratios[0], ratios[-1]
+            found["trust_ratio/median"] = statistics.median(ratios)
+        return found
 
     def __call__(self, batch: Batch) -> Tensor:
         """Makes one update; none while the first gradients are on their way.
@@ -103,9 +109,9 @@ class TrainStep:
         """Whether the global gradient is finite, as far as the policy wants to know."""
         if self._nonfinite == "propagate" or self._precision.scaler.is_enabled():
             return True
-        # The largest magnitude, for a norm of finite numbers may overflow.
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-        if math.isfinite(nn.utils.get_total_norm(grads, math.inf)):
+        # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
+        if any(math.isfinite(nn.utils.get_total_norm(grads, order)) for order in (2.0, math.inf)):
             return True
         if self._nonfinite == "skip":
             return False

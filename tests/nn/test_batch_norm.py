@@ -335,12 +335,11 @@ def test_last_statistics_are_the_mean_over_the_last_step() -> None:
             assert_near(found, batches[-1].mean((0, 2, 3)))
 
 
-def test_precise_statistics_are_the_mean_over_all_batches() -> None:
+def test_precise_statistics_are_those_of_all_samples() -> None:
     x = images(22)
     parts = x.split(4)  # the last one is short
     norm = nn.BatchNorm2d(2, affine=False).double()
-    means = sum(len(part) * part.mean((0, 2, 3)) for part in parts) / len(x)
-    variances = sum(len(part) * part.var((0, 2, 3)) for part in parts) / len(x)
+    means, variances = x.mean((0, 2, 3)), x.var((0, 2, 3))
 
     def work(comm: Communicator) -> tuple[nn.Module, nn.Module]:
         model = nn.Sequential(nn.Dropout(0.5), copy.deepcopy(norm))
@@ -359,10 +358,21 @@ def test_precise_statistics_are_the_mean_over_all_batches() -> None:
             assert model[1].momentum == 0.1
             assert model[1].num_batches_tracked == 0
             assert torch.equal(unused.running_var, torch.ones(3))
-    # the control: torch's moving average forgets the first batches
+    # the controls: torch's moving average forgets the first batches, ...
     for part in parts:
         norm(part)
     assert float((norm.running_mean - means).abs().max()) > 0.1
+
+
+def test_a_mean_of_variances_would_leave_out_the_variance_of_the_means() -> None:
+    """Maps that are constant in space: a batch of two shows half of the variance."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, 1, 1, generator=generator, dtype=torch.float64).expand(-1, -1, 5, 5)
+    norm = nn.BatchNorm2d(3).double()
+    precise_batch_norm(norm, list(x.split(2)), Communicator.lone())
+    assert_near(norm.running_var, x.var((0, 2, 3)))
+    naive = torch.stack([part.var((0, 2, 3)) for part in x.split(2)]).mean(0)
+    assert float((naive / norm.running_var).max()) < 0.7
 
 
 def test_precise_statistics_need_a_batch() -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,11 @@ import allstep
 from allstep import Communicator, Task, TrainOptions
 from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError
+from allstep.optim import LAMB
 from allstep.train import meter as meter_module
 from allstep.train.agreement import StopAgreement
 from allstep.train.meter import Meter
+from allstep.train.metrics import read_metrics
 from tests.helpers import same_model
 
 
@@ -148,6 +152,23 @@ def test_logged_loss_is_the_global_mean(tmp_path: Path) -> None:
         line = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()[0]
         losses.append(json.loads(line)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_trust_ratios_are_logged(tmp_path: Path) -> None:
+    task = same_model.make_task("sgd")
+    made: list[LAMB] = []
+
+    def optimizer(model: nn.Module) -> LAMB:
+        made.append(LAMB(model.named_parameters(), lr=0.01))
+        return made[0]
+
+    task = replace(task, optimizer=optimizer)
+    allstep.fit(task, options_for(log_every_steps=1), Communicator.lone(), tmp_path)
+    last = [record for record in read_metrics(tmp_path) if "loss" in record][-1]
+    ratios = sorted(made[0].trust_ratios().values())
+    found = [last[f"trust_ratio/{name}"] for name in ("min", "median", "max")]
+    assert found == pytest.approx([ratios[0], statistics.median(ratios), ratios[-1]])
+    assert ratios[0] < ratios[-1]
 
 
 def test_interrupted_run_has_a_checkpoint_and_goes_on(tmp_path: Path) -> None:

@@ -74,6 +74,18 @@ def test_quadratic_with_known_noise_and_signal(tmp_path: Path) -> None:
     assert report.useful_batch.endswith(" workers of 8")
 
 
+def test_the_mean_over_a_run_weighs_its_beginning_like_its_end(tmp_path: Path) -> None:
+    """A signal that fades: of late there is more noise in it than there was on the whole."""
+    report, _ = fit(Communicator.lone(), tmp_path, make_task(lr=0.005), epochs=5)
+    assert report.noise_scale is not None and report.mean_noise_scale is not None
+    signals = [
+        SIGNAL * (1 - 0.005) ** (2 * step) for step in range(5 * NUM_SAMPLES // GLOBAL_BATCH)
+    ]
+    expected = NOISE / (sum(signals) / len(signals))
+    assert report.mean_noise_scale == pytest.approx(expected, rel=0.15)
+    assert report.noise_scale > 2 * report.mean_noise_scale
+
+
 def test_the_same_number_on_any_number_of_workers(tmp_path: Path) -> None:
     """With short last batches, too: of one micro-batch and a part, and of less than one."""
     for num_samples in (5 * GLOBAL_BATCH + 11, 5 * GLOBAL_BATCH + 3):
@@ -139,6 +151,7 @@ def test_a_resumed_run_goes_on_with_the_estimate(tmp_path: Path) -> None:
     resumed, _ = fit(comm, tmp_path / "parts", make_task(300, lr=0.1), epochs=2, resume=True)
     assert whole.noise_scale is not None
     assert resumed.noise_scale == whole.noise_scale
+    assert resumed.mean_noise_scale == whole.mean_noise_scale
 
 
 def test_every_few_steps(tmp_path: Path) -> None:

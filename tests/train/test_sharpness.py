@@ -110,6 +110,18 @@ def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
     samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
     measured = sharpness(net, loss, batch_for(comm, samples), comm)
     assert measured.top_eigenvalue == pytest.approx(2.0, rel=1e-4)
+    # half of the products are kept for the second search
+    few = sharpness(net, loss, batch_for(comm, samples), comm, max_products=6, tolerance=1e-9)
+    assert few.top_eigenvalue == pytest.approx(2.0, rel=0.01)
+    assert few.num_products == 6
+
+
+def test_a_batch_that_is_used_up() -> None:
+    net, comm = make_net(), Communicator.lone()
+    batch = batch_for(comm, make_samples())
+    sharpness(net, loss_of, batch, comm, max_products=1)
+    with pytest.raises(UsageError, match="`batch` has been iterated over already"):
+        sharpness(net, loss_of, batch, comm, max_products=1)
 
 
 def test_the_loss_rise_is_half_the_trace_for_small_noise() -> None:

@@ -111,6 +111,7 @@ def test_resume_across_the_boundary_bit_for_bit(
     assert report.num_steps == NUM_STEPS
     assert all(torch.equal(state[name], value) for name, value in reference[1].items())
     assert report.noise_scale == reference[0].noise_scale
+    assert report.mean_noise_scale == reference[0].mean_noise_scale
 
 
 def test_other_stages_are_refused_on_resume(tmp_path: Path) -> None:
