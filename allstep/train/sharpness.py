@@ -151,8 +151,9 @@ class _Objective:
             (micro_batch.num_samples / batch.num_samples, to_device(micro_batch.data, comm.device))
             for micro_batch in batch.micro_batches
         ]
-        seen = torch.tensor(sum(share for share, _ in self._parts), dtype=torch.float64)
-        if abs(float(comm.all_reduce(seen)) - 1) > 1e-6:
+        seen = sum(share for share, _ in self._parts)
+        total = torch.tensor(seen, dtype=torch.float64, device=comm.device)
+        if abs(float(comm.all_reduce(total)) - 1) > 1e-6:
             raise UsageError(
                 "`batch` has been iterated over already; take a fresh one from"
                 " `loader.global_batches()`."

@@ -1,15 +1,19 @@
 """Table and plot of the study, from the points that there are."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from critical import fit_steps, mean_curve, steps_to
 from points import Plan, Point
 from rich.console import Console
+from space import METHODS
 
 __all__ = ["write_report"]
 
+LOWEST = 75  # of the plot, in per cent
 ROOT = Path(__file__).parent.parent.parent
 Results = Mapping[str, Point]
 
@@ -35,7 +39,9 @@ def _sections(plan: Plan, results: Results) -> list[str]:
         f" {num_done} of its {num_planned} points are done.",
         "",
     ]
-    sections = (_final, _shipped, _naive, _control, _norms, _akiba, _text, _search)
+    sections = (
+        _final, _shipped, _naive, _control, _critical, _norms, _akiba, _text, _search
+    )  # fmt: skip
     for section in sections:
         lines += section(plan, results)
     return lines
@@ -72,16 +78,9 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in lines] + [""]
 
 
-def _best_rank(points: Sequence[Point]) -> list[Point]:
-    """The points of the better of the settings that were trained to the end, by their mean."""
-    by_rank: dict[str, list[Point]] = {}
-    for point in points:
-        by_rank.setdefault(point["id"].split("-")[-2], []).append(point)
-    return max(
-        by_rank.values(),
-        key=lambda own: statistics.mean(point["accuracy"] or 0.0 for point in own),
-        default=[],
-    )
+def _ranked(points: Sequence[Point], rank: int) -> list[Point]:
+    """The seeds of the search's best setting (0) or its second best (1)."""
+    return [point for point in points if f"-best{rank}-" in point["id"]]
 
 
 def _final(plan: Plan, results: Results) -> list[str]:
@@ -89,29 +88,84 @@ def _final(plan: Plan, results: Results) -> list[str]:
     for batch in plan.batches:
         for method in plan.methods:
             points = _of(results, "final", method=method, batch=batch)
-            best = _best_rank(points)
+            best = _ranked(points, 0)
             if best:
                 tried = len(_of(results, "search", method=method, batch=batch))
-                measures = ("top_eigenvalue", "loss_rise", "noise_scale")
-                shown = [_mean(best, name) for name in measures]
-                seeds = str(len(best))
-                rows.append([f"{batch:,}", method, _accuracy(best), seeds, str(tried), *shown])
-    header = ["batch", "method", "accuracy, %", "seeds", "points tried"]
-    header += ["top eigenvalue", "loss rise", "noise scale"]
-    title = f"**Tuned, {plan.final_epochs} epochs, test set** (the better of the two best settings)"
-    return [title, "", *_table(header, rows)] if rows else []
+                second = _accuracy(_ranked(points, 1))
+                shown = [_mean(best, name) for name in ("top_eigenvalue", "loss_rise")]
+                cells = [_accuracy(best), second, str(len(best)), str(tried), *shown]
+                rows.append([f"{batch:,}", method, *cells])
+    header = ["batch", "method", "best setting, %", "second, %", "seeds", "points tried"]
+    header += ["top eigenvalue", "loss rise"]
+    title = f"**Tuned, {plan.final_epochs} epochs, test set** (settings as ranked by the search)"
+    residuals = [point["residual"] for point in _of(results, "final") if "residual" in point]
+    told = f"Residuals of the eigenvalues: {_median_and_worst(residuals)}." if residuals else ""
+    return [title, "", *_table(header, rows), told, ""] if rows else []
+
+
+def _median_and_worst(residuals: Sequence[float]) -> str:
+    return f"median {statistics.median(residuals):.1%}, worst {max(residuals):.0%}"
+
+
+def _critical(plan: Plan, results: Results) -> list[str]:
+    """The batch at which steps and samples to a target are both twice their least."""
+    curves = {
+        batch: [
+            mean_curve(_ranked(_of(results, "final", method=method, batch=batch), rank))
+            for method in plan.methods
+            for rank in range(plan.num_best)
+            if _ranked(_of(results, "final", method=method, batch=batch), rank)
+        ]
+        for batch in plan.batches
+    }
+    if not all(curves.values()):
+        return []
+    reached = min(max(max(accuracies) for _, accuracies in own) for own in curves.values())
+    target = math.floor(200 * reached) / 200  # whole half per cents
+    steps = {batch: min(steps_to(target, curve) for curve in own) for batch, own in curves.items()}
+    least_steps, least_samples = fit_steps(steps)
+    rows = []
+    for batch in plan.batches:
+        points = _of(results, "final", batch=batch)
+        fitted = least_steps + least_samples / batch
+        cells = [f"{steps[batch]:,.0f}", f"{batch * steps[batch]:,.0f}", f"{fitted:,.0f}"]
+        rows.append([f"{batch:,}", *cells, _mean(points, "mean_noise_scale")])
+    header = ["batch", "steps", "samples", "steps by the fit", "noise scale, mean over the run"]
+    found = f"{least_samples / least_steps:,.0f}" if least_steps > 0 else "beyond these batches"
+    return [
+        f"**The critical batch: steps of the fastest setting to {target:.1%}**",
+        "",
+        *_table(header, rows),
+        f"Found: {found}, by steps = least steps + least samples / batch; the noise scale is what"
+        " predicts it.",
+        "",
+    ]
 
 
 def _shipped(plan: Plan, results: Results) -> list[str]:
     points = _of(results, "shipped")
-    names = dict.fromkeys((p["batch"], p["epochs"], p["method"]) for p in points)
+    names = dict.fromkeys((p["epochs"], p["batch"], p["method"]) for p in points)
+    references = {
+        epochs: _of(results, "shipped", batch=plan.small, epochs=epochs) for epochs, *_ in names
+    }
     rows = []
-    for batch, epochs, method in sorted(names):
+    for epochs, batch, method in sorted(names):
         own = _of(results, "shipped", batch=batch, epochs=epochs, method=method)
-        rows.append([f"{batch:,}", str(epochs), f"`{method}`", _accuracy(own), str(len(own))])
-    header = ["batch", "epochs", "recipe", "accuracy, %", "seeds"]
-    title = "**Published recipes by their own rules, untuned**"
+        cells = [_accuracy(own), _gap(references[epochs], own), str(len(own))]
+        rows.append([str(epochs), f"{batch:,}", f"`{method}`", *cells])
+    header = ["epochs", "batch", "recipe", "accuracy, %", "points lost", "seeds"]
+    title = f"**Recipes as they are shipped, beside the best of all at {plan.small}**"
     return [title, "", *_table(header, rows)] if rows else []
+
+
+def _gap(reference: Sequence[Point], points: Sequence[Point]) -> str:
+    """By how many points of accuracy the means differ."""
+    means = [
+        statistics.mean(100 * (point["accuracy"] or 0.0) for point in own)
+        for own in (reference, points)
+        if own
+    ]
+    return f"{means[0] - means[1]:.2f}" if len(means) == 2 else "-"
 
 
 def _naive(plan: Plan, results: Results) -> list[str]:
@@ -133,19 +187,20 @@ def _naive(plan: Plan, results: Results) -> list[str]:
 
 
 def _control(plan: Plan, results: Results) -> list[str]:
+    points = _of(results, "control")
     rows = []
-    few = plan.num_steps(plan.large, plan.final_epochs)
-    middle = plan.num_steps(plan.batches[-2], plan.final_epochs)
-    own = _of(results, "control", batch=plan.small)
-    if own:
-        name = f"batch {plan.small:,} in as few steps as batch {plan.large:,} makes"
-        eigenvalue = _mean(own, "top_eigenvalue")
-        rows.append([name, str(few), _accuracy(own), str(len(own)), eigenvalue])
-    for point in _of(results, "control", batch=plan.large):
-        name = f"batch {plan.large:,}, {point['method']}, in as many steps as {plan.batches[-2]:,}"
-        rows.append([name, str(middle), _accuracy([point]), "1", _mean([point], "top_eigenvalue")])
-    header = ["control", "steps", "accuracy, %", "seeds", "top eigenvalue"]
-    return ["**Equal steps**", "", *_table(header, rows)] if rows else []
+    for batch, method, steps in sorted(
+        {(p["batch"], p["method"], p["steps"] or 0) for p in points}
+    ):
+        own = [p for p in points if (p["batch"], p["method"]) == (batch, method)]
+        cells = [_accuracy(own), str(len(own)), _mean(own, "top_eigenvalue")]
+        rows.append([f"{batch:,}", method, f"{steps:,}", *cells])
+    header = ["batch", "method", "steps", "accuracy, %", "seeds", "top eigenvalue"]
+    title = (
+        f"**Equal steps: batch {plan.small:,} in as few as {plan.large:,} makes, and"
+        f" {plan.large:,} in as many as {plan.batches[-2]:,} makes**"
+    )
+    return [title, "", *_table(header, rows)] if rows else []
 
 
 def _norms(plan: Plan, results: Results) -> list[str]:
@@ -190,15 +245,25 @@ def _search(plan: Plan, results: Results) -> list[str]:
     for batch in plan.batches:
         for method in plan.methods:
             points = _of(results, "search", method=method, batch=batch)
-            reached = sorted(100 * point["accuracy"] for point in points if point["accuracy"])
+            reached = sorted(points, key=lambda point: point["accuracy"] or 0.0)
             if reached:
-                median = statistics.median(reached)
+                values = [100 * (point["accuracy"] or 0.0) for point in reached]
                 failed = sum(point["accuracy"] is None for point in points)
-                cells = [f"{reached[-1]:.2f}", f"{median:.2f}", str(len(points)), str(failed)]
+                lr = reached[-1]["settings"]["lr"]
+                cells = [f"{values[-1]:.2f}", f"{statistics.median(values):.2f}"]
+                cells += [f"{lr:.3g}{_edge(method, batch, lr)}", str(len(points)), str(failed)]
                 rows.append([f"{batch:,}", method, *cells])
-    header = ["batch", "method", "best, %", "median, %", "points", "diverged"]
-    title = f"**The search, {plan.search_epochs} epochs, held-out samples**"
+    header = ["batch", "method", "best, %", "median, %", "best's rate", "points", "diverged"]
+    title = (
+        f"**The search, {plan.search_epochs} epochs, held-out samples** (▲ ▼: within a tenth of the"
+        " range of rates from its end)"
+    )
     return [title, "", *_table(header, rows)] if rows else []
+
+
+def _edge(method: str, batch: int, lr: float) -> str:
+    share = METHODS[method].share_of_range(batch, lr)
+    return " ▲" if share > 0.9 else " ▼" if share < 0.1 else ""
 
 
 def _plot(plan: Plan, results: Results, path: Path) -> None:
@@ -207,27 +272,41 @@ def _plot(plan: Plan, results: Results, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-    titles = (f"search, {plan.search_epochs} epochs", f"test set, {plan.final_epochs} epochs")
-    for axis, part, title in zip(axes, ("search", "final"), titles, strict=True):
+    titles = {
+        "search": f"search, {plan.search_epochs} epochs",
+        "final": f"test set, {plan.final_epochs} epochs",
+    }
+    shown = {part: title for part, title in titles.items() if _of(results, part)}
+    figure, axes = pyplot.subplots(
+        1, len(shown), figsize=(5 * len(shown), 4), sharey=True, squeeze=False
+    )
+    for axis, (part, title) in zip(axes[0], shown.items(), strict=True):
         for index, method in enumerate(plan.methods):
-            points = [p for p in _of(results, part, method=method) if p["accuracy"]]
+            points = _of(results, part, method=method)
+            xs = [p["batch"] * 1.06 ** (index - 2.5) for p in points]
+            ys = [100 * (p["accuracy"] or 0.0) for p in points]
             color = f"C{index}"
-            axis.plot(
-                [p["batch"] * 1.06 ** (index - 2.5) for p in points],
-                [100 * p["accuracy"] for p in points],
-                ".",
-                color=color,
-                alpha=0.4,
-            )
-            batches = sorted({p["batch"] for p in points})
-            best = [max(100 * p["accuracy"] for p in points if p["batch"] == b) for b in batches]
-            axis.plot(batches, best, color=color, label=method)
-        axis.set(title=title, xlabel="global batch", xscale="log", ylim=(75, 94))
+            axis.plot(xs, ys, ".", color=color, alpha=0.4)
+            below = [x for x, y in zip(xs, ys, strict=True) if y < LOWEST]
+            axis.plot(below, [LOWEST + 0.2] * len(below), "v", color=color, alpha=0.4)
+            lines = [(batch, _line(part, points, batch)) for batch in plan.batches]
+            drawn = [(batch, value) for batch, value in lines if value is not None]
+            axis.plot(*zip(*drawn, strict=True), color=color, label=method)
+        axis.set(title=title, xlabel="global batch", xscale="log", ylim=(LOWEST, 94))
         axis.set_xticks(plan.batches, [f"{batch:,}" for batch in plan.batches], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("accuracy, %")
-    axes[0].legend()
+    axes[0][0].set_ylabel("accuracy, % (triangles: below)")
+    axes[0][0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def _line(part: str, points: Sequence[Point], batch: int) -> float | None:
+    """The search's best point; of the final trainings the mean over the best setting's seeds."""
+    own = [point for point in points if point["batch"] == batch]
+    own = own if part == "search" else _ranked(own, 0)
+    values = [100 * (point["accuracy"] or 0.0) for point in own]
+    if not values:
+        return None
+    return max(values) if part == "search" else statistics.mean(values)

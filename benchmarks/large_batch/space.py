@@ -33,6 +33,16 @@ class Method:
     one_minus_momentum: Range
     warmup: Range = (0.02, 0.4)
 
+    def lr_range(self, batch: int) -> Range:
+        """Rates that are tried at a batch."""
+        scale = batch / 256 if self.is_lr_linear else 1.0
+        return scale * self.lr[0], scale * self.lr[1]
+
+    def share_of_range(self, batch: int, lr: float) -> float:
+        """Where a rate lies among them, on a logarithmic scale: 0 to 1."""
+        low, high = map(math.log, self.lr_range(batch))
+        return (math.log(lr) - low) / (high - low)
+
 
 # Rates as published, and a factor of four or more around them: Goyal's 0.1 a 256 samples at any of
 # the batches, MLPerf's 8.5 to 29 for LARS, LAMB's 1.8e-3 to 4e-2, Akiba's 0.1 a 256 samples.
@@ -55,12 +65,11 @@ def sobol_settings(
     unit = SobolEngine(4, scramble=True, seed=1).draw(num_points).tolist()
     settings = []
     for lr, weight_decay, momentum, warmup in unit:
-        scale = batch / 256 if method.is_lr_linear else 1.0
         settings.append(
             {
                 "optimizer": method.optimizer,
                 "lr_schedule": method.lr_schedule,
-                "lr": scale * _log_uniform(method.lr, lr),
+                "lr": _log_uniform(method.lr_range(batch), lr),
                 "weight_decay": _log_uniform(method.weight_decay, weight_decay),
                 "momentum": 1 - _log_uniform(method.one_minus_momentum, momentum),
                 "warmup_epochs": epochs * _log_uniform(method.warmup, warmup),

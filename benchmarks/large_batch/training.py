@@ -18,10 +18,11 @@ from torch.utils.data import Subset
 import allstep
 from allstep import Communicator, Task
 from allstep.errors import AllstepError
-from allstep.optim import LAMB, LARS, groups
+from allstep.optim import LAMB, LARS, NonfiniteGradientError, groups
 from allstep.recipes import Recipe
 from allstep.recipes.fashion import Fashion
 from allstep.recipes.text import Text
+from allstep.train.metrics import read_metrics
 
 __all__ = ["train"]
 
@@ -64,9 +65,17 @@ class Studied(Fashion):
         if self.optimizer == "sgd" and not self.is_nesterov:
             return SGD(parameters, lr=self.lr, momentum=self.momentum)
         if self.optimizer == "lars" and self.norm != "l2":
-            return LARS(parameters, self.lr, self.momentum, variant="mlperf", norm=self.norm)
+            return LARS(
+                parameters,
+                self.lr,
+                self.momentum,
+                variant="mlperf",
+                norm=self.norm,
+                nonfinite="propagate",
+            )
         if self.optimizer == "lamb" and self.norm != "l2":
-            return LAMB(parameters, self.lr, (self.momentum, 0.999), norm=self.norm)
+            betas = (self.momentum, 0.999)
+            return LAMB(parameters, self.lr, betas, norm=self.norm, nonfinite="propagate")
         return super().make_optimizer(model)
 
 
@@ -79,7 +88,8 @@ def train(point: Mapping[str, Any]) -> dict[str, Any]:
             `texts`, a folder, in place of the last four, for the recipe `text`.
 
     Returns:
-        Accuracy, loss, steps, seconds; None for both if the run came to NaN.
+        Accuracy and loss (None for both if the run came to NaN), steps, seconds; with `measures`
+        also (step, accuracy) after each epoch, noise scale and sharpness.
     """
     torch.set_num_threads(1)
     recipe = _text(point) if "texts" in point else _fashion(point)
@@ -106,7 +116,7 @@ def _fashion(point: Mapping[str, Any]) -> Recipe:
         is_search=point["is_search"],
         num_train_samples=point["num_train_samples"],
         noise_scale_every_steps=NOISE_EVERY_STEPS if point["measures"] else 0,
-        evaluate_every_epochs=point["epochs"],
+        evaluate_every_epochs=1 if point["measures"] else point["epochs"],
         **_QUIET,
         **settings,
     )
@@ -132,14 +142,17 @@ def _fit(task: Task, recipe: Recipe, comm: Communicator) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             report = allstep.fit(task, recipe, comm, Path(folder))
-    except AllstepError as error:
+            records = read_metrics(folder)
+    except NonfiniteGradientError as error:
         return {"accuracy": None, "loss": None, "steps": None, "error": str(error)}
     loss = report.metrics["loss"]
     return {
         "accuracy": report.metrics["accuracy"],
         "loss": loss if math.isfinite(loss) else None,
         "steps": report.num_steps,
+        "curve": [[r["step"], r["test/accuracy"]] for r in records if "test/accuracy" in r],
         "noise_scale": report.noise_scale,
+        "mean_noise_scale": report.mean_noise_scale,
     }
 
 
@@ -150,9 +163,12 @@ def _sharpness(task: Task, comm: Communicator) -> dict[str, Any]:
         task.train_set, comm, global_batch=NUM_SHARPNESS_SAMPLES, micro_batch=256
     )
     batch = next(loader.global_batches())
-    measured = sharpness(
-        task.model, task.loss, batch, comm, max_products=MAX_PRODUCTS, tolerance=1e-2
-    )
+    try:
+        measured = sharpness(
+            task.model, task.loss, batch, comm, max_products=MAX_PRODUCTS, tolerance=1e-2
+        )
+    except AllstepError as error:  # no minimum is near weights whose loss isn't finite
+        return {"top_eigenvalue": None, "sharpness_error": str(error)}
     return {
         "top_eigenvalue": measured.top_eigenvalue,
         "residual": measured.residual,
