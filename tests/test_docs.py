@@ -29,10 +29,44 @@ def test_pages_are_found() -> None:
 def test_a_lone_worker_runs_the_page(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page)))
+    run_python("-W", "error", script, folder=tmp_path)
+
+
+# Writes down what each data set holds; the page that follows takes it for torch's.
+RECORDING = """
+import os
+import torch.utils.data
+
+class TensorDataset(torch.utils.data.TensorDataset):
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        with open(f"data-of-{os.environ['RANK']}", "a") as file:
+            print([float(t.double().sum()) for t in tensors], file=file)
+
+torch.utils.data.TensorDataset = TensorDataset
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "TensorDataset(" in "".join(blocks(page))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_two_workers_run_the_page_on_the_same_data(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join([RECORDING, *blocks(page)]))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    run_python(*torchrun, script, folder=tmp_path)
+    first, second = ((tmp_path / f"data-of-{rank}").read_text() for rank in range(2))
+    assert first == second
+
+
+def run_python(*arguments: object, folder: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        cwd=tmp_path,
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
         env=environ,
         capture_output=True,
         text=True,
