@@ -157,8 +157,10 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
         plain = json.loads(path.read_text(encoding="utf-8"))
         recipe = recipe_from_plain(plain)
     except FileNotFoundError:
+        around = [parent for parent in run_dir.parents if (parent / _RECIPE).is_file()]
+        hint = f"; did you mean `{around[0]}`?" if around else "."
         raise UsageError(
-            f"`{argument}` (={run_dir}) has no {_RECIPE}: it is no run of `allstep train`."
+            f"`{argument}` (={run_dir}) has no {_RECIPE}: it is no run of `allstep train`{hint}"
         ) from None
     except (json.JSONDecodeError, KeyError, TypeError):
         raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None

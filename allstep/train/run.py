@@ -207,7 +207,8 @@ class Run:
         loaded = self._checkpoints.load_latest()
         if loaded is None:
             raise CheckpointError(
-                f"There is no whole checkpoint in {self._checkpoints.folder}: nothing to resume."
+                f"There is no whole checkpoint in {self._checkpoints.folder}: there is none, or all"
+                " are damaged. Train anew, in another folder."
             )
         _, state = loaded
         self._check_options(state["options"])

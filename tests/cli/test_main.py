@@ -195,6 +195,15 @@ class TestExistingRun:
             f"error: `{argument}` (=runs/b) has no recipe.json: it is no run of `allstep train`."
         )
 
+    @pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/step-00000003"])
+    def test_a_folder_inside_a_run(self, said, command, argument, inside):
+        make_run()
+        message = said(*command.split(), f"runs/a/{inside}")
+        assert message == (
+            f"error: `{argument}` (=runs/a/{inside}) has no recipe.json: it is no run of"
+            " `allstep train`; did you mean `runs/a`?"
+        )
+
     def test_no_checkpoint(self, said, command, argument):
         make_run(checkpoint=False)
         message = said(*command.split(), "runs/a")
