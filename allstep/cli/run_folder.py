@@ -16,6 +16,7 @@ __all__ = [
     "check_has_checkpoint",
     "data_parallel",
     "find_recipe",
+    "finished_step",
     "forget_report",
     "has_checkpoint",
     "has_report",
@@ -198,6 +199,18 @@ def write_report(run_dir: Path, report: dict[str, Any]) -> None:
     """Writes `report.json`."""
     text = json.dumps(report, indent=2, default=str)
     (run_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
+
+
+def finished_step(run_dir: Path, recipe: Recipe) -> int | None:
+    """The last step of a run that came to its end and told so; None if something is left to do."""
+    try:
+        report = json.loads((run_dir / _REPORT).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if report["interrupted"] is not None or report["num_epochs"] < recipe.epochs:
+        return None
+    step: int = report["num_steps"]
+    return step
 
 
 def forget_report(run_dir: Path) -> None:

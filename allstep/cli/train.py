@@ -1,6 +1,7 @@
 """`allstep train`: starts local workers, or joins those that a launcher has started."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass
@@ -121,6 +122,8 @@ def _resume(arguments: list[str]) -> int:
             f" {known.resume}/recipe.json. Only `--workers` may differ."
         )
     recipe = _read_run(known.resume)
+    if isinstance(recipe, Recipe) and _tell_that_it_is_finished(known.resume, recipe):
+        return 0
     recipe.check()
     num_workers = num_workers_to_start(known.workers)
     if num_workers is None or num_workers == 1:
@@ -133,6 +136,22 @@ def _read_run(run_dir: Path) -> AnyRecipe:
     recipe = run_folder.read_recipe(run_dir, argument="resume")
     run_folder.check_has_checkpoint(run_dir, argument="resume")
     return recipe
+
+
+def _tell_that_it_is_finished(run_dir: Path, recipe: Recipe) -> bool:
+    """Prints what can be done with a run that has no step left; whether it is one."""
+    step = run_folder.finished_step(run_dir, recipe)
+    if step is None:
+        return False
+    with speaking_once():
+        print(
+            f"{run_dir} finished at step {step}, after {recipe.epochs} epochs; its report.json is"
+            " as it was.\n"
+            f"To measure it again: allstep evaluate {shlex.quote(str(run_dir))}\n"
+            "For more epochs start a new run, as the learning rate's schedule depends on them:"
+            f" allstep train {recipe.name} --epochs N"
+        )
+    return True
 
 
 def _train_on(num_workers: int, run_dir: Path, *, resume: bool) -> int:

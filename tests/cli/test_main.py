@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import allstep
-from allstep.cli import workers
+from allstep.cli import train, workers
 from allstep.cli.main import main
 
 
@@ -229,6 +229,39 @@ class TestExistingRun:
             "error: `wideness` is no field of recipe `digits`; the run was made by"
             f" allstep 0.0.9, this is {allstep.__version__}."
         )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_finished_run_is_left_alone(capsys, num_workers):
+    run_dir = make_run(fields={"epochs": 4})
+    report = {"num_steps": 60, "num_epochs": 4, "interrupted": None, "samples_per_s": 9.5}
+    (run_dir / "report.json").write_text(json.dumps(report))
+    assert main(["train", "--resume", "runs/a", "--workers", str(num_workers)]) == 0
+    assert json.loads((run_dir / "report.json").read_text()) == report
+    said = capsys.readouterr().out
+    assert "runs/a finished at step 60, after 4 epochs" in said
+    assert "allstep evaluate runs/a" in said
+    assert "allstep train digits --epochs N" in said
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        None,
+        "{",
+        {"num_steps": 60, "num_epochs": 4, "interrupted": 2},
+        {"num_steps": 45, "num_epochs": 3, "interrupted": None},
+    ],
+)
+def test_a_run_with_something_left_to_do_is_resumed(monkeypatch, report):
+    started = []
+    monkeypatch.setattr(train, "run_here", lambda body: started.append(body) or 0)
+    run_dir = make_run(fields={"epochs": 4})
+    if report is not None:
+        text = report if isinstance(report, str) else json.dumps(report)
+        (run_dir / "report.json").write_text(text)
+    assert main(["train", "--resume", "runs/a"]) == 0
+    assert len(started) == 1
 
 
 def test_recipe_flags_are_refused_at_resume(said):

@@ -113,7 +113,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     Command(tmp_path, "train", "digits", "--run-dir", "run", *SHORT).to_the_end()
     path = tmp_path / "run" / "recipe.json"
     plain = json.loads(path.read_text())
-    path.write_text(json.dumps({**plain, "fields": {**plain["fields"], "width": 8}}))
+    changed = {"width": 8, "epochs": 2}  # another model, and an epoch left to train it
+    path.write_text(json.dumps({**plain, "fields": {**plain["fields"], **changed}}))
     for num_workers in (1, 2):
         run = Command(tmp_path, "train", "--resume", "run", "--workers", num_workers)
         run.finish(within_s=RUN_S)
