@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, make_dataclass
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def _parse(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
         )
         parsed = _read_flags(command_line(launch=parsed.launch, recipe=applied), flags)
         _show(rescaled, applied, parsed.recipe)
-    return parsed.launch, parsed.recipe
+    return parsed.launch, _with_its_warmup(parsed.recipe)
 
 
 def _read_flags(defaults: Any, flags: Sequence[str]) -> Any:
@@ -94,6 +94,20 @@ def _read_flags(defaults: Any, flags: Sequence[str]) -> Any:
             description=f"{recipe.name}: {recipe.summary}",
             config=(OmitArgPrefixes,),
         )
+
+
+def _with_its_warmup(recipe: AnyRecipe) -> AnyRecipe:
+    """The recipe with its warm-up in numbers; says so where they aren't the usual ones."""
+    if not isinstance(recipe, Recipe) or recipe.warmup_epochs is not None:
+        return recipe
+    warmup_epochs = recipe.settings.warmup_epochs
+    if warmup_epochs and recipe.epochs != type(recipe).epochs:
+        with speaking_once():
+            print(
+                f"warm-up: {warmup_epochs:g} of {recipe.epochs} epochs, the recipe's usual share;"
+                " `--warmup-epochs` sets another"
+            )
+    return replace(recipe, warmup_epochs=warmup_epochs)
 
 
 def _show(rescaled: Rescaled, applied: Recipe, recipe: Recipe) -> None:

@@ -29,6 +29,8 @@ class Recipe(TrainOptions, ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    warmup_share: ClassVar[float] = 0.0
+    """Of `epochs`, where `warmup_epochs` is left out."""
 
     optimizer: Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"] = "sgd"
     """SGD with Nesterov momentum, AdamW, LARS (MLPerf's form), LAMB, or RMSprop turning SGD."""
@@ -45,8 +47,9 @@ class Recipe(TrainOptions, ABC):
     lr_schedule: Literal["cosine", "poly", "linear", "step", "slow_start", "constant"] = "cosine"
     """How the rate falls after the warm-up; poly is quadratic, step is a tenth three times."""
 
-    warmup_epochs: float = 0.0
-    """Epochs in which the rate grows linearly; rmsprop_warmup's until half of it is SGD."""
+    warmup_epochs: float | None = None
+    """Epochs in which the rate grows linearly; rmsprop_warmup's until half of it is SGD. By default
+    the recipe's usual share of `epochs`."""
 
     warmup_start: float = 0.0
     """Where the growing rate begins, as a share of its peak."""
@@ -56,23 +59,24 @@ class Recipe(TrainOptions, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.settings  # checks its own
-        if not 0 <= self.warmup_epochs < self.epochs:
+        warmup_epochs = self.settings.warmup_epochs  # settings check their own
+        if not 0 <= warmup_epochs < self.epochs:
             raise UsageError(
-                f"`warmup_epochs` (={self.warmup_epochs}) must be 0 or more and below `epochs`"
+                f"`warmup_epochs` (={warmup_epochs}) must be 0 or more and below `epochs`"
                 f" (={self.epochs})."
             )
 
     @property
     def settings(self) -> allstep.optim.Settings:
         """Optimizer, rate and schedule."""
+        usual_warmup = self.warmup_share * self.epochs
         return allstep.optim.Settings(
             optimizer=self.optimizer,
             lr=self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             lr_schedule=self.lr_schedule,
-            warmup_epochs=self.warmup_epochs,
+            warmup_epochs=usual_warmup if self.warmup_epochs is None else self.warmup_epochs,
             warmup_start=self.warmup_start,
             second=self.second_stage,
         )

@@ -24,13 +24,13 @@ class Digits(Recipe):
 
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "scikit-learn's 8 x 8 digits, a small conv net; seconds"
+    warmup_share: ClassVar[float] = 0.1
 
     # Chosen among 15 to 40 epochs, batches of 48 to 192 and rates of 0.03 to 0.2; six
     # micro-batches a step so that 1, 2, 3 and 6 workers all have equal work.
     epochs: int = 30
     global_batch: int = 96
     micro_batch: int = 16
-    warmup_epochs: float = 3.0
 
     width: int = 32
     """Channels of the first two convolutions; the third has twice as many."""

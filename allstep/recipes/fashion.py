@@ -24,10 +24,10 @@ class Fashion(Recipe):
 
     name: ClassVar[str] = "fashion"
     summary: ClassVar[str] = "Fashion-MNIST, 28 x 28 pictures of clothes, a small conv net; minutes"
+    warmup_share: ClassVar[float] = 0.1
 
     # Chosen among three nets, widths of 16 to 32 and rates of 0.05 and 0.1.
     lr: float = 0.05
-    warmup_epochs: float = 0.5
 
     folder: Path = Path("/usr/share/datasets/fashion-mnist")
     """Folder of the four IDX files, as Debian's package dataset-fashion-mnist installs them."""

@@ -30,12 +30,12 @@ class Images(Recipe):
 
     name: ClassVar[str] = "images"
     summary: ClassVar[str] = "any folder of pictures with a sub-folder per class, a ResNet"
+    warmup_share: ClassVar[float] = 5 / 90
 
     epochs: int = 90
     global_batch: int = 256
     micro_batch: int = 32
     weight_decay: float = 1e-4
-    warmup_epochs: float = 5.0
     loader_workers: int = 2
 
     folder: Path = Path("images")

@@ -28,6 +28,7 @@ class Text(Recipe):
 
     name: ClassVar[str] = "text"
     summary: ClassVar[str] = "any folder of text files, a small transformer; minutes"
+    warmup_share: ClassVar[float] = 0.125
 
     epochs: int = 2
     global_batch: int = 32
@@ -35,7 +36,6 @@ class Text(Recipe):
     optimizer: Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"] = "adamw"
     lr: float = 3e-3
     weight_decay: float = 0.05
-    warmup_epochs: float = 0.25
     clip_norm: float | None = 1.0
 
     folder: Path = Path("texts")

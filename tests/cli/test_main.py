@@ -118,6 +118,20 @@ def test_a_bad_flag_is_explained(said, flags, message):
     assert not Path("runs").exists()
 
 
+def test_a_short_run_gets_a_short_warmup(monkeypatch, capsys):
+    monkeypatch.setattr(train, "_train_on", lambda *given, resume: 0)
+    flags = ["train", "digits", "--workers", "2", "--run-dir"]
+    kept = lambda run: json.loads(Path(run, "recipe.json").read_text())["fields"]  # noqa: E731
+    assert main([*flags, "a", "--epochs", "2"]) == 0
+    assert "warm-up: 0.2 of 2 epochs" in capsys.readouterr().out
+    assert kept("a")["warmup_epochs"] == pytest.approx(0.2)
+    assert main([*flags, "b", "--epochs", "5", "--warmup-epochs", "3"]) == 0
+    assert kept("b")["warmup_epochs"] == 3.0
+    assert main([*flags, "c"]) == 0
+    assert kept("c")["warmup_epochs"] == pytest.approx(3.0)
+    assert capsys.readouterr().out == ""
+
+
 def test_more_workers_than_gpus_are_refused(said, monkeypatch):
     monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 2)
     message = said("train", "digits", "--workers", "3")

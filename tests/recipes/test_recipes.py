@@ -53,6 +53,25 @@ def test_digits_learn_on_two_workers(tmp_path: Path) -> None:
     assert first == second > 0.9
 
 
+@pytest.mark.parametrize("name", ["digits", "fashion", "images", "text"])
+def test_a_shorter_run_has_a_warmup_of_the_same_share(name: str) -> None:
+    recipe = REGISTRY[name]()
+    share = recipe.settings.warmup_epochs / recipe.epochs
+    assert 0.05 < share < 0.15
+    for epochs in (1, 2, 7 * recipe.epochs):
+        shorter = dataclasses.replace(recipe, epochs=epochs)
+        assert shorter.settings.warmup_epochs == pytest.approx(share * epochs)
+    asked = dataclasses.replace(recipe, epochs=3, warmup_epochs=1.5)
+    assert asked.settings.warmup_epochs == 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup_epochs"), [("digits", 3.0), ("fashion", 0.5), ("images", 5.0), ("text", 0.25)]
+)
+def test_the_usual_warmups(name: str, warmup_epochs: float) -> None:
+    assert REGISTRY[name]().settings.warmup_epochs == pytest.approx(warmup_epochs)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
