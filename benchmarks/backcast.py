@@ -1,6 +1,14 @@
-"""Writes docs/tables/backcasts.md: published runs beside what the planner makes of their inputs."""
+"""Published runs beside what the planner makes of their inputs; nothing is measured.
 
+    python benchmarks/backcast.py
+
+Writes docs/tables/backcasts.md and benchmarks/results/backcast.json.
+"""
+
+from dataclasses import asdict
 from pathlib import Path
+
+from common import print_headline, write_results
 
 from allstep.plan.backcasts import Backcast, backcasts
 
@@ -29,9 +37,13 @@ def main() -> None:
         *map(row, found),
     ]
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_results("backcast", {"rows": [{**asdict(cast), "error": cast.error} for cast in found]})
+    worst = {}
     for kind in ("known", "fitted", "guessed"):
         errors = [abs(cast.error) for cast in found if cast.inputs == kind]
         print(f"inputs {kind}: {len(errors)} rows, worst error {max(errors):.1%}")
+        worst[f"worst_error_{kind}"] = max(errors)
+    print_headline(**worst)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
     python benchmarks/bench_rounding.py [--quick]
 
 The same global batches in another order of summation: nothing else differs between the rows.
-Prints the table of docs/tables/rounding.md and writes it there.
+Prints the table of docs/tables/rounding.md and writes it there; the numbers themselves go to
+benchmarks/results/bench_rounding.json (with `--quick`: ..._quick.json, and no docs).
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from common import write_results
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -73,15 +77,9 @@ def parameters_after(num_workers: int, dtype: torch.dtype, steps: tuple[int, ...
     return run_ranks(num_workers, train, timeout_s=120)[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 and 40 steps only")
-    steps = NUM_STEPS[:2] if parser.parse_args().quick else NUM_STEPS
-    torch.set_num_threads(1)
-    lines = [
-        "| dtype | workers | " + " | ".join(f"{n} steps" for n in steps) + " |",
-        "|---|---|" + "---|" * len(steps),
-    ]
+def measure(steps: tuple[int, ...]) -> list[dict[str, Any]]:
+    """By how much the parameters of several workers differ from those of one."""
+    rows = []
     for dtype in (torch.float32, torch.float64):
         alone = parameters_after(1, dtype, steps)
         for num_workers in NUM_WORKERS:
@@ -89,12 +87,33 @@ def main() -> None:
             moved = [
                 ((a - b).norm() / a.norm()).item() for a, b in zip(alone, together, strict=True)
             ]
-            cells = " | ".join(f"{m:.1e}" for m in moved)
-            lines.append(f"| {str(dtype).removeprefix('torch.')} | {num_workers} v. 1 | {cells} |")
-    print("\n".join(lines))
-    if steps == NUM_STEPS:
-        DOCS.parent.mkdir(exist_ok=True)
-        DOCS.write_text("\n".join(lines) + "\n")
+            name = str(dtype).removeprefix("torch.")
+            rows.append({"dtype": name, "workers": num_workers, "moved": moved})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], steps: tuple[int, ...]) -> str:
+    lines = [
+        "| dtype | workers | " + " | ".join(f"{n} steps" for n in steps) + " |",
+        "|---|---|" + "---|" * len(steps),
+    ]
+    for row in rows:
+        cells = " | ".join(f"{m:.1e}" for m in row["moved"])
+        lines.append(f"| {row['dtype']} | {row['workers']} v. 1 | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="10 and 40 steps only")
+    is_quick = parser.parse_args().quick
+    steps = NUM_STEPS[:2] if is_quick else NUM_STEPS
+    torch.set_num_threads(1)
+    rows = measure(steps)
+    print(table(rows, steps))
+    write_results(f"bench_rounding{'_quick' if is_quick else ''}", {"steps": steps, "rows": rows})
+    if not is_quick:
+        DOCS.write_text(table(rows, steps))
 
 
 if __name__ == "__main__":

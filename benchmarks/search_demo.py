@@ -1,16 +1,17 @@
 """Finds the settings of the large-batch panel of `allstep demo`, on training digits held out.
 
-    python benchmarks/search_demo.py [--jobs N]
+    python benchmarks/search_demo.py [--quick] [--jobs N]
 
 Every line that has something to tune gets four trials of two seeds. The trial with the least mean
 loss on 288 held-out training digits is taken; the test digits take no part. Results are written
-to benchmarks/results/search_demo.json; the settings in allstep/cli/demo/large_batch_runs.py are
-changed by hand.
+to benchmarks/results/search_demo.json (with `--quick`, one seed: ..._quick.json); the settings in
+allstep/cli/demo/large_batch_runs.py are changed by hand.
 """
 
 import argparse
 import itertools
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,9 +43,11 @@ def candidates(line: Line) -> list[Settings]:
     ]
 
 
-def search(crew: Crew, line: Line, trials: list[Settings], jobs_at_once: int) -> dict[str, Any]:
+def search(
+    crew: Crew, line: Line, trials: list[Settings], seeds: Sequence[int], jobs_at_once: int
+) -> dict[str, Any]:
     """The mean loss and accuracy of each trial, and the best of them."""
-    jobs = [(number, seed) for number in range(len(trials)) for seed in SEEDS]
+    jobs = [(number, seed) for number in range(len(trials)) for seed in seeds]
     calls = [(partial(train, is_trial=True), (trials[number], seed)) for number, seed in jobs]
     found: list[list[dict[str, float]]] = [[] for _ in trials]
     for job, metrics in crew.each(calls, jobs_at_once):
@@ -67,7 +70,9 @@ def search(crew: Crew, line: Line, trials: list[Settings], jobs_at_once: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=num_cores(), help="trainings at a time")
-    jobs = parser.parse_args().jobs
+    parser.add_argument("--quick", action="store_true", help="one seed instead of two")
+    arguments = parser.parse_args()
+    seeds = SEEDS[:1] if arguments.quick else SEEDS
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, Crew(Path(folder)) as crew:
         for line in LINES:
@@ -78,8 +83,8 @@ def main() -> None:
                 small_lr = results["small batch"]["best"]["lr"]
                 rate = linear_scaling(small_lr, SMALL_BATCH, FACTOR * SMALL_BATCH)
                 trials = [replace(trial, lr=rate) for trial in trials]
-            results[line.name] = search(crew, line, trials, jobs)
-    write_results("search_demo", {"lines": results})
+            results[line.name] = search(crew, line, trials, seeds, arguments.jobs)
+    write_results(f"search_demo{'_quick' if arguments.quick else ''}", {"lines": results})
     print_headline(**{name: found["best"]["accuracy"] for name, found in results.items()})
 
 
