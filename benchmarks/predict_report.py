@@ -48,9 +48,10 @@ def write_report(rows: Sequence[dict[str, Any]]) -> None:
     lines = [f"![Predicted and measured seconds of a step]({PLOT.name})\n"] if plot(rows) else []
     lines += [
         f"{len(rows)} steps: median error {found['median_error_pct']:.1f} %, worst"
-        f" {found['worst_error_pct']:.1f} %. Of the policies that exchange at every step, the advised"
-        f" one is within 5 % of the measured best in {found['advised_within_5_pct']:.0%} of the cells"
-        f" (a model on a network), and at worst {found['advise_regret_pct']:.0f} % slower.\n",
+        f" {found['worst_error_pct']:.1f} %. Of the policies that exchange at every step, the"
+        f" advised one is within 5 % of the measured best in {found['advised_within_5_pct']:.0%}"
+        f" of the cells (a model on a network), and at worst {found['advise_regret_pct']:.0f} %"
+        " slower.\n",
         "| link | hosts | median error | worst error |",
         "|---|---|---|---|",
     ]
