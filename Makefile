@@ -31,7 +31,7 @@ clean:
 	rm -rf $(VENV) .setup.lock site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # A stamp says that an extra is installed as these files want it; the package's own has the version.
-$(VENV)/recipes.stamp: EXTRAS := recipes
+$(VENV)/recipes.stamp: EXTRAS := recipes,plot
 $(VENV)/test.stamp: EXTRAS := test
 $(VENV)/lint.stamp: EXTRAS := test,lint,docs
 

@@ -145,6 +145,13 @@ def test_constraints_name_versions_that_a_registry_has() -> None:
         assert line.startswith("#") or re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line)
 
 
+def test_make_train_installs_what_the_readme_installs() -> None:
+    by_hand = re.search(r"pip install .* -e '\.\[(\S+)\]'", (ROOT / "README.md").read_text())
+    by_make = re.search(r"/recipes\.stamp: EXTRAS := (\S+)", (ROOT / "Makefile").read_text())
+    assert by_hand is not None and by_make is not None
+    assert by_hand[1] == by_make[1]
+
+
 def test_package_is_typed() -> None:
     assert (ROOT / "allstep" / "py.typed").exists()
 
