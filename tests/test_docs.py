@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import allstep
+
 ROOT = Path(__file__).parents[1]
 # A block with a title is an excerpt and isn't run.
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -18,6 +20,18 @@ def blocks(page: Path) -> list[str]:
 
 
 PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if blocks(page)]
+
+
+@pytest.mark.parametrize(
+    "room", ["comm", "data", "exchange", "nn", "optim", "plan", "recipes", "train"]
+)
+def test_the_api_has_all_of_a_room(room: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    if f"allstep.{room}" in shown:
+        return
+    names = {entry.rpartition(".")[2] for entry in shown if entry.startswith(f"allstep.{room}.")}
+    assert set(getattr(allstep, room).__all__) <= names
 
 
 def test_pages_are_found() -> None:

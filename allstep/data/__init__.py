@@ -6,18 +6,28 @@ The readers that need a package of their own are imported when they are asked fo
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from allstep.data.batches import GlobalBatch as GlobalBatch
-from allstep.data.batches import MicroBatch as MicroBatch
-from allstep.data.idx import read_idx as read_idx
-from allstep.data.loaders import loader as loader
-from allstep.data.map_loader import MapLoader as MapLoader
-from allstep.data.sampler import GlobalBatchSampler as GlobalBatchSampler
-from allstep.data.scattering import scatter as scatter
-from allstep.data.streams import StreamLoader as StreamLoader
+from allstep.data.batches import GlobalBatch, MicroBatch
+from allstep.data.idx import read_idx
+from allstep.data.loaders import loader
+from allstep.data.map_loader import MapLoader
+from allstep.data.sampler import GlobalBatchSampler
+from allstep.data.scattering import scatter
+from allstep.data.streams import StreamLoader
 
 if TYPE_CHECKING:
     from allstep.data import image_folder as image_folder
     from allstep.data import text_folder as text_folder
+
+__all__ = [
+    "GlobalBatch",
+    "GlobalBatchSampler",
+    "MapLoader",
+    "MicroBatch",
+    "StreamLoader",
+    "loader",
+    "read_idx",
+    "scatter",
+]
 
 _READERS = ("image_folder", "text_folder")
 

@@ -9,6 +9,7 @@ from allstep.recipes.divided import DividedRecipe
 __all__ = ["REGISTRY", "AnyRecipe", "DividedRecipe", "Recipe"]
 
 AnyRecipe = Recipe | DividedRecipe
+"""What `allstep train` can run."""
 
 
 class _Registry(Mapping[str, type[AnyRecipe]]):

@@ -1,16 +1,30 @@
 """From a global batch to a trained model: steps, the loop, evaluation, checkpoints."""
 
-from allstep.train.agreement import StopAgreement as StopAgreement
-from allstep.train.batch import Batch as Batch
-from allstep.train.batch import steps as steps
-from allstep.train.checkpoint import Checkpoints as Checkpoints
-from allstep.train.evaluator import Evaluator as Evaluator
-from allstep.train.interrupts import Interrupts as Interrupts
-from allstep.train.loop import fit as fit
-from allstep.train.metrics import MetricsLog as MetricsLog
-from allstep.train.options import TrainOptions as TrainOptions
-from allstep.train.progress import Progress as Progress
-from allstep.train.report import RunReport as RunReport
-from allstep.train.task import Metrics as Metrics
-from allstep.train.task import Stage as Stage
-from allstep.train.task import Task as Task
+from allstep.train.agreement import StopAgreement
+from allstep.train.batch import Batch, steps
+from allstep.train.checkpoint import Checkpoints
+from allstep.train.evaluator import Evaluator
+from allstep.train.interrupts import Interrupts
+from allstep.train.loop import fit
+from allstep.train.metrics import MetricsLog
+from allstep.train.options import TrainOptions
+from allstep.train.progress import Progress
+from allstep.train.report import RunReport
+from allstep.train.task import Metrics, Stage, Task
+
+__all__ = [
+    "Batch",
+    "Checkpoints",
+    "Evaluator",
+    "Interrupts",
+    "Metrics",
+    "MetricsLog",
+    "Progress",
+    "RunReport",
+    "Stage",
+    "StopAgreement",
+    "Task",
+    "TrainOptions",
+    "fit",
+    "steps",
+]

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 __all__ = ["Metrics", "Stage", "Task"]
 
 Metrics = Mapping[str, tuple[float | Tensor, float | Tensor]]
+"""Name -> (sum, count) over a micro-batch's samples; both are added up over the test set."""
 
 
 @dataclass(frozen=True, kw_only=True)
