@@ -38,6 +38,9 @@ def init(
         device: where this worker computes; None means its share of the GPUs, else the CPU.
         timeout_s: how long any call may take before it fails.
 
+    Returns:
+        This worker's communicator; `close` it, or use it in a `with`.
+
     Raises:
         UsageError: if an argument is wrong, or the launcher's variables contradict each other.
         CollectiveTimeoutError: if not all workers come within `timeout_s`.

@@ -58,7 +58,24 @@ class _LocalMean(nn.Module):
 
 
 class SubtractiveNorm(_LocalMean):
-    """Takes away the Gaussian mean around each position; see `LocalContrastNorm`."""
+    """Takes away the Gaussian mean around each position; see `LocalContrastNorm`.
+
+    y = x - mean(x)
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input, and of the output.
+        kernel_size: rows and columns of the neighbourhood; odd.
+
+    Raises:
+        UsageError: if `kernel_size` has no centre.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> norm = SubtractiveNorm(grid, grid.split((8, 8)), 5)
+    >>> norm(torch.ones(1, 3, 8, 8)).abs().max() < 1e-6
+    tensor(True)
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part; see [Note: batch last]."""
@@ -67,7 +84,25 @@ class SubtractiveNorm(_LocalMean):
 
 
 class DivisiveNorm(_LocalMean):
-    """Divides by the Gaussian root mean square around each position; see `LocalContrastNorm`."""
+    """Divides by the Gaussian root mean square around each position; see `LocalContrastNorm`.
+
+    y = x / max(floor, sqrt(mean(x^2)))
+
+    Args:
+        grid: the workers; all of them must make and call the layer.
+        in_layout: who owns what of the input, and of the output.
+        kernel_size: rows and columns of the neighbourhood; odd.
+        floor: the smallest divisor; None for the mean of sqrt(mean(x^2)) over the array.
+
+    Raises:
+        UsageError: if `kernel_size` has no centre, or `floor` isn't positive.
+
+    >>> from allstep.comm import Communicator
+    >>> grid = Grid(Communicator.lone())
+    >>> norm = DivisiveNorm(grid, grid.split((8, 8)), 5)
+    >>> (norm(torch.full((1, 3, 8, 8), 7.0)) - 1).abs().max() < 1e-6
+    tensor(True)
+    """
 
     def __init__(
         self, grid: Grid, in_layout: Layout, kernel_size: int, floor: float | None = 0.01
@@ -104,6 +139,9 @@ class LocalContrastNorm(nn.Sequential):
             is a quarter of it.
         floor: the smallest divisor; None for the mean of sqrt(mean(v^2)) over the array, as
             Jarrett et al. have it.
+
+    Raises:
+        UsageError: if `kernel_size` has no centre, or `floor` isn't positive.
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.lone())

@@ -21,6 +21,9 @@ def replicated(comm: Communicator, parameters: Sequence[Tensor | None]) -> list[
     Args:
         comm: the workers; all of them must call this, and have equal parameters.
         parameters: some may be None.
+
+    Returns:
+        Tensors of the same values, to compute with in place of the parameters; None where one is.
     """
     if comm.size == 1:
         return list(parameters)

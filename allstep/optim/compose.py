@@ -20,6 +20,9 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
         start: where the line begins; base batch / batch begins at the small batch's rate, when
             the rate was scaled linearly.
 
+    Returns:
+        The schedule with the warm-up.
+
     Raises:
         UsageError: if `warmup_steps` is negative or `start` is not in 0 to 1.
 
@@ -45,6 +48,13 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
 def scaled(schedule: Schedule, factor: float) -> Schedule:
     """Another schedule times a factor.
 
+    Args:
+        schedule: step -> multiplier.
+        factor: what each of its multipliers is multiplied by.
+
+    Returns:
+        The scaled schedule.
+
     >>> from allstep.optim import constant
     >>> scaled(constant(), 0.5)(0)
     0.5
@@ -54,6 +64,13 @@ def scaled(schedule: Schedule, factor: float) -> Schedule:
 
 def hold(schedule: Schedule, total_steps: int) -> Schedule:
     """Another schedule, which stays at its value of step `total_steps` afterwards.
+
+    Args:
+        schedule: step -> multiplier, for steps up to `total_steps`.
+        total_steps: the last step at which it is asked.
+
+    Returns:
+        The schedule for all steps.
 
     >>> from allstep.optim import poly
     >>> [hold(poly(2, power=1.0, final=0.5), 2)(step) for step in range(5)]
@@ -73,6 +90,9 @@ def in_samples(
         schedule: a function of the number of samples seen, whatever their batch.
         global_batch: samples of one optimizer step, over all workers.
         samples_per_epoch: if the last batch of an epoch may be smaller; None if all are whole.
+
+    Returns:
+        The schedule as a function of the optimizer's step.
 
     Raises:
         UsageError: if `global_batch` or `samples_per_epoch` is not positive.
@@ -104,6 +124,9 @@ def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
 
     Args:
         stages: (number of steps, schedule) of each stage; the last one goes on to its own end.
+
+    Returns:
+        The schedule of the whole run.
 
     Raises:
         UsageError: if there is no stage, or one has no step; from the schedule, if asked beyond
@@ -147,6 +170,9 @@ def two_stage(
         first_steps, second_steps: optimizer steps of each stage, warm-up included.
         first_warmup_steps, second_warmup_steps: their warm-ups.
         second_peak: the second stage's highest multiplier; its batch is another.
+
+    Returns:
+        The schedule of both stages.
 
     Raises:
         UsageError: if a warm-up is not shorter than its stage, or `second_peak` not positive.

@@ -74,6 +74,12 @@ class LargeBatch:
 def find_published(name: str) -> PublishedRecipe:
     """The published recipe of this name.
 
+    Args:
+        name: goyal_1h, akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min.
+
+    Returns:
+        Its settings as published, with their sources.
+
     Raises:
         UsageError: if there is none; with the nearest names.
     """
@@ -98,6 +104,9 @@ def rescale(
 
     Returns:
         Its settings here, and how they came about.
+
+    Returns:
+        The new settings, and what was changed by which rule.
 
     Raises:
         UsageError: if the name is unknown, or a number is out of range.
@@ -174,6 +183,9 @@ def large_batch(
         epochs: passes over the data.
         steps_per_epoch: optimizer steps of an epoch; in the first stage.
         second_steps_per_epoch: those of the second stage; only lamb_bert_76min has one.
+
+    Returns:
+        Optimizer, schedule, and what was changed by which rule.
 
     Raises:
         UsageError: if the name is unknown, or a number is out of range or missing.

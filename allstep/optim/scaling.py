@@ -17,6 +17,9 @@ def linear_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
         base_batch: in samples.
         global_batch: in samples, over all workers.
 
+    Returns:
+        The rate for `global_batch`.
+
     Raises:
         UsageError: if an argument is not positive.
 
@@ -39,6 +42,9 @@ def sqrt_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
         base_batch: in samples.
         global_batch: in samples, over all workers.
 
+    Returns:
+        The rate for `global_batch`.
+
     Raises:
         UsageError: if an argument is not positive.
 
@@ -60,6 +66,9 @@ def linear_warmup_epochs(base_epochs: float, base_batch: int, global_batch: int)
         base_epochs: of the warm-up at `base_batch`.
         base_batch: in samples.
         global_batch: in samples, over all workers.
+
+    Returns:
+        The epochs of the warm-up at `global_batch`.
 
     Raises:
         UsageError: if an argument is not positive.

@@ -35,7 +35,17 @@ class Link:
             )
 
     def seconds(self, num_bytes: float, num_messages: int = 1) -> float:
-        """Seconds of messages sent one after the other, of `num_bytes` together."""
+        """Seconds of messages sent one after the other.
+
+        num_messages * latency_s + 8 * num_bytes / bandwidth_bps
+
+        Args:
+            num_bytes: of all messages together.
+            num_messages: each of which takes the latency.
+
+        Returns:
+            Seconds until the last has arrived.
+        """
         return num_messages * self.latency_s + 8 * num_bytes / self.bandwidth_bps
 
 

@@ -31,7 +31,11 @@ _REQUIRED = ("num_nodes", "workers_per_node", "intra")
 
 
 def preset_names() -> list[str]:
-    """Names of the clusters that come with the package."""
+    """Names of the clusters that come with the package.
+
+    Returns:
+        The names, sorted; `read_cluster` takes them.
+    """
     folder = files("allstep.plan") / "presets"
     return sorted(
         entry.name.removesuffix(".toml")
@@ -45,6 +49,9 @@ def read_cluster(name: str) -> Cluster:
 
     Args:
         name: one of `preset_names()`, or the path of a file.
+
+    Returns:
+        The cluster.
 
     Raises:
         UsageError: if there is neither, or the file is no cluster; says which key and why.

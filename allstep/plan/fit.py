@@ -44,6 +44,9 @@ def fit_link(timings: Sequence[Timing], algorithm: str = "ring") -> Fit:
         timings: of at least two sizes; workers all joined by the same kind of link.
         algorithm: that was timed.
 
+    Returns:
+        The link, and by how much it misses each timing.
+
     Raises:
         UsageError: if there are too few sizes, or time doesn't grow with size.
 

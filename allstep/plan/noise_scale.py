@@ -100,7 +100,18 @@ class NoiseScale:
         micro_batch: float,
         global_batch: float,
     ) -> None:
-        """Takes in one step; arguments and errors as those of `noise_and_signal`."""
+        """Takes in one step.
+
+        Args:
+            micro_squared_norm: squared norm of a micro-batch's mean gradient; the mean of several
+                in the same step steadies it.
+            global_squared_norm: that of the step's mean gradient.
+            micro_batch, global_batch: their samples; the first below the second.
+
+        Raises:
+            UsageError: if a norm is negative or not finite, or `micro_batch` is not below
+                `global_batch`.
+        """
         noise, signal = noise_and_signal(
             micro_squared_norm=micro_squared_norm,
             global_squared_norm=global_squared_norm,

@@ -65,6 +65,16 @@ def predict(
 ) -> list[Prediction]:
     """Predicts every policy on every number of workers.
 
+    Args:
+        job: a step's compute and gradients, and how its batch grows with the workers.
+        cluster: the machines and links that it would run on.
+        policies: ways to exchange gradients.
+        worker_counts: numbers of workers, each up to `cluster.num_workers`.
+        stragglers: how unequally fast the workers are; equally by default.
+
+    Returns:
+        A prediction for each policy and number of workers, policy by policy.
+
     Raises:
         UsageError: if the cluster hasn't as many workers, or they would half fill a node.
 

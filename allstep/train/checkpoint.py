@@ -48,6 +48,17 @@ class Checkpoints:
         comm: the workers of the run.
         keep: how many of the newest stay, >= 1; with 2 or more there is one left to go back to
             when the disk damages the newest.
+
+    Raises:
+        UsageError: if `keep` is below 1.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoints = Checkpoints(folder, Communicator.lone())
+        ...     path = checkpoints.save(120, {"lr": 0.1})
+        ...     path.name, checkpoints.load_latest()
+        ('step-00000120', (120, {'lr': 0.1}))
     """
 
     def __init__(self, folder: Path | str, comm: Communicator, *, keep: int = 3) -> None:

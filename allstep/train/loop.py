@@ -45,6 +45,30 @@ def fit(
     Raises:
         UsageError: if options or data don't fit, or if the folder holds another run.
         CheckpointError: if there is nothing to resume, or if it is of another model.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from torch.utils.data import TensorDataset
+        >>> def squared_error(model, batch):
+        ...     x, y = batch
+        ...     return (model(x) - y).square().mean()
+        >>> samples = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+        >>> task = Task(
+        ...     model=nn.Linear(2, 1),
+        ...     train_set=samples,
+        ...     test_set=samples,
+        ...     loss=squared_error,
+        ...     metrics=lambda model, batch: {
+        ...         "error": (len(batch[0]) * squared_error(model, batch), len(batch[0]))
+        ...     },
+        ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ... )
+        >>> options = TrainOptions(epochs=2, global_batch=4, micro_batch=2)
+        >>> with tempfile.TemporaryDirectory() as run_dir:
+        ...     report = fit(task, options, Communicator.lone(), run_dir)
+        >>> report.num_steps, list(report.metrics)
+        (4, ['error'])
     """
     run_dir = Path(run_dir)
     with (

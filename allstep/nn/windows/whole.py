@@ -22,6 +22,9 @@ def gather_whole(
         first_dim: the first of the tensor's dims that are the array's.
         root: the rank that gets the array, and needs the memory for it.
 
+    Returns:
+        The array on the root, without gradient; None elsewhere.
+
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.lone())
     >>> gather_whole(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
@@ -41,7 +44,16 @@ def gather_whole(
 
 
 def own_part(grid: Grid, whole: Tensor, layout: Layout, *, first_dim: int = -2) -> Tensor:
-    """This worker's part of an array that it has whole; a view.
+    """This worker's part of an array that it has whole.
+
+    Args:
+        grid: the workers.
+        whole: the array, with as many rows and columns as `layout.shape` at `first_dim`.
+        layout: who owns what.
+        first_dim: the first of the tensor's dims that are the array's.
+
+    Returns:
+        A view of the part.
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.lone())
