@@ -20,10 +20,9 @@ def parse_count(argument: str, text: str) -> int:
     >>> parse_count("params", "25M"), parse_count("params", "1.2b"), parse_count("params", "7")
     (25000000, 1200000000, 7)
     """
-    found = _NUMBER.fullmatch(text.strip().lower().replace("_", ""))
-    if found is None or found[2] not in _COUNT_UNITS:
+    count = _count(text)
+    if count is None:
         raise UsageError(f"`{argument}` (={text}) must be a count such as 25M, 1.2B or 300000.")
-    count = round(float(found[1]) * _COUNT_UNITS[found[2]])
     if count < 1:
         raise UsageError(f"`{argument}` (={text}) must be at least 1.")
     return count
@@ -54,9 +53,20 @@ def parse_counts(argument: str, text: str) -> list[int]:
     """Counts between commas, sorted, each once.
 
     Raises:
-        UsageError: if one of them is no count; names `argument`.
+        UsageError: if one of them is no count, or less than 1; names `argument`.
 
     >>> parse_counts("workers", "8,1,2,2")
     [1, 2, 8]
     """
-    return sorted({parse_count(argument, part) for part in text.split(",")})
+    parts = text.split(",")
+    if None in map(_count, parts):
+        raise UsageError(f"`{argument}` (={text}) must be numbers between commas, such as 1,2,4,8.")
+    return sorted({parse_count(argument, part) for part in parts})
+
+
+def _count(text: str) -> int | None:
+    """The number, or None if it is none."""
+    found = _NUMBER.fullmatch(text.strip().lower().replace("_", ""))
+    if found is None or found[2] not in _COUNT_UNITS:
+        return None
+    return round(float(found[1]) * _COUNT_UNITS[found[2]])

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -41,6 +42,12 @@ def num_workers_to_start(requested: int | None) -> int | None:
         raise UsageError(f"`workers` (={requested}) must be at least 1.")
     if num_gpus and requested > num_gpus:
         raise UsageError(f"`workers` (={requested}) exceeds this machine's GPUs ({num_gpus}).")
+    if not num_gpus and requested > num_cores():
+        print(
+            f"warning: `workers` (={requested}) exceeds this machine's cores ({num_cores()}): they"
+            f" take turns, and are no faster than {num_cores()}.",
+            file=sys.stderr,
+        )
     return requested
 
 

@@ -162,6 +162,10 @@ def choose_device(
     if chosen.type != "cuda":
         raise UsageError(f"`device` (={device!r}) is not supported; pass 'cpu' or 'cuda'.")
     num_devices = torch.cuda.device_count()
+    if not num_devices:
+        raise UsageError(
+            f"`device` (={device!r}): this process sees no GPU; leave `device` out, or pass 'cpu'."
+        )
     index = local_rank if chosen.index is None else chosen.index
     if index >= num_devices:
         raise UsageError(

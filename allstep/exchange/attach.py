@@ -49,8 +49,9 @@ def attach(
         The exchange.
 
     Raises:
-        UsageError: if the model or one of its parameters is attached already, or `global_batch`
-            isn't positive, or if local SGD is not told its optimizer.
+        UsageError: if `model` is no module, if it or one of its parameters is attached already, if
+            `comm` is no Communicator, if `global_batch` isn't positive, or if local SGD is not told
+            its optimizer.
         DisagreementError: if names, shapes or dtypes differ between workers.
 
     Example:
@@ -60,6 +61,15 @@ def attach(
         >>> model(torch.ones(3, 2)).mean().backward()  # p.grad is exchanged when it returns
         >>> exchange.detach()
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"`model` is a {type(model).__name__}; pass the nn.Module whose gradients shall be"
+            " exchanged, not its optimizer."
+        )
+    if not isinstance(comm, Communicator):
+        raise UsageError(
+            f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
+        )
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
     policy = policy or ExchangePolicy()

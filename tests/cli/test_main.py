@@ -138,6 +138,15 @@ def test_more_workers_than_gpus_are_refused(said, monkeypatch):
     assert message == "error: `workers` (=3) exceeds this machine's GPUs (2)."
 
 
+@pytest.mark.parametrize(("requested", "is_warned"), [(2, False), (3, True)])
+def test_more_workers_than_cores_are_warned_of(monkeypatch, capsys, requested, is_warned):
+    monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(workers, "num_cores", lambda: 2)
+    assert workers.num_workers_to_start(requested) == requested
+    warning = "warning: `workers` (=3) exceeds this machine's cores (2)"
+    assert capsys.readouterr().err.startswith(warning) == is_warned
+
+
 def test_a_launcher_that_contradicts_itself(said, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert "WORLD_SIZE" in said("train", "digits")

@@ -84,10 +84,22 @@ def test_what_is_no_group_is_refused():
         ("gpu", r"`device` \(='gpu'\) is no device"),
         (3.5, r"`device` \(=3.5\) is no device"),
         ("meta", r"`device` \(='meta'\) is not supported"),
-        ("cuda:99", r"`device` \(='cuda:99'\): local rank 0 of 1 needs GPU 99, .*device='cpu'"),
     ],
 )
 def test_bad_devices(device, message):
+    with pytest.raises(UsageError, match=message):
+        init(device=device)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "message"),
+    [
+        (2, "cuda:99", r"`device` \(='cuda:99'\): local rank 0 of 1 needs GPU 99, .*device='cpu'"),
+        (0, "cuda", r"`device` \(='cuda'\): .* sees no GPU; leave `device` out, or pass 'cpu'"),
+    ],
+)
+def test_missing_gpus(num_gpus, device, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(UsageError, match=message):
         init(device=device)
 

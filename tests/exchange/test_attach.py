@@ -136,6 +136,17 @@ def test_refuses_parameters_of_an_attached_model() -> None:
     run_ranks(2, worker)
 
 
+def test_refuses_what_is_no_model() -> None:
+    comm = Communicator.lone()
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"`model` is a SGD; pass the nn\.Module .* optimizer"):
+        attach(optimizer, comm)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"`comm` is a str; pass .*`allstep\.init\(\)`"):
+        attach(mlp(), "gloo")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"`model` is a Communicator"):
+        attach(comm, mlp())  # type: ignore[arg-type]
+
+
 def test_refuses_a_global_batch_below_one() -> None:
     with pytest.raises(UsageError, match=r"`global_batch` \(=0\) must be at least 1"):
         attach(mlp(), Communicator.lone(), global_batch=0)
