@@ -205,12 +205,11 @@ def finished_step(run_dir: Path, recipe: Recipe) -> int | None:
     """The last step of a run that came to its end and told so; None if something is left to do."""
     try:
         report = json.loads((run_dir / _REPORT).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        is_over = report["interrupted"] is None and report["num_epochs"] >= recipe.epochs
+        step: int = report["num_steps"]
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):  # none, or damaged
         return None
-    if report["interrupted"] is not None or report["num_epochs"] < recipe.epochs:
-        return None
-    step: int = report["num_steps"]
-    return step
+    return step if is_over else None
 
 
 def forget_report(run_dir: Path) -> None:

@@ -272,6 +272,8 @@ def test_a_finished_run_is_left_alone(capsys, num_workers):
     [
         None,
         "{",
+        [],
+        {"num_steps": 60},
         {"num_steps": 60, "num_epochs": 4, "interrupted": 2},
         {"num_steps": 45, "num_epochs": 3, "interrupted": None},
     ],
