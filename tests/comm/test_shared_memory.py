@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,10 +11,15 @@ import pytest
 import torch
 
 from allstep.comm.algorithms import SharedMemory
-from allstep.comm.shared_memory import Block, NotShared, Segment
+from allstep.comm.shared_memory import Block, Boxes, NotShared, Segment
 from allstep.comm.shared_memory.segment import SMALL_BYTES, default_slot_bytes
 from allstep.comm.threads import run_ranks
-from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
+from allstep.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    DisagreementError,
+    PeerLostError,
+)
 from tests.helpers.processes import names_in_dev_shm, run_processes, start_processes
 
 SLOT_BYTES = 1 << 12
@@ -101,6 +107,48 @@ def test_sums_in_place_have_the_same_bits(n, dtype):
 
 def test_slots_are_larger_where_ranks_take_turns_on_cores():
     assert default_slot_bytes(1) < default_slot_bytes(1 + len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("pinned", [0, 1])
+def test_ranks_that_may_use_different_cores_sum_right(monkeypatch, pinned):
+    """The first rank's cores count for all: slots of different sizes lie in different places."""
+
+    def cores(pid):
+        return {0} if threading.current_thread().name == f"rank {pinned}" else {0, 1}
+
+    monkeypatch.setattr(os, "sched_getaffinity", cores)
+
+    def work(comm):
+        own_bytes = default_slot_bytes(comm.size)
+        x = values(comm.rank, 100_001)
+        return own_bytes, comm.all_reduce(x, algorithm="shared_memory")
+
+    results = run_ranks(2, work)
+    assert results[0][0] != results[1][0]  # without an agreement
+    assert all(torch.equal(x, in_order(2, 100_001, torch.float32)) for _, x in results)
+
+
+def test_the_first_ranks_slots_count():
+    def work(comm):
+        segment = Segment.meet(comm, SLOT_BYTES << comm.rank)
+        x = values(comm.rank, 50_001)
+        segment.sum_(x)
+        return x
+
+    for x in run_ranks(3, work):
+        assert torch.equal(x, in_order(3, 50_001, torch.float32))
+
+
+@pytest.mark.parametrize("make", [Block, Boxes.meet])
+def test_ranks_that_want_different_sizes_are_all_told(make):
+    """A view of another size would show each rank other places of the same memory."""
+
+    def work(comm):
+        with pytest.raises(DisagreementError, match=r"rank 0 wants \d+ bytes, rank 2 \d+; make"):
+            make(comm, SLOT_BYTES << (comm.rank == 2))
+        comm.barrier()
+
+    run_ranks(3, work)
 
 
 # -- who is missing ------------------------------------------------------------------------------
@@ -243,6 +291,17 @@ def test_too_little_memory_is_no_error_but_a_word(caplog, monkeypatch):
         "all-reduces use the network, not shared memory: no 12 MiB of memory to share "
         "([Errno 28] No space left on device)"
     ]
+
+
+def test_a_mapping_that_does_not_fit_is_no_error_but_a_word(monkeypatch):
+    """As where the first rank's file has been cut."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: os.ftruncate(fd, 1))
+
+    def work(comm):
+        with pytest.raises(NotShared, match=r"rank 0 cannot map memory of another: mmap length"):
+            Segment.meet(comm)
+
+    run_ranks(2, work)
 
 
 def test_one_rank_that_may_not_map_is_enough(monkeypatch):

@@ -38,6 +38,7 @@ class Block:
 
     Raises:
         NotShared: on every rank, if one of them cannot.
+        DisagreementError: on every rank, if `num_bytes` differ.
     """
 
     def __init__(self, comm: "Communicator", num_bytes: int) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allstep.errors import DisagreementError
+
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
 
@@ -88,11 +90,12 @@ def meet(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> Meet
 
     Args:
         comm: the ranks.
-        num_bytes: how much.
+        num_bytes: how much, the same on all.
         populate: whether all pages are mapped now, or each when it is first used.
 
     Raises:
         NotShared: on every rank, if one of them cannot.
+        DisagreementError: on every rank, if they want different sizes.
     """
     memory = share_memory(comm, num_bytes, populate=populate)
     bells = Bells()
@@ -106,11 +109,13 @@ def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True)
 
     Raises:
         NotShared: on every rank, if one of them cannot.
+        DisagreementError: on every rank, if they want different sizes.
     """
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
     try:
-        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble))
-        hosts, pids, fds, troubles = zip(*entries, strict=True)
+        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble, num_bytes))
+        hosts, pids, fds, troubles, sizes_bytes = zip(*entries, strict=True)
+        _check_sizes(sizes_bytes)
         if troubles[0]:
             raise NotShared(troubles[0])
         for rank, host in enumerate(hosts):
@@ -123,6 +128,16 @@ def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True)
             os.close(fd)
     assert memory is not None
     return memory
+
+
+def _check_sizes(sizes_bytes: Sequence[int]) -> None:
+    """Raises on every rank if they disagree: they would look at different places of a mapping."""
+    for rank, size_bytes in enumerate(sizes_bytes):
+        if size_bytes != sizes_bytes[0]:
+            raise DisagreementError(
+                f"shared memory: rank 0 wants {sizes_bytes[0]} bytes, rank {rank} {size_bytes}; "
+                "make the same calls with the same arguments on all ranks."
+            )
 
 
 def _check_all(comm: "Communicator", trouble: str) -> None:
@@ -166,7 +181,7 @@ def _map(pid: int, fd: int, num_bytes: int, populate: bool) -> tuple[mmap.mmap |
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         return mmap.mmap(own, num_bytes, flags=flags), ""
-    except (OSError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         return None, str(error)
     finally:
         if own >= 0:

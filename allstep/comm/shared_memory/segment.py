@@ -82,12 +82,12 @@ class Segment:
         Args:
             comm: CPU ranks of one host.
             slot_bytes: how much of a tensor is in work at once, a multiple of 64; rank 0's
-                counts. None for what suits the number of ranks and of cores.
+                counts. None for what suits the number of ranks and of cores that it may use.
 
         Raises:
             NotShared: on every rank, if one of them cannot.
         """
-        slot_bytes = slot_bytes or default_slot_bytes(comm.size)
+        slot_bytes = comm.broadcast_object(slot_bytes or default_slot_bytes(comm.size))
         num_bytes = lines_bytes(comm.size, NUM_SUM_WORDS) + comm.size * NUM_SLOTS * slot_bytes
         meeting = meet(comm, num_bytes)
         return cls(meeting, comm.rank, lambda: comm.timeout_s)
