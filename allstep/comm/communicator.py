@@ -132,7 +132,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
 
     def abort(self) -> None:
         """Leaves the group, and those split off, so that ranks who wait for this one fail fast."""
-        for dependent in list(self._dependents):
+        for dependent in self._dependents:
             dependent.abort()
         self._wire.close(abort=True)
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from allstep.comm.messages import Messages
 from allstep.comm.topology import Topology
+from allstep.comm.weak_list import WeakList
 from allstep.comm.wire import Wire
 from allstep.errors import UsageError
 
@@ -37,7 +37,7 @@ class Member:
         self.device = device
         self.timeout_s = wire.timeout_s
         self._wire = wire
-        self._dependents: WeakSet[Dependent] = WeakSet()
+        self._dependents: WeakList[Dependent] = WeakList()
         self._messages = Messages(wire, wire.carrier(torch.device("cpu")))
 
     @property

@@ -105,6 +105,25 @@ def test_sums_in_place_have_the_same_bits(n, dtype):
         assert all(map(torch.equal, results, expected))
 
 
+def test_a_block_may_be_made_while_a_sum_looks_for_its_own():
+    """As the main thread makes one while the exchange's sums; the new one is not looked at."""
+
+    def work(comm):
+        memory = SharedMemory(comm)
+        blocks = [memory.new_block(64) for _ in range(2)]
+
+        def holds(flat):
+            blocks.append(memory.new_block(64))
+            return False
+
+        blocks[0].holds = holds
+        x = torch.ones(3)
+        memory.reduce_(x)
+        return x.tolist(), len(blocks)
+
+    assert run_ranks(2, work) == [([2.0] * 3, 3)] * 2
+
+
 def test_slots_are_larger_where_ranks_take_turns_on_cores():
     assert default_slot_bytes(1) < default_slot_bytes(1 + len(os.sched_getaffinity(0)))
 

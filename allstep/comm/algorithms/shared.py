@@ -1,13 +1,13 @@
 """The all-reduce of CPU ranks that share memory."""
 
 from typing import TYPE_CHECKING, ClassVar
-from weakref import WeakSet
 
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.native import Native
 from allstep.comm.shared_memory import Block, NotShared, Segment
+from allstep.comm.weak_list import WeakList
 
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
@@ -37,7 +37,7 @@ class SharedMemory(AllReduce):
         super().__init__(comm)
         self.fallback: AllReduce | None = None
         self._segment: Segment | None = None
-        self._blocks: WeakSet[Block] = WeakSet()
+        self._blocks: WeakList[Block] = WeakList()
         if comm.size == 1:
             return
         try:
