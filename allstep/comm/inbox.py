@@ -3,17 +3,17 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
+from allstep.comm.background import in_thread, result_of
 from allstep.comm.pending import Pending
-from allstep.errors import CollectiveTimeoutError
 
 __all__ = ["Inbox"]
 
 T = TypeVar("T")
 
 
-class Inbox(Generic[T]):
+class Inbox:
     """Lets asynchronous receives make progress while their caller does other things.
 
     A tensor's size comes in a header, so its room can only be made when that has arrived. A
@@ -22,38 +22,35 @@ class Inbox(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[int, int], Future[T]] = {}
+        self._last: dict[tuple[int, int], Future[Any]] = {}  # still under way, by source and tag
+        self._lock = threading.Lock()
 
     def receive(self, source: int, tag: int, receive: Callable[[], T]) -> T:
         """Runs `receive` now, after all that were started for the same source and tag."""
-        previous = self._last.pop((source, tag), None)
-        if previous is not None:
-            previous.exception()  # waits; the error itself belongs to whoever started it
+        _wait_for(self._last.get((source, tag)))
         return receive()
 
     def start(self, source: int, tag: int, receive: Callable[[], T]) -> Pending[T]:
         """Runs `receive` in a thread, after all that were started for the same source and tag."""
-        previous = self._last.get((source, tag))
-        future: Future[T] = Future()
-        self._last[source, tag] = future
 
-        def run() -> None:
-            if previous is not None:
-                previous.exception()
-            try:
-                future.set_result(receive())
-            except BaseException as error:
-                future.set_exception(error)
+        def run() -> T:
+            _wait_for(previous)
+            return receive()
 
-        threading.Thread(target=run, daemon=True, name=f"recv from {source}").start()
+        with self._lock:
+            previous = self._last.get((source, tag))
+            future = self._last[source, tag] = in_thread(run, f"recv from {source}")
+        future.add_done_callback(lambda done: self._forget(source, tag, done))
+        what = f"`recv` from rank {source} (tag {tag})"
+        return Pending(lambda timeout_s: result_of(future, what, timeout_s))
 
-        def finish(timeout_s: float | None) -> T:
-            try:
-                return future.result(timeout_s)
-            except TimeoutError as error:
-                raise CollectiveTimeoutError(
-                    f"`recv` from rank {source} (tag {tag}) did not finish within {timeout_s:g} s; "
-                    "it goes on: wait again, or look at what that rank does."
-                ) from error
+    def _forget(self, source: int, tag: int, done: Future[Any]) -> None:
+        """Lets go of a result, which may be large, and of tags that are used once."""
+        with self._lock:
+            if self._last.get((source, tag)) is done:
+                del self._last[source, tag]
 
-        return Pending(finish)
+
+def _wait_for(previous: Future[Any] | None) -> None:
+    if previous is not None:
+        previous.exception()  # waits; the error itself belongs to whoever started it

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from allstep.comm.inbox import Inbox
 from allstep.comm.messages import Messages
 from allstep.comm.topology import Topology
 from allstep.comm.weak_list import WeakList
@@ -39,6 +40,7 @@ class Member:
         self._wire = wire
         self._dependents: WeakList[Dependent] = WeakList()
         self._messages = Messages(wire, wire.carrier(torch.device("cpu")))
+        self._inbox = Inbox()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

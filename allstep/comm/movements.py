@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from allstep.comm.inbox import Inbox
 from allstep.comm.layout import Layout, Tensors, as_tuple
 from allstep.comm.member import PRIVATE_TAG, Member
 from allstep.comm.pending import Pending
@@ -25,7 +24,6 @@ class MovementVerbs(Member):
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
         super().__init__(wire, topology, device)
         self._carrier = wire.carrier(device)
-        self._inbox: Inbox[Tensors] = Inbox()
 
     def all_gather(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         """Every rank's `x`, on all ranks.

@@ -71,7 +71,11 @@ class ObjectVerbs(Member):
     def recv_object(self, source: int, tag: int = 0) -> Any:
         """Receives what another rank sends by `send_object`."""
         self._check_peer("source", source, tag)
-        return decode(self._messages.recv(source, tag, "recv_object", "send_object"))
+
+        def receive() -> Any:
+            return decode(self._messages.recv(source, tag, "recv_object", "send_object"))
+
+        return self._inbox.receive(source, tag, receive)
 
     def all_reduce_object(self, obj: Any) -> Any:
         """The sum over ranks, in rank order, on all of them: `obj_0 + obj_1 + ...`.

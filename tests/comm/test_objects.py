@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import threading
 from collections import Counter, OrderedDict
 
 import msgpack
@@ -224,3 +225,22 @@ def test_crafted_messages_are_refused_and_nothing_is_unpickled(data):
 def test_crafted_headers_are_refused(data):
     with pytest.raises(CommunicationError, match="header that is no layout"):
         Layout.decode(data)
+
+
+def test_an_object_waits_for_what_was_asked_for_before_it():
+    """Of the same rank and tag; the tensor's header is not taken for the object's."""
+    go = threading.Event()
+
+    def work(comm):
+        if comm.rank == 0:
+            go.wait(20)
+            comm.send(torch.ones(3), 1)
+            comm.send_object("text", 1)
+            return None
+        pending = comm.recv(0, async_op=True)
+        go.set()
+        return comm.recv_object(0), pending.wait().tolist()
+
+    for _ in range(5):
+        go.clear()
+        assert run_ranks(2, work)[1] == ("text", [1.0, 1.0, 1.0])

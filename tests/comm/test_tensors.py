@@ -1,5 +1,8 @@
 """Collectives on tensors: closed forms with rank-valued inputs."""
 
+import time
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -266,6 +269,27 @@ def test_several_asynchronous_receives_keep_their_order():
         return [len(p.wait()) for p in reversed(pending)] + [len(last)]
 
     assert run_ranks(2, work) == [[5, 4, 3, 2, 1, 6]] * 2
+
+
+def test_what_was_received_belongs_to_the_caller_alone():
+    """Tags may carry the number of a step: none of a million results is kept."""
+
+    def work(comm):
+        if comm.rank == 0:
+            for step in range(5):
+                comm.send(torch.ones(1000), 1, tag=step)
+            return 0
+        received = []
+        for step in range(5):
+            pending = comm.recv(0, tag=step, async_op=True)
+            received.append(weakref.ref(pending.wait()))
+        del pending
+        deadline_s = time.monotonic() + 10  # for the last thread to end
+        while any(x() is not None for x in received) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return sum(x() is not None for x in received), len(comm._inbox._last)
+
+    assert run_ranks(2, work)[1] == (0, 0)
 
 
 def test_tags_tell_messages_apart():
