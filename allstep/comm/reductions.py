@@ -88,12 +88,15 @@ class ReductionVerbs(Member):
         self._agree("all_reduce", tensors, op)
         reduced = [wire_form(tensor, self._wire.carrier(tensor.device)) for tensor in tensors]
         posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
+        under_way = list(zip(tensors, reduced, posted, strict=True))
         divisor = self.size if op == "mean" else 1
 
         def finish(timeout_s: float | None) -> X:
-            for tensor, form, call in zip(tensors, reduced, posted, strict=True):
+            while under_way:
+                tensor, form, call = under_way[0]
                 call.wait(timeout_s)
                 write_back(tensor, form, divisor)
+                under_way.pop(0)  # not divided again where a later one is waited for again
             return x
 
         return Pending(finish) if async_op else finish(None)

@@ -199,6 +199,32 @@ def test_a_pending_reduction_may_be_waited_for_again():
     assert run_ranks(2, work) == [[4, 4, 4]] * 2
 
 
+def test_a_mean_that_is_waited_for_again_is_divided_once():
+    """Of two tensors the first has come when the wait for the second is given up, three times."""
+    first_came, go = threading.Event(), threading.Event()
+
+    def work(comm):
+        x, y = torch.ones(2), torch.ones(3)
+        for known in ((x, y), x, y):
+            comm.all_reduce(known, "mean")  # agreed on from now on
+        x, y = torch.full((2,), 1.0 + comm.rank), torch.full((3,), 3.0 + comm.rank)
+        if comm.rank == 1:
+            comm.all_reduce(x, "mean")
+            first_came.set()
+            go.wait(20)
+            comm.all_reduce(y, "mean")
+            return None
+        pending = comm.all_reduce((x, y), "mean", async_op=True)
+        first_came.wait(20)
+        for _ in range(3):
+            with pytest.raises(CollectiveTimeoutError, match=r"within 0\.2 s"):
+                pending.wait(timeout_s=0.2)
+        go.set()
+        return [z.tolist() for z in pending.wait()]
+
+    assert run_ranks(2, work)[0] == [[1.5] * 2, [3.5] * 3]
+
+
 def test_a_pending_receive_may_be_waited_for_again():
     go = threading.Event()
 
