@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from allstep.comm.failures import is_timeout, translated
+from allstep.comm.posted_messages import PostedMessages
 from allstep.comm.roll_call import call_roll, report
 from allstep.comm.wire import Posted
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
@@ -61,7 +62,10 @@ class GroupWire:
             )
         with self._explained(verb, None):
             works = [start(group) for start in starts]
-        return Posted(lambda limit_s: self._wait(verb, works, limit_s or timeout_s))
+        if timeout_s is None:
+            return Posted(lambda limit_s: self._wait(verb, works, limit_s))
+        what = f"`{verb}` on rank {self.rank} of {self.size}"
+        return PostedMessages(lambda limit_s: self._wait(verb, works, limit_s), timeout_s, what)
 
     def _wait(self, verb: str, works: list[dist.Work], timeout_s: float | None) -> None:
         """Waits for works and takes the finished off the list."""

@@ -242,6 +242,29 @@ def test_a_pending_receive_may_be_waited_for_again():
     run_ranks(2, work)
 
 
+def test_a_pending_send_may_be_waited_for_again():
+    """And the connection lives on."""
+    go = threading.Event()
+
+    def work(comm):
+        x = torch.ones(1 << 22)  # more than what lies between two sockets
+        if comm.rank == 1:
+            go.wait(20)
+            assert comm.recv(0).sum() == len(x)
+            comm.send(x[:1], 0)
+            return
+        pending = comm.send(x, 1, async_op=True)
+        for timeout_s in (0.05, 0.1):
+            with pytest.raises(CollectiveTimeoutError, match=r"`send` on rank 0.*0\.\d+ s.*again"):
+                pending.wait(timeout_s)
+        go.set()
+        pending.wait(20)
+        pending.wait()
+        assert comm.recv(1).item() == 1
+
+    run_ranks(2, work)
+
+
 def test_a_pending_gives_its_result_again():
     calls: list[float | None] = []
 
