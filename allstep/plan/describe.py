@@ -20,12 +20,10 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.1234), seconds_text(12.34), seconds_text(0.00002), seconds_text(5 * 3600)
     ('123 ms', '12.3 s', '0.02 ms', '5 h')
     """
-    if seconds >= 3600:
-        return f"{seconds / 3600:.3g} h"
-    if seconds >= 600:
-        return f"{seconds / 60:.3g} min"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
+    for unit_s, name, least in ((3600, "h", 1), (60, "min", 10), (1, "s", 1)):
+        number = f"{seconds / unit_s:.3g}"
+        if float(number) >= least:  # once rounded: 0.9997 s is 1 s, not 1e+03 ms
+            return f"{number} {name}"
     return f"{1000 * seconds:.3g} ms"
 
 

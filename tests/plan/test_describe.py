@@ -1,7 +1,9 @@
 from dataclasses import replace
 
+import pytest
+
 from allstep.plan.cluster import Cluster, Link
-from allstep.plan.describe import chart, plain_data, timeline
+from allstep.plan.describe import chart, plain_data, seconds_text, timeline
 from allstep.plan.job import Job
 from allstep.plan.policy import POLICIES, Policy
 from allstep.plan.scaling import predict
@@ -11,6 +13,25 @@ from allstep.plan.workload import Workload
 LINK = Link(bandwidth_bps=1e9, latency_s=3e-5)
 CLUSTER = Cluster(name="", num_nodes=32, workers_per_node=1, intra=LINK, inter=LINK)
 MICRO = Workload.from_step(num_params=5_000_000, step_s=0.11, num_samples=32)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.9994, "999 ms"),
+        (0.9997, "1 s"),
+        (599.4, "599 s"),
+        (599.6, "600 s"),
+        (600.0, "10 min"),
+        (3594.0, "59.9 min"),
+        (3598.0, "60 min"),
+        (3599.0, "1 h"),
+        (99_960.0, "27.8 h"),
+        (0.0, "0 ms"),
+    ],
+)
+def test_what_rounds_up_to_the_next_unit_takes_it(seconds, text):
+    assert seconds_text(seconds) == text
 
 
 def test_every_policy_has_its_letter_in_every_column():
