@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from allstep.plan.cluster import Cluster, Link
+from allstep.plan.sums import num_sums
 from allstep.plan.traffic import ALGORITHMS
 from allstep.plan.wire import WIRES, Wire
 
@@ -61,7 +62,7 @@ def stages(algorithm: str, cluster: Cluster, num_bytes: float) -> list[Stage]:
     """
     if cluster.num_workers == 1:
         return []
-    return _SCHEMES[algorithm].stages(cluster, num_bytes)
+    return _STAGES[algorithm](cluster, num_bytes)
 
 
 def _ring(cluster: Cluster, num_bytes: float) -> list[Stage]:
@@ -190,30 +191,17 @@ def _nothing(cluster: Cluster, num_bytes: float) -> list[Stage]:
     return []
 
 
-@dataclass(frozen=True)
-class _Scheme:
-    """How an algorithm goes about it.
-
-    Attributes:
-        stages: as of the function `stages`, for at least two workers.
-        num_sums: how often so many workers each add up a whole tensor's bytes.
-    """
-
-    stages: Callable[[Cluster, float], list[Stage]]
-    num_sums: Callable[[int], float] = lambda size: (size - 1) / size
-
-
-_SCHEMES: Mapping[str, _Scheme] = {
-    "native": _Scheme(_ring),
-    "ring": _Scheme(_ring),
-    "halving_doubling": _Scheme(_halving_doubling),
-    "recursive_doubling": _Scheme(_recursive_doubling, lambda size: size.bit_length() - 1),
-    "hierarchical": _Scheme(_hierarchical),
-    "two_dimensional": _Scheme(_two_dimensional),
-    "shared_memory": _Scheme(_shared_memory),
-    "dummy": _Scheme(_nothing, lambda size: 0),
+_STAGES: Mapping[str, Callable[[Cluster, float], list[Stage]]] = {
+    "native": _ring,
+    "ring": _ring,
+    "halving_doubling": _halving_doubling,
+    "recursive_doubling": _recursive_doubling,
+    "hierarchical": _hierarchical,
+    "two_dimensional": _two_dimensional,
+    "shared_memory": _shared_memory,
+    "dummy": _nothing,
 }
-assert set(_SCHEMES) == set(ALGORITHMS)
+assert set(_STAGES) == set(ALGORITHMS)
 
 
 def all_reduce_s(algorithm: str, cluster: Cluster, num_bytes: float) -> float:
@@ -225,9 +213,8 @@ def all_reduce_s(algorithm: str, cluster: Cluster, num_bytes: float) -> float:
     >>> round(all_reduce_s("ring", pair, 1e9), 4)  # two messages of half the bytes; their sum
     1.0025
     """
-    num_sums = _SCHEMES[algorithm].num_sums(cluster.num_workers)
     wire_s = sum(stage.seconds for stage in stages(algorithm, cluster, num_bytes))
-    return wire_s + cluster.reduce_s_per_byte * num_sums * num_bytes
+    return wire_s + cluster.reduce_s_per_byte * num_sums(algorithm, cluster) * num_bytes
 
 
 def collective_s(wire_name: str, algorithm: str, cluster: Cluster, num_elements: int) -> float:

@@ -1,5 +1,9 @@
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from allstep.comm.algorithms import Hierarchical, Ring, TwoDimensional, make_algorithm
+from allstep.comm.threads import run_ranks
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.cost import all_reduce_s, collective_s, encode_s, stages
 from allstep.plan.traffic import ALGORITHMS, Group
@@ -93,6 +97,57 @@ def test_shared_memory_is_for_one_node():
     found = sum(stage.seconds for stage in stages("shared_memory", node, K))
     assert found == pytest.approx(2 * INTRA.latency_s + 2 * K / 20e9)
     assert stages("shared_memory", hosts(4), K) == stages("ring", hosts(4), K)
+
+
+class CountAdditions(TorchDispatchMode):
+    """Elements that this thread has added up."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.num_elements += found.numel()
+        return found
+
+
+MAKERS = {
+    "hierarchical": lambda comm: Hierarchical(comm, Ring),
+    "hierarchical by messages": lambda comm: Hierarchical(comm, Ring, share_memory=False),
+    "two_dimensional": lambda comm: TwoDimensional(comm, Ring),  # torch's own can't be counted
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "local"),
+    [
+        *(("shared_memory", 1, local) for local in (2, 3, 5)),
+        *(
+            (name, *places)
+            for name in ("ring", "halving_doubling", "recursive_doubling", *MAKERS)
+            for places in ((1, 2), (1, 3), (1, 5), (2, 2), (2, 3), (3, 1))
+        ),
+    ],
+)
+def test_the_busiest_worker_adds_as_often_as_it_really_does(name, nodes, local):
+    size, num_elements = nodes * local, 60 * 10_000
+
+    def count(comm):
+        make = MAKERS.get(name) or (lambda comm: make_algorithm(name, comm))
+        summed, x = make(comm), torch.ones(num_elements)
+        with CountAdditions() as counted:
+            summed.reduce_(x)
+        assert x[0] == size
+        summed.close()
+        return counted.num_elements
+
+    busiest = max(run_ranks(size, count, local_size=local))
+    algorithm, _, by_messages = name.partition(" ")
+    cluster = hosts(nodes, local, has_shared_memory=not by_messages)
+    sums_s = all_reduce_s(algorithm, cluster, K) - sum(
+        stage.seconds for stage in stages(algorithm, cluster, K)
+    )
+    assert sums_s / (GAMMA * K) == pytest.approx(busiest / num_elements, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
