@@ -103,8 +103,10 @@ def predict_one(
 ) -> Prediction:
     """One cell of `predict`; what the policy leaves open is set to what is fastest."""
     part, workload = cluster.of(num_workers), job.workload(num_workers)
-    settled = [policy] if policy.is_settled else list(_choices(policy, part, workload.num_params))
-    best = min(settled, key=lambda choice: simulate(workload, part, choice).step_s)
+    best = policy
+    if not policy.is_settled:
+        choices = _choices(policy, part, workload.num_params)
+        best = min(choices, key=lambda choice: simulate(workload, part, choice).step_s)
     return Prediction(
         policy=best,
         num_workers=num_workers,

@@ -31,6 +31,9 @@ __all__ = ["exchange_traffic", "simulate"]
 
 # Rounds that are averaged; one tells all if workers are equal.
 _NUM_RANDOM_ROUNDS = 20
+# Beyond these a simulation would take minutes, or more memory than there is.
+_MOST_BUCKETS = 1 << 14
+_MOST_CLOCKS = 1 << 20
 
 
 def simulate(
@@ -48,12 +51,18 @@ def simulate(
         stragglers: how workers differ.
 
     Raises:
-        UsageError: if the policy leaves something to choose.
+        UsageError: if the policy leaves something to choose, or makes more buckets than can be
+            simulated; or if there are more workers than can differ.
     """
     if not policy.is_settled:
         raise UsageError(
             f'`policy` ({policy.name}) leaves "auto" open: settle it with `policy.with_choice`,'
             " or use `predict`, which tries all."
+        )
+    if stragglers.is_active and cluster.num_workers > _MOST_CLOCKS:
+        raise UsageError(
+            f"`stragglers` can be simulated for at most {_MOST_CLOCKS:,} `workers`"
+            f" (={cluster.num_workers:,}), as each has a clock of its own: leave one of them out."
         )
     return _Simulation(workload, cluster, policy, stragglers).run()
 
@@ -67,6 +76,13 @@ def exchange_traffic(workload: Workload, policy: Policy, group: Group) -> Traffi
 
 def _bucket_sizes(workload: Workload, policy: Policy) -> list[int]:
     assert not isinstance(policy.bucket_bytes, str)
+    num_buckets = workload.gradient_bytes // (policy.bucket_bytes or workload.gradient_bytes)
+    if num_buckets > _MOST_BUCKETS and not workload.gradients:
+        raise UsageError(
+            f"`params` (={workload.num_params:,}) are {num_buckets:,} buckets with {policy.name},"
+            f" whose `bucket_bytes` is {policy.bucket_bytes:,}; at most {_MOST_BUCKETS:,} can be"
+            " simulated. Are these the parameters of one worker's model?"
+        )
     return workload.bucket_sizes(policy.bucket_bytes, policy.first_bucket_bytes)
 
 

@@ -259,6 +259,23 @@ def test_an_open_policy_is_refused():
         simulate(WORKLOAD, hosts(2), Policy(name="open"))
 
 
+def test_more_buckets_than_can_be_simulated_are_refused():
+    """At once, before a list of them is made."""
+    policy = Policy(name="tiny", algorithm="ring", bucket_bytes=4)
+    many = replace(WORKLOAD, num_params=10**15)
+    with pytest.raises(UsageError, match=r"1,000,000,000,000,000 buckets with tiny, whose"):
+        simulate(many, hosts(2), policy)
+    whole = replace(many, gradients=(10**15 - 1, 1))  # which are two buckets
+    assert simulate(whole, hosts(2), policy).step_s > 0
+
+
+def test_more_stragglers_than_there_is_memory_for_are_refused():
+    policy = Policy(name="p", algorithm="ring", bucket_bytes=None)
+    with pytest.raises(UsageError, match=r"at most 1,048,576 `workers` \(=1,000,000,000\)"):
+        simulate(WORKLOAD, hosts(10**9), policy, Stragglers(spread=0.1))
+    assert simulate(WORKLOAD, hosts(10**9), policy).step_s > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
