@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from allstep.errors import UsageError
@@ -60,7 +61,7 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
-    console.print(_assumptions(advice), style="dim")
+    console.print(_assumptions(advice), style="dim", markup=False)
     counts = advice.worker_counts
     wanted = _POLICY_WIDTH + _CELL_WIDTH * len(counts) + _ACCURACY_WIDTH
     console.print(_wide(advice) if wanted <= console.width else _long(advice))
@@ -76,7 +77,7 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
         *lanes, key = timeline(choice.report.timeline, console.width)
         console.print("\n".join(["", *lanes]), markup=False, soft_wrap=True)
         console.print(key, style="dim")
-    console.print(f"\n[bold]advice:[/] {advice.recommendation.sentence}")
+    console.print(f"\n[bold]advice:[/] {escape(advice.recommendation.sentence)}")
     if choice is not None:
         console.print(f"[bold]in code:[/] {choice.policy.in_code}", soft_wrap=True)
 
