@@ -1,5 +1,6 @@
 """Numbers as people write them: 25M parameters, a link of 10gbit, workers 1,2,4."""
 
+import math
 import re
 
 from allstep.errors import UsageError
@@ -8,6 +9,7 @@ __all__ = ["parse_bandwidth", "parse_count", "parse_counts"]
 
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z/]*)")
+_LARGEST_COUNT = 2**63 - 1
 _BIT_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
@@ -15,7 +17,7 @@ def parse_count(argument: str, text: str) -> int:
     """A count with an optional K, M, B (or G) or T.
 
     Raises:
-        UsageError: if it is none, or less than 1; names `argument`.
+        UsageError: if it is none, less than 1 or beyond 64 bits; names `argument`.
 
     >>> parse_count("params", "25M"), parse_count("params", "1.2b"), parse_count("params", "7")
     (25000000, 1200000000, 7)
@@ -23,9 +25,11 @@ def parse_count(argument: str, text: str) -> int:
     count = _count(text)
     if count is None:
         raise UsageError(f"`{argument}` (={text}) must be a count such as 25M, 1.2B or 300000.")
-    if count < 1:
+    if count > _LARGEST_COUNT:
+        raise UsageError(f"`{argument}` (={text}) is too large: at most {_LARGEST_COUNT:.3g}.")
+    if round(count) < 1:
         raise UsageError(f"`{argument}` (={text}) must be at least 1.")
-    return count
+    return round(count)
 
 
 def parse_bandwidth(argument: str, text: str) -> float:
@@ -46,6 +50,8 @@ def parse_bandwidth(argument: str, text: str) -> float:
     bandwidth_bps = float(found[1]) * _BIT_UNITS[unit]
     if not bandwidth_bps:
         raise UsageError(f"`{argument}` (={text}) must be above 0.")
+    if bandwidth_bps == math.inf:
+        raise UsageError(f"`{argument}` (={text}) is too large.")
     return bandwidth_bps
 
 
@@ -64,9 +70,9 @@ def parse_counts(argument: str, text: str) -> list[int]:
     return sorted({parse_count(argument, part) for part in parts})
 
 
-def _count(text: str) -> int | None:
+def _count(text: str) -> float | None:
     """The number, or None if it is none."""
     found = _NUMBER.fullmatch(text.strip().lower().replace("_", ""))
     if found is None or found[2] not in _COUNT_UNITS:
         return None
-    return round(float(found[1]) * _COUNT_UNITS[found[2]])
+    return float(found[1]) * _COUNT_UNITS[found[2]]

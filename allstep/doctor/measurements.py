@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster, Link, check_positive
 from allstep.plan.collective import Collective, read_collective
 
 __all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
@@ -43,6 +43,9 @@ class Measurements:
         burst_s: by how many seconds a link may get ahead of its bandwidth after a pause.
         pairs: every pair of workers, one of each host for those between hosts.
         collectives: whole exchanges of buckets, by format and algorithm.
+
+    Raises:
+        UsageError: for a memory that doesn't copy; `cluster` checks the other numbers.
     """
 
     num_nodes: int
@@ -57,6 +60,9 @@ class Measurements:
     burst_s: float
     pairs: tuple[PairTiming, ...]
     collectives: tuple[Collective, ...]
+
+    def __post_init__(self) -> None:
+        check_positive("copy_bytes_per_s", self.copy_bytes_per_s, "10e9 is 10 GB/s")
 
     def cluster(self, name: str = "measured here") -> Cluster:
         """These workers, for the planner."""
@@ -101,8 +107,9 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
         UsageError: if the file can't be read, or holds something else.
     """
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        return measurements_of(table)
+        found = measurements_of(json.loads(path.read_text(encoding="utf-8")))
+        found.cluster()  # which checks the numbers
+        return found
     except OSError as error:
         raise UsageError(f"`{argument}` (={path}) can't be read: {error}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # UsageError is a ValueError

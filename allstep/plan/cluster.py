@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from allstep.errors import UsageError
 from allstep.plan.collective import Collective
@@ -29,10 +30,7 @@ class Link:
 
     def __post_init__(self) -> None:
         check_positive("bandwidth_bps", self.bandwidth_bps, "10e9 is 10 Gbit/s")
-        if not 0 <= self.latency_s < math.inf:
-            raise UsageError(
-                f"`latency_s` (={self.latency_s}) must be 0 or more; 30e-6 is usual for Ethernet."
-            )
+        check_not_negative("latency_s", self.latency_s, "30e-6 is usual for Ethernet")
 
     def seconds(self, num_bytes: float, num_messages: int = 1) -> float:
         """Seconds of messages sent one after the other.
@@ -102,13 +100,9 @@ class Cluster:
         if self.samples_per_s is not None:
             check_positive("samples_per_s", self.samples_per_s, "leave it out if it isn't known")
         for name in ("compute_slowdown", "communication_slowdown"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UsageError(f"`{name}` (={value}) must be 0 or more; 0.1 means 10 % slower.")
+            check_not_negative(name, getattr(self, name), "0.1 means 10 % slower")
         for name in ("burst_s", "bucketing_s_per_byte", "gradient_s"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UsageError(f"`{name}` (={value}) must be 0 or more.")
+            check_not_negative(name, getattr(self, name), "0 if it isn't known")
         if self.num_nodes > 1 and self.inter is None:
             raise UsageError(
                 f"`inter` is missing, but `num_nodes` is {self.num_nodes}:"
@@ -169,6 +163,17 @@ class Cluster:
 
 
 def check_positive(name: str, value: float, example: str) -> None:
-    """Refuses zero, negative and infinite values and NaN."""
-    if not 0 < value < math.inf:
+    """Refuses zero, negative and infinite values, NaN and what is no number."""
+    if not _is_number(value) or not 0 < value < math.inf:
         raise UsageError(f"`{name}` (={value}) must be above 0 and finite; {example}.")
+
+
+def check_not_negative(name: str, value: float, example: str) -> None:
+    """Refuses negative and infinite values, NaN and what is no number."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be compared with one; what comes out of a file may be anything."""
+    return isinstance(value, Real) and not isinstance(value, bool)

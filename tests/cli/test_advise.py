@@ -176,6 +176,27 @@ def test_measurements_are_a_cluster(say, refuse, tmp_path):
     assert "`cluster` (=no.json) can't be read" in refuse(*BARE[:4], "--cluster", "no.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("copy_bytes_per_s", "fast"), ("burst_s", None), ("gradient_s", [1]), ("num_nodes", None)],
+)
+def test_measurements_that_are_no_numbers_are_named(refuse, tmp_path, field, value):
+    measure(Communicator.lone(), ()).write(tmp_path / "here.json")
+    table = json.loads((tmp_path / "here.json").read_text())
+    (tmp_path / "here.json").write_text(json.dumps(table | {field: value}))
+    message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
+    assert f"`cluster` (=here.json) holds no measurements: `{field}` (={value}) must be" in message
+
+
+@pytest.mark.parametrize("name", ["a[/b]", "lab[a100]", "[bold]"])
+def test_a_name_is_printed_as_it_is(say, tmp_path, name):
+    (tmp_path / "lab.toml").write_text(
+        f"name = '{name}'\nnum_nodes = 1\nworkers_per_node = 2\n[intra]\nbandwidth_bps = 1e9\n"
+    )
+    text = say("--params", "1M", "--step-ms", "100", "--cluster", "lab.toml")
+    assert text.startswith(f"{name}: 1 Gbit/s")
+
+
 @pytest.mark.parametrize("columns", [20, 40, 60, 79, 100, 200])
 def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -209,13 +230,18 @@ def test_a_file_that_cannot_be_written(refuse, flag):
     [
         (["--params", "many", *BARE[2:]], "`params` (=many) must be a count such as 25M"),
         (["--params", "0", *BARE[2:]], "`params` (=0) must be at least 1."),
+        (["--params", "1e400", *BARE[2:]], "`params` (=1e400) is too large: at most 9.22e+18."),
+        (["--params", "1e15", *BARE[2:]], "`params` (=1,000,000,000,000,000) are 152,587,890"),
         ([*BARE[:2], *BARE[4:]], "`step_ms` is missing"),
         ([*BARE[:3], "0", *BARE[4:]], "`step_ms` (=0.0) must be above 0"),
         ([*BARE[:4], *BARE[6:]], "`link` is missing"),
         ([*BARE[:5], "10", *BARE[6:]], "`link` (=10) must be bits per second such as 10gbit"),
         ([*BARE[:5], "0gbit", *BARE[6:]], "`link` (=0gbit) must be above 0."),
+        ([*BARE[:5], "1e400gbit", *BARE[6:]], "`link` (=1e400gbit) is too large."),
         ([*BARE[:7], "1,two"], "`workers` (=two) must be a count"),
         ([*BARE[:7], "0"], "`workers` (=0) must be at least 1."),
+        ([*BARE[:7], "1,1e400"], "`workers` (=1e400) is too large: at most 9.22e+18."),
+        ([*BARE[:7], "1,1e12", "--stragglers", "5"], "at most 1,048,576 `workers` (=1,000,000,"),
         ([*BARE, "--latency-us", "-1"], "`latency_s` (=-1e-06) must be 0 or more"),
         ([*BARE, "--per-node", "0"], "`per_node` (=0) must be at least 1."),
         ([*BARE, "--per-node", "3"], "must fill nodes of 3 workers"),
