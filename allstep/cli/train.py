@@ -130,7 +130,8 @@ def _resume(arguments: list[str]) -> int:
     parser.add_argument("--workers", metavar="N", type=int)
     known, others = parser.parse_known_args(arguments)
     if others:
-        listed = ", ".join(f"`{word}`" for word in others if not word.lstrip("-").isdigit())
+        names = [word for word in others if not word.lstrip("-").isdigit()] or others
+        listed = ", ".join(f"`{word}`" for word in names)
         raise UsageError(
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
             f" {known.resume}/recipe.json. Only `--workers` may differ."

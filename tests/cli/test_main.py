@@ -289,6 +289,12 @@ def test_a_run_with_something_left_to_do_is_resumed(monkeypatch, report):
     assert len(started) == 1
 
 
+def test_a_number_that_belongs_nowhere_is_refused_at_resume(said):
+    make_run()
+    message = said("train", "--resume", "runs/a", "3")
+    assert message.startswith("error: `3` can't be given with `--resume`: ")
+
+
 def test_recipe_flags_are_refused_at_resume(said):
     make_run()
     message = said("train", "digits", "--resume", "runs/a", "--epochs", "3", "--workers", "2")
