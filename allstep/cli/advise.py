@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from allstep.cli.advise_flags import make_parser, read_machines
+from allstep.cli.advise_flags import check_numbers, make_parser, read_machines
 from allstep.cli.advise_output import Advice, check_plot, show, write_json, write_plot
 from allstep.cli.advise_subject import Subject, read_subject
 from allstep.cli.quantities import parse_count
@@ -32,6 +32,7 @@ def run(arguments: list[str]) -> int:
     else:
         name = arguments[0]
         known, rest = make_parser().parse_known_args(arguments[1:])
+    check_numbers(known)
     subject = read_subject(known, name, rest)
     if known.plot is not None:
         check_plot()

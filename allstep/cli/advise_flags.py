@@ -7,14 +7,14 @@ from pathlib import Path
 from allstep.cli.quantities import parse_bandwidth, parse_counts
 from allstep.doctor.measurements import read_measurements
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster, Link, check_not_negative, check_positive
 from allstep.plan.cluster_files import preset_names, read_cluster
 
-__all__ = ["make_parser", "read_machines"]
+__all__ = ["check_numbers", "make_parser", "read_machines"]
 
 # What TCP leaves of a line with frames of 1,500 bytes.
 _TCP_SHARE = 0.94
-_WORKERS = "1,2,4,8,16,32"
+_USUAL_WORKERS = 32
 
 _EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --workers 1,2,4,8,32"
 
@@ -58,7 +58,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="points of accuracy that a policy may cost (default: 0.5)",
     )
     cluster = parser.add_argument_group("the machines")
-    cluster.add_argument("--workers", metavar="N,N,...", help=f"default: {_WORKERS}")
+    cluster.add_argument(
+        "--workers",
+        metavar="N,N,...",
+        help=f"default: 1, 2, 4, ... up to {_USUAL_WORKERS}, or those of the cluster",
+    )
     cluster.add_argument("--link", metavar="RATE", help="between machines, such as 10gbit")
     cluster.add_argument(
         "--cluster", metavar="NAME|FILE", help=f"instead of --link: {', '.join(preset_names())}"
@@ -106,18 +110,63 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_numbers(known: Namespace) -> None:
+    """Refuses numbers out of range by the flags that hold them, before anything is done.
+
+    Raises:
+        UsageError: for the first that is wrong.
+    """
+    for name in ("micro_batch", "per_node"):
+        value = getattr(known, name)
+        if value is not None and value < 1:
+            raise UsageError(f"`{name}` (={value}) must be at least 1.")
+    for name, check, example in (
+        ("copy_gb_s", check_positive, "10 is usual for a CPU"),
+        ("latency_us", check_not_negative, "30 is usual for Ethernet"),
+        ("contention", check_not_negative, "10 means 10 % slower"),
+        ("stragglers", check_not_negative, "5 is about 5 %"),
+        ("max_points_lost", check_not_negative, "0 takes what costs nothing"),
+    ):
+        value = getattr(known, name)
+        if value is not None:
+            check(name, value, example)
+
+
 def read_machines(known: Namespace) -> tuple[Cluster, list[int]]:
     """The cluster, and the numbers of workers that are asked about.
 
+    Args:
+        known: flags that `check_numbers` has let through.
+
     Raises:
-        UsageError: if flags are missing, contradict each other or are out of range.
+        UsageError: if flags are missing, or contradict each other.
     """
-    counts = None if known.workers is None else parse_counts("workers", known.workers)
-    if known.cluster is not None:
+    asked = None if known.workers is None else parse_counts("workers", known.workers)
+    if known.cluster is None:
+        per_node = known.per_node or 1
+        counts = asked or _usual_counts(per_node, max(2, _USUAL_WORKERS // per_node))
+        cluster = _bare_cluster(known, max(counts))
+    else:
         cluster = _named_cluster(known)
-        return cluster, counts or _usual_counts(cluster)
-    counts = counts or parse_counts("workers", _WORKERS)
-    return _bare_cluster(known, max(counts)), counts
+        counts = asked or _usual_counts(cluster.workers_per_node, cluster.num_nodes)
+    for count in counts:
+        cluster.of(count, argument="workers")
+    return cluster, counts
+
+
+def _usual_counts(per_node: int, num_nodes: int) -> list[int]:
+    """Powers of two in a node and of nodes, and all workers.
+
+    >>> _usual_counts(6, 5)
+    [1, 2, 4, 6, 12, 24, 30]
+    """
+    inside = _powers_of_two(per_node - 1)
+    filling = (per_node * nodes for nodes in _powers_of_two(num_nodes))
+    return sorted({*inside, *filling, per_node * num_nodes})
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def _bare_cluster(known: Namespace, most: int) -> Cluster:
@@ -126,9 +175,7 @@ def _bare_cluster(known: Namespace, most: int) -> Cluster:
             "`link` is missing: what joins the machines, such as `--link 10gbit`;"
             " or name a `--cluster`."
         )
-    per_node = 1 if known.per_node is None else known.per_node
-    if per_node < 1:
-        raise UsageError(f"`per_node` (={per_node}) must be at least 1.")
+    per_node = known.per_node or 1
     latency_us = 30.0 if known.latency_us is None else known.latency_us
     node_link = "80gbit" if known.node_link is None else known.node_link
     contention = 10.0 if known.contention is None else known.contention
@@ -160,10 +207,3 @@ def _named_cluster(known: Namespace) -> Cluster:
         return read_measurements(Path(known.cluster), argument="cluster").cluster()
     return read_cluster(known.cluster)
 
-
-def _usual_counts(cluster: Cluster) -> list[int]:
-    """Powers of two that fill the cluster's nodes, and all of it."""
-    powers = {1 << exponent for exponent in range(cluster.num_workers.bit_length())}
-    per_node = cluster.workers_per_node
-    fitting = {n for n in powers if n <= per_node or n % per_node == 0}
-    return sorted(fitting | {cluster.num_workers})

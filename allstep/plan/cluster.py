@@ -119,11 +119,12 @@ class Cluster:
         """Seconds to add a byte to another: two are read and one is written."""
         return 1.5 / self.copy_bytes_per_s
 
-    def of(self, num_workers: int) -> "Cluster":
+    def of(self, num_workers: int, *, argument: str = "num_workers") -> "Cluster":
         """The part that `num_workers` fill, node by node.
 
         Args:
             num_workers: 1 to all of them; beyond one node a multiple of `workers_per_node`.
+            argument: what the caller names it, for messages.
 
         Raises:
             UsageError: if there aren't as many, or they would leave a node half filled.
@@ -135,11 +136,11 @@ class Cluster:
         """
         if not isinstance(num_workers, int) or num_workers < 1:
             raise UsageError(
-                f"`num_workers` (={num_workers}) must be a whole number of at least 1."
+                f"`{argument}` (={num_workers}) must be a whole number of at least 1."
             )
         if num_workers > self.num_workers:
             raise UsageError(
-                f"`num_workers` (={num_workers}) exceeds the {self.num_workers} of cluster"
+                f"`{argument}` (={num_workers}) exceeds the {self.num_workers} of cluster"
                 f" {self.name} ({self.num_nodes} nodes x {self.workers_per_node})."
             )
         per_node = self.workers_per_node
@@ -151,7 +152,7 @@ class Cluster:
         if num_workers % per_node:
             below = num_workers // per_node * per_node
             raise UsageError(
-                f"`num_workers` (={num_workers}) must fill nodes of {per_node} workers;"
+                f"`{argument}` (={num_workers}) must fill nodes of {per_node} workers;"
                 f" nearest: {below}, {below + per_node}."
             )
         return replace(part, num_nodes=num_workers // per_node)

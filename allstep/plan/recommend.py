@@ -10,8 +10,8 @@ Workers are added as long as each of them brings a quarter of what the first one
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allstep.errors import UsageError
 from allstep.plan.accuracy import AccuracyTable, is_lossless
+from allstep.plan.cluster import check_not_negative
 from allstep.plan.policy import Policy
 from allstep.plan.scaling import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
@@ -53,8 +53,7 @@ def recommend(
     Raises:
         UsageError: if `max_points_lost` is negative.
     """
-    if not max_points_lost >= 0:
-        raise UsageError(f"`max_points_lost` (={max_points_lost}) must be 0 or more points.")
+    check_not_negative("max_points_lost", max_points_lost, "0 takes what costs nothing")
     allowed = [p for p in predictions if _is_allowed(p.policy, accuracy, max_points_lost)]
     counts = sorted({p.num_workers for p in predictions if p.num_workers > 1})
     best = [simplest_fast([p for p in allowed if p.num_workers == count]) for count in counts]

@@ -156,6 +156,21 @@ def test_nodes_of_several_workers(say):
     assert "8 workers a machine" in text
 
 
+@pytest.mark.parametrize(
+    ("per_node", "counts"),
+    [
+        ("1", "1 2 4 8 16 32"),
+        ("6", "1 2 4 6 12 24 30"),
+        ("8", "1 2 4 8 16 32"),
+        ("24", "1 2 4 8 16 24 48"),
+    ],
+)
+def test_the_usual_numbers_of_workers_fill_the_machines(say, per_node, counts):
+    text = say(*BARE[:-2], "--per-node", per_node)
+    header = next(line for line in text.splitlines() if line.startswith("workers"))
+    assert header.removesuffix("accuracy cost").split()[1:] == counts.split()
+
+
 def test_a_cluster_file(say, tmp_path):
     (tmp_path / "lab.toml").write_text(
         "num_nodes = 4\nworkers_per_node = 1\n[intra]\nbandwidth_bps = 1e9\n"
@@ -242,20 +257,22 @@ def test_a_file_that_cannot_be_written(refuse, flag):
         ([*BARE[:7], "0"], "`workers` (=0) must be at least 1."),
         ([*BARE[:7], "1,1e400"], "`workers` (=1e400) is too large: at most 9.22e+18."),
         ([*BARE[:7], "1,1e12", "--stragglers", "5"], "at most 1,048,576 `workers` (=1,000,000,"),
-        ([*BARE, "--latency-us", "-1"], "`latency_s` (=-1e-06) must be 0 or more"),
+        ([*BARE, "--latency-us", "-1"], "`latency_us` (=-1.0) must be 0 or more"),
+        ([*BARE, "--latency-us", "inf"], "`latency_us` (=inf) must be 0 or more, and finite"),
         ([*BARE, "--per-node", "0"], "`per_node` (=0) must be at least 1."),
-        ([*BARE, "--per-node", "3"], "must fill nodes of 3 workers"),
-        ([*BARE, "--copy-gb-s", "0"], "`copy_bytes_per_s` (=0.0) must be above 0"),
-        ([*BARE, "--contention", "-5"], "`compute_slowdown` (=-0.05) must be 0 or more"),
-        ([*BARE, "--stragglers", "-5"], "`spread` (=-0.05) must be 0 or more"),
+        ([*BARE, "--per-node", "3"], "`workers` (=4) must fill nodes of 3 workers; nearest: 3, 6"),
+        ([*BARE, "--copy-gb-s", "0"], "`copy_gb_s` (=0.0) must be above 0"),
+        ([*BARE, "--contention", "-5"], "`contention` (=-5.0) must be 0 or more"),
+        ([*BARE, "--stragglers", "-5"], "`stragglers` (=-5.0) must be 0 or more"),
+        ([*BARE, "--stragglers", "nan"], "`stragglers` (=nan) must be 0 or more"),
         ([*BARE, "--global-batch", "100"], "`global_batch` (=100) must be a multiple of"),
-        ([*BARE, "--micro-batch", "0"], "`num_samples` (=0) must be a whole number"),
+        ([*BARE, "--micro-batch", "0"], "`micro_batch` (=0) must be at least 1."),
         ([*BARE, "--max-points-lost", "-1"], "`max_points_lost` (=-1.0) must be 0 or more"),
         ([*BARE, "--noise-scale", "0"], "`noise_scale` (=0) must be at least 1."),
         ([*BARE, "--cluster", "mn-1"], "`link` (=10gbit) and `cluster` (=mn-1) both say"),
         (
             ["--params", "1M", "--step-ms", "9", "--cluster", "mn-1", "--workers", "2048"],
-            "`num_workers` (=2048) exceeds the 1024 of cluster mn-1",
+            "`workers` (=2048) exceeds the 1024 of cluster mn-1",
         ),
         (
             ["--params", "1M", "--step-ms", "9", "--cluster", "mn1"],
