@@ -167,7 +167,8 @@ def write_planner(rows: dict[str, dict[str, Any]]) -> None:
     seeds = sorted({row["num_seeds"] for row in told.values()})
     task = f"Fashion-MNIST, {EPOCHS} epochs, {'-'.join(map(str, seeds))} seeds,"
     task += f" {NUM_WORKERS} workers"
-    PLANNER.write_text(json.dumps({"task": task, "points_lost": costs}, indent=2) + "\n")
+    table = {"task": task, "num_workers": NUM_WORKERS, "points_lost": costs}
+    PLANNER.write_text(json.dumps(table, indent=2) + "\n")
 
 
 def main() -> None:

@@ -206,4 +206,3 @@ def _named_cluster(known: Namespace) -> Cluster:
     if known.cluster.endswith(".json"):
         return read_measurements(Path(known.cluster), argument="cluster").cluster()
     return read_cluster(known.cluster)
-

@@ -55,6 +55,11 @@ class Advice:
             rows.setdefault(p.policy.name, {})[p.num_workers] = p
         return rows
 
+    @property
+    def lone(self) -> Prediction | None:
+        """One worker, if it was asked about; with any policy, as nothing is exchanged."""
+        return next((p for p in self.predictions if p.num_workers == 1), None)
+
 
 def show(advice: Advice, *, with_timeline: bool) -> None:
     """Prints everything, as wide as the terminal allows."""
@@ -136,7 +141,7 @@ def _beside(advice: Advice) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("workers", "predicted", "measured", "error", "speed", "policy"):
         table.add_column(title, justify="left" if title == "policy" else "right")
-    lone = next(iter(advice.policies.values())).get(1)  # any policy: nothing is exchanged
+    lone = advice.lone
     for p in (p for p in advice.predictions if p.num_workers > 1 or p is lone):
         step_s, measured_s = p.report.step_s, advice.measured_s[p.policy.name, p.num_workers]
         speed = p.global_batch / measured_s / p.lone_samples_per_s
@@ -152,23 +157,18 @@ def _beside(advice: Advice) -> Table:
 
 
 def _to_target(advice: Advice, target: Target) -> Table:
-    """What larger batches cost, and what is left of the speed-up."""
-    lone_samples = target.samples(advice.job.batch(1))
-    lone_s = lone_samples / advice.predictions[0].lone_samples_per_s
+    """What larger batches cost, and what they leave of the speed-up of what may be recommended."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("workers", "batch", "samples to target", "speed-up to target", "policy"):
         table.add_column(title, justify="left" if title == "policy" else "right")
-    for count in advice.worker_counts:
-        best = min(
-            (row[count] for row in advice.policies.values() if row[count].policy.every == 1),
-            key=target.seconds,
-        )
+    lone = advice.lone
+    for p in (*([] if lone is None else [lone]), *advice.recommendation.best):
         table.add_row(
-            f"{count:,}",
-            f"{best.global_batch:,}",
-            f"{target.samples(best.global_batch) / lone_samples:.2f}x",
-            f"{lone_s / target.seconds(best):.1f}x",
-            best.policy.name,
+            f"{p.num_workers:,}",
+            f"{p.global_batch:,}",
+            f"{target.samples(p.global_batch) / target.samples(p.lone_batch):.2f}x",
+            f"{target.speed_up(p):.1f}x",
+            "one worker" if p is lone else p.policy.name,
         )
     return table
 

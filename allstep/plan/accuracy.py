@@ -39,10 +39,12 @@ class AccuracyTable:
 
     Attributes:
         task: in words; None if nothing has been measured.
+        num_workers: that trained it; more may lose more, where they train alone for some steps.
         points_lost: by policy name.
     """
 
     task: str | None
+    num_workers: int
     points_lost: Mapping[str, AccuracyCost]
 
     def cost(self, policy: Policy) -> AccuracyCost | None:
@@ -68,7 +70,7 @@ def is_lossless(policy: Policy) -> bool:
 def measured_accuracy() -> AccuracyTable:
     """The costs that come with the package, from `accuracy_cost.json`.
 
-    {"task": "what was trained, epochs, seeds",
+    {"task": "what was trained, epochs, seeds, workers", "num_workers": workers,
      "points_lost": {"name of a policy": {"mean": points, "std": points}, ...}}
     """
     text = (files("allstep.plan") / "accuracy_cost.json").read_text(encoding="utf-8")
@@ -77,4 +79,4 @@ def measured_accuracy() -> AccuracyTable:
         name: AccuracyCost(float(cost["mean"]), float(cost["std"]))
         for name, cost in table["points_lost"].items()
     }
-    return AccuracyTable(table["task"], costs)
+    return AccuracyTable(table["task"], table["num_workers"], costs)

@@ -135,9 +135,7 @@ class Cluster:
         (2, 4)
         """
         if not isinstance(num_workers, int) or num_workers < 1:
-            raise UsageError(
-                f"`{argument}` (={num_workers}) must be a whole number of at least 1."
-            )
+            raise UsageError(f"`{argument}` (={num_workers}) must be a whole number of at least 1.")
         if num_workers > self.num_workers:
             raise UsageError(
                 f"`{argument}` (={num_workers}) exceeds the {self.num_workers} of cluster"

@@ -3,7 +3,8 @@
 [Note: recommendation] A policy may be recommended if it costs nothing in accuracy, or at most the
 points that the user can spare as measured, or if it has not been measured but still takes the mean
 of everyone's gradients at every step; the sentence then says so. Averaging parameters now and then
-changes the training too much for that. Of policies within 2 % of the fastest, the simplest wins.
+changes the training too much for that, and the more the more workers do: it may be recommended for
+as many workers as it was measured on. Of policies within 2 % of the fastest, the simplest wins.
 Workers are added as long as each of them brings a quarter of what the first one does.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.cluster import check_not_negative
+from allstep.plan.losses import growing_loss, largest_loss
 from allstep.plan.policy import Policy
 from allstep.plan.scaling import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
@@ -29,10 +31,12 @@ class Recommendation:
     Attributes:
         choice: the recommended cell of the table; None means «don't scale».
         sentence: what to do and why.
+        best: of each number of workers beyond one, what may be recommended for it.
     """
 
     choice: Prediction | None
     sentence: str
+    best: Sequence[Prediction] = ()
 
 
 def recommend(
@@ -54,33 +58,41 @@ def recommend(
         UsageError: if `max_points_lost` is negative.
     """
     check_not_negative("max_points_lost", max_points_lost, "0 takes what costs nothing")
-    allowed = [p for p in predictions if _is_allowed(p.policy, accuracy, max_points_lost)]
-    counts = sorted({p.num_workers for p in predictions if p.num_workers > 1})
-    best = [simplest_fast([p for p in allowed if p.num_workers == count]) for count in counts]
-    if not best:
+    several = [p for p in predictions if p.num_workers > 1]
+    if not several:
         return Recommendation(choice=None, sentence="one worker has nobody to talk to.")
-    rates = [(1, _lone_progress(predictions[0], target))]
-    rates += [(p.num_workers, _progress(p, target)) for p in best]
-    num_workers = worth_adding(rates)
-    if num_workers == 1:
-        fastest = max(best, key=lambda p: _progress(p, target))
-        sentence = _dont(fastest, rates[0][1], target)
-        others = [p for p in predictions if p not in allowed]
-        return Recommendation(
-            choice=None, sentence=sentence + _temptation(others, accuracy, rates[0][1], target)
-        )
-    choice = next(p for p in best if p.num_workers == num_workers)
-    sentences = [
-        _do(choice, _simplest(predictions, num_workers)),
-        _accuracy_note(choice.policy, accuracy),
-        _limit(choice, best, target),
-    ]
-    return Recommendation(choice=choice, sentence=" ".join(filter(None, sentences)))
+    allowed = [p for p in several if _is_allowed(p, accuracy, max_points_lost)]
+    counts = sorted({p.num_workers for p in allowed})
+    best = [simplest_fast([p for p in allowed if p.num_workers == count]) for count in counts]
+    num_workers = worth_adding([(1, 1.0), *((p.num_workers, _gain(p, target)) for p in best)])
+    choice = next((p for p in best if p.num_workers == num_workers), None)
+    others = [p for p in several if p not in allowed]
+    if choice is None:
+        sentences = [_dont(best, target), _temptation(others, best, 1.0, accuracy, target)]
+    else:
+        sentences = [
+            _do(choice, target),
+            _instead_of(choice, _simplest(predictions, num_workers)),
+            _accuracy_note(choice.policy, accuracy),
+            _limit(choice, best, target),
+            _temptation(others, best, _gain(choice, target), accuracy, target),
+        ]
+    return Recommendation(
+        choice=choice, sentence=" ".join(filter(None, sentences)), best=tuple(best)
+    )
 
 
-def _is_allowed(policy: Policy, accuracy: AccuracyTable, max_points_lost: float) -> bool:
+def _is_allowed(prediction: Prediction, accuracy: AccuracyTable, max_points_lost: float) -> bool:
+    policy = prediction.policy
     cost = accuracy.cost(policy)
-    return policy.every == 1 if cost is None else cost.mean <= max_points_lost
+    if cost is None:
+        return policy.every == 1
+    return cost.mean <= max_points_lost and not _is_beyond(prediction, accuracy)
+
+
+def _is_beyond(prediction: Prediction, accuracy: AccuracyTable) -> bool:
+    """Whether more workers train alone for some steps than when that was measured."""
+    return prediction.policy.every > 1 and prediction.num_workers > accuracy.num_workers
 
 
 def simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
@@ -93,32 +105,36 @@ def _simplest(predictions: Sequence[Prediction], num_workers: int) -> Prediction
     return next(p for p in predictions if p.num_workers == num_workers)
 
 
-def _progress(prediction: Prediction, target: Target | None) -> float:
+def _gain(prediction: Prediction, target: Target | None) -> float:
+    """How many times as fast as one worker."""
+    return prediction.speed_up if target is None else target.speed_up(prediction)
+
+
+def _do(choice: Prediction, target: Target | None) -> str:
+    workers = f"{choice.num_workers:,} workers with {choice.policy.name}"
+    batch = ""
+    if choice.global_batch != choice.lone_batch:
+        batch = f"; the batch grows from {choice.lone_batch:,} to {choice.global_batch:,}"
     if target is None:
-        return prediction.samples_per_s
-    return 1 / target.seconds(prediction)
+        gain = f"{choice.speed_up:.1f}x one worker, {choice.efficiency:.0%} efficient"
+    else:
+        gain = (
+            f"{target.speed_up(choice):.1f}x one worker on the way to the target,"
+            f" {choice.speed_up:.1f}x in samples per second"
+        )
+    return f"{workers}: {gain}{batch}."
 
 
-def _lone_progress(prediction: Prediction, target: Target | None) -> float:
-    rate = prediction.lone_samples_per_s
-    if target is None:
-        return rate
-    return rate / target.samples(prediction.lone_batch)
-
-
-def _do(choice: Prediction, simplest: Prediction) -> str:
-    report = choice.report
-    text = (
-        f"{choice.num_workers:,} workers with {choice.policy.name}:"
-        f" {choice.speed_up:.1f}x one worker, {choice.efficiency:.0%} efficient."
-    )
+def _instead_of(choice: Prediction, simplest: Prediction) -> str:
     if choice.policy.name == simplest.policy.name:
-        return f"{text} Nothing here is more than {_AS_FAST:.0%} faster, so keep it simple."
-    waiting = simplest.report.exposed_s / simplest.report.step_s
-    gain = simplest.report.step_s / report.step_s
+        return (
+            f"Nothing that may be recommended is more than {_AS_FAST:.0%} faster, so keep it"
+            " simple."
+        )
+    share, gain = simplest.report.exchange_share, simplest.report.step_s / choice.report.step_s
     return (
-        f"{text} {simplest.policy.name} waits for the wire in {waiting:.0%} of a step;"
-        f" this is {gain:.1f}x as fast."
+        f"With {simplest.policy.name} the exchange takes {share:.0%} of a step; this is"
+        f" {gain:.2f}x as fast."
     )
 
 
@@ -132,47 +148,54 @@ def _accuracy_note(policy: Policy, accuracy: AccuracyTable) -> str:
 
 
 def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None) -> str:
-    beyond = [p for p in best if p.num_workers > choice.num_workers]
-    if not beyond:
+    """Why more workers don't pay: what grows most on the way to the next number of them."""
+    following = next((p for p in best if p.num_workers > choice.num_workers), None)
+    if following is None:
         return ""
-    following = beyond[0]
-    if target is not None and choice.global_batch < following.global_batch:
-        reason = (
-            f"a batch of {following.global_batch:,} takes"
-            f" {target.samples(following.global_batch) / target.samples(choice.global_batch):.1f}x"
-            " the samples"
-        )
-    else:
-        reason = f"{following.num_workers:,} would be {following.efficiency:.0%} efficient"
-    return f"More workers don't pay: {reason}."
+    loss = growing_loss(choice, following, target)
+    return (
+        f"More workers don't pay: {following.num_workers:,} would be"
+        f" {_gain(following, target):.1f}x one worker with {following.policy.name}, as"
+        f" {loss.reason}."
+    )
 
 
-def _dont(fastest: Prediction, lone_progress: float, target: Target | None) -> str:
-    report = fastest.report
-    gain = _progress(fastest, target) / lone_progress
-    what = "speed" if target is None else "time to the target"
-    waiting = report.exposed_s / report.step_s
+def _dont(best: Sequence[Prediction], target: Target | None) -> str:
+    if not best:
+        return "don't: none of these may be recommended."
+    fastest = max(best, key=lambda p: _gain(p, target))
+    loss = largest_loss(fastest, target)
+    way = "" if target is None else " on the way to the target"
     return (
         f"don't: {fastest.num_workers:,} workers with {fastest.policy.name}, the best that may be"
-        f" recommended, come to {gain:.2f}x the {what} of one; the wire keeps them waiting for"
-        f" {waiting:.0%}"
-        " of a step. One worker with a larger batch or a faster machine does more."
+        f" recommended, come to {_gain(fastest, target):.2f}x the speed of one{way}:"
+        f" {loss.reason}. What would help: {loss.cure}."
     )
 
 
 def _temptation(
     others: Sequence[Prediction],
+    best: Sequence[Prediction],
+    reached: float,
     accuracy: AccuracyTable,
-    lone_progress: float,
     target: Target | None,
 ) -> str:
-    """What would pay if accuracy didn't matter."""
-    if not others:
+    """What else would pay if accuracy didn't matter."""
+    gains = {p.num_workers: _gain(p, target) for p in best}
+    tempting = [
+        p
+        for p in others
+        if _gain(p, target) >= (1 + WORTH_ADDING) * max(reached, gains.get(p.num_workers, 0.0))
+    ]
+    if not tempting:
         return ""
-    best = max(others, key=lambda p: _progress(p, target))
-    gain = _progress(best, target) / lone_progress
-    if gain < 1 + WORTH_ADDING:
-        return ""
-    cost = accuracy.cost(best.policy)
-    price = "at a cost in accuracy that is not measured" if cost is None else f"for {cost} points"
-    return f" {best.policy.name} would come to {gain:.1f}x, {price}."
+    most = max(tempting, key=lambda p: _gain(p, target))
+    cost = accuracy.cost(most.policy)
+    if cost is None:
+        price = "at a cost in accuracy that is not measured"
+    elif _is_beyond(most, accuracy):
+        price = f"at a cost in accuracy that is measured on {accuracy.num_workers} workers only"
+    else:
+        price = f"for {cost} points"
+    gain = _gain(most, target)
+    return f"On {most.num_workers:,} workers {most.policy.name} would come to {gain:.1f}x, {price}."

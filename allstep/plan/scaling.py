@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from allstep.plan.cluster import Cluster
 from allstep.plan.job import Job
@@ -28,6 +29,7 @@ class Prediction:
         policy: with nothing left to choose.
         num_workers: of the cluster.
         global_batch: samples of a step.
+        num_micro_batches: of a step, over all workers.
         report: of a step.
         lone_batch: samples of a step of one worker alone.
         lone_samples_per_s: what it reaches.
@@ -36,6 +38,7 @@ class Prediction:
     policy: Policy
     num_workers: int
     global_batch: int
+    num_micro_batches: int
     report: StepReport
     lone_batch: int
     lone_samples_per_s: float
@@ -49,6 +52,12 @@ class Prediction:
     def speed_up(self) -> float:
         """Samples per second over those of one worker."""
         return self.samples_per_s / self.lone_samples_per_s
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the workers' compute time that is lost, since micro-batches don't divide."""
+        most = ceil(self.num_micro_batches / self.num_workers)
+        return 1 - self.num_micro_batches / (self.num_workers * most)
 
     @property
     def efficiency(self) -> float:
@@ -111,6 +120,7 @@ def predict_one(
         policy=best,
         num_workers=num_workers,
         global_batch=job.batch(num_workers),
+        num_micro_batches=ceil(job.batch(num_workers) / job.micro.num_samples),
         report=simulate(workload, part, best, stragglers),
         lone_batch=job.batch(1),
         lone_samples_per_s=job.batch(1) / job.workload(1).compute_s,

@@ -65,3 +65,8 @@ class Target:
     def seconds(self, prediction: Prediction) -> float:
         """Seconds to the target at a prediction's batch and speed."""
         return self.samples(prediction.global_batch) / prediction.samples_per_s
+
+    def speed_up(self, prediction: Prediction) -> float:
+        """How many times sooner than by one worker the target is reached."""
+        lone_s = self.samples(prediction.lone_batch) / prediction.lone_samples_per_s
+        return lone_s / self.seconds(prediction)

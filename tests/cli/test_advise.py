@@ -63,7 +63,7 @@ def test_bare_numbers_become_a_table_a_chart_and_advice(say):
 
 
 def test_a_cost_that_nobody_has_measured_is_said_to_be_so(say, monkeypatch):
-    unknown = AccuracyTable("a task", {"fp16": AccuracyCost(0.1, 0.2)})
+    unknown = AccuracyTable("a task", 2, {"fp16": AccuracyCost(0.1, 0.2)})
     monkeypatch.setattr(advise, "measured_accuracy", lambda: unknown)
     lines = say(*BARE).splitlines()
     assert next(line for line in lines if line.startswith("fp16 ")).endswith("0.10 +- 0.20")
@@ -93,7 +93,55 @@ def test_a_noise_scale_ends_it_earlier(say):
     assert "samples to target" in text
     advice = advice_of(text)
     assert advice.startswith("8 workers with ")
-    assert "More workers don't pay: a batch of 1,024 takes" in advice
+    assert (
+        "More workers don't pay: 32 would be 5.6x one worker with fp16 + staleness 1, as a batch"
+        " of 1,024 takes 5.3x the samples of one of 32 at a noise scale of 200." in advice
+    )
+
+
+def to_target(text):
+    """The table of what is left to the target: (speed-up, policy) by number of workers."""
+    rows = re.findall(r"^ +([\d,]+) +[\d,]+ +[\d.]+x +([\d.]+)x (\S.*?) *$", text, re.MULTILINE)
+    return {int(count.replace(",", "")): (float(gain), policy) for count, gain, policy in rows}
+
+
+@pytest.mark.parametrize("link", ["1gbit", "10gbit", "100gbit"])
+@pytest.mark.parametrize("noise_scale", ["5", "300", "5000"])
+@pytest.mark.parametrize("points", ["0", "0.5"])
+def test_the_advice_says_what_the_table_says(say, link, noise_scale, points):
+    """The same policies, the same numbers, and the reason that the numbers give."""
+    flags = ["--noise-scale", noise_scale, "--max-points-lost", points, "--workers", "1,2,4,8"]
+    text = say(*BARE[:5], link, *flags)
+    advice, table = advice_of(text), to_target(text)
+    assert list(table) == [1, 2, 4, 8]
+    assert table.pop(1) == (1.0, "one worker")
+    if points == "0":
+        assert {policy for _, policy in table.values()} <= {"DDP", "fp32", "fp16"}
+    assert all("local SGD" not in table[count][1] for count in (4, 8))
+    found = re.match(r"(\d+) workers with (.*?): ([\d.]+)x one worker on the way to the", advice)
+    if found:
+        assert table[int(found[1])] == (float(found[3]), found[2])
+    else:
+        found = re.match(
+            r"don't: (\d+) workers with (.*), the best .* come to ([\d.]+)x the", advice
+        )
+        assert table[int(found[1])] == (pytest.approx(float(found[3]), abs=0.051), found[2])
+        assert table[int(found[1])][0] == max(gain for gain, _ in table.values())
+    following = re.search(r"don't pay: (\d+) would be ([\d.]+)x one worker with (.*?), as", advice)
+    if following:
+        assert table[int(following[1])] == (float(following[2]), following[3])
+    if advice.startswith("don't"):
+        is_wire = "What would help: a faster link" in advice
+        is_batch = "What would help: a faster machine; a larger batch would not." in advice
+        assert is_wire or is_batch
+        assert is_wire or noise_scale != "5000"
+        assert is_batch or link != "100gbit"
+
+
+def test_workers_without_micro_batches_are_not_blamed_on_the_wire(say):
+    advice = advice_of(say(*BARE[:7], "1,2,4", "--global-batch", "32"))
+    assert "a step has 1 micro-batch for 2 workers, which idle 50% of it." in advice
+    assert "the exchange" not in advice
 
 
 def test_a_fixed_batch_is_cut(say):
@@ -121,6 +169,7 @@ def test_more_points_may_be_spared_or_none(say, monkeypatch):
 
     table = AccuracyTable(
         "fashion",
+        2,
         {
             "fp16": AccuracyCost(0.05, 0.1),
             "int8": AccuracyCost(0.3, 0.1),

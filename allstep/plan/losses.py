@@ -1,0 +1,104 @@
+"""Why workers are not as many times as fast as they are many.
+
+num_workers / speed-up = product of the losses' factors
+"""
+
+from dataclasses import dataclass
+
+from allstep.plan.scaling import Prediction
+from allstep.plan.time_to_target import Target
+
+__all__ = ["Loss", "growing_loss", "largest_loss", "losses"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One of the reasons.
+
+    Attributes:
+        factor: how many times as fast the workers would be without it; 1 if they lose nothing.
+        reason: what it is, in words.
+        cure: what would make it less.
+    """
+
+    factor: float
+    reason: str
+    cure: str
+
+
+def losses(prediction: Prediction, target: Target | None = None) -> list[Loss]:
+    """All that keeps workers from being as fast as they are many, always in the same order.
+
+    Args:
+        prediction: of some workers.
+        target: if the samples to a target count, and not only samples per second.
+    """
+    found = [
+        _exchange(prediction),
+        _idle_workers(prediction),
+        _slower_compute(prediction),
+        _stragglers(prediction),
+    ]
+    return found if target is None else [*found, _larger_batch(prediction, target)]
+
+
+def largest_loss(prediction: Prediction, target: Target | None = None) -> Loss:
+    """What costs most."""
+    return max(losses(prediction, target), key=lambda loss: loss.factor)
+
+
+def growing_loss(few: Prediction, many: Prediction, target: Target | None = None) -> Loss:
+    """What costs `many` workers most, against `few`."""
+    pairs = zip(losses(few, target), losses(many, target), strict=True)
+    return max(pairs, key=lambda pair: pair[1].factor / pair[0].factor)[1]
+
+
+def _exchange(prediction: Prediction) -> Loss:
+    report = prediction.report
+    return Loss(
+        (report.step_s - report.straggler_s) / report.compute_s,
+        f"the exchange takes {report.exchange_share:.0%} of a step",
+        "a faster link, or more compute for each exchange",
+    )
+
+
+def _idle_workers(prediction: Prediction) -> Loss:
+    num, idle = prediction.num_micro_batches, prediction.idle_share
+    return Loss(
+        1 / (1 - idle),
+        f"a step has {num:,} micro-batch{'es' * (num > 1)} for {prediction.num_workers:,} workers,"
+        f" which idle {idle:.0%} of it",
+        "a larger batch, or smaller micro-batches",
+    )
+
+
+def _slower_compute(prediction: Prediction) -> Loss:
+    """Workers that share cores are slower than a lone one, and each makes the whole update."""
+    num_busy = prediction.num_workers * (1 - prediction.idle_share)
+    lone_s = prediction.global_batch / prediction.lone_samples_per_s
+    factor = num_busy * prediction.report.compute_s / lone_s
+    return Loss(
+        factor,
+        f"together they compute {factor:.1f}x as long as one worker for the same samples",
+        "a faster machine",
+    )
+
+
+def _stragglers(prediction: Prediction) -> Loss:
+    report = prediction.report
+    return Loss(
+        report.step_s / (report.step_s - report.straggler_s),
+        f"they wait for slower ones in {report.straggler_s / report.step_s:.0%} of a step",
+        "workers that are equally fast",
+    )
+
+
+def _larger_batch(prediction: Prediction, target: Target) -> Loss:
+    batch, lone_batch = prediction.global_batch, prediction.lone_batch
+    factor = target.samples(batch) / target.samples(lone_batch)
+    return Loss(
+        factor,
+        f"a batch of {batch:,} takes {factor:.1f}x the samples of one of {lone_batch:,} at a noise"
+        f" scale of {target.critical_batch:,}",
+        "a faster machine; a larger batch would not",
+    )
