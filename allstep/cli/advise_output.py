@@ -69,7 +69,10 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
     console.print(_assumptions(advice), style="dim", markup=False)
     counts = advice.worker_counts
     wanted = _POLICY_WIDTH + _CELL_WIDTH * len(counts) + _ACCURACY_WIDTH
-    console.print(_wide(advice) if wanted <= console.width else _long(advice))
+    if wanted <= console.width:
+        console.print(_wide(advice))
+    else:
+        console.print(_long(advice), _costs(advice))
     if advice.measured_s:
         console.print(_beside(advice))
     if advice.target is not None:
@@ -133,6 +136,17 @@ def _long(advice: Advice) -> Table:
             style = "bold" if p is advice.recommendation.choice else None
             step = seconds_text(p.report.step_s)
             table.add_row(f"{count:,}", step, f"{p.efficiency:.0%}", name, style=style)
+    return table
+
+
+def _costs(advice: Advice) -> Table:
+    """What each policy costs in accuracy, where the cells have no room for it."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("accuracy cost", justify="right")
+    table.add_column("policy")
+    for name, row in advice.policies.items():
+        policy = next(iter(row.values())).policy
+        table.add_row(advice.accuracy.describe(policy), name)
     return table
 
 

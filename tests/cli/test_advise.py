@@ -194,6 +194,18 @@ def test_any_encoding_can_say_it(say):
     say(*BARE, "--timeline", "--noise-scale", "2000").encode("ascii")
 
 
+@pytest.mark.parametrize("workers", ["1,2", "1,2,4,8,16,32,64,128,256"])
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_accuracy_is_told_at_any_width(say, monkeypatch, columns, workers):
+    """It is for clusters that the table is too wide."""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", say(*BARE[:-1], workers)).splitlines()
+    for name, cost in measured_accuracy().points_lost.items():
+        assert any(name in line and str(cost) in line for line in lines)
+    assert sum("accuracy cost" in line for line in lines) == 1
+
+
 def test_presets_bring_their_workers(say):
     text = say("--params", "25M", "--cluster", "mn-1", "--micro-batch", "32")
     assert "1,024" in text
