@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allstep.cli.advise_flags import check_numbers, make_parser, read_machines
@@ -43,8 +44,18 @@ def run(arguments: list[str]) -> int:
     noise_scale = _noise_scale(known)
     job = subject.job(cluster)
     predictions = predict(job, cluster, POLICIES, counts, stragglers)
-    _show(known, _advise(known, job, cluster, predictions, noise_scale))
+    advice = _advise(known, job, cluster, predictions, noise_scale)
+    if name is None and known.step_ms is None:
+        advice = replace(advice, assumption=_lent_speed(cluster))
+    _show(known, advice)
     return 0
+
+
+def _lent_speed(cluster: Cluster) -> str:
+    """What a model whose time isn't given is taken to be like."""
+    of = f" of {cluster.workload}" if cluster.workload else ""
+    return f"A worker's speed: {cluster.samples_per_s:g} samples/s{of}, from the cluster's file."
+
 
 
 def _measure(known: Namespace, subject: Subject) -> int:

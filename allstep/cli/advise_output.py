@@ -31,7 +31,12 @@ _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
 class Advice:
     """The question, the predictions and what follows.
 
-    `measured_s` are seconds of a step by policy and number of workers, where it was run.
+    Attributes:
+        job, cluster, target, accuracy: what was asked about, and what is known of accuracy.
+        predictions: of each policy on each number of workers.
+        recommendation: what to do.
+        measured_s: seconds of a step by policy and number of workers, where it was run.
+        assumption: what else the predictions rest on, in words.
     """
 
     job: Job
@@ -41,6 +46,7 @@ class Advice:
     predictions: Sequence[Prediction]
     recommendation: Recommendation
     measured_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    assumption: str = ""
 
     @property
     def worker_counts(self) -> list[int]:
@@ -102,8 +108,8 @@ def _assumptions(advice: Advice) -> str:
         f" compute {slowdown:.0%} slower beside communication."
         f" {micro.num_params:,} parameters; {micro.num_samples} samples take"
         f" {seconds_text(micro.forward_s)} forward, {seconds_text(micro.backward_s)} backward."
-        f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a worker'}."
-    )
+        f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a worker'}. {advice.assumption}"
+    ).rstrip()
 
 
 def _wide(advice: Advice) -> Table:

@@ -206,6 +206,19 @@ def test_accuracy_is_told_at_any_width(say, monkeypatch, columns, workers):
     assert sum("accuracy cost" in line for line in lines) == 1
 
 
+def test_the_speed_that_a_cluster_lends_is_told(say, tmp_path):
+    """ResNet-50's is no speed of another model."""
+    text = " ".join(say("--params", "340M", "--cluster", "mn-1").split())
+    lent = "A worker's speed: 161 samples/s of ResNet-50, 224 x 224, fp32, batch 64 a worker, from"
+    assert f"{lent} the cluster's file." in text
+    assert "A worker's speed" not in say("--params", "340M", "--step-ms", "9", "--cluster", "mn-1")
+    (tmp_path / "lab.toml").write_text(
+        "num_nodes = 1\nworkers_per_node = 2\nsamples_per_s = 10\n[intra]\nbandwidth_bps = 1e9\n"
+    )
+    text = " ".join(say("--params", "1M", "--cluster", "lab.toml").split())
+    assert "A worker's speed: 10 samples/s, from the cluster's file." in text
+
+
 def test_presets_bring_their_workers(say):
     text = say("--params", "25M", "--cluster", "mn-1", "--micro-batch", "32")
     assert "1,024" in text
