@@ -116,11 +116,11 @@ def _do(choice: Prediction, target: Target | None) -> str:
     if choice.global_batch != choice.lone_batch:
         batch = f"; the batch grows from {choice.lone_batch:,} to {choice.global_batch:,}"
     if target is None:
-        gain = f"{choice.speed_up:.1f}x one worker, {choice.efficiency:.0%} efficient"
+        gain = f"{choice.speed_up:,.1f}x one worker, {choice.efficiency:.0%} efficient"
     else:
         gain = (
-            f"{target.speed_up(choice):.1f}x one worker on the way to the target,"
-            f" {choice.speed_up:.1f}x in samples per second"
+            f"{target.speed_up(choice):,.1f}x one worker on the way to the target,"
+            f" {choice.speed_up:,.1f}x in samples per second"
         )
     return f"{workers}: {gain}{batch}."
 
@@ -155,7 +155,7 @@ def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None
     loss = growing_loss(choice, following, target)
     return (
         f"More workers don't pay: {following.num_workers:,} would be"
-        f" {_gain(following, target):.1f}x one worker with {following.policy.name}, as"
+        f" {_gain(following, target):,.1f}x one worker with {following.policy.name}, as"
         f" {loss.reason}."
     )
 
@@ -168,7 +168,7 @@ def _dont(best: Sequence[Prediction], target: Target | None) -> str:
     way = "" if target is None else " on the way to the target"
     return (
         f"don't: {fastest.num_workers:,} workers with {fastest.policy.name}, the best that may be"
-        f" recommended, come to {_gain(fastest, target):.2f}x the speed of one{way}:"
+        f" recommended, come to {_gain(fastest, target):,.2f}x the speed of one{way}:"
         f" {loss.reason}. What would help: {loss.cure}."
     )
 
@@ -198,4 +198,6 @@ def _temptation(
     else:
         price = f"for {cost} points"
     gain = _gain(most, target)
-    return f"On {most.num_workers:,} workers {most.policy.name} would come to {gain:.1f}x, {price}."
+    return (
+        f"On {most.num_workers:,} workers {most.policy.name} would come to {gain:,.1f}x, {price}."
+    )
