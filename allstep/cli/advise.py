@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from allstep.cli.advise_files import check_files, write_files
 from allstep.cli.advise_flags import check_numbers, make_parser, read_machines
-from allstep.cli.advise_output import Advice, check_plot, show, write_json, write_plot
+from allstep.cli.advise_output import Advice, show
 from allstep.cli.advise_subject import Subject, read_subject
 from allstep.cli.quantities import parse_count
+from allstep.env import read_launch
 from allstep.plan.accuracy import measured_accuracy
 from allstep.plan.cluster import Cluster
 from allstep.plan.job import Job
@@ -34,9 +36,9 @@ def run(arguments: list[str]) -> int:
         name = arguments[0]
         known, rest = make_parser().parse_known_args(arguments[1:])
     check_numbers(known)
+    if not known.measure or read_launch().rank == 0:  # of several, one writes
+        check_files(known)
     subject = read_subject(known, name, rest)
-    if known.plot is not None:
-        check_plot()
     if known.measure:
         return _measure(known, subject)
     cluster, counts = read_machines(known)
@@ -55,7 +57,6 @@ def _lent_speed(cluster: Cluster) -> str:
     """What a model whose time isn't given is taken to be like."""
     of = f" of {cluster.workload}" if cluster.workload else ""
     return f"A worker's speed: {cluster.samples_per_s:g} samples/s{of}, from the cluster's file."
-
 
 
 def _measure(known: Namespace, subject: Subject) -> int:
@@ -112,8 +113,5 @@ def _noise_scale(known: Namespace) -> int | None:
 
 
 def _show(known: Namespace, advice: Advice) -> None:
-    if known.json is not None:
-        write_json(known.json, advice)
-    if known.plot is not None:
-        write_plot(known.plot, advice)
     show(advice, with_timeline=known.timeline)
+    write_files(known, advice)

@@ -1,27 +1,21 @@
-"""Advice as a table, as characters, as JSON and as a picture."""
+"""Advice as tables and as characters."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from allstep.errors import UsageError
 from allstep.plan.accuracy import AccuracyTable
 from allstep.plan.cluster import Cluster
-from allstep.plan.describe import chart, plain_data, seconds_text, timeline
+from allstep.plan.describe import chart, seconds_text, timeline
 from allstep.plan.job import Job
 from allstep.plan.recommend import Recommendation
 from allstep.plan.scaling import Prediction
 from allstep.plan.time_to_target import Target
 
-__all__ = ["Advice", "check_plot", "show", "write_json", "write_plot"]
+__all__ = ["Advice", "show"]
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
@@ -191,76 +185,3 @@ def _to_target(advice: Advice, target: Target) -> Table:
             "one worker" if p is lone else p.policy.name,
         )
     return table
-
-
-def plain_advice(advice: Advice) -> dict[str, Any]:
-    """Everything as plain data."""
-    choice = advice.recommendation.choice
-    micro = advice.job.micro
-    return {
-        "params": micro.num_params,
-        "micro_batch": micro.num_samples,
-        "compute_s": micro.compute_s,
-        "global_batch": advice.job.global_batch,
-        "cluster": advice.cluster.name,
-        "predictions": [
-            {
-                **plain_data(p),
-                "accuracy_cost": advice.accuracy.describe(p.policy),
-                "measured_s": advice.measured_s.get((p.policy.name, p.num_workers)),
-            }
-            for p in advice.predictions
-        ],
-        "recommended": None if choice is None else plain_data(choice),
-        "in_code": None if choice is None else choice.policy.in_code,
-        "advice": advice.recommendation.sentence,
-    }
-
-
-def write_json(path: Path, advice: Advice) -> None:
-    """Writes all numbers.
-
-    Raises:
-        UsageError: if the file can't be written.
-    """
-    text = json.dumps(plain_advice(advice), indent=2) + "\n"
-    _write("json", path, lambda: path.write_text(text, encoding="utf-8"))
-
-
-def check_plot() -> None:
-    """Raises UsageError if there is nothing to draw with."""
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
-            " or leave `--plot` out."
-        )
-
-
-def write_plot(path: Path, advice: Advice) -> None:
-    """Draws efficiency over workers.
-
-    Raises:
-        UsageError: if the file can't be written.
-    """
-    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, row in advice.policies.items():
-        axes.plot(list(row), [100 * p.efficiency for p in row.values()], marker="o", label=name)
-    choice = advice.recommendation.choice
-    if choice is not None:
-        axes.plot(
-            choice.num_workers, 100 * choice.efficiency, "k*", markersize=16, label="recommended"
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(advice.worker_counts, [f"{count:,}" for count in advice.worker_counts])
-    axes.set(xlabel="workers", ylabel="efficiency (%)", ylim=(0, 105), title=advice.cluster.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    _write("plot", path, lambda: figure.savefig(path, dpi=150))
-
-
-def _write(argument: str, path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except (OSError, ValueError) as error:  # matplotlib: an unknown kind of picture
-        raise UsageError(f"`{argument}` (={path}) can't be written: {error}.") from None

@@ -45,6 +45,7 @@ def plain_data(prediction: Prediction) -> dict[str, Any]:
         "straggler_s": report.straggler_s,
         "wire_s": report.wire_s,
         "samples_per_s": prediction.samples_per_s,
+        "lone_samples_per_s": prediction.lone_samples_per_s,
         "speed_up": prediction.speed_up,
         "efficiency": prediction.efficiency,
         **asdict(report.traffic),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from allstep.cli import advise, advise_output
+from allstep.cli import advise
 from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.doctor.measure import measure
@@ -151,18 +151,6 @@ def test_a_fixed_batch_is_cut(say):
     assert {p["global_batch"] for p in found["predictions"]} == {256}
 
 
-def test_all_numbers_are_written(say):
-    say(*BARE, "--json", "out.json")
-    found = json.loads(Path("out.json").read_text())
-    assert len(found["predictions"]) == 6 * 5
-    cell = next(p for p in found["predictions"] if p["policy"] == "DDP" and p["workers"] == 8)
-    assert cell["sent_bytes"] == pytest.approx(2 * 7 / 8 * 100e6, rel=1e-3)
-    assert cell["step_s"] > cell["compute_s"] == pytest.approx(0.11)
-    assert cell["speed_up"] == pytest.approx(8 * cell["efficiency"])
-    assert found["recommended"]["policy"] == "fp16 + staleness 1"
-    assert found["advice"].startswith("32 workers")
-
-
 def test_more_points_may_be_spared_or_none(say, monkeypatch):
     from allstep.cli import advise
     from allstep.plan.accuracy import AccuracyCost, AccuracyTable
@@ -294,24 +282,6 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
     lines = [line for line in text.splitlines() if not line.startswith("in code:")]
     assert max(map(len, lines)) <= columns  # code is for copying: not wrapped
     assert "advice:" in text
-
-
-def test_a_picture(say):
-    pytest.importorskip("matplotlib")
-    say(*BARE, "--plot", "out.png")
-    assert Path("out.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_a_picture_without_matplotlib(refuse, monkeypatch):
-    monkeypatch.setattr(advise_output, "find_spec", lambda name: None)
-    message = refuse(*BARE, "--plot", "out.png")
-    assert "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
-
-
-@pytest.mark.parametrize("flag", ["--json"])
-def test_a_file_that_cannot_be_written(refuse, flag):
-    message = refuse(*BARE, flag, "no/such/folder/out")
-    assert f"`{flag[2:]}` (=no/such/folder/out) can't be written" in message
 
 
 @pytest.mark.parametrize(

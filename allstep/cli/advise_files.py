@@ -1,0 +1,138 @@
+"""Advice as JSON and as a picture."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from allstep.cli.advise_output import Advice
+from allstep.errors import UsageError
+from allstep.plan.describe import plain_data
+from allstep.plan.scaling import Prediction
+
+__all__ = ["check_files", "write_files"]
+
+
+def check_files(known: Namespace) -> None:
+    """Refuses files that can't be written, before anything is done for them.
+
+    Raises:
+        UsageError: if a folder is missing, closed or in the way; or if there is nothing to draw
+            with, or no such kind of picture.
+    """
+    for argument in ("json", "plot"):
+        path = getattr(known, argument)
+        if path is not None:
+            _check_writable(argument, path)
+    if known.plot is not None:
+        _check_picture(known.plot)
+
+
+def _check_writable(argument: str, path: Path) -> None:
+    reason = None
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "you may not write there"
+    if reason is not None:
+        raise UsageError(f"`{argument}` (={path}) can't be written: {reason}.")
+
+
+def _check_picture(path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
+            " or leave `--plot` out."
+        )
+    canvas = import_module("matplotlib.backend_bases").FigureCanvasBase
+    kinds = sorted(canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise UsageError(f"`plot` (={path}) must end in a kind of picture: .{', .'.join(kinds)}.")
+
+
+def write_files(known: Namespace, advice: Advice) -> None:
+    """Writes what was asked for.
+
+    Raises:
+        UsageError: if a file can't be written after all.
+    """
+    if known.json is not None:
+        _write_json(known.json, advice)
+    if known.plot is not None:
+        _write_plot(known.plot, advice)
+
+
+def _write_json(path: Path, advice: Advice) -> None:
+    text = json.dumps(plain_advice(advice), indent=2, allow_nan=False) + "\n"
+    _write("json", path, lambda: path.write_text(text, encoding="utf-8"))
+
+
+def plain_advice(advice: Advice) -> dict[str, Any]:
+    """All numbers as plain data; `null` for what isn't known or wasn't asked for."""
+    choice, micro = advice.recommendation.choice, advice.job.micro
+    return {
+        "params": micro.num_params,
+        "micro_batch": micro.num_samples,
+        "forward_s": micro.forward_s,
+        "backward_s": micro.backward_s,
+        "optimizer_s": micro.optimizer_s,
+        "compute_s": micro.compute_s,
+        "global_batch": advice.job.global_batch,
+        "noise_scale": None if advice.target is None else advice.target.critical_batch,
+        "cluster": asdict(advice.cluster),
+        "accuracy_task": advice.accuracy.task,
+        "predictions": [_plain_prediction(advice, p) for p in advice.predictions],
+        "recommended": None if choice is None else _plain_prediction(advice, choice),
+        "in_code": None if choice is None else choice.policy.in_code,
+        "advice": advice.recommendation.sentence,
+    }
+
+
+def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
+    cost, target = advice.accuracy.cost(prediction.policy), advice.target
+    samples = time = None
+    if target is not None:
+        batches = prediction.global_batch, prediction.lone_batch
+        samples = target.samples(batches[0]) / target.samples(batches[1])
+        time = 1 / target.speed_up(prediction)
+    return {
+        **plain_data(prediction),
+        "points_lost": None if cost is None else asdict(cost),
+        "measured_s": advice.measured_s.get((prediction.policy.name, prediction.num_workers)),
+        "relative_samples_to_target": samples,
+        "relative_time_to_target": time,
+    }
+
+
+def _write_plot(path: Path, advice: Advice) -> None:
+    """Draws efficiency over workers."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, row in advice.policies.items():
+        axes.plot(list(row), [100 * p.efficiency for p in row.values()], marker="o", label=name)
+    choice = advice.recommendation.choice
+    if choice is not None:
+        axes.plot(
+            choice.num_workers, 100 * choice.efficiency, "k*", markersize=16, label="recommended"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(advice.worker_counts, [f"{count:,}" for count in advice.worker_counts])
+    axes.set(xlabel="workers", ylabel="efficiency (%)", ylim=(0, 105))
+    axes.set_title(advice.cluster.name, parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _write("plot", path, lambda: figure.savefig(path, dpi=150))
+
+
+def _write(argument: str, path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"`{argument}` (={path}) can't be written: {error}.") from None
