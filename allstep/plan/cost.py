@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.sums import num_sums
 from allstep.plan.traffic import ALGORITHMS
-from allstep.plan.wire import WIRES, Wire
+from allstep.plan.wire import FLOAT32_BYTES, WIRES
 
 __all__ = [
     "BucketCost",
@@ -217,25 +217,32 @@ def all_reduce_s(algorithm: str, cluster: Cluster, num_bytes: float) -> float:
     return wire_s + cluster.reduce_s_per_byte * num_sums(algorithm, cluster) * num_bytes
 
 
-def collective_s(wire_name: str, algorithm: str, cluster: Cluster, num_elements: int) -> float:
-    """Seconds in which the sum of `num_elements` gradients is on the wire."""
+def collective_s(
+    wire_name: str,
+    algorithm: str,
+    cluster: Cluster,
+    num_elements: int,
+    element_bytes: int = FLOAT32_BYTES,
+) -> float:
+    """Seconds in which the sum of `num_elements` of `element_bytes` each is on the wire."""
     wire = WIRES[wire_name]
+    sent_bytes = wire.sent_bytes(element_bytes)
     if cluster.num_workers == 1:
         return 0.0
     if wire.rank is not None:
-        factor_bytes = wire.element_bytes * wire.num_low_rank(num_elements) / 2
+        factor_bytes = sent_bytes * wire.num_low_rank(num_elements) / 2
         return 2 * all_reduce_s(algorithm, cluster, factor_bytes)
     if wire.keep is not None:
-        kept_bytes = wire.keep * num_elements * (wire.element_bytes + 4)
+        kept_bytes = wire.keep * num_elements * (sent_bytes + 4)
         return sum(stage.seconds for stage in _circulate(cluster, 1, kept_bytes))
     if wire.block is not None:
-        return _quantised_s(wire, wire.block, cluster, num_elements)
-    return all_reduce_s(algorithm, cluster, wire.element_bytes * num_elements)
+        return _quantised_s(wire.block, sent_bytes, cluster, num_elements)
+    return all_reduce_s(algorithm, cluster, sent_bytes * num_elements)
 
 
-def _quantised_s(wire: Wire, block: int, cluster: Cluster, num_elements: int) -> float:
+def _quantised_s(block: int, code_bytes: int, cluster: Cluster, num_elements: int) -> float:
     """Rows to their owners, sums there, and sums to all."""
-    row_bytes = num_elements / cluster.num_workers * (wire.element_bytes + 4 / block)
+    row_bytes = num_elements / cluster.num_workers * (code_bytes + 4 / block)
     local, size = cluster.workers_per_node, cluster.num_workers
     scatter = [Stage(link=cluster.intra, num_messages=local - 1, num_bytes=(local - 1) * row_bytes)]
     if cluster.inter is not None and cluster.num_nodes > 1:
@@ -252,12 +259,15 @@ def _quantised_s(wire: Wire, block: int, cluster: Cluster, num_elements: int) ->
     return sum(stage.seconds for stage in (*scatter, *gather))
 
 
-def encode_s(wire_name: str, cluster: Cluster, num_elements: int) -> float:
+def encode_s(
+    wire_name: str, cluster: Cluster, num_elements: int, element_bytes: int = FLOAT32_BYTES
+) -> float:
     """Seconds to encode and decode `num_elements`, at the memory's speed.
 
     A copy reads and writes each byte, so that n bytes touched take the time of copying n / 2.
     """
-    return WIRES[wire_name].touched_bytes * num_elements / (2 * cluster.copy_bytes_per_s)
+    touched_bytes = WIRES[wire_name].touched_bytes(element_bytes) * num_elements
+    return touched_bytes / (2 * cluster.copy_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +288,12 @@ class BucketCost:
 
 
 def bucket_cost(
-    wire_name: str, algorithm: str, cluster: Cluster, num_elements: int, core_share: float = 1.0
+    wire_name: str,
+    algorithm: str,
+    cluster: Cluster,
+    num_elements: int,
+    core_share: float = 1.0,
+    element_bytes: int = FLOAT32_BYTES,
 ) -> BucketCost:
     """The cost of a bucket as measured on these workers, else by the formulas.
 
@@ -288,6 +303,7 @@ def bucket_cost(
         cluster: all of it takes part.
         num_elements: of the bucket.
         core_share: how much of the time compute needs the cores; it slows nothing where it sleeps.
+        element_bytes: of the gradients; what was measured was float32, and counts by bytes sent.
     """
     if cluster.num_workers == 1:
         return BucketCost(
@@ -295,15 +311,17 @@ def bucket_cost(
         )
     timed = cluster.measured(wire_name, algorithm)
     if timed is None:
-        seconds = collective_s(wire_name, algorithm, cluster, num_elements)
+        seconds = collective_s(wire_name, algorithm, cluster, num_elements, element_bytes)
         return BucketCost(
-            seconds=seconds + encode_s(wire_name, cluster, num_elements),
+            seconds=seconds + encode_s(wire_name, cluster, num_elements, element_bytes),
             latency_s=collective_s(wire_name, algorithm, cluster, 0),
             compute_slowdown=core_share * cluster.compute_slowdown,
             communication_slowdown=core_share * cluster.communication_slowdown,
         )
+    wire = WIRES[wire_name]
+    ratio = wire.sent_bytes(element_bytes) / wire.sent_bytes(FLOAT32_BYTES)
     return BucketCost(
-        seconds=timed.seconds_of(num_elements),
+        seconds=timed.seconds_of(round(ratio * num_elements)),
         latency_s=timed.latency_s,
         compute_slowdown=core_share * timed.compute_slowdown,
         communication_slowdown=core_share * timed.communication_slowdown,

@@ -24,7 +24,7 @@ class Policy:
         name: for tables.
         wire: format of what crosses the wire.
         algorithm: one of the all-reduce algorithms, or "auto" for the fastest of them.
-        bucket_bytes: float32 bytes of a bucket; None for a single one at the end of backward,
+        bucket_bytes: of a bucket; None for a single one at the end of backward,
             "auto" for the fastest of several.
         first_bucket_bytes: a smaller first bucket; None for one like the others.
         staleness: the age of the gradients in steps; 0 waits for this step's.

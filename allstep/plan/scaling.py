@@ -114,7 +114,7 @@ def predict_one(
     part, workload = cluster.of(num_workers), job.workload(num_workers)
     best = policy
     if not policy.is_settled:
-        choices = _choices(policy, part, workload.num_params)
+        choices = _choices(policy, part, workload.gradient_bytes)
         best = min(choices, key=lambda choice: simulate(workload, part, choice).step_s)
     return Prediction(
         policy=best,
@@ -127,9 +127,9 @@ def predict_one(
     )
 
 
-def _choices(policy: Policy, cluster: Cluster, num_params: int) -> Iterator[Policy]:
+def _choices(policy: Policy, cluster: Cluster, gradient_bytes: int) -> Iterator[Policy]:
     sizes: list[int | None] = [
-        size for size in _BUCKET_BYTES if size is None or 4 * num_params / size <= _MOST_BUCKETS
+        size for size in _BUCKET_BYTES if size is None or gradient_bytes / size <= _MOST_BUCKETS
     ]
     if policy.every > 1 or cluster.num_workers == 1:
         sizes = [None]

@@ -24,8 +24,8 @@ from allstep.plan.policy import Policy
 from allstep.plan.step_report import Span, StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.traffic import Group, Traffic
-from allstep.plan.wire import wire_traffic
-from allstep.plan.workload import GRADIENT_BYTES, Workload
+from allstep.plan.wire import FLOAT32_BYTES, wire_traffic
+from allstep.plan.workload import Workload
 
 __all__ = ["exchange_traffic", "simulate"]
 
@@ -69,9 +69,18 @@ def simulate(
 
 def exchange_traffic(workload: Workload, policy: Policy, group: Group) -> Traffic:
     """What the worker at `group.rank` sends in one exchange, to the byte."""
-    sizes = _bucket_sizes(workload, policy)
-    sent = (wire_traffic(policy.wire, policy.algorithm, group, size) for size in sizes)
+    element_bytes = _element_bytes(workload, policy)
+    sent = (
+        wire_traffic(policy.wire, policy.algorithm, group, size, element_bytes)
+        for size in _bucket_sizes(workload, policy)
+    )
     return sum(sent, start=Traffic())
+
+
+def _element_bytes(workload: Workload, policy: Policy) -> int:
+    """Of what is exchanged: gradients in their own dtype, parameters in float32 or more."""
+    least_bytes = FLOAT32_BYTES if policy.every > 1 else 1
+    return max(least_bytes, workload.element_bytes)
 
 
 def _bucket_sizes(workload: Workload, policy: Policy) -> list[int]:
@@ -114,14 +123,20 @@ class _Simulation:
 
     def exchange_cost(self, num_elements: int) -> BucketCost:
         wire, algorithm = self.policy.wire, self.policy.algorithm
-        share = self.workload.core_share
-        return bucket_cost(wire, algorithm, self.cluster, num_elements, share)
+        return bucket_cost(
+            wire,
+            algorithm,
+            self.cluster,
+            num_elements,
+            self.workload.core_share,
+            _element_bytes(self.workload, self.policy),
+        )
 
     def take_up_s(self, sizes: list[int]) -> list[float]:
         """Seconds of the backward pass that it takes to fill each bucket."""
         if self.cluster.num_workers == 1:
             return [0.0] * len(sizes)
-        per_element_s = GRADIENT_BYTES * self.cluster.bucketing_s_per_byte
+        per_element_s = self.workload.element_bytes * self.cluster.bucketing_s_per_byte
         each_s = self.cluster.gradient_s * len(self.workload.gradients) / self.workload.num_params
         return [(per_element_s + each_s) * size for size in sizes]
 
@@ -130,7 +145,7 @@ class _Simulation:
         policy, cluster = self.policy, self.cluster
         if cluster.num_workers == 1 or (policy.wire, policy.algorithm) != ("fp32", "native"):
             return 0.0
-        return GRADIENT_BYTES * cluster.bucketing_s_per_byte * num_elements
+        return self.workload.element_bytes * cluster.bucketing_s_per_byte * num_elements
 
     def fill_pipeline(self) -> None:
         """Runs the first rounds; a wire that can't keep up is late from the beginning.
@@ -214,7 +229,8 @@ class _Simulation:
 
     def average_parameters(self) -> None:
         """All of them as one: copied together, summed, divided, and copied back."""
-        copy_s = GRADIENT_BYTES * self.cluster.bucketing_s_per_byte * self.workload.num_params
+        num_bytes = _element_bytes(self.workload, self.policy) * self.workload.num_params
+        copy_s = self.cluster.bucketing_s_per_byte * num_bytes
         if self.cluster.num_workers == 1:
             copy_s = 0.0
         self.compute("landing", np.full(len(self.progress), copy_s))

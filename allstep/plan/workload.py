@@ -8,10 +8,9 @@ from typing import Any
 
 from allstep.errors import UsageError
 from allstep.plan.cluster import check_positive
+from allstep.plan.wire import FLOAT32_BYTES
 
-__all__ = ["GRADIENT_BYTES", "Bucket", "Workload", "read_workload"]
-
-GRADIENT_BYTES = 4  # float32, as torch keeps them
+__all__ = ["Bucket", "Workload", "read_workload"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,8 @@ class Workload:
             hold whole ones; () if buckets may end anywhere.
         core_share: share of its seconds in which the compute keeps the worker's cores busy, and
             so competes with the exchange for them.
+        element_bytes: of the gradient, which has its parameters' dtype: 2 of bfloat16, 4 of
+            float32, 8 of float64.
 
     Raises:
         UsageError: for numbers out of range.
@@ -60,6 +61,7 @@ class Workload:
     ready: tuple[tuple[float, float], ...] = ((0.0, 0.0), (1.0, 1.0))
     gradients: tuple[int, ...] = ()
     core_share: float = 1.0
+    element_bytes: int = FLOAT32_BYTES
 
     def __post_init__(self) -> None:
         for name in ("num_params", "num_samples"):
@@ -79,9 +81,21 @@ class Workload:
             )
         if not 0 <= self.core_share <= 1:
             raise UsageError(f"`core_share` (={self.core_share}) must be 0 to 1.")
+        if self.element_bytes not in (2, 4, 8):
+            raise UsageError(
+                f"`element_bytes` (={self.element_bytes}) must be 2, 4 or 8: gradients have 16, 32"
+                " or 64 bits."
+            )
 
     @classmethod
-    def from_step(cls, *, num_params: int, step_s: float, num_samples: int = 1) -> "Workload":
+    def from_step(
+        cls,
+        *,
+        num_params: int,
+        step_s: float,
+        num_samples: int = 1,
+        element_bytes: int = FLOAT32_BYTES,
+    ) -> "Workload":
         """A step of which only the whole is known: a third is forward, the rest backward.
 
         The backward pass of a matrix multiplication does two of the forward's size.
@@ -92,6 +106,7 @@ class Workload:
             forward_s=step_s / 3,
             backward_s=step_s * 2 / 3,
             num_samples=num_samples,
+            element_bytes=element_bytes,
         )
 
     @property
@@ -101,8 +116,8 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of the gradient in float32."""
-        return GRADIENT_BYTES * self.num_params
+        """Size of the gradient."""
+        return self.element_bytes * self.num_params
 
     def bucket_sizes(
         self, bucket_bytes: int | None, first_bucket_bytes: int | None = None
@@ -110,7 +125,7 @@ class Workload:
         """Elements of each bucket in the order in which they are ready.
 
         Args:
-            bucket_bytes: float32 bytes of a full bucket; None for one bucket of everything.
+            bucket_bytes: of a full bucket; None for one bucket of everything.
             first_bucket_bytes: the same of the first one; `bucket_bytes` by default.
 
         >>> workload = Workload.from_step(num_params=1000, step_s=0.3)
@@ -120,9 +135,11 @@ class Workload:
         if bucket_bytes is None:
             return [self.num_params]
         if self.gradients:
-            return _whole_gradients(self.gradients, bucket_bytes, first_bucket_bytes)
-        full = max(1, bucket_bytes // GRADIENT_BYTES)
-        first = full if first_bucket_bytes is None else max(1, first_bucket_bytes // GRADIENT_BYTES)
+            return self._whole_gradients(bucket_bytes, first_bucket_bytes)
+        full = max(1, bucket_bytes // self.element_bytes)
+        first = full
+        if first_bucket_bytes is not None:
+            first = max(1, first_bucket_bytes // self.element_bytes)
         edges = [0, *range(min(first, self.num_params), self.num_params, full), self.num_params]
         return [end - start for start, end in itertools.pairwise(edges)]
 
@@ -138,6 +155,18 @@ class Workload:
         spans = (self.backward_s * (late - early) for early, late in itertools.pairwise(shares))
         return tuple(itertools.starmap(Bucket, zip(sizes, spans, strict=True)))
 
+    def _whole_gradients(self, bucket_bytes: int, first_bucket_bytes: int | None) -> list[int]:
+        """Buckets that are full as soon as they hold the bytes asked for."""
+        first_bytes = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
+        sizes: list[int] = []
+        filling = 0
+        for num_elements in self.gradients:
+            filling += num_elements
+            if self.element_bytes * filling >= (bucket_bytes if sizes else first_bytes):
+                sizes.append(filling)
+                filling = 0
+        return [*sizes, filling] if filling else sizes
+
 
 def read_workload(table: Mapping[str, Any]) -> Workload:
     """The inverse of `dataclasses.asdict`, also after a trip through JSON.
@@ -149,21 +178,6 @@ def read_workload(table: Mapping[str, Any]) -> Workload:
     """
     pairs = tuple((share, seconds) for share, seconds in table["ready"])
     return Workload(**{**table, "ready": pairs, "gradients": tuple(table["gradients"])})
-
-
-def _whole_gradients(
-    gradients: Sequence[int], bucket_bytes: int, first_bucket_bytes: int | None
-) -> list[int]:
-    """Buckets that are full as soon as they hold the bytes asked for."""
-    first_bytes = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
-    sizes: list[int] = []
-    filling = 0
-    for num_elements in gradients:
-        filling += num_elements
-        if GRADIENT_BYTES * filling >= (bucket_bytes if sizes else first_bytes):
-            sizes.append(filling)
-            filling = 0
-    return [*sizes, filling] if filling else sizes
 
 
 def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:

@@ -62,6 +62,16 @@ def test_what_was_measured_goes_before_the_formula():
     assert formula.step_s < 0.36
 
 
+@pytest.mark.parametrize(("element_bytes", "num_float32"), [(2, 4000), (4, 8000), (8, 16000)])
+def test_what_was_measured_in_float32_counts_by_its_bytes(element_bytes, num_float32):
+    workload = replace(WORKLOAD, element_bytes=element_bytes)
+    report = simulate(workload, CLUSTER, AT_THE_END)
+    assert report.wire_s == pytest.approx(TIMED.seconds_of(num_float32))
+    half = replace(CLUSTER, collectives=(replace(TIMED, wire="fp16"),))
+    report = simulate(workload, half, replace(AT_THE_END, wire="fp16"))
+    assert report.wire_s == pytest.approx(TIMED.seconds_of(8000))  # two bytes each, whatever
+
+
 def test_it_is_forgotten_for_other_numbers_of_workers():
     four = replace(CLUSTER, num_nodes=4)
     assert four.of(4).collectives == (TIMED,)

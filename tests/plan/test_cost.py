@@ -183,18 +183,28 @@ def test_small_factors_and_few_elements_send_little():
     assert many > plain  # what everyone keeps goes to everyone
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4, 8])
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [2, 4, 16])
-def test_seconds_follow_the_bytes_on_a_wire_without_latency(wire, nodes):
+def test_seconds_follow_the_bytes_on_a_wire_without_latency(wire, nodes, element_bytes):
     link = Link(bandwidth_bps=10e9)
     cluster = Cluster(
         name="", num_nodes=nodes, workers_per_node=1, intra=link, inter=link, copy_bytes_per_s=1e18
     )
     n = 1 << 20
-    sent = wire_traffic(wire, "ring", Group(rank=0, local_size=nodes), n).sent_bytes
-    assert collective_s(wire, "ring", cluster, n) == pytest.approx(8 * sent / 10e9, rel=1e-3)
+    group = Group(rank=0, local_size=nodes)
+    sent = wire_traffic(wire, "ring", group, n, element_bytes).sent_bytes
+    seconds = collective_s(wire, "ring", cluster, n, element_bytes)
+    assert seconds == pytest.approx(8 * sent / 10e9, rel=1e-3)
+
+
+def test_sixteen_bits_gain_nothing_where_gradients_have_no_more():
+    full, half = (collective_s(wire, "ring", hosts(4), 10**6, 2) for wire in ("fp32", "bf16"))
+    assert full == half
+    assert collective_s("fp32", "ring", hosts(4), 10**6) > 1.5 * half  # float32
 
 
 def test_encoding_moves_memory():
     assert encode_s("fp32", hosts(2), 1000) == 0
     assert encode_s("fp16", hosts(2), 10**9) == pytest.approx(12 / 40)
+    assert encode_s("fp16", hosts(2), 10**9, element_bytes=8) == pytest.approx(20 / 40)

@@ -3,8 +3,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
+from allstep.exchange import ExchangePolicy, attach
 from allstep.plan.activity import Activity
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.cost import collective_s
@@ -236,6 +240,53 @@ def test_traffic_is_counted_bucket_by_bucket():
     num_buckets = len(WORKLOAD.bucket_sizes(4 * MIB))
     assert report.traffic.num_messages == 6 * num_buckets
     assert report.traffic.sent_bytes == pytest.approx(1.5 * WORKLOAD.gradient_bytes, rel=1e-5)
+
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+
+
+def trained(comm, dtype, every):
+    """The exchange of a model that has made a step or two, and a workload of its size."""
+    model = torch.nn.Linear(300, 200, bias=False, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = ExchangePolicy(every=every, algorithm="ring")
+    exchange = attach(model, comm, policy, optimizer=optimizer)
+    for _ in range(every):
+        model(torch.ones(2, 300, dtype=dtype)).sum().backward()
+        optimizer.step()
+    workload = replace(WORKLOAD, num_params=60_000, element_bytes=dtype.itemsize)
+    return exchange, workload
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_travel_in_the_models_own_dtype(dtype):
+    def sent(comm):
+        exchange, workload = trained(comm, dtype, 1)
+        traffic = exchange_traffic(workload, AT_THE_END, Group(rank=comm.rank, local_size=2))
+        return exchange.stats().sent_bytes, traffic.sent_bytes
+
+    for found, expected in run_ranks(2, sent):
+        assert found == pytest.approx(expected, rel=0.01)  # and what workers compare
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_are_averaged_in_float32_or_more(dtype, monkeypatch):
+    summed_bytes, all_reduce_for_real = [], Communicator.all_reduce
+
+    def all_reduce(comm, tensor, *args, **options):
+        summed_bytes.append(tensor.nbytes)
+        return all_reduce_for_real(comm, tensor, *args, **options)
+
+    monkeypatch.setattr(Communicator, "all_reduce", all_reduce)
+    averaged = replace(AT_THE_END, every=2)
+
+    def expected(comm):
+        exchange, workload = trained(comm, dtype, 2)
+        exchange.averaging.flush()
+        return exchange_traffic(workload, averaged, Group(rank=comm.rank, local_size=2)).sent_bytes
+
+    for sent_bytes in run_ranks(2, expected):
+        assert max(summed_bytes) == sent_bytes  # a ring of two sends all of it
 
 
 def test_the_timeline_tells_one_step():

@@ -12,7 +12,7 @@ from allstep.plan import traffic
 from allstep.plan.traffic import Group, Traffic, all_reduce_traffic, split_evenly
 
 SIZES = (1, 2, 3, 4, 7, 1000, 1001, 4099)
-DTYPES = (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 TENSORS = [(size, dtype) for size in SIZES for dtype in DTYPES]
 
 

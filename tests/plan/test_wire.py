@@ -20,16 +20,20 @@ def test_the_planner_knows_every_format():
     assert set(WIRES) == set(FORMATS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("algorithm", ["ring", "native", "halving_doubling"])
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
-def test_bytes_are_those_of_the_formats(algorithm, num_workers):
+def test_bytes_are_those_of_the_formats(algorithm, num_workers, dtype):
+    """Of gradients in their parameters' own dtype."""
+
     def sent_bytes(comm):
         transport = Transport(comm, make_algorithm(algorithm, comm))
         found, before = {}, 0
         for name in FORMATS:
             for side in SIDES:
-                layout = BucketLayout.of([("w", nn.Parameter(torch.zeros(side, side)))])
-                flat = torch.linspace(-1, 1, side * side)
+                square = nn.Parameter(torch.zeros(side, side, dtype=dtype))
+                layout = BucketLayout.of([("w", square)])
+                flat = torch.linspace(-1, 1, side * side, dtype=dtype)
                 wire = make_wire(name)
                 wire.mean_(flat, layout, wire.new_state(layout), transport)
                 found[name, side] = transport.sent_bytes - before
@@ -41,8 +45,8 @@ def test_bytes_are_those_of_the_formats(algorithm, num_workers):
         for (name, side), sent in found.items():
             if name == "powersgd" and 2 * 4 * side >= side**2:
                 continue  # too small to compress: sent whole
-            expected = wire_traffic(name, algorithm, group, side * side).sent_bytes
-            assert sent == expected, f"{name}, {side} x {side}, rank {rank}"
+            expected = wire_traffic(name, algorithm, group, side * side, dtype.itemsize)
+            assert sent == expected.sent_bytes, f"{name}, {side} x {side}, rank {rank}"
 
 
 @pytest.mark.parametrize("num_elements", [1, 255, 256, 257, 1000, 123_457])

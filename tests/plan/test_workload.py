@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,15 @@ def test_buckets_hold_everything_once(num_params, bucket_bytes, first_bytes):
     assert sum(bucket.backward_s for bucket in buckets) == pytest.approx(workload.backward_s)
 
 
+@pytest.mark.parametrize(("element_bytes", "sizes"), [(2, [1000]), (4, [500, 500]), (8, [250] * 4)])
+def test_buckets_are_filled_by_bytes_of_the_gradients_own(element_bytes, sizes):
+    workload = Workload.from_step(num_params=1000, step_s=3.0, element_bytes=element_bytes)
+    assert workload.gradient_bytes == 1000 * element_bytes
+    assert workload.bucket_sizes(2000) == sizes
+    whole = replace(workload, gradients=(250,) * 4)
+    assert whole.bucket_sizes(2000) == sizes
+
+
 def test_gradients_that_come_late_leave_little_to_hide():
     late = Workload(num_params=1000, forward_s=1, backward_s=2, ready=((0, 0), (0.1, 0.9), (1, 1)))
     spans = [bucket.backward_s for bucket in late.buckets([100, 900])]
@@ -39,6 +49,7 @@ def test_backward_goes_on_after_the_last_gradient():
     ("changes", "message"),
     [
         ({"num_params": 0}, r"`num_params` \(=0\) must be a whole number"),
+        ({"element_bytes": 3}, r"`element_bytes` \(=3\) must be 2, 4 or 8"),
         ({"num_samples": 1.5}, r"`num_samples` \(=1.5\) must be a whole number"),
         ({"forward_s": -1}, r"`forward_s` \(=-1\) must be 0 or more"),
         ({"backward_s": math.nan}, r"`backward_s` \(=nan\)"),
