@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
 from allstep.doctor.timing import slowest_s, synchronize
-from allstep.doctor.workload import TimedStep, make_workload, time_step
+from allstep.doctor.workload import TimedStep, element_bytes_of, make_workload, time_step
 from allstep.exchange import Exchange, ExchangePolicy, attach
 from allstep.plan.policy import Policy
 from allstep.plan.workload import Workload
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _WARM_STEPS = 3  # buckets are made anew after the first
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ def measure_workload(
         num_samples: of a worker's step.
         num_steps: to time; see `make_workload`.
     """
-    return make_workload(time_steps(comm, training, num_steps), num_samples)
+    steps = time_steps(comm, training, num_steps)
+    trained = (p for p in training.model.parameters() if p.requires_grad)
+    return make_workload(steps, num_samples, element_bytes_of(trained))
 
 
 def time_steps(comm: Communicator, training: Training, num_steps: int) -> list[TimedStep]:
@@ -223,9 +226,11 @@ class _Pause(torch.autograd.Function):
 
 
 class _PausingLayer(nn.Module):
-    def __init__(self, num_elements: int, forward_s: float, backward_s: float) -> None:
+    def __init__(
+        self, num_elements: int, dtype: torch.dtype, forward_s: float, backward_s: float
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_elements))
+        self.weight = nn.Parameter(torch.zeros(num_elements, dtype=dtype))
         self._seconds = forward_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:
@@ -237,16 +242,18 @@ def sleeping_training(workload: Workload) -> Training:
     """A training whose compute is replaced by sleep, for hosts that aren't what it will run on.
 
     Args:
-        workload: seconds of a step; its gradients become as many layers, or eight.
+        workload: seconds of a step; its gradients become as many layers, or eight, of a dtype
+            that has as many bytes.
     """
     sizes = workload.gradients or tuple(workload.bucket_sizes(_eighth_bytes(workload)))
     buckets = reversed(workload.buckets(sizes))  # ready first is last in the forward pass
     forward_s = workload.forward_s / len(sizes)
-    layers = [_PausingLayer(b.num_elements, forward_s, b.backward_s) for b in buckets]
+    dtype = _DTYPES[workload.element_bytes]
+    layers = [_PausingLayer(b.num_elements, dtype, forward_s, b.backward_s) for b in buckets]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     return Training(model, lambda net: net(torch.zeros((), requires_grad=True)), optimizer)
 
 
 def _eighth_bytes(workload: Workload) -> int:
-    return max(4, -(-workload.gradient_bytes // 32) * 4)
+    return -(-workload.num_params // 8) * workload.element_bytes

@@ -1,7 +1,8 @@
 """What one worker does in a step, timed without any exchange."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from time import perf_counter, process_time
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from allstep.doctor.timing import synchronize
+from allstep.plan.wire import FLOAT32_BYTES
 from allstep.plan.workload import Workload
 
-__all__ = ["TimedStep", "make_workload", "time_step"]
+__all__ = ["TimedStep", "element_bytes_of", "make_workload", "num_elements_of", "time_step"]
 
 _NUM_STRETCHES = 5
 
@@ -62,7 +64,7 @@ def time_step(
 
     def note(parameter: Tensor) -> None:
         # On CUDA this is when the host got there, early in the pass.
-        timed.gradients.append((parameter.numel(), perf_counter() - start_s))
+        timed.gradients.append((num_elements_of(parameter), perf_counter() - start_s))
 
     hooks = [
         p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
@@ -81,7 +83,26 @@ def time_step(
     return timed
 
 
-def make_workload(steps: Sequence[TimedStep], num_samples: int) -> Workload:
+def num_elements_of(parameter: Tensor) -> int:
+    """Elements of a parameter's gradient as it travels: a complex one is two real ones."""
+    return parameter.nbytes // parameter.dtype.to_real().itemsize
+
+
+def element_bytes_of(parameters: Iterable[Tensor]) -> int:
+    """Bytes of an element of their gradients; of those of several dtypes, of the most elements.
+
+    >>> element_bytes_of(nn.Linear(2, 2, dtype=torch.bfloat16).parameters())
+    2
+    """
+    num_elements: Counter[int] = Counter()
+    for parameter in parameters:
+        num_elements[parameter.dtype.to_real().itemsize] += num_elements_of(parameter)
+    return max(num_elements, key=num_elements.__getitem__)
+
+
+def make_workload(
+    steps: Sequence[TimedStep], num_samples: int, element_bytes: int = FLOAT32_BYTES
+) -> Workload:
     """The planner's workload, from several equal steps.
 
     Each part is the mean that lasts over many steps, small hiccups included; large ones are not
@@ -90,6 +111,7 @@ def make_workload(steps: Sequence[TimedStep], num_samples: int) -> Workload:
     Args:
         steps: at least one, without those that load kernels.
         num_samples: of a step.
+        element_bytes: of the gradients.
     """
     sizes = tuple(size for size, _ in steps[0].gradients)
     same = [s for s in steps if tuple(size for size, _ in s.gradients) == sizes]
@@ -105,6 +127,7 @@ def make_workload(steps: Sequence[TimedStep], num_samples: int) -> Workload:
         ready=_ready(sizes, ready_s, backward_s),
         gradients=sizes,
         core_share=min(1.0, core_s / torch.get_num_threads()),
+        element_bytes=element_bytes,
     )
 
 

@@ -1,5 +1,6 @@
 """Steps that are timed: without an exchange, under a policy, and inside a user's script."""
 
+from dataclasses import replace
 from functools import partial
 from textwrap import dedent
 
@@ -18,10 +19,17 @@ from allstep.doctor.trial import (
     measure_workload,
     sleeping_training,
 )
-from allstep.doctor.workload import TimedStep, make_workload, time_step
+from allstep.doctor.workload import (
+    TimedStep,
+    element_bytes_of,
+    make_workload,
+    num_elements_of,
+    time_step,
+)
 from allstep.errors import UsageError
 from allstep.plan import POLICIES, Policy, Workload
 
+KINDS = (torch.float32, torch.complex128, torch.bfloat16)
 ASLEEP = Workload(
     num_params=60,
     forward_s=0.004,
@@ -139,6 +147,26 @@ def test_a_sleeping_model_has_the_same_gradients():
     evenly = sleeping_training(Workload.from_step(num_params=1000, step_s=0.01)).model
     assert sum(p.numel() for p in evenly.parameters()) == 1000
     assert len(list(evenly.parameters())) == 8
+
+
+@pytest.mark.parametrize(
+    ("element_bytes", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float64)]
+)
+def test_it_sleeps_in_the_models_own_dtype(element_bytes, dtype):
+    asleep = replace(ASLEEP, element_bytes=element_bytes)
+    training = sleeping_training(asleep)
+    assert {p.dtype for p in training.model.parameters()} == {dtype}
+    found = measure_workload(Communicator.lone(), training, num_samples=1, num_steps=2)
+    assert found.element_bytes == element_bytes
+    whole = replace(asleep, num_params=1000, gradients=(), ready=((0, 0), (1, 1)))
+    sizes = [p.numel() for p in sleeping_training(whole).model.parameters()]
+    assert sizes == [125] * 8
+
+
+def test_a_complex_gradient_is_two_real_ones():
+    model = nn.ModuleList(nn.Linear(3, 3, bias=False, dtype=dtype) for dtype in KINDS)
+    assert [num_elements_of(p) for p in model.parameters()] == [9, 18, 9]
+    assert element_bytes_of(model.parameters()) == 8
 
 
 SCRIPT = """
