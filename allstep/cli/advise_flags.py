@@ -10,11 +10,12 @@ from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link, check_not_negative, check_positive
 from allstep.plan.cluster_files import preset_names, read_cluster
 
-__all__ = ["check_numbers", "make_parser", "read_machines"]
+__all__ = ["DTYPE_BYTES", "check_numbers", "make_parser", "read_machines"]
 
 # What TCP leaves of a line with frames of 1,500 bytes.
 _TCP_SHARE = 0.94
 _USUAL_WORKERS = 32
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 _EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --workers 1,2,4,8,32"
 
@@ -36,6 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     job.add_argument("--params", metavar="N", help="parameters, such as 25M")
     job.add_argument(
         "--step-ms", metavar="MS", type=float, help="milliseconds of a micro-batch on one worker"
+    )
+    job.add_argument(
+        "--dtype", metavar="NAME", help=f"of the parameters: {', '.join(DTYPE_BYTES)} (float32)"
     )
     job.add_argument("--micro-batch", metavar="N", type=int, help="its samples (default: 32)")
     job.add_argument(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from allstep.cli.advise_flags import DTYPE_BYTES
 from allstep.cli.quantities import parse_count
-from allstep.errors import UsageError
+from allstep.errors import UsageError, nearest_names
 from allstep.plan.cluster import Cluster, check_positive
 from allstep.plan.job import Job
 from allstep.plan.workload import Workload
@@ -40,7 +41,7 @@ def read_subject(known: Namespace, name: str | None, rest: Sequence[str]) -> Sub
     """
     if name is None:
         return _BareNumbers(known)
-    for field in ("params", "step_ms"):
+    for field in ("params", "step_ms", "dtype"):
         if getattr(known, field) is not None:
             raise UsageError(
                 f"`{field}` (={getattr(known, field)}) is measured for a recipe or a script: leave"
@@ -70,6 +71,13 @@ class _BareNumbers:
     def _micro_batch(self) -> int:
         return _MICRO_BATCH if self._known.micro_batch is None else int(self._known.micro_batch)
 
+    @property
+    def _element_bytes(self) -> int:
+        name = self._known.dtype or "float32"
+        if name not in DTYPE_BYTES:
+            raise UsageError(f"`dtype` (={name}): {nearest_names(name, DTYPE_BYTES)}")
+        return DTYPE_BYTES[name]
+
     def _workload(self, known_step_s: float | None) -> Workload:
         """A micro-batch; `known_step_s` is what the cluster's file says, if it does."""
         known = self._known
@@ -90,6 +98,7 @@ class _BareNumbers:
             num_params=parse_count("params", known.params),
             step_s=known_step_s,
             num_samples=self._micro_batch,
+            element_bytes=self._element_bytes,
         )
 
 

@@ -88,6 +88,21 @@ def test_a_fast_link_needs_nothing_but_ddp(say):
     assert "keep it simple" in advice
 
 
+def test_the_parameters_dtype_is_what_travels(say):
+    """To a bfloat16 model 16 bits on the wire are no gain; a float64 model sends twice as much."""
+
+    def sent(dtype: str) -> dict[str, int]:
+        say(*BARE, "--dtype", dtype, "--json", "out.json")
+        cells = json.loads(Path("out.json").read_text())["predictions"]
+        return {p["policy"]: p["sent_bytes"] for p in cells if p["workers"] == 8}
+
+    single, half, double = sent("float32"), sent("bfloat16"), sent("float64")
+    for name in ("DDP", "fp32"):
+        assert 2 * half[name] == single[name] == double[name] // 2
+    assert half["fp32"] == pytest.approx(half["fp16"], rel=1e-6)
+    assert single["fp16"] == pytest.approx(half["fp16"], rel=1e-6)
+
+
 def test_a_noise_scale_ends_it_earlier(say):
     text = say(*BARE, "--noise-scale", "200")
     assert "samples to target" in text
@@ -310,6 +325,7 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
         ([*BARE, "--stragglers", "-5"], "`stragglers` (=-5.0) must be 0 or more"),
         ([*BARE, "--stragglers", "nan"], "`stragglers` (=nan) must be 0 or more"),
         ([*BARE, "--global-batch", "100"], "`global_batch` (=100) must be a multiple of"),
+        ([*BARE, "--dtype", "bf16"], "`dtype` (=bf16): did you mean `bfloat16`"),
         ([*BARE, "--micro-batch", "0"], "`micro_batch` (=0) must be at least 1."),
         ([*BARE, "--max-points-lost", "-1"], "`max_points_lost` (=-1.0) must be 0 or more"),
         ([*BARE, "--noise-scale", "0"], "`noise_scale` (=0) must be at least 1."),
@@ -349,12 +365,24 @@ def test_a_recipe_is_measured(say):
             ["--params", "1M"],
             "`params` (=1M) is measured for a recipe or a script: leave `--params` out",
         ),
+        (["--dtype", "float64"], "`dtype` (=float64) is measured for a recipe or a script: leave"),
         (["--step-ms", "9"], "`step_ms` (=9.0) is measured for a recipe or a script: leave"),
         (["--workers", "none"], "`workers` (=none) must be a count"),
     ],
 )
 def test_a_recipes_flags_are_checked(refuse, flags, message):
     assert message in refuse("digits", "--link", "1gbit", *flags)
+
+
+def test_a_recipe_has_its_own_dtype(say):
+    flags = ("--link", "1gbit", "--workers", "4", "--json", "out.json")
+    found = {}
+    for precision in ("float32", "float64", "bfloat16"):
+        say("digits", *flags, "--precision", precision)
+        cells = json.loads(Path("out.json").read_text())["predictions"]
+        found[precision] = next(p["sent_bytes"] for p in cells if p["policy"] == "fp32")
+    assert found["float64"] == 2 * found["float32"]
+    assert found["bfloat16"] == found["float32"]  # autocast: the parameters have 32 bits
 
 
 def test_a_recipes_own_checks_are_made(capsys):
