@@ -1,4 +1,4 @@
-"""What the launcher says in the environment; the only reader of os.environ.
+"""What the launcher says in the environment; the only room that touches os.environ.
 
 torchrun wins over mpirun, mpirun over srun (which starts mpirun's own helpers), and a process
 that none of them started is alone.
@@ -7,14 +7,14 @@ that none of them started is alone.
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from allstep.errors import UsageError
 
-__all__ = ["Launch", "read_error_file", "read_launch", "read_num_threads"]
+__all__ = ["Launch", "forget_launch", "read_error_file", "read_launch", "read_num_threads"]
 
 _PORTS = range(20_000, 30_000)  # below the ports that systems hand out by themselves
 _OPENMPI_JOB = (  # each unlike for unlike jobs of a machine; the first are there always
@@ -22,6 +22,12 @@ _OPENMPI_JOB = (  # each unlike for unlike jobs of a machine; the first are ther
     "OMPI_MCA_ess_base_jobid",
     "OMPI_MCA_orte_hnp_uri",
     "OMPI_MCA_orte_precondition_transports",
+)
+# What torchrun, mpirun (Open MPI, MPICH, MVAPICH) and srun tell a worker of itself and its peers.
+_OF_LAUNCHERS = re.compile(
+    r"((LOCAL|GROUP|ROLE|NODE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME"
+    r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI|PMIX|PMI|PRTE|HYDI|MV2_COMM_WORLD)_\w+"
+    r"|SLURM_(STEP\w+|PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE)"
 )
 
 
@@ -72,6 +78,23 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     if _is_slurm_step(variables):
         return _read_slurm(variables)
     return Launch("lone", 0, 1, 0, 1, 0, 1, None, None, "lone")
+
+
+def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
+    """Makes a process that a launcher has started a lone one, and so all that it starts.
+
+    Args:
+        environ: variables to change; the process's own if None.
+
+    >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}
+    >>> forget_launch(variables)
+    >>> variables
+    {'SLURM_JOB_ID': '7'}
+    """
+    variables = os.environ if environ is None else environ
+    for name in list(variables):
+        if _OF_LAUNCHERS.fullmatch(name):
+            del variables[name]
 
 
 def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:

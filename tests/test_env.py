@@ -2,7 +2,7 @@
 
 import pytest
 
-from allstep.env import Launch, expand_counts, expand_node_list, read_launch
+from allstep.env import Launch, expand_counts, expand_node_list, forget_launch, read_launch
 from allstep.errors import UsageError
 
 TORCHRUN = {
@@ -117,6 +117,18 @@ def test_mpirun_on_two_nodes(variables, port):
     assert launch.master_addr == "gpu01"
     assert launch.master_port == port or launch.master_port in range(20_000, 30_000)
     assert (launch.node_rank, launch.num_nodes) == (1, 2)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, MPIRUN])
+def test_a_worker_becomes_a_lone_process(variables):
+    left = {**variables, "HOME": "/root", "CUDA_VISIBLE_DEVICES": "0"}
+    assert read_launch(left) != LONE
+    forget_launch(left)
+    assert read_launch(left) == LONE
+    assert not [name for name in left if "RANK" in name or "SIZE" in name or "PROC" in name]
+    # The machine, its job and the threads are still the user's to know.
+    kept = {"HOME", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "OMP_NUM_THREADS"}
+    assert kept & {*variables, "HOME", "CUDA_VISIBLE_DEVICES"} <= set(left)
 
 
 @pytest.mark.parametrize("variables", [SRUN, MPIRUN])
