@@ -1,15 +1,9 @@
 """Runs a user's script as a worker, and leaves a record of its first steps."""
 
-import contextlib
 import functools
-import importlib
-import os
 import random
-import runpy
-import sys
 import time
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import allstep
+from allstep.doctor.user_script import Attach, frames_of_script, frames_of_user, run_as_main
 from allstep.doctor.verify.record import Failure, write_worker
 from allstep.doctor.verify.recorder import Recorder
 from allstep.doctor.verify.removal import Removal, Suspect
@@ -77,7 +71,7 @@ def record_script(task: Task, rank: int, size: int) -> bool:
         raise _EnoughSteps
 
     def give_up(place: traceback.StackSummary) -> None:
-        text = "".join(_of_user(_of_script(place, task.script)).format())
+        text = "".join(frames_of_user(place, task.script).format())
         recorder.record.failure = Failure("timeout", text, True, time.time())
         write_worker(path, recorder.record)
         _meet(task.folder, size, _STUCK_S)  # others may be stuck elsewhere
@@ -88,8 +82,10 @@ def record_script(task: Task, rank: int, size: int) -> bool:
     _seed(0)
     watchdog.start()
     try:
-        with _recorded_attach(recorder, removal), _as_main(task):
-            runpy.run_path(str(task.script), run_name="__main__")
+        with torch.compiler.set_stance("force_eager"):  # compiled models as they are written
+            run_as_main(
+                task.script, task.arguments, lambda attach: _recorded(attach, recorder, removal)
+            )
     except _EnoughSteps:
         return True
     except BaseException as error:
@@ -103,11 +99,8 @@ def record_script(task: Task, rank: int, size: int) -> bool:
     return recorder.record.failure is None
 
 
-@contextlib.contextmanager
-def _recorded_attach(recorder: Recorder, removal: Removal) -> Iterator[None]:
-    """Replaces `allstep.attach` by one that tells the recorder."""
-    room = importlib.import_module("allstep.exchange")
-    attach = room.attach
+def _recorded(attach: Attach, recorder: Recorder, removal: Removal) -> Attach:
+    """`allstep.attach`, which tells the recorder."""
 
     @functools.wraps(attach)
     def recorded(model: Any, comm: Any, policy: Any = None, **options: Any) -> Exchange:
@@ -116,25 +109,7 @@ def _recorded_attach(recorder: Recorder, removal: Removal) -> Iterator[None]:
         recorder.watch(exchange)
         return exchange
 
-    vars(room)["attach"] = recorded
-    try:
-        yield
-    finally:
-        vars(room)["attach"] = attach
-
-
-@contextlib.contextmanager
-def _as_main(task: Task) -> Iterator[None]:
-    """What `python SCRIPT ARGUMENTS` finds; compiled models run as they are written."""
-    argv, path = sys.argv, sys.path[:]
-    sys.argv = [str(task.script), *task.arguments]
-    sys.path.insert(0, str(task.script.resolve().parent))
-    torch.compiler.set_stance("force_eager")
-    try:
-        yield
-    finally:
-        torch.compiler.set_stance("default")
-        sys.argv, sys.path[:] = argv, path
+    return recorded
 
 
 def _seed(seed: int) -> None:
@@ -165,19 +140,5 @@ def _failure(error: BaseException, script: Path) -> Failure | None:
 def _traceback(error: BaseException, script: Path) -> str:
     """The part of the traceback that is the script's."""
     told = traceback.TracebackException.from_exception(error)
-    told.stack = _of_script(told.stack, script)
+    told.stack = frames_of_script(told.stack, script)
     return "".join(told.format())
-
-
-def _of_script(stack: traceback.StackSummary, script: Path) -> traceback.StackSummary:
-    names = [os.path.realpath(frame.filename) for frame in stack]
-    mine = os.path.realpath(script)
-    start = names.index(mine) if mine in names else len(names)
-    return traceback.StackSummary.from_list(stack[start:])
-
-
-def _of_user(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Without the frames inside of torch and allstep."""
-    libraries = tuple(os.path.dirname(module.__file__ or "") for module in (torch, allstep))
-    inside = (i for i, frame in enumerate(stack) if frame.filename.startswith(libraries))
-    return traceback.StackSummary.from_list(stack[: next(inside, len(stack))])
