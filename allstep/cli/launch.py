@@ -8,7 +8,8 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -34,9 +35,12 @@ def launch_workers(num_workers: int, command: Sequence[str]) -> int:
     Returns:
         0; the exit code of the worker that failed first; 128 + the signal that this process
         got or that killed the workers after a checkpoint.
+
+    Raises:
+        SystemExit: on a signal before the workers run, or after they have ended.
     """
     _silence_elastic()
-    with tempfile.TemporaryDirectory(prefix="allstep-") as log_dir:
+    with _unwound_by_signals(), tempfile.TemporaryDirectory(prefix="allstep-") as log_dir:
         launch = elastic_launch(_config(num_workers, log_dir), sys.executable)
         try:
             launch(*command)
@@ -46,6 +50,24 @@ def launch_workers(num_workers: int, command: Sequence[str]) -> int:
         except SignalException as error:
             return 128 + error.sigval
     return 0
+
+
+@contextlib.contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """Signals end this process by way of what it has to tidy up.
+
+    The agent brings its own handlers, and leaves them behind.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _silence_elastic() -> None:

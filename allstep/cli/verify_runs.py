@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from allstep.cli.verify_worker import log_path, write_task
+from allstep.cli.script_worker import last_lines
+from allstep.cli.verify_worker import write_task
 from allstep.doctor.verify import Failure, Run, Suspect, Task, read_worker, record_path
 from allstep.errors import UsageError
 
@@ -114,8 +115,7 @@ class Runs:
 
 
 def _last_lines(folder: Path, rank: int) -> str:
-    path = log_path(folder, rank)
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    lines = last_lines(folder, rank, _NUM_LOG_LINES)
     if not lines:
         return " It printed nothing."
-    return "\n".join([" Its last lines:", *lines[-_NUM_LOG_LINES:]])
+    return "\n".join([" Its last lines:", *lines])
