@@ -312,7 +312,7 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
         ([*BARE[:5], "10", *BARE[6:]], "`link` (=10) must be bits per second such as 10gbit"),
         ([*BARE[:5], "0gbit", *BARE[6:]], "`link` (=0gbit) must be above 0."),
         ([*BARE[:5], "1e400gbit", *BARE[6:]], "`link` (=1e400gbit) is too large."),
-        ([*BARE[:7], "1,two"], "`workers` (=two) must be a count"),
+        ([*BARE[:7], "1,two"], "`workers` (=1,two) must be numbers between commas"),
         ([*BARE[:7], "0"], "`workers` (=0) must be at least 1."),
         ([*BARE[:7], "1,1e400"], "`workers` (=1e400) is too large: at most 9.22e+18."),
         ([*BARE[:7], "1,1e12", "--stragglers", "5"], "at most 1,048,576 `workers` (=1,000,000,"),
@@ -367,7 +367,10 @@ def test_a_recipe_is_measured(say):
         ),
         (["--dtype", "float64"], "`dtype` (=float64) is measured for a recipe or a script: leave"),
         (["--step-ms", "9"], "`step_ms` (=9.0) is measured for a recipe or a script: leave"),
-        (["--workers", "none"], "`workers` (=none) must be a count"),
+        (
+            ["--workers", "none"],
+            "`workers` (=none) must be numbers between commas, such as 1,2,4,8",
+        ),
     ],
 )
 def test_a_recipes_flags_are_checked(refuse, flags, message):

@@ -200,7 +200,7 @@ def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monk
         (["-n", "2"], "`n` (=2) must be two or more numbers of workers to compare"),
         (["-n", "1,1"], "`n` (=1,1) must be two or more numbers"),
         (["-n", "0,1"], "`n` (=0) must be at least 1."),
-        (["-n", "1,two"], "`n` (=two) must be a count"),
+        (["-n", "1,two"], "`n` (=1,two) must be numbers between commas"),
         (["--steps", "0"], "`steps` (=0) must be at least 1."),
         (["--timeout-s", "0"], "`timeout_s` (=0.0) must be above 0."),
     ],
