@@ -11,7 +11,7 @@ from rich.console import Console
 from allstep.cli.quantities import parse_counts
 from allstep.cli.verify_output import Verdict, show, show_json
 from allstep.cli.verify_runs import Runs
-from allstep.doctor.verify import Run, Suspect, diagnose
+from allstep.doctor.verify import Run, Suspect, diagnose, divergence
 from allstep.errors import UsageError
 
 __all__ = ["run"]
@@ -46,6 +46,13 @@ def _verify(runs: Runs, sizes: Sequence[int], num_steps: int) -> Verdict:
     num_first = max(num_steps, 2 * max(others) // fewest + 1)
     one = runs.make(fewest, num_first)
     found = {size: runs.make(size, num_steps) for size in others}
+    for size, other in found.items():
+        if divergence(one, other) == 0:
+            raise UsageError(
+                f"`script` (={runs.script}) diverges at its first step on {fewest} and on {size}"
+                " workers: there is nothing to compare. Are its data finite, and its learning rate"
+                " what it should be?"
+            )
 
     def rerun(size: int, suspects: Sequence[Suspect], steps: int) -> tuple[Run, Run]:
         return runs.make(fewest, steps, suspects), runs.make(size, steps, suspects)

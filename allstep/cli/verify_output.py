@@ -1,6 +1,7 @@
 """What `allstep verify` found, as a table and sentences, or as JSON."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from allstep.doctor.verify import Diagnosis, Run, largest_difference, limit_of, total_norm
+from allstep.doctor.verify import (
+    Diagnosis,
+    Run,
+    divergence,
+    largest_difference,
+    limit_of,
+    total_norm,
+)
 
 __all__ = ["Verdict", "show", "show_json"]
 
@@ -49,7 +57,9 @@ class Verdict:
 
     def num_common(self, run: Run) -> int:
         """Steps of a run that can be compared."""
-        return min(self.num_made(self.one), run.num_steps)
+        num_both = min(self.num_made(self.one), run.num_steps)
+        diverges_at = divergence(self.one, run)
+        return num_both if diverges_at is None else min(num_both, diverges_at)
 
 
 def show(verdict: Verdict) -> None:
@@ -114,9 +124,10 @@ def _norms(verdict: Verdict, run: Run, step: int) -> tuple[str, str]:
 def _difference(verdict: Verdict, run: Run, step: int) -> str:
     if step >= verdict.num_common(run):
         return "-"
-    if run.first.steps[step].checksum == verdict.one.first.steps[step].checksum:
-        return "0, same bits"
     difference = largest_difference(verdict.one, run, step)
+    checksums = {of.first.steps[step].checksum for of in (verdict.one, run)}
+    if not difference and len(checksums) == 1:
+        return "0, same bits"
     mark = "" if difference <= limit_of(verdict.one, run) else " *"
     return f"{difference:.1e}{mark}"
 
@@ -129,19 +140,24 @@ def _sentences(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
         largest = max(largest_difference(verdict.one, run, step) for step in range(num))
         limit = limit_of(verdict.one, run)
         lines.append(
-            f"{workers}: the same model as on {verdict.one.size} for {num} steps, up to rounding"
+            f"{workers}: the same model as on {verdict.one.size} for {_steps(num)}, up to rounding"
             f" (largest relative difference {largest:.1e}, limit {limit:.1e})"
             f"{', but not as it should.' if diagnosis.causes else '.'}"
         )
     else:
         lines.append(f"{workers}: not the same model. It parts at {diagnosis.parting}.")
+    if diagnosis.diverges_at is not None and diagnosis.parting is None:
+        lines.append(
+            f"It diverges at step {diagnosis.diverges_at}, on {_workers(verdict.one.size)} too:"
+            " nothing was compared from there on."
+        )
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
     if diagnosis.parting is not None and not diagnosis.is_explained:
         lines.append(f"likely cause: unknown. {_hint(verdict, run, diagnosis)}")
     if verdict.num_made(run) != verdict.num_made(verdict.one):
         lines.append(
-            f"note: the script ended after {verdict.num_made(run)} steps on {workers}, after"
+            f"note: the script ended after {_steps(verdict.num_made(run))} on {workers}, after"
             f" {verdict.num_made(verdict.one)} on {verdict.one.size}."
         )
     return "\n".join(lines)
@@ -165,7 +181,16 @@ def _hint(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
 
 def show_json(script: Path, verdict: Verdict) -> None:
     """Prints everything as JSON."""
-    print(json.dumps(_plain(script, verdict), indent=2))
+    print(json.dumps(_finite(_plain(script, verdict)), indent=2, allow_nan=False))
+
+
+def _finite(plain: Any) -> Any:
+    """Plain data with None for what JSON has no number for."""
+    if isinstance(plain, dict):
+        return {key: _finite(value) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [_finite(value) for value in plain]
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
 def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
@@ -183,6 +208,7 @@ def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
                     largest_difference(verdict.one, run, step)
                     for step in range(verdict.num_common(run))
                 ],
+                "diverges_at": diagnosis.diverges_at,
                 "parting": None if diagnosis.parting is None else asdict(diagnosis.parting),
                 "causes": [{**asdict(cause), "cure": cause.cure} for cause in diagnosis.causes],
                 "is_explained": diagnosis.is_explained,
@@ -210,3 +236,7 @@ def _plain_run(verdict: Verdict, run: Run) -> dict[str, Any]:
 
 def _workers(size: int) -> str:
     return f"{size} worker{'s' * (size > 1)}"
+
+
+def _steps(num: int) -> str:
+    return f"{num} step{'s' * (num > 1)}"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,93 @@ def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monk
     assert [line.split()[1] for line in text.splitlines()[1:7]] == ["1", "2", "3"] * 2
 
 
+def diverging(size: int, first_bad: int) -> list[WorkerRecord]:
+    """Workers' records of 20 steps, not finite from one on."""
+    records = [worker(rank, size) for rank in range(size)]
+    for record in records:
+        good = record.steps[:1] * first_bad
+        bad = worker(record.rank, size, scale=float("nan")).steps[first_bad:]
+        record.steps = [*good, *bad]
+    return records
+
+
+def use_records(launched, of_size) -> None:
+    def do(folder: Path, size: int) -> int:
+        for record in of_size(size):
+            write_worker(record_path(folder, record.rank), record)
+        return 0
+
+    launched(do)
+
+
+def test_a_training_that_diverges_on_one_worker_too(launched, capsys):
+    use_records(launched, lambda size: diverging(size, 2))
+    assert main(["verify", write_script(""), "--steps", "4"]) == 0
+    found = capsys.readouterr()
+    assert found.err == ""
+    lines = found.out.splitlines()
+    assert [line.split()[-1] for line in lines[2:6]] == ["bits", "bits", "-", "-"]
+    assert lines[4].split()[1:3] == ["nan", "nan"]
+    said = " ".join(found.out.split())
+    assert "2 workers: the same model as on 1 for 2 steps, up to rounding" in said
+    assert "It diverges at step 2, on 1 worker too: nothing was compared from there on." in said
+
+
+def test_a_training_that_diverges_on_more_workers_alone(launched, capsys):
+    use_records(launched, lambda size: diverging(size, 2 if size > 1 else 20))
+    assert main(["verify", write_script(""), "--steps", "4"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not the same model. It parts at step 2, in the gradient of `weight`" in said
+    assert "on 1 worker too" not in said
+
+
+@pytest.mark.parametrize("first_bad", [2, 20])
+def test_json_has_null_for_what_is_not_finite(launched, capsys, first_bad):
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    use_records(launched, lambda size: diverging(size, 2 if size > 1 else first_bad))
+    main(["verify", write_script(""), "--steps", "4", "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    steps = found["runs"][1]["steps"]
+    assert [step["gradient_norm"] for step in steps] == [1.0, 1.0, None, None]
+    (verdict,) = found["verdicts"]
+    if first_bad == 2:
+        assert (verdict["diverges_at"], verdict["num_steps"]) == (2, 2)
+        assert verdict["parting"] is None
+    else:
+        assert verdict["diverges_at"] is None
+        assert verdict["parting"]["step"] == 2
+        assert verdict["parting"]["difference"] is None
+
+
+def test_a_learning_rate_beyond_all_reason(run_here, capsys):
+    """The right script, whose loss is not finite after its first step."""
+    script = write_script(TRAIN.replace("lr=0.1", "lr=1e30"))
+    main(["verify", script, "--steps", "3", "--", "9"])
+    found = capsys.readouterr()
+    assert found.err == ""
+    said = " ".join(found.out.split())
+    assert "2 workers: the same model as on 1 for 1 step, up to rounding" in said
+    assert "It diverges at step 1, on 1 worker too" in said
+    assert "not the same model" not in said
+
+
+def test_a_gradient_that_parts_is_not_told_to_have_the_same_bits(launched, capsys):
+    """Also where a rate of 0 keeps the parameters."""
+
+    def of_size(size: int) -> list[WorkerRecord]:
+        records = [worker(rank, size, lr=0.0) for rank in range(size)]
+        other = worker(0, size, scale=float(size)).steps[0].gradients
+        for record in records:
+            record.steps = [replace(step, gradients=other) for step in record.steps]
+        return records
+
+    use_records(launched, of_size)
+    assert main(["verify", write_script(""), "--steps", "2"]) == 1
+    assert "same bits" not in capsys.readouterr().out
+
+
 # -- wrong turns ---------------------------------------------------------------------------------
 
 
@@ -207,6 +295,12 @@ def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monk
 )
 def test_bad_flags(refuse, flags, message):
     assert message in refuse(write_script(""), *flags)
+
+
+def test_a_training_that_diverges_at_once(refuse, launched):
+    use_records(launched, lambda size: diverging(size, 0))
+    said = refuse(write_script(""))
+    assert "`script` (=train.py) diverges at its first step on 1 and on 2 workers: there is" in said
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "."])

@@ -1,6 +1,7 @@
 """The parts of `verify`: sketches, records, what is rounding, constants, the watchdog."""
 
 import contextlib
+import math
 import random
 import time
 
@@ -12,8 +13,15 @@ from torch.nn.functional import dropout
 from torch.utils.data import DataLoader, Dataset
 
 import allstep
-from allstep.doctor.verify import Recorder, Run, StepRecord, WorkerRecord, watchdog
-from allstep.doctor.verify.compare import find_parting, limit_of
+from allstep.doctor.verify import (
+    Recorder,
+    Run,
+    StepRecord,
+    WorkerRecord,
+    diagnose,
+    watchdog,
+)
+from allstep.doctor.verify.compare import divergence, find_parting, limit_of
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import Failure, read_worker, write_worker
 from allstep.doctor.verify.removal import Removal
@@ -188,9 +196,84 @@ def test_a_gradient_that_is_only_rounding_never_parts():
     assert find_parting(*runs_with(x, y, gradient=True)) is None
 
 
-def test_not_a_number_parts():
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_what_is_finite_in_one_run_alone_parts(bad, gradient):
     x = torch.ones(2, 3)
-    assert find_parting(*runs_with(x, x * float("nan"), gradient=True)) is not None
+    y = x.clone()
+    y[1, 1] = bad
+    for runs in (runs_with(x, y, gradient=gradient), runs_with(y, x, gradient=gradient)):
+        parting = find_parting(*runs)
+        assert (parting.name, parting.difference) == ("b", math.inf)
+        assert divergence(*runs) is None
+
+
+def test_a_gradient_that_overflows_in_both_runs_parts_nothing():
+    """As with a gradient scaler, which then leaves the step out."""
+    x = torch.tensor([[1.0, 2.0], [math.inf, math.nan]])
+    runs = runs_with(x, x, gradient=True)
+    assert divergence(*runs) is None
+    assert find_parting(*runs) is None
+    y = x.clone()
+    y[0] = 3.0  # the other tensor is compared all the same
+    assert find_parting(*runs_with(x, y, gradient=True)).name == "a"
+
+
+def steps_with(scales: list[float], *, samples: int = 1, rate: float = 0.1) -> Run:
+    """A run whose gradients and parameters are ones times a scale in each step."""
+    sketch = Sketcher()
+    record = WorkerRecord(rank=0)
+    for scale in scales:
+        named = {"a": sketch(torch.ones(3) * scale)}
+        record.steps.append(
+            StepRecord(
+                options=[{"lr": rate}],
+                samples=[*range(samples)],
+                local_gradients=named,
+                gradients=named,
+                parameters=named,
+                checksum=0,
+            )
+        )
+    return Run([record])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_runs_that_both_diverge_are_compared_up_to_there(bad):
+    def refuse(suspects, steps):
+        raise AssertionError("nothing is left to find")
+
+    same = diagnose(steps_with([1, 2, bad, bad]), steps_with([1, 2, bad, bad, bad]), refuse)
+    assert same.is_same
+    assert (same.diverges_at, same.parting) == (2, None)
+    # A rate that is no number is the same in both, too.
+    rates = [steps_with([1, bad], rate=math.nan) for _ in range(2)]
+    assert diagnose(*rates, refuse).is_same
+
+
+def test_runs_that_part_before_they_diverge_have_parted():
+    def rerun(suspects, steps):
+        return steps_with([1] * steps), steps_with([2] * steps)
+
+    bad = math.nan
+    found = diagnose(steps_with([1, 2, bad]), steps_with([1, 3, bad]), rerun)
+    assert (found.is_same, found.parting.step, found.diverges_at) == (False, 1, 2)
+    # One of them diverges earlier: that is where they part.
+    found = diagnose(steps_with([1, bad, bad]), steps_with([1, 2, bad]), rerun)
+    assert (found.parting.step, found.parting.difference) == (1, math.inf)
+
+
+def test_runs_that_diverge_without_a_suspect_do_not_convict_it():
+    """They agree on nothing but infinity."""
+
+    def rerun(suspects, steps):
+        return steps_with([math.inf] * steps), steps_with([math.inf] * steps)
+
+    one, other = steps_with([1, 1]), steps_with([2, 2])
+    other.first.policies.append("fp16")
+    assert diagnose(one, other, rerun).causes == []
+    right = diagnose(one, other, lambda suspects, steps: (one, one))
+    assert [cause.name for cause in right.causes] == ["exchange policy"]
 
 
 def options(rates: list[float], size: int) -> Run:

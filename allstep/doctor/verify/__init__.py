@@ -1,7 +1,13 @@
 """Whether a script trains the same model on any number of workers."""
 
 from allstep.doctor.verify.causes import Cause
-from allstep.doctor.verify.compare import Parting, largest_difference, limit_of, total_norm
+from allstep.doctor.verify.compare import (
+    Parting,
+    divergence,
+    largest_difference,
+    limit_of,
+    total_norm,
+)
 from allstep.doctor.verify.diagnose import Diagnosis, diagnose
 from allstep.doctor.verify.record import Failure, Run, StepRecord, WorkerRecord, read_worker
 from allstep.doctor.verify.recorder import Recorder
@@ -20,6 +26,7 @@ __all__ = [
     "Task",
     "WorkerRecord",
     "diagnose",
+    "divergence",
     "largest_difference",
     "limit_of",
     "read_worker",

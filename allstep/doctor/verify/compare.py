@@ -8,6 +8,10 @@ units, epsilon, and by more where numbers cancel. Runs are taken to agree as lon
 for each tensor: half of the digits agree (3.5e-4 in float32). The second term is for gradients
 that are nothing but rounding, such as that of a bias before batch norm. Adam makes steps of full
 length from these, so that their parameters aren't compared.
+
+[Note: divergence] What isn't finite can't be compared: infinity less infinity is no number. Runs
+part where a tensor is finite in one of them alone; where it is in neither, it says nothing. If the
+parameters of both diverge, steps are compared up to there.
 """
 
 import math
@@ -15,12 +19,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-
 from allstep.doctor.verify.record import Run
 from allstep.doctor.verify.sketch import Sketch
 
-__all__ = ["Parting", "find_parting", "largest_difference", "limit_of", "total_norm"]
+__all__ = [
+    "Parting",
+    "divergence",
+    "find_parting",
+    "largest_difference",
+    "limit_of",
+    "total_norm",
+]
 
 Quantity = Literal["initial parameters", "gradient", "options", "parameters"]
 
@@ -64,6 +73,15 @@ def limit_of(one: Run, other: Run) -> float:
     return math.sqrt(max(epsilons) or _FLOAT32_EPSILON)
 
 
+def divergence(one: Run, other: Run) -> int | None:
+    """The first step after which neither run's parameters are finite; None if there is none."""
+    for step in range(min(one.num_steps, other.num_steps)):
+        after = [run.first.steps[step].parameters for run in (one, other)]
+        if not any(math.isfinite(total_norm(parameters)) for parameters in after):
+            return step
+    return None
+
+
 def _tensor_differences(
     x: Mapping[str, Sketch], y: Mapping[str, Sketch], limit: float
 ) -> dict[str, float]:
@@ -74,7 +92,7 @@ def _tensor_differences(
         limit: from `limit_of`.
     """
     names = [*x, *(name for name in y if name not in x)]
-    largest = {name: max(s.norm for s in (x.get(name), y.get(name)) if s) for name in names}
+    largest = {name: max(_finite_norm(of.get(name)) for of in (x, y)) for name in names}
     total = math.hypot(*largest.values())
     floor = min(1.0, _NOISE * limit) * total
     return {
@@ -83,12 +101,17 @@ def _tensor_differences(
     }
 
 
+def _finite_norm(sketch: Sketch | None) -> float:
+    return sketch.norm if sketch is not None and math.isfinite(sketch.norm) else 0.0
+
+
 def _distance(x: Sketch | None, y: Sketch | None) -> float:
+    finite = [math.isfinite(sketch.norm) for sketch in (x, y) if sketch is not None]
+    if not all(finite):
+        return 0.0 if len(finite) == 2 and not any(finite) else math.inf
     if x is None or y is None:
-        return max(s.norm for s in (x, y) if s)
-    distance = np.subtract(x.products, y.products)
-    root_mean_square = float(np.sqrt(np.mean(distance**2)))
-    return root_mean_square if math.isfinite(root_mean_square) else math.inf
+        return max(sketch.norm for sketch in (x, y) if sketch is not None)
+    return math.dist(x.products, y.products) / math.sqrt(len(x.products))
 
 
 def find_parting(
@@ -146,7 +169,8 @@ def _option_differences(x: list[dict[str, float]], y: list[dict[str, float]]) ->
 
 
 def _relative(x: float, y: float) -> float:
-    return 0.0 if x == y else abs(x - y) / max(abs(x), abs(y))
+    is_same = x == y or (math.isnan(x) and math.isnan(y))
+    return 0.0 if is_same else abs(x - y) / max(abs(x), abs(y))
 
 
 def _noise_tensors(run: Run, last_step: int, limit: float) -> set[str]:

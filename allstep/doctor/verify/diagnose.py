@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from allstep.doctor.verify.causes import Cause
-from allstep.doctor.verify.compare import Parting, find_parting
+from allstep.doctor.verify.compare import Parting, divergence, find_parting
 from allstep.doctor.verify.record import Run
 from allstep.doctor.verify.removal import Suspect
 from allstep.doctor.verify.signatures import (
@@ -32,12 +32,14 @@ class Diagnosis:
         parting: where they part first, or None.
         causes: the likely ones; none of a model that is the same, or if no cause fits.
         is_explained: whether the causes account for the parting.
+        diverges_at: the step from which neither run is finite, and nothing was compared; or None.
     """
 
     size: int
     parting: Parting | None
     causes: list[Cause]
     is_explained: bool
+    diverges_at: int | None = None
 
     @property
     def is_same(self) -> bool:
@@ -54,9 +56,12 @@ def diagnose(one: Run, other: Run, rerun: Rerun) -> Diagnosis:
 
     Args:
         one: the run on the fewest workers.
-        other: on more.
+        other: on more; not both diverge in the first step.
         rerun: makes both again.
     """
+    diverges_at = divergence(one, other)
+    if diverges_at is not None:
+        one, other = one.before(diverges_at), other.before(diverges_at)
     parting = find_parting(one, other)
     causes = option_causes(one, other)
     if not other.first.policies:
@@ -69,7 +74,7 @@ def diagnose(one: Run, other: Run, rerun: Rerun) -> Diagnosis:
             found = _causes_of_gradient(one, other, parting.step, rerun)
             is_explained = bool(found)
             causes += found
-    return Diagnosis(other.size, parting, causes, is_explained)
+    return Diagnosis(other.size, parting, causes, is_explained, diverges_at)
 
 
 def _causes_of_gradient(one: Run, other: Run, step: int, rerun: Rerun) -> list[Cause]:
@@ -106,7 +111,8 @@ def _attempts(suspects: Sequence[Suspect]) -> list[list[Suspect]]:
 
 def _causes_without(before: Run, one: Run, other: Run, step: int) -> list[Cause] | None:
     """What else is wrong without the suspects; None if they weren't to blame."""
-    if step >= min(one.num_steps, other.num_steps):
+    diverges_at = divergence(one, other)
+    if step >= min(one.num_steps, other.num_steps) or diverges_at is not None:
         return None
     if len(before.all_samples(step)) > 1 and len(one.all_samples(step)) < 2:
         return None  # the data were made of random numbers: nothing is left of them

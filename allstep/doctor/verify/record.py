@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,10 @@ class Run:
     def num_steps(self) -> int:
         """Steps that every worker made."""
         return min(len(worker.steps) for worker in self.workers)
+
+    def before(self, step: int) -> "Run":
+        """The steps before one."""
+        return Run([replace(worker, steps=worker.steps[:step]) for worker in self.workers])
 
     def samples(self, step: int) -> list[Counter[int]]:
         """Each worker's samples of a step."""

@@ -36,7 +36,7 @@ def option_causes(one: Run, other: Run) -> list[Cause]:
     for key in few:
         theirs = many.get(key, few[key])[: len(few[key])]
         mine = few[key][: len(theirs)]
-        if np.allclose(mine, theirs, rtol=_RATE_TOLERANCE, atol=0):
+        if np.allclose(mine, theirs, rtol=_RATE_TOLERANCE, atol=0, equal_nan=True):
             continue
         found = [_other_option(key, mine, theirs, other)]
         if key.startswith("lr "):
@@ -148,7 +148,18 @@ def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
             extra = f"{theirs.total() - mine.total()} of {theirs.total()} samples of step {step}"
             return [Cause("samples repeated", f"{extra} on {other.size} workers are repeats")]
         return []
+    if not _are_finite(one, step) or not _are_finite(other, step):
+        return []
     return _summed(one, other, step, times) or _unequal(one, other, step)
+
+
+def _are_finite(run: Run, step: int) -> bool:
+    """Whether all workers' own gradients are, so that one can reckon with them."""
+    return all(
+        np.isfinite(sketch.products).all()
+        for worker in run.workers
+        for sketch in worker.steps[step].local_gradients.values()
+    )
 
 
 def _summed(one: Run, other: Run, step: int, times: float) -> list[Cause]:
