@@ -114,7 +114,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         return new
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long calls may take from now on.
+        """How long calls may take from now on, here and in the groups that were split off.
 
         Args:
             timeout_s: seconds; call it with the same on all ranks.
@@ -124,6 +124,9 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         """
         check_timeout(timeout_s)
         self.timeout_s = self._wire.timeout_s = timeout_s
+        for dependent in self._dependents:
+            if isinstance(dependent, Communicator):
+                dependent.set_timeout(timeout_s)
 
     def close(self) -> None:
         """Leaves the group; ends what `init` or `split` made, never a framework's own group."""

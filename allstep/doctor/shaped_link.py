@@ -64,7 +64,11 @@ class ShapedCommunicator(Communicator):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """As `Communicator.split`; the part is shaped by the same bucket."""
         part = super().split(color, key)
-        return None if part is None else ShapedCommunicator(part, self._bucket)
+        if part is None:
+            return None
+        shaped = ShapedCommunicator(part, self._bucket)
+        self.add_dependent(shaped)
+        return shaped
 
 
 class ShapedWire:
@@ -81,7 +85,15 @@ class ShapedWire:
     def __init__(self, wire: Wire, bucket: TokenBucket) -> None:
         self._wire, self._bucket = wire, bucket
         self.rank, self.size, self.group = wire.rank, wire.size, wire.group
-        self.timeout_s = wire.timeout_s
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call may take."""
+        return self._wire.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._wire.timeout_s = timeout_s
 
     def carrier(self, device: torch.device) -> torch.device:
         return self._wire.carrier(device)

@@ -52,7 +52,6 @@ class Sender:
         self.looks_late = looks_late(comm.device)
         self._posted_s = self._last_end_s = 0.0
         self._pending: set[object] = set()  # a mark for each call that the backend works on
-        self._timeout_s = comm.timeout_s
         self._staleness = policy.staleness
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
@@ -164,8 +163,8 @@ class Sender:
 
     def lift_first_timeout(self) -> None:
         """The first exchange has landed: from now on the communicator's own timeout holds."""
-        if self.comm.timeout_s < self._timeout_s:
-            self.comm.set_timeout(self._timeout_s)
+        if self.comm.timeout_s < self._main_comm.timeout_s:
+            self.comm.set_timeout(self._main_comm.timeout_s)
 
     def check(self, flight: Flight, action: str, described: Signature) -> None:
         """Sends what looks like the first bucket of an exchange, but is only its check.

@@ -300,3 +300,14 @@ class DeadStore:
 
 def test_a_roll_call_on_a_dead_store_says_nothing():
     assert call_roll(DeadStore(), 0, 2, "barrier") == ""
+
+
+def test_a_timeout_reaches_the_groups_that_were_split_off():
+    def work(comm):
+        half = comm.split(comm.rank // 2)
+        lone = half.split(half.rank)
+        comm.set_timeout(7)
+        half.set_timeout(5)
+        return comm.timeout_s, half.timeout_s, lone.timeout_s, lone.wire.timeout_s
+
+    assert run_ranks(4, work) == [(7, 5, 5, 5)] * 4

@@ -224,6 +224,29 @@ def test_the_first_exchange_has_a_timeout_of_its_own(algorithm: str) -> None:
     assert "missing: rank 0" in run_ranks(2, worker, timeout_s=60)[1]
 
 
+@pytest.mark.parametrize("algorithm", ["native", "hierarchical", "shared_memory"])
+def test_a_timeout_set_later_holds_in_the_exchange_too(algorithm: str) -> None:
+    """Also after more exchanges have landed, and in the groups of an algorithm."""
+    is_over = threading.Event()
+
+    def worker(comm: Communicator) -> str:
+        model = mlp()
+        attach(model, comm, ExchangePolicy(algorithm=algorithm, first_timeout_s=30))
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+            comm.set_timeout(0.5)
+        if comm.rank == 0:
+            is_over.wait(20)
+            return "did not come"
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            model(torch.ones(2, 5)).sum().backward()
+        is_over.set()
+        return str(caught.value)
+
+    message = run_ranks(2, worker, timeout_s=60)[1]
+    assert "within 0.5 s" in message and "missing: rank 0" in message
+
+
 class Stubborn(torch.autograd.Function):
     """Fails in backward when told to."""
 
