@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from allstep.comm.codec import decode, encode
+from allstep.comm.failures import translated
 from allstep.comm.group_wire import GroupWire
 from allstep.comm.groups import make_group
 from allstep.comm.movements import MovementVerbs
 from allstep.comm.objects import ObjectVerbs
 from allstep.comm.reductions import ReductionVerbs
+from allstep.comm.roster import Roster
 from allstep.comm.rows import RowVerbs
 from allstep.comm.topology import Topology
 from allstep.comm.wire import LoneWire
@@ -54,6 +56,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         device: torch.device,
         timeout_s: float,
         close: Callable[[], None] = lambda: None,
+        roster: Roster | None = None,
     ) -> "Communicator":
         """A communicator over torch's process group.
 
@@ -63,8 +66,9 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
             device: where it computes.
             timeout_s: how long a call may take.
             close: called once when the communicator is closed.
+            roster: what errors call its ranks; None for the numbers that they have here.
         """
-        return cls(GroupWire(group, timeout_s, close), topology, device)
+        return cls(GroupWire(group, timeout_s, close, roster), topology, device)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -74,6 +78,9 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
 
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
         """Divides the workers into groups, as MPI_Comm_split does; all of them must call it.
+
+        Errors of a call in a new group name its ranks by their numbers in the first group, the
+        one that `init` made.
 
         Args:
             color: workers of equal color form a group; None for a worker that joins none.
@@ -91,6 +98,8 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         group = self.process_group
         store = None if group is None else group.get_group_store()
         ticket = store.add("allstep/split", 1) if store is not None and self.rank == 0 else 0
+        roster = self._wire.roster
+        roster.take_word_back()
         message = encode((color, key, self.node_rank, ticket))
         entries = [decode(other) for other in self._messages.all_gather(message, "split")]
         if color is None:
@@ -100,17 +109,21 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         ranks = [rank for rank in range(self.size) if entries[rank][0] == color]
         ranks.sort(key=lambda rank: entries[rank][1])
         new_rank = ranks.index(self.rank)
-        new_group = make_group(
-            PrefixStore(f"allstep/split/{entries[0][3]}/{color}", store),
-            new_rank,
-            len(ranks),
-            device=self.device,
-            timeout_s=self.timeout_s,
-        )
+        with translated("split", roster.number, roster.size, self.timeout_s):
+            new_group = make_group(
+                PrefixStore(f"allstep/split/{entries[0][3]}/{color}", store),
+                new_rank,
+                len(ranks),
+                device=self.device,
+                timeout_s=self.timeout_s,
+            )
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
-        new = Communicator.over(new_group, topology, self.device, self.timeout_s)
+        new = Communicator.over(
+            new_group, topology, self.device, self.timeout_s, roster=roster.part(ranks, new_rank)
+        )
         self.add_dependent(new)
         new.barrier()  # one that left at once would break off the others' connecting
+        new.wire.roster.last_met = "split"
         return new
 
     def set_timeout(self, timeout_s: float) -> None:

@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from allstep.comm.failures import is_timeout, translated
 from allstep.comm.posted_messages import PostedMessages
-from allstep.comm.roll_call import call_roll, report
+from allstep.comm.roll_call import call_roll
+from allstep.comm.roster import Roster
 from allstep.comm.wire import Posted
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
@@ -33,13 +34,14 @@ class GroupWire:
         group: dist.ProcessGroup,
         timeout_s: float,
         close: Callable[[], None] = lambda: None,
+        roster: Roster | None = None,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s
         self._close = close
-        self._store = group.get_group_store()
+        self.roster = roster or Roster.of(group)
         self._device_types = {
             device.type
             for device in group._device_types
@@ -53,8 +55,22 @@ class GroupWire:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def _post(self, verb: str, starts: Sequence[_Start], timeout_s: float | None = None) -> Posted:
-        """Starts calls; without `timeout_s` they end after the timeout of their own options."""
+    def _post(
+        self,
+        verb: str,
+        starts: Sequence[_Start],
+        timeout_s: float | None = None,
+        *,
+        meets: bool = False,
+    ) -> Posted:
+        """Starts calls.
+
+        Args:
+            verb: names them in errors.
+            starts: what starts them.
+            timeout_s: of messages; without it they end after the timeout of their own options.
+            meets: whether a wait for them ends only when all ranks have come.
+        """
         group = self.group
         if group is None:
             raise UsageError(
@@ -63,11 +79,15 @@ class GroupWire:
         with self._explained(verb, None):
             works = [start(group) for start in starts]
         if timeout_s is None:
-            return Posted(lambda limit_s: self._wait(verb, works, limit_s))
-        what = f"`{verb}` on rank {self.rank} of {self.size}"
-        return PostedMessages(lambda limit_s: self._wait(verb, works, limit_s), timeout_s, what)
+            return Posted(lambda limit_s: self._wait(verb, works, limit_s, meets))
+        what = f"`{verb}` on {self.roster.own}"
+        return PostedMessages(
+            lambda limit_s: self._wait(verb, works, limit_s, meets), timeout_s, what
+        )
 
-    def _wait(self, verb: str, works: list[dist.Work], timeout_s: float | None) -> None:
+    def _wait(
+        self, verb: str, works: list[dist.Work], timeout_s: float | None, meets: bool
+    ) -> None:
         """Waits for works and takes the finished off the list."""
         with self._explained(verb, timeout_s):
             while works:
@@ -76,21 +96,24 @@ class GroupWire:
                 else:
                     works[0].wait(timedelta(seconds=timeout_s))
                 works.pop(0)
+        if meets:
+            self.roster.last_met = verb
 
     @contextmanager
     def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
         """Typed errors for what fails inside; after the group's own timeout with a roll call."""
         try:
-            with translated(verb, self.rank, self.size, timeout_s or self.timeout_s):
+            number, size = self.roster.number, self.roster.size
+            with translated(verb, number, size, timeout_s or self.timeout_s):
                 yield
         except PeerLostError:
-            report(self._store, self.rank, verb)
+            self.roster.leave_word(verb)
             raise
         except CollectiveTimeoutError as error:
             if timeout_s is not None and timeout_s < self.timeout_s:
                 raise  # the caller may wait again
-            where = call_roll(self._store, self.rank, self.size, verb)
-            raise CollectiveTimeoutError(f"{error} {where}".rstrip()) from error.__cause__
+            roll = call_roll(self.roster, verb)
+            raise CollectiveTimeoutError(f"{error} {roll}".rstrip()) from error.__cause__
 
     def _options(self, kind: type[Any]) -> Any:
         options = kind()
@@ -100,7 +123,8 @@ class GroupWire:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
         options = self._options(dist.AllreduceOptions)
         options.reduceOp = op
-        return self._post(verb, [lambda group: group.allreduce([tensor], options)])
+        starts: list[_Start] = [lambda group: group.allreduce([tensor], options)]
+        return self._post(verb, starts, meets=not tensor.is_cuda)
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
@@ -111,9 +135,8 @@ class GroupWire:
             joined = torch.cat([part.reshape(-1) for part in parts])
             output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
             flat = output.reshape(-1)
-            return output, self._post(
-                verb, [lambda group: group._reduce_scatter_base(flat, joined, options)]
-            )
+            starts: list[_Start] = [lambda group: group._reduce_scatter_base(flat, joined, options)]
+            return output, self._post(verb, starts, meets=not flat.is_cuda)
         own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
         def reduce_to(root: int) -> _Start:
@@ -122,7 +145,8 @@ class GroupWire:
             options.rootRank = root
             return lambda group: group.reduce([own[root]], options)
 
-        return own[self.rank], self._post(verb, [reduce_to(root) for root in range(self.size)])
+        starts = [reduce_to(root) for root in range(self.size)]
+        return own[self.rank], self._post(verb, starts, meets=not own[0].is_cuda)
 
     def _broadcasts(self, buffer: Tensor, root: int) -> list[_Start]:
         options = self._options(dist.BroadcastOptions)
@@ -188,7 +212,7 @@ class GroupWire:
             source, dest = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             starts += _recvs(incoming[source], source, _SWAP_TAG)
             starts += _sends(outgoing[dest], dest, _SWAP_TAG)
-        self._post(verb, starts, self.timeout_s).wait()
+        self._post(verb, starts, self.timeout_s, meets=True).wait()
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
         return self._post(verb, _sends(buffer, dest, tag), self._limit_s(buffer))

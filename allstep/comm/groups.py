@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from allstep.comm.failures import translated
-
 __all__ = ["make_group"]
 
 _BackendType = dist.ProcessGroup.BackendType
@@ -27,13 +25,12 @@ def make_group(
         timeout_s: how long a call in the group may take, and the meeting too.
     """
     timeout = timedelta(seconds=timeout_s)
-    with translated("init", rank, size, timeout_s):
-        group = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, size, timeout)
-        group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
-        group._set_default_backend(_BackendType.GLOO)
-        if device.type == "cuda":
-            _add_nccl(group, store, device, timeout)
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, size, timeout)
+    group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
+    group._set_default_backend(_BackendType.GLOO)
+    if device.type == "cuda":
+        _add_nccl(group, store, device, timeout)
     return group
 
 

@@ -56,6 +56,10 @@ class Member:
         """Aborts it too when this communicator is aborted; it is held weakly."""
         self._dependents.add(dependent)
 
+    def _named(self, rank: int) -> str:
+        """A rank as errors call it. [Note: roster]"""
+        return self._wire.roster.named(rank)
+
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

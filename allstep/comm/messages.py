@@ -115,9 +115,10 @@ class Messages:
         num_bytes = int.from_bytes(data[1:_PREFIX_BYTES], "little")
         if data[0] != _VERBS.index(verb):
             sent = f"`{_VERBS[data[0]]}`" if data[0] < len(_VERBS) else "something else"
+            roster = self._wire.roster
             raise DisagreementError(
-                f"rank {self._wire.rank} expected `{verb}` where rank {source} called {sent}; "
-                "call the same verbs in the same order on all ranks."
+                f"{roster.named(self._wire.rank)} expected `{verb}` where {roster.named(source)} "
+                f"called {sent}; call the same verbs in the same order on all ranks."
             )
         return num_bytes, data[_PREFIX_BYTES:][:num_bytes]
 

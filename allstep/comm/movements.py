@@ -137,8 +137,8 @@ class MovementVerbs(Member):
             return _to(layout.unpack(buffer), self.device)
         if own != layout:  # told only now, so that the other ranks are not left waiting
             raise DisagreementError(
-                f"`broadcast`: rank {self.rank} gave {own} to fill, the root (rank {root}) sent "
-                f"{layout}; pass equal shapes and dtypes, or None."
+                f"`broadcast`: {self._named(self.rank)} gave {own} to fill, the root "
+                f"({self._named(root)}) sent {layout}; pass equal shapes and dtypes, or None."
             )
         for tensor, value in zip(as_tuple(x), as_tuple(layout.unpack(buffer)), strict=True):
             tensor.detach().copy_(value)

@@ -95,8 +95,8 @@ class ObjectVerbs(Member):
         for rank, other in enumerate(everyone):
             if set(_keys(other)) != set(_keys(obj)):
                 raise DisagreementError(
-                    f"`all_reduce_object`: rank {self.rank} has keys {_keys(obj)}, rank {rank} "
-                    f"{_keys(other)}; pass the same keys on all ranks."
+                    f"`all_reduce_object`: {self._named(self.rank)} has keys {_keys(obj)}, "
+                    f"{self._named(rank)} {_keys(other)}; pass the same keys on all ranks."
                 )
         try:
             return reduce(_add, everyone)

@@ -195,7 +195,7 @@ class ReductionVerbs(Member):
         for rank, other in enumerate(everyone):
             if other != wanted.encode():
                 raise DisagreementError(
-                    f"`{verb}`: rank {self.rank} wants the {wanted}, rank {rank} the "
-                    f"{other.decode(errors='replace')}; pass equal shapes, dtypes and `op`."
+                    f"`{verb}`: {self._named(self.rank)} wants the {wanted}, {self._named(rank)} "
+                    f"the {other.decode(errors='replace')}; pass equal shapes, dtypes and `op`."
                 )
         self._agreed.add(signature)

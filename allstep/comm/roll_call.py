@@ -1,59 +1,108 @@
-"""Finds out, after a call has failed, which ranks are not in any call."""
+"""Finds out, after a call has failed, which ranks are not in any call.
+
+A rank may be missed because it waits in another group, for a rank that is in that group alone.
+So a roll call asks the own group's ranks, then those of the groups in which these wait, and so
+on: missing is who was asked and waits nowhere.
+"""
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from torch._C._distributed_c10d import Store
+from allstep.comm.roster import Roster, Word
 
-__all__ = ["call_roll", "listed", "report"]
+__all__ = ["Roll", "call_roll", "listed"]
 
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _POLL_S = 0.02
 
 
-def report(store: Store, rank: int, verb: str) -> None:
-    """Tells the others in which call this rank failed."""
-    with suppress(RuntimeError):
-        store.set(_key(rank), verb)
+@dataclass(frozen=True)
+class Roll:
+    """Who waits where, and who does not; all by their numbers in the first group.
+
+    Attributes:
+        words: what those who wait have left.
+        missing: who was asked and has left none.
+    """
+
+    words: Mapping[int, Word]
+    missing: Sequence[int]
+
+    def __str__(self) -> str:
+        """A sentence or two; empty if nothing was found out.
+
+        >>> print(Roll({0: Word("barrier", "split"), 2: Word("barrier")}, [1, 3]))
+        Waiting: ranks 0, 2 in `barrier`; missing: ranks 1, 3. Last met: ranks 1, 3 in `split`.
+        """
+        if not self.words:
+            return ""
+        waiting = _by_verb({number: word.verb for number, word in self.words.items()})
+        missing = f"; missing: {listed(self.missing)}" if self.missing else ""
+        last_met = _by_verb(self._last_met())
+        return f"Waiting: {waiting}{missing}.{f' Last met: {last_met}.' if last_met else ''}"
+
+    def _last_met(self) -> dict[int, str]:
+        """Missing rank -> the last call in which one of those who wait has met it."""
+        return {
+            number: word.last_met
+            for number in self.missing
+            for word in self.words.values()
+            if word.last_met and (not word.numbers or number in word.numbers)
+        }
 
 
-def call_roll(store: Store, rank: int, size: int, verb: str) -> str:
-    """A sentence about where the other ranks are; empty if the store is gone.
+def call_roll(roster: Roster, verb: str) -> Roll:
+    """Who waits, and who does not, when this rank's call has failed.
 
     The store's server may be what failed, and asking it may hang: a thread asks.
+
+    Args:
+        roster: of the call's group.
+        verb: the call.
     """
-    answers: dict[int, str] = {}
+    words: dict[int, Word] = {}
+    missing: set[int] = set()
 
     def ask() -> None:
-        report(store, rank, verb)
+        roster.leave_word(verb)
         deadline = time.monotonic() + _GRACE_S
         with suppress(RuntimeError):
-            while len(answers) < size and time.monotonic() < deadline:
-                for other in set(range(size)) - answers.keys():
-                    if store.check([_key(other)]):
-                        answers[other] = store.get(_key(other)).decode()
+            while time.monotonic() < deadline:
+                asked = _concerned(roster, words)
+                for number in sorted(asked - words.keys()):
+                    word = roster.word_of(number)
+                    if word is None:
+                        missing.add(number)
+                    else:
+                        words[number] = word
+                if _concerned(roster, words) == words.keys():
+                    return
                 time.sleep(_POLL_S)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(2 * _GRACE_S)
-    return _sentence(dict(answers), size)
+    found = dict(words)
+    return Roll(found, sorted(missing.copy() - found.keys()))
 
 
-def _sentence(verbs: dict[int, str], size: int) -> str:
-    """>>> _sentence({0: "barrier", 2: "barrier"}, 4)
-    'Waiting: ranks 0, 2 in `barrier`; missing: ranks 1, 3.'
+def _concerned(roster: Roster, words: Mapping[int, Word]) -> set[int]:
+    """The ranks of the groups in which someone waits."""
+    groups = [roster.numbers, *(word.numbers for word in words.values())]
+    return {number for group in groups for number in group or range(roster.size)}
+
+
+def _by_verb(verbs: Mapping[int, str]) -> str:
+    """>>> _by_verb({0: "send", 1: "recv", 2: "send"})
+    'rank 1 in `recv`; ranks 0, 2 in `send`'
     """
-    if not verbs:
-        return ""
-    waiting = "; ".join(
-        f"{listed([rank for rank in sorted(verbs) if verbs[rank] == verb])} in `{verb}`"
+    return "; ".join(
+        f"{listed([number for number in sorted(verbs) if verbs[number] == verb])} in `{verb}`"
         for verb in sorted(set(verbs.values()))
     )
-    missing = [rank for rank in range(size) if rank not in verbs]
-    return f"Waiting: {waiting}{'; missing: ' + listed(missing) if missing else ''}."
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -62,7 +111,3 @@ def listed(ranks: Sequence[int]) -> str:
     """
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def _key(rank: int) -> str:
-    return f"allstep/stuck/{rank}"

@@ -9,6 +9,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from allstep.comm.communicator import Communicator, check_timeout
+from allstep.comm.failures import translated
 from allstep.comm.groups import make_group
 from allstep.comm.topology import Topology
 from allstep.errors import CommunicationError, PeerLostError, UsageError, nearest_multiples
@@ -97,7 +98,8 @@ def _join(
     store: PrefixStore, rank: int, size: int, local_size: int, timeout_s: float
 ) -> Communicator:
     device = torch.device("cpu")
-    group = make_group(store, rank, size, device=device, timeout_s=timeout_s)
+    with translated("init", rank, size, timeout_s):
+        group = make_group(store, rank, size, device=device, timeout_s=timeout_s)
     topology = Topology.from_nodes([other // local_size for other in range(size)], rank)
     return Communicator.over(group, topology, device, timeout_s)
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from allstep.comm.roster import Roster
+
 __all__ = ["LoneWire", "Posted", "Wire"]
 
 
@@ -31,6 +33,7 @@ class Wire(Protocol):
     size: int
     timeout_s: float
     group: dist.ProcessGroup | None
+    roster: Roster
 
     def carrier(self, device: torch.device) -> torch.device:
         """The device that a tensor on `device` must travel from."""
@@ -78,6 +81,7 @@ class LoneWire:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self.roster = Roster([0], 0, 1)
 
     def carrier(self, device: torch.device) -> torch.device:
         return device

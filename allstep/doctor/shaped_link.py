@@ -85,6 +85,7 @@ class ShapedWire:
     def __init__(self, wire: Wire, bucket: TokenBucket) -> None:
         self._wire, self._bucket = wire, bucket
         self.rank, self.size, self.group = wire.rank, wire.size, wire.group
+        self.roster = wire.roster
 
     @property
     def timeout_s(self) -> float:

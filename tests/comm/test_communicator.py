@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from allstep.comm import Communicator, Pending
+from allstep.comm.algorithms import ALGORITHMS
 from allstep.comm.failures import translated
 from allstep.comm.roll_call import call_roll
+from allstep.comm.roster import Roster
+from allstep.comm.shared_memory import Boxes
 from allstep.comm.threads import run_ranks
 from allstep.errors import (
     CollectiveTimeoutError,
     CommunicationError,
+    DisagreementError,
     PeerLostError,
     UsageError,
 )
@@ -299,7 +303,96 @@ class DeadStore:
 
 
 def test_a_roll_call_on_a_dead_store_says_nothing():
-    assert call_roll(DeadStore(), 0, 2, "barrier") == ""
+    assert str(call_roll(Roster(range(2), 0, 2, DeadStore()), "barrier")) == ""
+
+
+# -- who is missing, where groups have ranks of their own ------------------------------------------
+
+
+def test_a_rank_missing_in_a_group_is_named_by_its_first_number():
+    """And nobody who is not asked for: the others are in no call, and need not be."""
+    is_over = threading.Event()
+
+    def work(comm):
+        pair = comm.split(comm.rank // 2)
+        if comm.rank != 2:
+            is_over.wait(20)
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            pair.barrier()
+        is_over.set()
+        return str(caught.value)
+
+    message = run_ranks(4, work, timeout_s=0.5)[2]
+    assert message.startswith("`barrier` on rank 2 of 4 did not finish within 0.5 s")
+    assert message.endswith(
+        "Waiting: rank 2 in `barrier`; missing: rank 3. Last met: rank 3 in `split`."
+    )
+
+
+@pytest.mark.parametrize("absent", [2, 3])
+@pytest.mark.parametrize("algorithm", ["hierarchical", "two_dimensional"])
+def test_all_ranks_of_all_nodes_name_who_is_missing(algorithm, absent):
+    """Some wait for it, some for those who wait for it; the timeout is the one set last."""
+    is_over = threading.Barrier(4)
+
+    def work(comm):
+        channel = comm.split(0)
+        sums = ALGORITHMS[algorithm](channel)
+        sums.reduce_(torch.ones(1001))
+        comm.set_timeout(0.5)
+        error = None
+        if comm.rank != absent:
+            with pytest.raises(CommunicationError) as caught:
+                sums.reduce_(torch.ones(1001))
+            error = caught.value
+        is_over.wait(20)
+        return error
+
+    errors = run_ranks(4, work, local_size=2, timeout_s=60)
+    for rank in {0, 1, 2, 3} - {absent}:
+        message = str(errors[rank])
+        assert f"`all_reduce` on rank {rank} of 4" in message
+        if not isinstance(errors[rank], PeerLostError):  # of a rank whose time was over before
+            assert "did not finish within 0.5 s" in message
+            assert f"; missing: rank {absent}. Last met: rank {absent} in `all_reduce`." in message
+    assert any(isinstance(error, CollectiveTimeoutError) for error in errors)
+
+
+def test_a_rank_that_has_waited_before_and_goes_on_may_be_missed_later():
+    is_over = threading.Event()
+
+    def work(comm):
+        first = comm.split(0)
+        first.set_timeout(0.3)
+        with pytest.raises(CommunicationError):
+            first.barrier() if comm.rank else first.broadcast_object(1)
+        again = comm.split(0)
+        again.set_timeout(0.3)
+        if comm.rank == 1:
+            is_over.wait(20)
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            again.barrier()
+        is_over.set()
+        return str(caught.value)
+
+    assert "missing: rank 1." in run_ranks(2, work, timeout_s=20)[0]
+
+
+def test_ranks_that_disagree_in_a_group_are_named_by_their_first_numbers():
+    def work(comm):
+        pair = comm.split(comm.rank // 2)
+        if comm.rank < 2:
+            return
+        with pytest.raises(DisagreementError, match=r"rank [23] wants .* rank [32] the sum"):
+            pair.all_reduce(torch.ones(comm.rank))
+        with pytest.raises(DisagreementError, match=r"rank [23] expected .* where rank [32] call"):
+            pair.all_gather_object(1) if comm.rank == 2 else pair.all_gather(torch.ones(1))
+        with pytest.raises(DisagreementError, match=r"rank [23] wants \d+ bytes|rank 2 wants"):
+            Boxes.meet(pair, 1 << (10 + comm.rank))
+
+    run_ranks(4, work)
 
 
 def test_a_timeout_reaches_the_groups_that_were_split_off():

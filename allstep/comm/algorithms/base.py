@@ -37,6 +37,7 @@ class AllReduce(ABC):
     def __init__(self, comm: "Communicator") -> None:
         self.comm = comm
         self._messenger = Messenger(comm)
+        self._roster = comm.wire.roster
         comm.add_dependent(self)
 
     def reduce_(self, flat: Tensor) -> None:
@@ -68,6 +69,7 @@ class AllReduce(ABC):
         except BaseException:
             self.abort()
             raise
+        self._note_meeting()
 
     def _mean_(self, flat: Tensor) -> None:
         """`mean_` for at least two ranks and one element."""
@@ -77,6 +79,10 @@ class AllReduce(ABC):
     @abstractmethod
     def _reduce_(self, flat: Tensor) -> None:
         """`reduce_` for at least two ranks and one element."""
+
+    def _note_meeting(self) -> None:
+        """Tells the roster that all ranks have come to a sum."""
+        self._roster.last_met = "all_reduce"
 
     @property
     def sent_bytes(self) -> int:

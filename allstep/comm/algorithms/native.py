@@ -45,3 +45,6 @@ class Dummy(AllReduce):
 
     def _reduce_(self, flat: Tensor) -> None:
         pass
+
+    def _note_meeting(self) -> None:
+        """Nobody was met."""

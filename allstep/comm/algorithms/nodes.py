@@ -41,6 +41,11 @@ class _OverNodes(AllReduce):
         self._across = None if outside is None else inner(outside)
         self._parts = [] if self._across is None else [self._across]
 
+    def _note_meeting(self) -> None:
+        super()._note_meeting()
+        for group in self._groups:
+            group.wire.roster.last_met = "all_reduce"
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has handed to the wire so far, in the node and across."""

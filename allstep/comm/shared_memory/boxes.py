@@ -43,17 +43,9 @@ class Boxes:
     def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
         self.rank, self.size = rank, len(meeting.pids)
         self._slots_start = lines_bytes(self.size, _num_words(self.size))
-        memory = memoryview(meeting.memory)
-        self._timeout_s: float | None = None
-        self._signals = Signals(
-            memory[: self._slots_start],
-            rank,
-            meeting.pids,
-            meeting.bells,
-            lambda: self._timeout_s or timeout_s(),
-            num_words=_num_words(self.size),
-        )
-        self._words = memory.cast("q")
+        self._signals = Signals(meeting, rank, timeout_s, _num_words(self.size))
+        self._roster = meeting.roster
+        self._words = memoryview(meeting.memory).cast("q")
         self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[self._slots_start :].view(
             self.size, self.size - 1, NUM_SLOTS, -1
         )
@@ -83,7 +75,7 @@ class Boxes:
     def post(self, x: Tensor, peer: int, verb: str) -> None:
         """Sends a tensor of at most `message_bytes`; `x` may change as soon as this returns."""
         number = self._num_sent[peer] = self._num_sent[peer] + 1
-        self._signals.verb, self._timeout_s = verb, None
+        self._signals.verb, self._signals.limit_s = verb, None
         free = number - NUM_SLOTS
         self._signals.wait(self._taken_from(self.rank), free, [peer], meanwhile=self._take_arrived)
         word, slot = self._slot(self.rank, peer, number)
@@ -109,7 +101,7 @@ class Boxes:
             PeerLostError: if that rank ended.
             DisagreementError: if a message has another size than its room.
         """
-        self._signals.verb, self._timeout_s = verb, timeout_s
+        self._signals.verb, self._signals.limit_s = verb, timeout_s
         while self._num_taken[peer] < number:
             self._signals.wait(self._sent_to(self.rank), self._num_taken[peer] + 1, [peer])
             self._take(peer)
@@ -121,9 +113,9 @@ class Boxes:
         room = self._rooms[peer][0]
         if self._words[word] != room.nbytes:
             raise DisagreementError(
-                f"`{self._signals.verb}`: rank {self.rank} of this host expected {room.nbytes} "
-                f"bytes of rank {peer}, which sent {self._words[word]}; make the same calls in "
-                "the same order on all ranks."
+                f"`{self._signals.verb}`: rank {self._roster.number} expected {room.nbytes} "
+                f"bytes of {self._roster.named(peer)}, which sent {self._words[word]}; make "
+                "the same calls in the same order on all ranks."
             )
         room.copy_(slot[: room.nbytes].view(room.dtype).view(room.shape))
         self._rooms[peer].popleft()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allstep.comm.roster import Roster
 from allstep.errors import DisagreementError
 
 if TYPE_CHECKING:
@@ -78,11 +79,13 @@ class Meeting:
         memory: the same for all of them, zero at first.
         pids: each rank's process.
         bells: to wake ranks with.
+        roster: what errors call them.
     """
 
     memory: mmap.mmap
     pids: tuple[int, ...]
     bells: Bells
+    roster: Roster
 
 
 def meet(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> Meeting:
@@ -98,10 +101,11 @@ def meet(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> Meet
         DisagreementError: on every rank, if they want different sizes.
     """
     memory = share_memory(comm, num_bytes, populate=populate)
+    comm.wire.roster.take_word_back()
     bells = Bells()
     pids, ropes = zip(*comm.all_gather_object((os.getpid(), bells.rope)), strict=True)
     _check_all(comm, _tie(bells, pids, ropes))
-    return Meeting(memory, pids, bells)
+    return Meeting(memory, pids, bells, comm.wire.roster)
 
 
 def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> mmap.mmap:
@@ -111,16 +115,18 @@ def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True)
         NotShared: on every rank, if one of them cannot.
         DisagreementError: on every rank, if they want different sizes.
     """
+    first = comm.wire.roster.numbers[0]
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
     try:
         entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble, num_bytes))
         hosts, pids, fds, troubles, sizes_bytes = zip(*entries, strict=True)
-        _check_sizes(sizes_bytes)
+        _check_sizes(comm, sizes_bytes)
         if troubles[0]:
             raise NotShared(troubles[0])
         for rank, host in enumerate(hosts):
             if host != hosts[0]:
-                raise NotShared(f"ranks 0 and {rank} are not CPU ranks of one host")
+                other = comm.wire.roster.numbers[rank]
+                raise NotShared(f"ranks {first} and {other} are not CPU ranks of one host")
         memory, trouble = _map(pids[0], fds[0], num_bytes, populate)
         _check_all(comm, trouble)
     finally:
@@ -130,13 +136,15 @@ def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True)
     return memory
 
 
-def _check_sizes(sizes_bytes: Sequence[int]) -> None:
+def _check_sizes(comm: "Communicator", sizes_bytes: Sequence[int]) -> None:
     """Raises on every rank if they disagree: they would look at different places of a mapping."""
     for rank, size_bytes in enumerate(sizes_bytes):
         if size_bytes != sizes_bytes[0]:
+            roster = comm.wire.roster
             raise DisagreementError(
-                f"shared memory: rank 0 wants {sizes_bytes[0]} bytes, rank {rank} {size_bytes}; "
-                "make the same calls with the same arguments on all ranks."
+                f"shared memory: {roster.named(0)} wants {sizes_bytes[0]} bytes, "
+                f"{roster.named(rank)} {size_bytes}; make the same calls with the same arguments "
+                "on all ranks."
             )
 
 
@@ -144,7 +152,8 @@ def _check_all(comm: "Communicator", trouble: str) -> None:
     """Raises on every rank if one of them has trouble."""
     for rank, other in enumerate(comm.all_gather_object(trouble)):
         if other:
-            raise NotShared(f"rank {rank} cannot map memory of another: {other}")
+            named = comm.wire.roster.named(rank)
+            raise NotShared(f"{named} cannot map memory of another: {other}")
 
 
 def _host(comm: "Communicator") -> tuple[str, str, int, str]:

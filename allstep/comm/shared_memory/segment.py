@@ -60,13 +60,7 @@ class Segment:
     def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
         self.rank, self.size = rank, len(meeting.pids)
         lines_end = lines_bytes(self.size, NUM_SUM_WORDS)
-        self._signals = Signals(
-            memoryview(meeting.memory)[:lines_end],
-            rank,
-            meeting.pids,
-            meeting.bells,
-            timeout_s,
-        )
+        self._signals = Signals(meeting, rank, timeout_s, NUM_SUM_WORDS)
         self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[lines_end:].view(
             self.size, NUM_SLOTS, -1
         )

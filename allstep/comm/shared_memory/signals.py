@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from allstep.comm.roll_call import listed
-from allstep.comm.shared_memory.meeting import Bells
+from allstep.comm.roll_call import Roll, call_roll, listed
+from allstep.comm.shared_memory.meeting import Meeting
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
 __all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "NUM_SUM_WORDS", "REDUCED", "Signals", "lines_bytes"]
@@ -56,27 +56,28 @@ class Signals:
     """This rank's counters and a view of the others'.
 
     Args:
-        memory: the lines of all ranks, `lines_bytes` of it, zero at first.
-        rank, pids: this rank, and the process of each.
-        bells: to wake the others and to be woken by them.
+        meeting: where the ranks have met; its memory begins with the lines of all of them.
+        rank: this one.
         timeout_s: tells how long a wait may take.
         num_words: how many words of a line are in use.
 
     Attributes:
         verb: names the call in errors.
+        limit_s: how long to wait if that isn't `timeout_s`; who waits for less may wait again.
     """
 
     def __init__(
         self,
-        memory: memoryview,
+        meeting: Meeting,
         rank: int,
-        pids: Sequence[int],
-        bells: Bells,
         timeout_s: Callable[[], float],
-        num_words: int = NUM_SUM_WORDS,
+        num_words: int,
     ) -> None:
         self.verb = "all_reduce"
-        self._words = memory.cast("q")
+        self.limit_s: float | None = None
+        pids, bells = meeting.pids, meeting.bells
+        self._roster = meeting.roster
+        self._words = memoryview(meeting.memory)[: lines_bytes(len(pids), num_words)].cast("q")
         self._line_words = _line_bytes(num_words) // 8
         self._rank = rank
         self._others = [other for other in range(len(pids)) if other != rank]
@@ -160,7 +161,7 @@ class Signals:
         self._fence()
         events: list[tuple[int, int]] = []
         if self._late(counter, value, ranks) and not self._left():
-            events = self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._timeout_s()))
+            events = self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._longest_s()))
         self._words[asleep] = 0
         self._bells.silence()
         ended = [self._bells.pidfds[fd] for fd, _ in events if fd != self._bells.own]
@@ -173,22 +174,35 @@ class Signals:
     def _left(self) -> list[int]:
         return [r for r in self._others if self._words[self._word(r, _LEFT)]]
 
+    def _longest_s(self) -> float:
+        return self.limit_s or self._timeout_s()
+
     def _check(self, late: Sequence[int], gone: Sequence[int], waited_s: float) -> None:
         """Raises if a rank that is waited for is gone or too late, or if this one has left."""
-        where = f"`{self.verb}` on rank {self._rank} of {len(self._others) + 1} of this host"
+        where = f"`{self.verb}` on {self._roster.own}"
         if self._words[self._word(self._rank, _LEFT)]:
             raise PeerLostError(f"{where}: the communicator was aborted meanwhile.")
         if gone:
+            self._roster.leave_word(self.verb)
             raise PeerLostError(
-                f"{where}: rank {gone[0]} left; it failed, timed out or was stopped. Look for "
-                "the first error among the other ranks."
+                f"{where}: {self._roster.named(gone[0])} left; it failed, timed out or was "
+                "stopped. Look for the first error among the other ranks."
             )
-        if late and waited_s > self._timeout_s():
-            raise CollectiveTimeoutError(
-                f"{where} did not finish within {self._timeout_s():g} s; missing: "
-                f"{listed(late)}. Check that all ranks make the same calls in the same order, "
-                "or raise `timeout_s`."
-            )
+        if late and waited_s > self._longest_s():
+            raise self._timed_out(where, late)
+
+    def _timed_out(self, where: str, late: Sequence[int]) -> CollectiveTimeoutError:
+        """What says who is missing: a late rank may only wait for another one, elsewhere."""
+        numbers = [self._roster.numbers[rank] for rank in late]
+        roll = Roll({}, numbers)
+        if self.limit_s is None or self.limit_s >= self._timeout_s():
+            roll = call_roll(self._roster, self.verb)
+        who = "missing" if set(numbers) <= set(roll.missing) else "it waited for"
+        return CollectiveTimeoutError(
+            f"{where} did not finish within {self._longest_s():g} s; {who}: {listed(numbers)}. "
+            "Check that all ranks make the same calls in the same order, or raise `timeout_s`. "
+            f"{roll}".rstrip()
+        )
 
     def close(self) -> None:
         """Tells the others that this rank comes to nothing any more."""
