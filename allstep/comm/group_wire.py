@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from allstep.comm.failures import is_timeout, translated
-from allstep.comm.posted_messages import PostedMessages
+from allstep.comm.failures import translated
+from allstep.comm.gloo import PostedMessages, break_connections
 from allstep.comm.roll_call import call_roll
 from allstep.comm.roster import Roster
 from allstep.comm.wire import Posted
@@ -20,8 +20,7 @@ from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 __all__ = ["GroupWire"]
 
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
-_ABORT_TAG = (1 << 31) - 1
-_SWAP_TAG = _ABORT_TAG - 1
+_SWAP_TAG = (1 << 31) - 2
 
 _Start = Callable[[dist.ProcessGroup], dist.Work]
 
@@ -78,26 +77,16 @@ class GroupWire:
             )
         with self._explained(verb, None):
             works = [start(group) for start in starts]
-        if timeout_s is None:
-            return Posted(lambda limit_s: self._wait(verb, works, limit_s, meets))
-        what = f"`{verb}` on {self.roster.own}"
-        return PostedMessages(
-            lambda limit_s: self._wait(verb, works, limit_s, meets), timeout_s, what
-        )
 
-    def _wait(
-        self, verb: str, works: list[dist.Work], timeout_s: float | None, meets: bool
-    ) -> None:
-        """Waits for works and takes the finished off the list."""
-        with self._explained(verb, timeout_s):
-            while works:
-                if timeout_s is None:
-                    works[0].wait()
-                else:
-                    works[0].wait(timedelta(seconds=timeout_s))
-                works.pop(0)
-        if meets:
-            self.roster.last_met = verb
+        def wait(limit_s: float | None) -> None:
+            with self._explained(verb, limit_s):
+                _finish(works, limit_s)
+            if meets:
+                self.roster.last_met = verb
+
+        if timeout_s is None:
+            return Posted(wait)
+        return PostedMessages(wait, timeout_s, f"`{verb}` on {self.roster.own}")
 
     @contextmanager
     def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
@@ -245,23 +234,21 @@ class GroupWire:
         if group is None:
             return
         if abort:
-            self._break_connections(group)
+            if "cpu" in self._device_types:
+                break_connections(group)
+            with suppress(RuntimeError):
+                group.abort()
         self._close()
 
-    def _break_connections(self, group: dist.ProcessGroup) -> None:
-        """[Note: abort] Gloo closes its connections when nobody holds the group any more, which
-        cannot be known here, or when a call times out. So let one time out: the first that does
-        closes all connections; on one that is closed already a call fails for that reason.
-        """
-        peers = [rank for rank in range(self.size) if rank != self.rank]
-        for peer in peers if "cpu" in self._device_types else []:
-            try:
-                group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if is_timeout(error):
-                    break
-        with suppress(RuntimeError):
-            group.abort()
+
+def _finish(works: list[dist.Work], timeout_s: float | None) -> None:
+    """Waits for works and takes the finished off the list."""
+    while works:
+        if timeout_s is None:
+            works[0].wait()
+        else:
+            works[0].wait(timedelta(seconds=timeout_s))
+        works.pop(0)
 
 
 def _sends(buffer: Tensor, dest: int, tag: int) -> list[_Start]:
