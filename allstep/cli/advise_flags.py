@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="allstep advise",
         usage="allstep advise --params N --step-ms MS (--link RATE | --cluster NAME) [flags]\n"
         "       allstep advise RECIPE (--link RATE | --cluster NAME) [flags, also the recipe's]\n"
-        "       allstep advise SCRIPT.py (--link RATE | --cluster NAME) [flags, the script's too]\n"
+        "       allstep advise SCRIPT.py (--link RATE | --cluster NAME) [flags] [-- the script's]\n"
         "       allstep advise (RECIPE | ...) --measure [--workers N,N,...]",
         description="Predicts step time and efficiency of ways to exchange gradients, on any"
         " number of workers, and recommends one; or says that scaling doesn't pay.",
@@ -47,6 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         help="samples of a step whatever the workers (default: one micro-batch a worker)",
+    )
+    job.add_argument(
+        "--timeout-s",
+        metavar="S",
+        type=float,
+        default=300.0,
+        help="of a script: longest time without a forward or a step (default: 300)",
     )
     job.add_argument(
         "--noise-scale",

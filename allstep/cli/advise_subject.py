@@ -1,12 +1,11 @@
 """What `allstep advise` is asked about: bare numbers, a recipe or a script."""
 
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from allstep.cli.advise_flags import DTYPE_BYTES
+from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.quantities import parse_count
 from allstep.errors import UsageError, nearest_names
 from allstep.plan.cluster import Cluster, check_positive
@@ -16,7 +15,7 @@ from allstep.plan.workload import Workload
 if TYPE_CHECKING:
     from allstep.cli.advise_worker import Question
 
-__all__ = ["Subject", "read_subject"]
+__all__ = ["Subject", "read_command_line", "read_subject"]
 
 _MICRO_BATCH = 32
 
@@ -31,6 +30,36 @@ class Subject(Protocol):
         """What workers need to run it for real."""
 
 
+def read_command_line(arguments: Sequence[str]) -> tuple[str | None, Namespace, list[str]]:
+    """A name or None, the flags of `allstep advise`, and those of the recipe or script.
+
+    These are all that `advise` doesn't know, and all behind `--`.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        return None, make_parser().parse_args(arguments), []
+    name, *flags = arguments
+    split = flags.index("--") if "--" in flags else len(flags)
+    if not _is_script(name) and {"-h", "--help"} & set(flags[:split]):
+        _show_help(name)
+    known, rest = make_parser().parse_known_args(flags[:split])
+    return name, known, [*rest, *flags[split + 1 :]]
+
+
+def _is_script(name: str) -> bool:
+    return name.endswith(".py") or "/" in name
+
+
+def _show_help(recipe_name: str) -> None:
+    """Prints the flags of `advise` and those of the recipe, and ends the process."""
+    from allstep.cli.advise_recipe import read_recipe_flags
+    from allstep.cli.run_folder import find_recipe
+
+    find_recipe(recipe_name)
+    make_parser().print_help()
+    print()
+    read_recipe_flags(recipe_name, ["--help"])
+
+
 def read_subject(known: Namespace, name: str | None, rest: Sequence[str]) -> Subject:
     """The training that a command line means; mistakes show before anything is measured.
 
@@ -43,11 +72,13 @@ def read_subject(known: Namespace, name: str | None, rest: Sequence[str]) -> Sub
         return _BareNumbers(known)
     for field in ("params", "step_ms", "dtype"):
         if getattr(known, field) is not None:
+            flag = f"--{field.replace('_', '-')}"
+            cure = f"give it to the script behind `--`, `allstep advise {name} ... -- {flag} ...`"
             raise UsageError(
                 f"`{field}` (={getattr(known, field)}) is measured for a recipe or a script: leave"
-                f" `--{field.replace('_', '-')}` out, or leave `{name}` out."
+                f" `{flag}` out, or {cure if _is_script(name) else f'leave `{name}` out'}."
             )
-    if name.endswith(".py") or "/" in name:
+    if _is_script(name):
         return _Script(known, Path(name), rest)
     return _NamedRecipe(known, name, rest)
 
@@ -129,23 +160,26 @@ class _Script:
         if known.micro_batch is not None:
             raise UsageError(
                 f"`micro_batch` (={known.micro_batch}) is the script's own: leave `--micro-batch`"
-                " out, or give it to the script in a way that only it understands."
+                f" out, or give it to the script behind `--`, `allstep advise {path} ..."
+                f" -- --micro-batch {known.micro_batch}`."
             )
+        if not known.timeout_s > 0:
+            raise UsageError(f"`timeout_s` (={known.timeout_s}) must be above 0.")
         if not path.is_file():
             raise UsageError(f"`script` (={path}) is no file.")
-        self._path, self._arguments = path, arguments
-        self._global_batch = known.global_batch
+        self._known, self._path, self._arguments = known, path, arguments
 
     def job(self, cluster: Cluster) -> Job:
-        return Job(micro=self._workload(), global_batch=self._global_batch)
+        return self._job()
 
     def question(self) -> "Question":
         from allstep.cli.advise_worker import Question
 
-        return Question(workload=self._workload(), global_batch=self._global_batch)
+        job = self._job()
+        return Question(workload=job.micro, global_batch=job.global_batch)
 
-    def _workload(self) -> Workload:
-        from allstep.doctor.script_profile import profile_script
+    def _job(self) -> Job:
+        from allstep.cli import advise_script
 
-        with tempfile.TemporaryDirectory(prefix="allstep-") as folder:
-            return profile_script(self._path, self._arguments, Path(folder))
+        found = advise_script.profile(self._path, self._arguments, self._known.timeout_s)
+        return found.job(self._known.global_batch)

@@ -24,7 +24,7 @@ _COMMANDS = {
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
 # What `train` and `evaluate`, `verify`, and `advise` start; not for people.
-_WORKERS = ("worker", "verify_worker", "advise_worker")
+_WORKERS = ("worker", "verify_worker", "advise_worker", "profile_worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,7 @@
-"""Steps that are timed: without an exchange, under a policy, and inside a user's script."""
+"""Steps that are timed: without an exchange, and under a policy."""
 
 from dataclasses import replace
 from functools import partial
-from textwrap import dedent
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
-from allstep.doctor.script_profile import profile_script
 from allstep.doctor.trial import (
     Training,
     _slowest,
@@ -26,7 +24,6 @@ from allstep.doctor.workload import (
     num_elements_of,
     time_step,
 )
-from allstep.errors import UsageError
 from allstep.plan import POLICIES, Policy, Workload
 
 KINDS = (torch.float32, torch.complex128, torch.bfloat16)
@@ -167,63 +164,3 @@ def test_a_complex_gradient_is_two_real_ones():
     model = nn.ModuleList(nn.Linear(3, 3, bias=False, dtype=dtype) for dtype in KINDS)
     assert [num_elements_of(p) for p in model.parameters()] == [9, 18, 9]
     assert element_bytes_of(model.parameters()) == 8
-
-
-SCRIPT = """
-    import sys
-
-    import torch
-    import allstep
-    from allstep import attach
-
-    comm = allstep.init()
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-    other = torch.nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other)]
-    if "attach" in sys.argv:
-        exchange = attach(model, comm)
-    steps = 5 if "short" in sys.argv else 1000
-    for step in range(steps):
-        for _ in range(2):  # micro-batches
-            model(torch.ones(4, 8)).mean().backward()
-        other(torch.ones(3, 2)).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert "fail" not in sys.argv, "wrong from the start"
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(dedent(SCRIPT))
-    return path
-
-
-@pytest.mark.process
-def test_a_script_is_run_until_enough_is_known(script, tmp_path):
-    found = profile_script(script, ["attach"], tmp_path)
-    assert found.num_params == 128 + 16 + 32 + 2
-    assert found.num_samples == 8
-    assert {*found.gradients[:2]} == {32, 2}
-    assert found.forward_s > 0 and found.backward_s > 0 and found.optimizer_s > 0
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["short"], r"`script` \(=.*train.py\) never calls `allstep.attach`"),
-        (["attach", "short", "fail"], r"failed with exit code 1: AssertionError: wrong from the"),
-        (["attach", "short"], r"ended after 4 steps of the attached model's optimizer"),
-    ],
-)
-def test_scripts_of_which_nothing_can_be_said(script, tmp_path, arguments, message):
-    with pytest.raises(UsageError, match=message):
-        profile_script(script, arguments, tmp_path)
-
-
-def test_a_script_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match=r"`script` \(=no.py\) is no file"):
-        profile_script(tmp_path.joinpath("no.py").relative_to(tmp_path), [], tmp_path)
