@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from allstep.cli.advise_files import check_files, write_files
-from allstep.cli.advise_flags import check_numbers, make_parser, read_machines
+from allstep.cli.advise_flags import check_numbers, read_machines
 from allstep.cli.advise_output import Advice, show
-from allstep.cli.advise_subject import Subject, read_subject
+from allstep.cli.advise_subject import Subject, read_command_line, read_subject
 from allstep.cli.quantities import parse_count
 from allstep.env import read_launch
 from allstep.plan.accuracy import measured_accuracy
@@ -28,13 +28,7 @@ __all__ = ["run"]
 
 def run(arguments: list[str]) -> int:
     """Predicts the usual policies and recommends one, or none."""
-    if not arguments or arguments[0].startswith("-"):
-        name: str | None = None
-        rest: list[str] = []
-        known = make_parser().parse_args(arguments)
-    else:
-        name = arguments[0]
-        known, rest = make_parser().parse_known_args(arguments[1:])
+    name, known, rest = read_command_line(arguments)
     check_numbers(known)
     if not known.measure or read_launch().rank == 0:  # of several, one writes
         check_files(known)
@@ -78,7 +72,7 @@ def _measure(known: Namespace, subject: Subject) -> int:
         cluster = last.measurements.cluster()
         _show(known, _advise(known, last.job, cluster, predictions, noise_scale, measured_s))
 
-    return measure_here(subject.question(), counts, finish)
+    return measure_here(subject.question, counts, finish)
 
 
 def _advise(

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 
-from allstep.cli.advise_worker import Answer, Question, answer, read_answer, write_question
+from allstep.cli.advise_worker import (
+    Answer,
+    Question,
+    answer,
+    ask_first,
+    read_answer,
+    write_question,
+)
 from allstep.cli.quantities import parse_counts
 from allstep.cli.workers import run_here
 from allstep.comm import Communicator
@@ -74,12 +81,12 @@ def worker_counts(known: Namespace) -> list[int]:
 
 
 def measure_here(
-    question: Question, counts: Sequence[int], finish: Callable[[list[Answer]], None]
+    ask: Callable[[], Question], counts: Sequence[int], finish: Callable[[list[Answer]], None]
 ) -> int:
     """Runs the policies on each number of workers, or as one of a launcher's workers.
 
     Args:
-        question: what is to be trained.
+        ask: says what is to be trained; called in one process.
         counts: from `worker_counts`.
         finish: gets the answers, in one process.
 
@@ -87,8 +94,8 @@ def measure_here(
         The exit code; the worker of a launcher doesn't return.
     """
     if read_launch().launcher != "lone":
-        return run_here(lambda comm: _work(comm, question, finish))
-    found = []
+        return run_here(lambda comm: _work(comm, ask, finish))
+    question, found = ask(), []
     for num_workers in counts:
         with tempfile.TemporaryDirectory(prefix="allstep-") as name:
             folder = Path(name)
@@ -107,8 +114,10 @@ def _start(num_workers: int, command: Sequence[str]) -> int:
     return launch_workers(num_workers, command)
 
 
-def _work(comm: Communicator, question: Question, finish: Callable[[list[Answer]], None]) -> int:
-    found = answer(comm, question)
+def _work(
+    comm: Communicator, ask: Callable[[], Question], finish: Callable[[list[Answer]], None]
+) -> int:
+    found = answer(comm, ask_first(comm, ask))
     if comm.rank == 0:
         finish([found])
     return 0

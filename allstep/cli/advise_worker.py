@@ -19,9 +19,18 @@ from allstep.plan.policy import POLICIES
 from allstep.plan.scaling import Prediction, predict
 from allstep.plan.workload import Workload, read_workload
 
-__all__ = ["Answer", "Question", "answer", "read_answer", "run", "write_question"]
+__all__ = [
+    "Answer",
+    "Question",
+    "answer",
+    "ask_first",
+    "read_answer",
+    "run",
+    "write_question",
+]
 
 _QUESTION, _ANSWER, _MEASUREMENTS = "question.json", "answer.json", "measurements.json"
+_PATIENCE_S = 4 * 3600.0  # of workers that wait for the first steps of a script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +75,7 @@ def run(arguments: list[str]) -> int:
 
 def write_question(folder: Path, question: Question) -> list[str]:
     """Leaves a question in a folder; returns what makes Python a worker that answers it."""
-    (folder / _QUESTION).write_text(json.dumps(asdict(question)), encoding="utf-8")
+    (folder / _QUESTION).write_text(_to_text(question), encoding="utf-8")
     return ["-m", "allstep", "advise_worker", str(folder), str(os.getpid())]
 
 
@@ -84,9 +93,7 @@ def read_answer(folder: Path) -> Answer:
 
 
 def _work(comm: Communicator, folder: Path) -> int:
-    table = json.loads((folder / _QUESTION).read_text(encoding="utf-8"))
-    workload = None if table["workload"] is None else read_workload(table["workload"])
-    found = answer(comm, Question(**{**table, "workload": workload}))
+    found = answer(comm, _from_text((folder / _QUESTION).read_text(encoding="utf-8")))
     if comm.rank == 0:
         found.measurements.write(folder / _MEASUREMENTS)
         plain = {
@@ -96,6 +103,28 @@ def _work(comm: Communicator, folder: Path) -> int:
         }
         (folder / _ANSWER).write_text(json.dumps(plain), encoding="utf-8")
     return 0
+
+
+def ask_first(comm: Communicator, ask: Callable[[], Question]) -> Question:
+    """The question of rank 0, on all workers. Collective.
+
+    A script is run to know it: once, and alone.
+    """
+    usual_s = comm.timeout_s
+    comm.set_timeout(_PATIENCE_S)
+    text = comm.broadcast_object(_to_text(ask()) if comm.rank == 0 else None)
+    comm.set_timeout(usual_s)
+    return _from_text(text)
+
+
+def _to_text(question: Question) -> str:
+    return json.dumps(asdict(question))
+
+
+def _from_text(text: str) -> Question:
+    table = json.loads(text)
+    workload = None if table["workload"] is None else read_workload(table["workload"])
+    return Question(**{**table, "workload": workload})
 
 
 def answer(comm: Communicator, question: Question) -> Answer:

@@ -399,6 +399,37 @@ def test_an_unknown_recipe_gets_the_nearest(refuse):
     assert "did you mean `digits`?" in refuse("digit", "--link", "1gbit")
 
 
+def test_what_a_recipe_does_not_know_is_refused_with_help_that_shows_its_flags(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["advise", "digits", "extra", "--link", "1gbit"])
+    assert stop.value.code == 2
+    found = capsys.readouterr()
+    assert "run allstep advise digits --help" in found.err + found.out
+    with pytest.raises(SystemExit) as stop:
+        main(["advise", "digits", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--link RATE" in text  # of advise
+    assert "--precision" in text  # of the recipe
+
+
+def test_help_on_an_unknown_recipe_says_so(refuse):
+    assert "did you mean `digits`?" in refuse("digit", "--help")
+
+
+def test_what_is_behind_two_dashes_is_the_recipes(say):
+    flags = ("--link", "1gbit", "--workers", "2", "--json", "out.json")
+    say("digits", *flags, "--", "--micro-batch", "8")
+    assert json.loads(Path("out.json").read_text())["micro_batch"] == 8
+
+
+def test_bare_numbers_have_nothing_behind_two_dashes(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["advise", *BARE, "--", "train.py"])
+    assert stop.value.code == 2
+    assert "unrecognized arguments: -- train.py" in capsys.readouterr().err
+
+
 def test_help_has_an_example(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["advise", "--help"])

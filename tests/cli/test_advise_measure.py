@@ -1,4 +1,4 @@
-"""`allstep advise --measure`, and on a script: what is run, shown and refused."""
+"""`allstep advise --measure`: what is run, shown and refused."""
 
 import json
 from functools import partial
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from allstep.cli import advise_measure, advise_worker
+from allstep.cli.advise_worker import Question, ask_first
 from allstep.cli.main import main
+from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
-from allstep.doctor import collectives, contention, gemm, links, memory, script_profile
+from allstep.doctor import collectives, contention, gemm, links, memory
 from allstep.plan import POLICIES, Workload
 
 BARE = ("--params", "1000", "--step-ms", "3")
@@ -109,30 +111,27 @@ def test_a_launcher_has_its_own_number_of_workers(refuse, monkeypatch):
     assert "`workers` (=4) contradicts torchrun, which started 2: leave `--workers` out" in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("no.py", "--link", "1gbit"), "`script` (=no.py) is no file."),
-        (("no.py", "--params", "1M"), "`params` (=1M) is measured for a recipe or a script"),
-        (("no.py", "--micro-batch", "8"), "`micro_batch` (=8) is the script's own"),
-    ],
-)
-def test_a_script_that_cannot_be_asked_about(refuse, arguments, message):
-    assert message in refuse(*arguments)
-
-
-def test_a_script_is_advised_on(capsys, monkeypatch):
-    Path("train.py").touch()
+def test_a_question_is_asked_once_and_answered_by_all():
+    """A script is run to know it, and runs of several workers' scripts would meet each other."""
+    workload = Workload.from_step(num_params=10, step_s=0.1, element_bytes=2)
     asked = []
 
-    def profile(script, arguments, folder):
-        asked.append((str(script), arguments))
-        return Workload.from_step(num_params=1010, step_s=0.1, num_samples=5)
+    def ask() -> Question:
+        asked.append(True)
+        return Question(workload=workload, global_batch=96)
 
-    monkeypatch.setattr(script_profile, "profile_script", profile)
-    arguments = ["train.py", "--link", "10gbit", "--workers", "1,4", "--epochs", "3"]
-    assert main(["advise", *arguments]) == 0
-    assert asked == [("train.py", ["--epochs", "3"])]
-    text = capsys.readouterr().out
-    assert "1,010 parameters; 5 samples take" in " ".join(text.split())
-    assert "advice: " in text
+    found = run_ranks(3, lambda comm: (ask_first(comm, ask), comm.timeout_s < 1000))
+    assert found == [(Question(workload=workload, global_batch=96), True)] * 3
+    assert len(asked) == 1
+
+
+def test_who_waits_for_the_first_steps_of_a_script_is_patient(monkeypatch):
+    broadcast_object, patience_s = Communicator.broadcast_object, []
+
+    def broadcast(comm, obj=None):
+        patience_s.append(comm.timeout_s)
+        return broadcast_object(comm, obj)
+
+    monkeypatch.setattr(Communicator, "broadcast_object", broadcast)
+    run_ranks(2, lambda comm: ask_first(comm, lambda: Question(recipe={"name": "digits"})))
+    assert patience_s == [advise_worker._PATIENCE_S] * 2
