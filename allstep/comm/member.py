@@ -1,6 +1,7 @@
 """What every verb needs: who this worker is, its wire, and checks of arguments."""
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from allstep.comm.messages import Messages
 from allstep.comm.topology import Topology
 from allstep.comm.weak_list import WeakList
 from allstep.comm.wire import Wire
-from allstep.errors import UsageError
+from allstep.errors import DisagreementError, UsageError
 
 __all__ = ["Dependent", "Member"]
 
@@ -55,6 +56,28 @@ class Member:
     def add_dependent(self, dependent: Dependent) -> None:
         """Aborts it too when this communicator is aborted; it is held weakly."""
         self._dependents.add(dependent)
+
+    def _compare(self, verb: str, wanted: str, equal: str) -> None:
+        """Raises DisagreementError on every rank unless all of them want the same.
+
+        A digest goes ahead, of one size whatever they want; only where one differs, all tell.
+
+        Args:
+            verb: names the call in errors, and tells it from others.
+            wanted: what this rank wants.
+            equal: the arguments that must be equal on all ranks, for the error.
+        """
+        if self.size == 1:
+            return
+        digest = sha256(wanted.encode()).digest()
+        if all(other == digest for other in self._messages.all_gather(digest, verb)):
+            return
+        for rank, body in enumerate(self._messages.all_gather(wanted.encode(), verb)):
+            if body != wanted.encode():
+                raise DisagreementError(
+                    f"`{verb}`: {self._named(self.rank)} wants {wanted}, {self._named(rank)} "
+                    f"{body.decode(errors='replace')}; pass equal {equal} on all ranks."
+                )
 
     def _named(self, rank: int) -> str:
         """A rank as errors call it. [Note: roster]"""

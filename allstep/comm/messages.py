@@ -34,6 +34,13 @@ _VERBS = (
     "send",
     "send_object",
     "split",
+    "all_gather(check=True)",
+    "all_gather_rows(check=True)",
+    "all_to_all(check=True)",
+    "all_to_all_rows(check=True)",
+    "broadcast(check=True)",
+    "gather(check=True)",
+    "scatter(check=True)",
 )
 
 

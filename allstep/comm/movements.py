@@ -25,16 +25,19 @@ class MovementVerbs(Member):
         super().__init__(wire, topology, device)
         self._carrier = wire.carrier(device)
 
-    def all_gather(self, x: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+    def all_gather(self, x: Tensor | Sequence[Tensor], *, check: bool = False) -> tuple[Any, ...]:
         """Every rank's `x`, on all ranks.
 
         Args:
             x: tensor or tuple of tensors; shapes, dtypes and structure may differ between ranks.
+            check: whether the ranks first compare which verb they call; pass the same on all.
 
         Returns:
             One entry a rank, on `x`'s device.
         """
         layout = Layout.of(x)
+        if check:
+            self._compare("all_gather(check=True)", "", "arguments")
         headers = self._messages.all_gather(layout.encode(), "all_gather")
         layouts = [Layout.decode(header) for header in headers]
         sizes_bytes = [other.num_bytes for other in layouts]
@@ -42,17 +45,22 @@ class MovementVerbs(Member):
         device = _device_of(x, self.device)
         return _unpack_all(layouts, buffers, device)
 
-    def all_to_all(self, xs: Sequence[Tensor | Sequence[Tensor]]) -> tuple[Any, ...]:
+    def all_to_all(
+        self, xs: Sequence[Tensor | Sequence[Tensor]], *, check: bool = False
+    ) -> tuple[Any, ...]:
         """Sends `xs[r]` to rank r and returns what each rank sent here.
 
         Args:
             xs: `size` tensors or tuples of tensors of any shapes and dtypes.
+            check: whether the ranks first compare which verb they call; pass the same on all.
 
         Returns:
             One entry a rank, on the device of `xs`.
         """
         xs = self._check_one_per_rank("xs", xs)
         own = [Layout.of(x, "xs") for x in xs]
+        if check:
+            self._compare("all_to_all(check=True)", "", "arguments")
         headers = self._messages.all_to_all([layout.encode() for layout in own], "all_to_all")
         layouts = [Layout.decode(header) for header in headers]
         packed = [layout.pack(x, self._carrier) for layout, x in zip(own, xs, strict=True)]
@@ -60,17 +68,22 @@ class MovementVerbs(Member):
         buffers = self._wire.all_to_all(packed, sizes_bytes, "all_to_all")
         return _unpack_all(layouts, buffers, _device_of(xs[0], self.device))
 
-    def gather(self, x: Tensor | Sequence[Tensor], root: int = 0) -> tuple[Any, ...] | None:
+    def gather(
+        self, x: Tensor | Sequence[Tensor], root: int = 0, *, check: bool = False
+    ) -> tuple[Any, ...] | None:
         """Every rank's `x`, on the root only.
 
         Args:
             x: tensor or tuple of tensors; shapes, dtypes and structure may differ between ranks.
             root: the rank that gets them.
+            check: whether the ranks first compare which verb and root they want; the same on all.
 
         Returns:
             On the root one entry a rank, on `x`'s device; None elsewhere.
         """
         self._check_root(root)
+        if check:
+            self._compare("gather(check=True)", f"`root` (={root})", "`root`")
         if self.rank != root:
             self._send(x, root, PRIVATE_TAG, "gather").wait()
             return None
@@ -81,18 +94,27 @@ class MovementVerbs(Member):
         device = _device_of(x, self.device)
         return tuple(_to(received[rank], device) for rank in range(self.size))
 
-    def scatter(self, xs: Sequence[Tensor | Sequence[Tensor]] | None = None, root: int = 0) -> Any:
+    def scatter(
+        self,
+        xs: Sequence[Tensor | Sequence[Tensor]] | None = None,
+        root: int = 0,
+        *,
+        check: bool = False,
+    ) -> Any:
         """Gives each rank its entry of the root's `xs`.
 
         Args:
             xs: on the root `size` tensors or tuples of tensors of any shapes and dtypes; None
                 elsewhere.
             root: the rank that has them.
+            check: whether the ranks first compare which verb and root they want; the same on all.
 
         Returns:
             This rank's entry, on the communicator's device.
         """
         self._check_root(root)
+        if check:
+            self._compare("scatter(check=True)", f"`root` (={root})", "`root`")
         if self.rank != root:
             return _to(self._recv(root, PRIVATE_TAG, "scatter", "scatter"), self.device)
         xs = self._check_one_per_rank("xs", xs)
@@ -104,33 +126,39 @@ class MovementVerbs(Member):
         return _to(_own_copy(xs[root]), self.device)
 
     @overload
-    def broadcast(self, x: X, root: int = ...) -> X: ...
+    def broadcast(self, x: X, root: int = ..., *, check: bool = ...) -> X: ...
     @overload
-    def broadcast(self, x: None = ..., root: int = ...) -> Any: ...
-    def broadcast(self, x: Any = None, root: int = 0) -> Any:
+    def broadcast(self, x: None = ..., root: int = ..., *, check: bool = ...) -> Any: ...
+    def broadcast(self, x: Any = None, root: int = 0, *, check: bool = False) -> Any:
         """The root's tensors, on all ranks.
 
         Args:
             x: on the root what is sent. Elsewhere tensors of the same shapes and dtypes, which
                 are filled in place, or None for new ones.
             root: the rank that sends.
+            check: whether the ranks first compare which verb and root they want, and whether what
+                the root sends fits; the same on all.
 
         Returns:
             `x` where it was given, else new tensors on the communicator's device.
 
         Raises:
-            DisagreementError: if a given `x` does not fit what the root sent.
+            DisagreementError: if a given `x` does not fit what the root sent; with `check` on
+                every rank.
         """
         self._check_root(root)
+        own = None if x is None else Layout.of(x)
+        if self.rank == root and own is None:
+            raise UsageError("`x` is None on the root of `broadcast`; pass what it shall send.")
+        if check:
+            self._compare("broadcast(check=True)", f"`root` (={root})", "`root`")
+        header = own.encode() if own is not None and self.rank == root else None
+        layout = Layout.decode(self._messages.broadcast(header, root, "broadcast"))
+        if check:
+            self._compare("broadcast(check=True)", str(own or layout), "shapes and dtypes")
         if self.rank == root:
-            if x is None:
-                raise UsageError("`x` is None on the root of `broadcast`; pass what it shall send.")
-            layout = Layout.of(x)
-            self._messages.broadcast(layout.encode(), root, "broadcast")
             self._wire.broadcast(layout.pack(x, self._carrier), root, "broadcast").wait()
             return x
-        own = None if x is None else Layout.of(x)
-        layout = Layout.decode(self._messages.broadcast(None, root, "broadcast"))
         buffer = layout.empty_buffer(self._carrier)
         self._wire.broadcast(buffer, root, "broadcast").wait()
         if own is None:

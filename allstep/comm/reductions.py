@@ -13,7 +13,7 @@ from allstep.comm.pending import Pending
 from allstep.comm.reduce_ops import ReduceOp, check_reduction, torch_op, wire_form, write_back
 from allstep.comm.topology import Topology
 from allstep.comm.wire import Wire
-from allstep.errors import DisagreementError, UsageError, nearest_multiples
+from allstep.errors import UsageError, nearest_multiples
 
 __all__ = ["ReductionVerbs"]
 
@@ -35,6 +35,7 @@ class ReductionVerbs(Member):
         op: ReduceOp = ...,
         *,
         algorithm: str | None = ...,
+        check: bool | None = ...,
         async_op: Literal[False] = ...,
     ) -> X: ...
     @overload
@@ -44,6 +45,7 @@ class ReductionVerbs(Member):
         op: ReduceOp = ...,
         *,
         algorithm: str | None = ...,
+        check: bool | None = ...,
         async_op: Literal[True],
     ) -> Pending[X]: ...
     def all_reduce(
@@ -52,6 +54,7 @@ class ReductionVerbs(Member):
         op: ReduceOp = "sum",
         *,
         algorithm: str | None = None,
+        check: bool | None = None,
         async_op: bool = False,
     ) -> X | Pending[X]:
         """Reduces over the ranks, in place, on all of them.
@@ -63,6 +66,9 @@ class ReductionVerbs(Member):
             op: "sum", "mean" (not of integers), "max" or "min".
             algorithm: how the sum is taken, a name in `allstep.comm.algorithms.ALGORITHMS`;
                 several tensors travel as one. None for the backend's own, tensor by tensor.
+            check: whether the ranks compare what they want before, with one small message
+                more; pass the same on all of them. None compares what this rank has not
+                reduced before: after that, ranks that disagree get wrong values.
             async_op: return at once; leave `x` alone until the result was waited for. With
                 an `algorithm` other than "native" the call still does all the work.
 
@@ -72,7 +78,8 @@ class ReductionVerbs(Member):
         Raises:
             UsageError: if `op` is unknown or means nothing for a dtype, or if `algorithm` is
                 unknown or takes no maximum.
-            DisagreementError: if ranks pass other shapes, dtypes, `op` or `algorithm`.
+            DisagreementError: on every rank, if they compare and pass other shapes, dtypes,
+                `op` or `algorithm`, or call another verb with `check`.
 
         >>> from allstep.comm import Communicator
         >>> Communicator.lone().all_reduce(torch.tensor([1.0, 2.0]))
@@ -82,10 +89,10 @@ class ReductionVerbs(Member):
         check_reduction(tensors, op)
         if algorithm not in (None, "native"):
             self._check_algorithm(algorithm, op)
-            self._agree("all_reduce", tensors, f"{op} ({algorithm})")
+            self._agree("all_reduce", tensors, f"{op} ({algorithm})", check)
             self._reduce_by(self._algorithm(algorithm), tensors, op)
             return Pending(lambda timeout_s: x) if async_op else x
-        self._agree("all_reduce", tensors, op)
+        self._agree("all_reduce", tensors, op, check)
         reduced = [wire_form(tensor, self._wire.carrier(tensor.device)) for tensor in tensors]
         posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
         under_way = list(zip(tensors, reduced, posted, strict=True))
@@ -135,14 +142,29 @@ class ReductionVerbs(Member):
 
     @overload
     def reduce_scatter(
-        self, x: Tensor | Sequence[Tensor], op: ReduceOp = ..., *, async_op: Literal[False] = ...
+        self,
+        x: Tensor | Sequence[Tensor],
+        op: ReduceOp = ...,
+        *,
+        check: bool | None = ...,
+        async_op: Literal[False] = ...,
     ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, x: Tensor | Sequence[Tensor], op: ReduceOp = ..., *, async_op: Literal[True]
+        self,
+        x: Tensor | Sequence[Tensor],
+        op: ReduceOp = ...,
+        *,
+        check: bool | None = ...,
+        async_op: Literal[True],
     ) -> Pending[Tensor]: ...
     def reduce_scatter(
-        self, x: Tensor | Sequence[Tensor], op: ReduceOp = "sum", *, async_op: bool = False
+        self,
+        x: Tensor | Sequence[Tensor],
+        op: ReduceOp = "sum",
+        *,
+        check: bool | None = None,
+        async_op: bool = False,
     ) -> Tensor | Pending[Tensor]:
         """Reduces over the ranks and leaves each of them its part; `x` stays as it is.
 
@@ -150,15 +172,16 @@ class ReductionVerbs(Member):
             x: tensor whose dim 0 is a multiple of `size`, or a tuple of `size` tensors, one for
                 each rank; equal shapes and dtypes on every rank.
             op: "sum", "mean" (not of integers), "max" or "min".
+            check: as of `all_reduce`.
             async_op: return a Pending at once.
 
         Raises:
             UsageError: if `x` cannot be divided, or `op` means nothing for it.
-            DisagreementError: if ranks pass other shapes, dtypes or `op`.
+            DisagreementError: as of `all_reduce`.
         """
         parts = self._parts(x)
         check_reduction(parts, op)
-        self._agree("reduce_scatter", parts, op)
+        self._agree("reduce_scatter", parts, op, check)
         forms = [wire_form(part, self._wire.carrier(part.device)) for part in parts]
         reduced, posted = self._wire.reduce_scatter(forms, torch_op(op), "reduce_scatter")
         divisor = self.size if op == "mean" else 1
@@ -181,21 +204,17 @@ class ReductionVerbs(Member):
             )
         return x.chunk(self.size) if length else (x,) * self.size
 
-    def _agree(self, verb: str, tensors: Sequence[Tensor], op: str) -> None:
-        """Compares what the ranks want to reduce, the first time that this rank wants it.
+    def _agree(self, verb: str, tensors: Sequence[Tensor], op: str, check: bool | None) -> None:
+        """Compares what the ranks want to reduce; without `check` what is new to this rank.
 
         Backends mix up unequal shapes or end the process, so it is worth a message, once.
         """
+        if self.size == 1 or check is False:
+            return
         signature = (verb, op, *((x.shape, x.dtype, x.device.type) for x in tensors))
-        if self.size == 1 or signature in self._agreed:
+        if signature in self._agreed and not check:
             return
         devices = ", ".join(sorted({tensor.device.type for tensor in tensors}))
-        wanted = f"{op} of {Layout.of(tensors)} on {devices or 'no device'}"
-        everyone = self._messages.all_gather(wanted.encode(), verb)
-        for rank, other in enumerate(everyone):
-            if other != wanted.encode():
-                raise DisagreementError(
-                    f"`{verb}`: {self._named(self.rank)} wants the {wanted}, {self._named(rank)} "
-                    f"the {other.decode(errors='replace')}; pass equal shapes, dtypes and `op`."
-                )
+        wanted = f"the {op} of {Layout.of(tensors)} on {devices or 'no device'}"
+        self._compare(verb, wanted, "shapes, dtypes and `op`")
         self._agreed.add(signature)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from allstep.comm.layout import Layout
 from allstep.comm.member import Member
 from allstep.errors import UsageError
 
@@ -13,14 +14,15 @@ class RowVerbs(Member):
     """One message where `all_gather` and `all_to_all` first tell each other the shapes.
 
     Ranks that pass different shapes or dtypes get garbage or a PeerLostError: these are for
-    code that has made sure of them before.
+    code that has made sure of them before, or passes `check`.
     """
 
-    def all_gather_rows(self, x: Tensor) -> Tensor:
+    def all_gather_rows(self, x: Tensor, *, check: bool = False) -> Tensor:
         """Everyone's tensor, stacked.
 
         Args:
             x: [*shape], of the same shape and dtype on every rank.
+            check: whether the ranks first compare verb, shape and dtype; the same on all.
 
         Returns:
             [size, *shape]; row r is rank r's.
@@ -29,15 +31,18 @@ class RowVerbs(Member):
         >>> Communicator.lone().all_gather_rows(torch.ones(2))
         tensor([[1., 1.]])
         """
+        if check:
+            self._compare("all_gather_rows(check=True)", _spec(x), "shapes and dtypes")
         raw = _bytes_of(x).to(self._wire.carrier(x.device))
         parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_rows")
         return _rows(parts, x, (self.size, *x.shape))
 
-    def all_to_all_rows(self, x: Tensor) -> Tensor:
+    def all_to_all_rows(self, x: Tensor, *, check: bool = False) -> Tensor:
         """Row r of every rank's tensor goes to rank r.
 
         Args:
             x: [size, *shape], of the same shape and dtype on every rank.
+            check: as of `all_gather_rows`.
 
         Returns:
             [size, *shape]; row r came from rank r.
@@ -47,11 +52,17 @@ class RowVerbs(Member):
         """
         if not x.dim() or x.shape[0] != self.size:
             raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
+        if check:
+            self._compare("all_to_all_rows(check=True)", _spec(x), "shapes and dtypes")
         raw = _bytes_of(x).to(self._wire.carrier(x.device)).chunk(self.size)
         if not x.numel():
             return x.clone()
         sizes_bytes = [piece.numel() for piece in raw]
         return _rows(self._wire.all_to_all(raw, sizes_bytes, "all_to_all_rows"), x, x.shape)
+
+
+def _spec(x: Tensor) -> str:
+    return f"{Layout.of(x)} on {x.device.type}"
 
 
 def _bytes_of(x: Tensor) -> Tensor:
