@@ -428,6 +428,16 @@ class TestShapedCommunicator:
         assert taken.count(2 / 3 * 2 * 1200) == 3  # a ring's share of 1,200 bytes
         assert taken.count(400) == 3 * 4  # its chunks
 
+    def test_a_timeout_reaches_its_parts_and_the_wires_beneath(self):
+        def work(comm: Communicator) -> list[float]:
+            shaped = ShapedCommunicator(comm, TokenBucket(1e9))
+            part = shaped.split(0)
+            assert part is not None
+            shaped.set_timeout(7.0)
+            return [x.timeout_s for x in (comm.wire, shaped.wire, part, part.wire)]
+
+        assert run_ranks(2, work, local_size=1) == [[7.0] * 4] * 2
+
     def test_a_message_ends_when_its_last_byte_has_left(self):
         bucket = TokenBucket(8e6)  # 1 MB/s
 
