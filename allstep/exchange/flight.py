@@ -11,15 +11,13 @@ from torch import Tensor, nn
 
 from allstep.comm.algorithms import AllReduce, SharedMemory
 from allstep.comm.shared_memory import Block
-from allstep.errors import UsageError
 from allstep.exchange.agreement import digest
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.runner import Job
 from allstep.exchange.tail import check_size, write_check
-from allstep.exchange.wires import Exact
 
-__all__ = ["BucketPlan", "FixedPointFlight", "Flight"]
+__all__ = ["BucketPlan", "Flight"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class Flight:
                 p.grad = view
 
     def leave(self, name: str, p: nn.Parameter) -> None:
-        """Sends what `p.grad` holds, but leaves it as it is: this worker has nothing new."""
+        """Sends what `p.grad` holds, but leaves it as it is: no gradient has come."""
         view = self.views[name]
         if p.grad is view:
             p.grad = view.clone(memory_format=torch.preserve_format)
@@ -228,70 +226,3 @@ class Flight:
         self.write_flags()
         for name, saved in state["sums"].items():
             self.views[name].copy_(saved)
-
-
-@dataclass
-class FixedPointFlight(Flight):
-    """A flight of whole numbers, in which every backward pass is summed without rounding.
-
-    [Note: emptied gradients] A gradient that was added to the sum leaves an emptied tensor in
-    `p.grad`, on which the next backward pass adds its own. If the next finds another tensor
-    there, then the user has dropped what was added so far (`zero_grad`), or put a gradient there.
-
-    Attributes:
-        exact: the format; its numbers are in `flats`.
-        emptied: name -> what was left in `p.grad`.
-    """
-
-    exact: Exact = field(default_factory=Exact)
-    emptied: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, plan: BucketPlan, exact: Exact) -> "FixedPointFlight":
-        """An empty flight.
-
-        Raises:
-            UsageError: if a parameter is complex.
-        """
-        for layout in plan.layouts:
-            if layout.dtype.is_complex:
-                raise UsageError(
-                    f"Parameter `{layout.names[0]}` is {layout.dtype}, which has no fixed-point"
-                    ' form; choose another `wire` (="exact").'
-                )
-        flats = [torch.zeros_like(x.new_flat(), dtype=torch.int64) for x in plan.layouts]
-        return cls(plan, flats, exact=exact)
-
-    def clear(self) -> None:
-        super().clear()
-        self.emptied.clear()
-        for flat in self.flats:
-            flat.zero_()
-
-    def place(self, name: str, p: nn.Parameter) -> None:
-        """Adds a gradient to the sum and empties it."""
-        view, gradient = self.views[name], p.grad
-        if gradient is None:
-            view.zero_()
-            return
-        if gradient is not self.emptied.get(name):
-            view.zero_()
-        new = gradient.detach()
-        view.add_(self.exact.encode(new, name))
-        p.grad = self.emptied[name] = new.zero_()
-
-    def adopt(self, name: str, p: nn.Parameter, pending: Tensor) -> None:
-        """Takes over what an older flight has added up for a parameter."""
-        self.views[name].copy_(pending)
-        if p.grad is not None:
-            self.emptied[name] = p.grad
-
-    def leave(self, name: str, p: nn.Parameter) -> None:
-        """Nothing: what this worker has is not new."""
-
-    def deliver(self, name: str, p: nn.Parameter) -> None:
-        p.grad = torch.empty_like(p)
-        self.exact.decode_(self.views[name], p.grad, self.divisor)
-
-    def rescale(self, factor: float) -> None:
-        raise AssertionError("a fixed-point flight lands with the scale that it took off with")

@@ -14,7 +14,9 @@ from allstep.comm import Communicator
 from allstep.errors import CheckpointError, CommunicationError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.exchange import Exchange
-from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
+from allstep.exchange.fixed_point import FixedPointFlight
+from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.hooks import Removable, WeakHook
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.sender import Sender
@@ -155,10 +157,13 @@ class OverlappedExchange(Exchange):
             while self._missing and self._missing[len(self._flight.jobs)] == 0:
                 self._send_next()
 
-    def _place(self, name: str, p: nn.Parameter) -> bool:
+    def _place(self, name: str, p: nn.Parameter, *, is_touched: bool = True) -> bool:
         """Puts a gradient in the flight; what is wrong with it is told to all at the end."""
         try:
-            self._flight.place(name, p)
+            if is_touched:
+                self._flight.place(name, p)
+            else:
+                self._flight.leave(name, p)
         except UsageError as error:
             self._failure = str(error)
         return self._failure is None
@@ -198,7 +203,6 @@ class OverlappedExchange(Exchange):
             self._residual_factor = flight.scale / self._last_scale
             self._last_scale = flight.scale
             flight.action, flight.described = self._describe(), self._signature
-            flight.divisor = self._divisor
             flight.write_check(self.comm.rank)
         if is_last:
             flight.touched = frozenset(self._touched)
@@ -216,7 +220,7 @@ class OverlappedExchange(Exchange):
         if not flight.plan.layouts:
             return
         if self._failure is None:
-            self._place_rest(flight)
+            self._place_rest()
         while len(flight.jobs) < len(flight.plan.layouts):
             self._send_next()
         self._airborne.append(flight)
@@ -232,19 +236,14 @@ class OverlappedExchange(Exchange):
         self._revise_plan()
         self._next_flight()
 
-    def _place_rest(self, flight: Flight) -> None:
+    def _place_rest(self) -> None:
         """What the last backward pass did not reach."""
+        self._flight.divisor = self._divisor
         for name, p in self._parameters.trained.items():
             if p.grad is None:
                 self._touched.discard(name)
-            if name in self._arrivals or (
-                isinstance(flight, FixedPointFlight) and p.grad is flight.emptied.get(name, ...)
-            ):
-                continue
-            if name in self._touched:
-                self._place(name, p)
-            else:
-                flight.leave(name, p)
+            if name not in self._arrivals:
+                self._place(name, p, is_touched=name in self._touched)
 
     def _land(self, flight: Flight) -> None:
         """Waits for a flight and leaves its means in `p.grad`."""
@@ -338,13 +337,22 @@ class OverlappedExchange(Exchange):
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()
-        old = self._flight
         self._set_plan(self._bucketing.guess(self._parameters.trained))
-        if isinstance(self._flight, FixedPointFlight) and isinstance(old, FixedPointFlight):
-            old_names = {id(gradient): name for name, gradient in old.emptied.items()}
-            for name, p in self._parameters.trained.items():
-                if id(p.grad) in old_names:
-                    self._flight.adopt(name, p, old.views[old_names[id(p.grad)]])
+
+    def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
+        handles = super()._hook(name, p)
+        if self._sender.is_exact:
+            set_aside = WeakHook(self, lambda exchange, new: exchange._set_aside(name, p, new))
+            handles.append(p.register_hook(set_aside))  # type: ignore[no-untyped-call]
+        return handles
+
+    def _set_aside(self, name: str, p: nn.Parameter, new: Tensor | None) -> None:
+        """A gradient is about to be added to `p.grad`; None is one that autograd knows is zero."""
+        flight = self._flight
+        is_dense = new is not None and new.layout == torch.strided
+        if is_dense and isinstance(flight, FixedPointFlight) and not self._stays_local:
+            flight.divisor = self._divisor
+            flight.set_aside(name, p)
 
     def _revise_plan(self) -> None:
         """Other buckets, if the backward pass that ended makes better ones."""

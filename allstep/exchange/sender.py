@@ -1,6 +1,6 @@
 """Sends buckets: a wire format, a group of workers, and a thread or stream to do it in."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
@@ -8,13 +8,15 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Dummy, Native, SharedMemory, make_algorithm
 from allstep.errors import CheckpointError
-from allstep.exchange.flight import BucketPlan, FixedPointFlight, Flight
+from allstep.exchange.fixed_point import FixedPointFlight, Left
+from allstep.exchange.flight import BucketPlan, Flight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy
@@ -57,6 +59,7 @@ class Sender:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
         self._states: list[WireState] = []
+        self._left: MutableMapping[nn.Parameter, Left] = WeakTensorKeyDictionary()
         self.close = finalize(
             self, _close, self.runner, self.transport, self.comm, comm, self._pending
         )
@@ -94,7 +97,7 @@ class Sender:
     def new_flight(self) -> Flight:
         """An empty flight for the plan. Collective."""
         if isinstance(self.wire, Exact):
-            return FixedPointFlight.of(self.plan, self.wire)
+            return FixedPointFlight.of(self.plan, self.wire, self.comm.rank, self._left)
         return Flight.new(self.plan, self.transport.algorithm if self._as_they_are else None)
 
     def send(

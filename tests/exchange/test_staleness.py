@@ -151,12 +151,14 @@ def test_a_checkpoint_of_other_parameters_is_refused() -> None:
     run_ranks(2, worker)
 
 
-def scaled_run(start: nn.Module, comm: Communicator, batches: Tensor, knows: bool) -> list[Tensor]:
+def scaled_run(
+    start: nn.Module, comm: Communicator, batches: Tensor, knows: bool, wire: str = "fp32"
+) -> list[Tensor]:
     """SGD one step late with a scaler whose scale grows and falls."""
     model = copy.deepcopy(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    exchange = attach(model, comm, late(1), scaler=scaler if knows else None)
+    exchange = attach(model, comm, late(1, wire=wire), scaler=scaler if knows else None)
     for number, batch in enumerate(batches):
         loss = model(shard(batch, comm)).square().mean()
         if number == 4:
@@ -172,7 +174,10 @@ def scaled_run(start: nn.Module, comm: Communicator, batches: Tensor, knows: boo
     return list(model.parameters())
 
 
-def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone() -> None:
+@pytest.mark.parametrize(("wire", "atol"), [("fp32", 1e-12), ("exact", 1e-11)])
+def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone(
+    wire: str, atol: float
+) -> None:
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
     model = copy.deepcopy(start)
     made: list[tuple[Tensor, ...]] = []
@@ -186,8 +191,8 @@ def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone() 
         for p, gradient in zip(model.parameters(), made[-1], strict=True):
             p -= 0.1 * gradient
     expected = list(model.parameters())
-    for found in run_ranks(2, lambda comm: scaled_run(start, comm, batches, True)):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for found in run_ranks(2, lambda comm: scaled_run(start, comm, batches, True, wire)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=atol)
     naive = run_ranks(2, lambda comm: scaled_run(start, comm, batches, False))[0]
     assert (
         max(float((a - b).detach().abs().max()) for a, b in zip(naive, expected, strict=True))

@@ -66,8 +66,9 @@ def fit(
     return allstep.fit(task, options, comm, run_dir, resume=resume), task
 
 
-def test_quadratic_with_known_noise_and_signal(tmp_path: Path) -> None:
-    report, _ = fit(Communicator.lone(), tmp_path, epochs=3)
+@pytest.mark.parametrize("wire", ["fp32", "exact"])
+def test_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> None:
+    report, _ = fit(Communicator.lone(), tmp_path, epochs=3, wire=wire)
     assert report.noise_scale == pytest.approx(NOISE / SIGNAL, rel=0.1)
     assert report.useful_batch is not None
     assert report.useful_batch.startswith("useful up to about B = ")

@@ -80,7 +80,7 @@ class Exact(WireFormat):
             self._refuse_large(x, fits, name)
         return torch.where(fits, scaled.round_(), _POISON).long()
 
-    def decode_(self, whole: Tensor, out: Tensor, divisor: int = 1) -> None:
+    def decode_(self, whole: Tensor, out: Tensor, divisor: float = 1) -> None:
         """out = whole / 2^fraction_bits / divisor; NaN where the sum was poisoned.
 
         Args:

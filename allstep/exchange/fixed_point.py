@@ -1,0 +1,171 @@
+"""One exchange of whole numbers, to which every backward pass adds without rounding.
+
+[Note: what p.grad stands for] An exact sum needs the gradient of each backward pass by itself,
+not what autograd makes of it and of what `p.grad` holds. So `p.grad` is set aside before a
+gradient is added to it. Then the gradient's whole numbers are added to the sum, and the gradient
+to what was set aside, as autograd would have done. The sum begins with what `p.grad` held, so that
+the result is that of the plain exchange:
+
+    p.grad before the gradient                   the sum begins with
+    None                                         0
+    what the last gradient left, as it was       what it was
+    a delivered mean, the same on all workers    that mean, once
+    anything else                                the workers' mean of it
+
+Where the sum is not divided, a mean counts once if rank 0 alone adds it, and a changed sum has no
+meaning that doesn't depend on the number of workers: only zero is taken. That `p.grad` was changed
+in place is seen by torch's version counter, which `p.grad.data` goes past.
+"""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from allstep.errors import UsageError
+from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.wires import Exact
+
+__all__ = ["FixedPointFlight", "Left"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What an exchange has left in a parameter's `p.grad`.
+
+    Attributes:
+        gradient: refers to it, weakly.
+        version: of the tensor, which grows when it is changed in place.
+        total: the whole numbers that it stands for; None for a mean.
+        divisor: what they will be divided by, in the end.
+    """
+
+    gradient: TensorWeakRef
+    version: int
+    total: Tensor | None
+    divisor: int
+
+
+@dataclass
+class FixedPointFlight(Flight):
+    """A flight of whole numbers. [Note: what p.grad stands for]
+
+    Attributes:
+        exact: the format; its numbers are in `flats`.
+        rank: this worker.
+        left: by parameter; all flights of an exchange share it.
+        set_aside_of: name -> what `p.grad` held before the gradient that is being made.
+        factor: by which the mean is multiplied in the end.
+    """
+
+    exact: Exact = field(default_factory=Exact)
+    rank: int = 0
+    left: MutableMapping[nn.Parameter, Left] = field(default_factory=dict)
+    set_aside_of: dict[str, Tensor | None] = field(default_factory=dict)
+    factor: float = 1.0
+
+    @classmethod
+    def of(
+        cls, plan: BucketPlan, exact: Exact, rank: int, left: MutableMapping[nn.Parameter, Left]
+    ) -> "FixedPointFlight":
+        """An empty flight.
+
+        Raises:
+            UsageError: if a parameter is complex.
+        """
+        for layout in plan.layouts:
+            if layout.dtype.is_complex:
+                raise UsageError(
+                    f"Parameter `{layout.names[0]}` is {layout.dtype}, which has no fixed-point"
+                    ' form; choose another `wire` (="exact").'
+                )
+        flats = [torch.zeros_like(x.new_flat(), dtype=torch.int64) for x in plan.layouts]
+        return cls(plan, flats, exact=exact, rank=rank, left=left)
+
+    def clear(self) -> None:
+        super().clear()
+        self.set_aside_of.clear()
+        self.factor = 1.0
+
+    def set_aside(self, name: str, p: nn.Parameter) -> None:
+        """Has autograd leave the next gradient alone in `p.grad`."""
+        self.set_aside_of[name], p.grad = p.grad, None
+
+    def place(self, name: str, p: nn.Parameter) -> None:
+        """Adds a gradient to the sum, and to what `p.grad` held before."""
+        if name not in self.set_aside_of:
+            self.leave(name, p)
+            return
+        held, new = self.set_aside_of.pop(name), p.grad
+        assert new is not None
+        self._begin(name, p, held)
+        if held is not None:
+            p.grad = held + new if new.requires_grad else held.add_(new)
+        self.views[name].add_(self.exact.encode(new.detach(), name))
+        self._note(p, self.views[name])
+
+    def leave(self, name: str, p: nn.Parameter) -> None:
+        """Sends what `p.grad` stands for; no gradient has come."""
+        self._begin(name, p, p.grad)
+
+    def deliver(self, name: str, p: nn.Parameter) -> None:
+        p.grad = torch.empty_like(p)
+        self.exact.decode_(self.views[name], p.grad, self.divisor / self.factor)
+        self._note(p, None)
+
+    def rescale(self, factor: float) -> None:
+        self.factor = factor  # of a mean that has left whole numbers behind
+
+    def _begin(self, name: str, p: nn.Parameter, held: Tensor | None) -> None:
+        """Has the sum be what `p.grad` stands for.
+
+        Raises:
+            UsageError: if that depends on the number of workers, or is out of range.
+        """
+        view, left = self.views[name], self.left.get(p)
+        if left is not None and left.gradient() is not held:
+            left = None
+        if held is None:
+            view.zero_()
+        elif left is not None and left.total is not None and self._is_unchanged(held, left):
+            if left.total is not view:  # the buckets are others than then
+                view.copy_(left.total)
+        elif (share := self._share(held, left, name)) == 0 or _is_zero(held):
+            view.zero_()
+        else:
+            value = held.detach()
+            view.copy_(self.exact.encode(value if share == 1 else value * share, name))
+
+    def _is_unchanged(self, held: Tensor, left: Left) -> bool:
+        return held._version == left.version and self.divisor == left.divisor
+
+    def _share(self, held: Tensor, left: Left | None, name: str) -> float:
+        """The part of `held` that this worker adds to the sum."""
+        size = self.plan.size
+        if left is not None and left.total is None:
+            return 1 if self.rank == 0 or self.divisor == size else 0
+        if left is None or left.divisor == size:
+            return self.divisor / size
+        if held.any():
+            raise UsageError(
+                f"`p.grad` of `{name}` was changed between two backward passes that add up to one"
+                ' sum; `wire` (="exact") takes it as it was or zero alone, so that the number of'
+                ' workers doesn\'t matter. Change it after the exchange, or use "fp32".'
+            )
+        return 0
+
+    def _note(self, p: nn.Parameter, total: Tensor | None) -> None:
+        """Remembers what is in `p.grad` now."""
+        if p.grad is not None:
+            reference = TensorWeakRef(p.grad)
+            self.left[p] = Left(reference, p.grad._version, total, self.divisor)
+
+
+def _is_zero(x: Tensor) -> bool:
+    """Whether all is; False on CUDA, where the host would have to wait for the answer."""
+    if x.is_cuda or not x.numel():
+        return False
+    smallest, largest = torch.aminmax(x.detach())
+    return bool(smallest == 0) and bool(largest == 0)
