@@ -1,6 +1,6 @@
 """Workers make sure that they came for the same thing before they exchange it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -10,7 +10,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError
 from allstep.exchange.parameters import Signature, signature
 
-__all__ = ["agree", "check_same_tensors", "digest", "explain"]
+__all__ = ["agree", "check_same_arguments", "check_same_tensors", "digest", "explain"]
 
 
 def digest(value: object) -> int:
@@ -66,6 +66,24 @@ def explain(comm: Communicator, action: str, described: Signature) -> str:
     )
 
 
+def check_same_arguments(comm: Communicator, arguments: Mapping[str, str]) -> None:
+    """Checks that all workers were given the same. Collective.
+
+    Args:
+        comm: the workers.
+        arguments: name -> value in words, of equal names on every worker.
+
+    Raises:
+        DisagreementError: names the arguments that differ, their values and the ranks.
+    """
+    mine = digest(sorted(arguments.items()))
+    if not agree(comm, "attach a model", 0, (), optional=mine):
+        found = "; ".join(_differences(comm.all_gather_object(dict(arguments))))
+        raise DisagreementError(
+            f"Workers were given different policies: {found}. Pass the same on every worker."
+        )
+
+
 def check_same_tensors(comm: Communicator, tensors: dict[str, Tensor]) -> None:
     """Checks that all workers have tensors of the same names, shapes and dtypes. Collective.
 
@@ -83,13 +101,17 @@ def first_difference(described: Sequence[Sequence[tuple[str, ...]]]) -> str:
     '`a` is (2,) f32 on ranks 0, 2; (3,) f32 on rank 1'
     """
     tables = [{name: f"{shape} {dtype}" for name, shape, dtype in entries} for entries in described]
+    return next(_differences(tables), "Their order differs")
+
+
+def _differences(tables: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Words for each name whose value isn't the same in the tables of all ranks."""
     for name in dict.fromkeys(name for table in tables for name in table):
-        forms = [table.get(name, "missing") for table in tables]
-        if len(set(forms)) > 1:
-            return f"`{name}` is " + "; ".join(
-                f"{form} on {_ranks(forms, form)}" for form in dict.fromkeys(forms)
+        values = [table.get(name, "missing") for table in tables]
+        if len(set(values)) > 1:
+            yield f"`{name}` is " + "; ".join(
+                f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values)
             )
-    return "Their order differs"
 
 
 def _ranks(values: Sequence[str], value: str) -> str:

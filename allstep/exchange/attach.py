@@ -7,7 +7,7 @@ from torch import nn
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
-from allstep.exchange.agreement import check_same_tensors
+from allstep.exchange.agreement import check_same_arguments, check_same_tensors
 from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
@@ -42,7 +42,8 @@ def attach(
         comm: the workers.
         policy: how to exchange; the default takes the mean.
         global_batch: samples of one step over all workers, for the message alone.
-        scaler: the GradScaler that losses are scaled with; only staleness needs to know it.
+        scaler: the GradScaler that losses are scaled with. Whoever adds to the gradients of one
+            step those of another must know it: staleness, and formats with error feedback.
         optimizer: of the model's parameters; only local SGD needs to know it.
 
     Returns:
@@ -52,7 +53,7 @@ def attach(
         UsageError: if `model` is no module, if it or one of its parameters is attached already, if
             `comm` is no Communicator, if `global_batch` isn't positive, or if local SGD is not told
             its optimizer.
-        DisagreementError: if names, shapes or dtypes differ between workers.
+        DisagreementError: if policies differ between workers, or names, shapes or dtypes.
 
     Example:
         >>> import torch, allstep
@@ -73,6 +74,8 @@ def attach(
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
     policy = policy or ExchangePolicy()
+    if comm.size > 1:
+        check_same_arguments(comm, _in_words(policy, scaler, optimizer))
     if policy.is_local and optimizer is None:
         raise UsageError(
             f"`optimizer` (=None) must be given for local SGD (`every` is {policy.every}):"
@@ -104,6 +107,18 @@ def attach(
             algorithm=policy.algorithm if isinstance(policy.algorithm, str) else None,
         )
     return exchange
+
+
+def _in_words(
+    policy: ExchangePolicy,
+    scaler: torch.amp.GradScaler | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, str]:
+    """What workers must have been given alike."""
+    others = {"scaler": scaler, "optimizer": optimizer}
+    return policy.in_words | {
+        name: "None" if value is None else "given" for name, value in others.items()
+    }
 
 
 def _refuse_attached(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ def fsdp_hook(
 
     Raises:
         UsageError: if `model` isn't sharded, or the wire format needs matrices.
+        DisagreementError: if workers have different policies.
 
     Example:
         >>> def distribute(model, mesh):  # a mesh with dimensions "replicate" and "shard"

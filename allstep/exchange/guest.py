@@ -10,6 +10,7 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
+from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.runner import Job, make_runner
@@ -28,9 +29,14 @@ class GuestMeans:
     Args:
         comm: the workers.
         policy: wire format, reduction and algorithm.
+
+    Raises:
+        DisagreementError: if workers have different policies.
     """
 
     def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
+        if comm.size > 1:
+            check_same_arguments(comm, policy.in_words)
         self._wire = policy.wire_format
         self._factor = comm.size if policy.reduction == "sum" else 1
         self._runner = make_runner(comm.device)

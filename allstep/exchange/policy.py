@@ -1,7 +1,7 @@
 """How gradients are exchanged, and what the exchange has cost so far."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeGuard
 
 from allstep.comm import Communicator
@@ -105,6 +105,25 @@ class ExchangePolicy:
     def wire_format(self) -> WireFormat:
         """The format that `wire` means."""
         return make_wire(self.wire)
+
+    @property
+    def in_words(self) -> dict[str, str]:
+        """Field -> its value, in words that are the same in every process.
+
+        >>> ExchangePolicy(wire="int8").in_words["wire"]
+        'Int8(block=256, error_feedback=True)'
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["wire"] = self.wire_format
+        return {name: _in_words(value) for name, value in values.items()}
+
+
+def _in_words(value: object) -> str:
+    """Its repr, unless that tells where it lies in memory."""
+    if not callable(value) and type(value).__repr__ is not object.__repr__:
+        return repr(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -6,15 +6,18 @@ import io
 import logging
 import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import AllReduce, Ring
 from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.exchange import Exchange, ExchangePolicy, Nesterov, attach
+from allstep.exchange.wires import FullPrecision, Int8
 from tests.exchange.nets import assert_same, clone, gradients, mlp, states
 
 
@@ -155,6 +158,77 @@ def test_refuses_a_global_batch_below_one() -> None:
 def test_refuses_an_unknown_reduction() -> None:
     with pytest.raises(UsageError, match=r"`reduction` \(='median'\) must be \"mean\" or \"sum\""):
         ExchangePolicy(reduction="median")
+
+
+def one_ring(comm: Communicator) -> AllReduce:
+    return Ring(comm)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usual", "other"),
+    [
+        ("reduction", "sum", "'mean'", "'sum'"),
+        ("wire", "int8", "FullPrecision()", "Int8(block=256, error_feedback=True)"),
+        ("staleness", 1, "0", "1"),
+        ("algorithm", "ring", "None", "'ring'"),
+        ("algorithm", one_ring, "None", f"{__name__}.one_ring"),
+        ("algorithm", partial(Ring, order=(1, 0)), "None", "functools.partial"),
+        ("bucket_bytes", 64, "None", "64"),
+        ("after", 3, "0", "3"),
+        ("outer", Nesterov(), "None", "Nesterov(lr=0.7, momentum=0.9)"),
+        ("overlap", False, "True", "False"),
+        ("plain", True, "False", "True"),
+        ("first_timeout_s", 9.0, "120.0", "9.0"),
+    ],
+)
+def test_names_what_differs_in_the_policies_and_the_ranks(
+    name: str, value: object, usual: str, other: str
+) -> None:
+    """Before anything is sent that only some expect."""
+
+    def worker(comm: Communicator) -> None:
+        policy = ExchangePolicy(**{name: value}) if comm.rank == 1 else None
+        with pytest.raises(DisagreementError) as caught:
+            attach(mlp(), comm, policy)
+        assert str(caught.value) == (
+            f"Workers were given different policies: `{name}` is {usual} on ranks 0, 2; {other}"
+            " on rank 1. Pass the same on every worker."
+        )
+
+    run_ranks(3, worker, timeout_s=20)
+
+
+def test_names_every_argument_that_differs() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters()) if comm.rank else None
+        scaler = None if comm.rank else torch.amp.GradScaler("cpu")
+        policy = ExchangePolicy(every=2 + comm.rank)
+        with pytest.raises(DisagreementError) as caught:
+            attach(model, comm, policy, optimizer=optimizer, scaler=scaler)
+        for words in (
+            "`every` is 2 on rank 0; 3 on rank 1",
+            "`optimizer` is None on rank 0; given on rank 1",
+            "`scaler` is given on rank 0; None on rank 1",
+        ):
+            assert words in str(caught.value)
+
+    run_ranks(2, worker, timeout_s=20)
+
+
+class Own(FullPrecision):
+    """A format of the user's, in two places of memory."""
+
+
+def test_equal_policies_may_be_written_in_other_words() -> None:
+    def worker(comm: Communicator) -> None:
+        for wire, algorithm in (
+            (("int8", Int8())[comm.rank], None),
+            (Own(), (lambda comm: Ring(comm), lambda comm: Ring(comm))[comm.rank]),
+        ):
+            attach(mlp(), comm, ExchangePolicy(wire=wire, algorithm=algorithm))
+
+    run_ranks(2, worker)
 
 
 def test_names_the_tensor_that_differs_and_the_ranks() -> None:

@@ -149,6 +149,15 @@ def test_overflow_names_the_parameter() -> None:
     assert run_ranks(2, worker) == ["raised"] * 2
 
 
+def test_other_policies_are_an_error_on_all_workers() -> None:
+    def worker(comm: Communicator) -> None:
+        ddp, _ = with_hook(policy("int8" if comm.rank else "fp16"))(mlp(), comm)
+        with pytest.raises(Exception, match=r"`wire` is Float16\(.*\) on rank 0; Int8\(.*\) on ra"):
+            ddp(torch.ones(2, 5)).sum().backward()
+
+    run_ranks(2, worker, timeout_s=20)
+
+
 def test_goes_on_after_a_checkpoint() -> None:
     """What was not sent yet is sent by the next process."""
     start, batches = mlp(), torch.randn(12, 2, 3, 5)

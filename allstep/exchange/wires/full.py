@@ -1,5 +1,6 @@
 """Gradients as they are."""
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from allstep.exchange.wires.base import WireFormat, WireState
 __all__ = ["FullPrecision"]
 
 
+@dataclass(frozen=True)
 class FullPrecision(WireFormat):
     """Sends gradients in their own dtype: float32, as a rule.
 
