@@ -96,17 +96,27 @@ def attach(
     else:
         exchange = OverlappedExchange(model, comm, policy, scaler)
     if policy.is_local and optimizer is not None:
-        exchange.averaging = ParameterAveraging(
-            model,
-            comm,
-            optimizer,
-            every=policy.every,
-            after=policy.after,
-            outer=policy.outer,
-            average_optimizer_state=policy.average_optimizer_state,
-            algorithm=policy.algorithm if isinstance(policy.algorithm, str) else None,
-        )
+        try:
+            exchange.averaging = _averaging(model, comm, policy, optimizer)
+        except BaseException:
+            exchange.detach()
+            raise
     return exchange
+
+
+def _averaging(
+    model: nn.Module, comm: Communicator, policy: ExchangePolicy, optimizer: torch.optim.Optimizer
+) -> ParameterAveraging:
+    return ParameterAveraging(
+        model,
+        comm,
+        optimizer,
+        every=policy.every,
+        after=policy.after,
+        outer=policy.outer,
+        average_optimizer_state=policy.average_optimizer_state,
+        algorithm=policy.algorithm if isinstance(policy.algorithm, str) else None,
+    )
 
 
 def _in_words(

@@ -89,9 +89,9 @@ class ParameterAveraging:
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._hooks: list[Removable] = [
-            model.register_forward_pre_hook(FunctionHook(self, self._before_forward)),
             optimizer.register_step_pre_hook(FunctionHook(self, self._before_step)),
             optimizer.register_step_post_hook(FunctionHook(self, self._after_step)),
+            model.register_forward_pre_hook(FunctionHook(self, self._before_forward)),
         ]
 
     def is_local(self, step: int) -> bool:

@@ -57,15 +57,12 @@ class Exchange(ABC):
         self.has_landed = True
         self.global_step: int | None = None
         self.averaging: ParameterAveraging | None = None
-        mark = Hook(self)  # on an event that costs nothing in a step
-        self._module_hooks.append(model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
-        if self._is_active:
-            before = FunctionHook(self, self._before_forward)
-            after = FunctionHook(self, self._after_forward)
-            self._module_hooks.append(model.register_forward_pre_hook(before))
-            self._module_hooks.append(model.register_forward_hook(after))
-            self._hook_parameters()
-        self._hook_lazy_modules()
+        self._is_detached = False
+        try:
+            self._register_hooks()
+        except BaseException:
+            self.detach()
+            raise
 
     @abstractmethod
     def _reduce(self) -> None:
@@ -101,7 +98,9 @@ class Exchange(ABC):
 
         Raises:
             DisagreementError: if another worker came for something else.
+            UsageError: after `detach`.
         """
+        self._refuse_detached("synchronize")
         if not self._is_active:
             return
         if self._parameters.has_changed():
@@ -124,7 +123,11 @@ class Exchange(ABC):
 
         Gradients in flight, what was not sent yet, and how buckets are made. What differs
         between workers is whole on rank 0 alone, which writes it.
+
+        Raises:
+            UsageError: after `detach`.
         """
+        self._refuse_detached("state_dict")
         averaging = None if self.averaging is None else self.averaging.state_dict()
         return {"num_exchanges": self._num_exchanges, "averaging": averaging}
 
@@ -133,7 +136,9 @@ class Exchange(ABC):
 
         Raises:
             CheckpointError: if it is of an exchange of other parameters.
+            UsageError: after `detach`.
         """
+        self._refuse_detached("load_state_dict")
         self._num_exchanges = state["num_exchanges"]
         if self.averaging is not None and state["averaging"] is not None:
             self.averaging.load_state_dict(state["averaging"])
@@ -147,7 +152,11 @@ class Exchange(ABC):
         """Makes batch norm's running statistics the mean over the workers. Collective.
 
         With local SGD it ends the round first, so that all workers have one model.
+
+        Raises:
+            UsageError: after `detach`.
         """
+        self._refuse_detached("sync_buffers")
         if self.averaging is not None:
             self.averaging.flush()
         if self._is_active:
@@ -161,7 +170,9 @@ class Exchange(ABC):
 
         Raises:
             DisagreementError: if the workers' models differ.
+            UsageError: after `detach`.
         """
+        self._refuse_detached("sync_parameters")
         known = {id(tensor) for tensor in self._parameters.tensors.values()}
         trained = {id(p) for p in self._gradient_hooks}
         self._parameters.refresh()
@@ -182,7 +193,8 @@ class Exchange(ABC):
         self._hook_lazy_modules()
 
     def detach(self) -> None:
-        """Removes all hooks; the model is as it was before `attach`."""
+        """Removes all hooks; the model is as it was before `attach`. May be called again."""
+        self._is_detached = True
         for handles in (self._module_hooks, self._lazy_hooks, *self._gradient_hooks.values()):
             _remove_all(handles)
         self._gradient_hooks.clear()
@@ -248,6 +260,12 @@ class Exchange(ABC):
 
     # -- errors that all workers get ---------------------------------------------------------
 
+    def _refuse_detached(self, verb: str) -> None:
+        if self._is_detached:
+            raise UsageError(
+                f"`{verb}` was called after `detach()`; call it before, or attach again."
+            )
+
     def _refuse_late_parameters(self) -> None:
         if not self._parameters.has_joined():
             return
@@ -277,6 +295,17 @@ class Exchange(ABC):
         raise UsageError(message)
 
     # -- hooks -------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
+        mark = Hook(self)  # on an event that costs nothing in a step
+        self._module_hooks.append(self.model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
+        if self._is_active:
+            before = FunctionHook(self, self._before_forward)
+            after = FunctionHook(self, self._after_forward)
+            self._module_hooks.append(self.model.register_forward_pre_hook(before))
+            self._module_hooks.append(self.model.register_forward_hook(after))
+            self._hook_parameters()
+        self._hook_lazy_modules()
 
     def _before_forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():

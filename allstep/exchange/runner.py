@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from allstep.comm.wire import Posted
-from allstep.errors import CollectiveTimeoutError
+from allstep.errors import CollectiveTimeoutError, UsageError
 
 __all__ = ["Job", "PostedJob", "Runner", "StreamRunner", "ThreadRunner", "make_runner"]
 
@@ -25,7 +25,11 @@ class Runner(Protocol):
     """Runs jobs one after the other, in the order in which they were submitted."""
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Takes a job and returns at once."""
+        """Takes a job and returns at once.
+
+        Raises:
+            UsageError: after `close`.
+        """
 
     @property
     def busy_s(self) -> float:
@@ -76,12 +80,14 @@ class ThreadRunner:
         self._jobs: SimpleQueue[_ThreadJob | None] = SimpleQueue()
         self._busy_s = 0.0
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     @property
     def busy_s(self) -> float:
         return self._busy_s
 
     def submit(self, work: Callable[[], None]) -> Job:
+        _refuse_closed(self._is_closed)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="allstep exchange", daemon=True)
             self._thread.start()
@@ -90,6 +96,7 @@ class ThreadRunner:
         return job
 
     def close(self) -> None:
+        self._is_closed = True
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -135,12 +142,14 @@ class StreamRunner:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
         self._busy_s = 0.0
+        self._is_closed = False
 
     @property
     def busy_s(self) -> float:
         return self._busy_s
 
     def submit(self, work: Callable[[], None]) -> Job:
+        _refuse_closed(self._is_closed)
         start_s = perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -149,7 +158,7 @@ class StreamRunner:
         return _StreamJob(self._stream.record_event())
 
     def close(self) -> None:
-        pass
+        self._is_closed = True
 
 
 class _StreamJob:
@@ -158,3 +167,8 @@ class _StreamJob:
 
     def wait(self, timeout_s: float | None = None) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+
+def _refuse_closed(is_closed: bool) -> None:
+    if is_closed:
+        raise UsageError("Nothing can be exchanged after `detach()`; attach the model again.")

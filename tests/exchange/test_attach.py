@@ -17,6 +17,7 @@ from allstep.comm.algorithms import AllReduce, Ring
 from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import Exchange, ExchangePolicy, Nesterov, attach
+from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.wires import FullPrecision, Int8
 from tests.exchange.nets import assert_same, clone, gradients, mlp, states
 
@@ -90,6 +91,54 @@ def test_detach_leaves_the_model_as_it_was(policy: ExchangePolicy) -> None:
 
     first, second = run_ranks(2, worker)
     assert not first.any() and second.any()  # each has its own
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_is_exchanged_after_detach(size: int, policy: ExchangePolicy) -> None:
+    def worker(comm: Communicator) -> None:
+        model = with_buffers()
+        exchange = attach(model, comm, policy)
+        model(torch.ones(4, 5)).sum().backward()
+        state = exchange.state_dict()
+        for _ in range(2):
+            exchange.detach()
+        assert exchange.stats().num_exchanges == exchange.num_exchanges
+        for name, arguments in (
+            ("synchronize", ()),
+            ("sync_buffers", ()),
+            ("sync_parameters", ()),
+            ("state_dict", ()),
+            ("load_state_dict", (state,)),
+        ):
+            with pytest.raises(UsageError, match=rf"`{name}` was called after `detach\(\)`"):
+                getattr(exchange, name)(*arguments)
+
+    run_ranks(size, worker, timeout_s=20)
+
+
+def test_a_runner_takes_no_job_after_its_end() -> None:
+    runner = ThreadRunner()
+    runner.submit(lambda: None).wait(20)
+    runner.close()
+    with pytest.raises(UsageError, match=r"Nothing can be exchanged after `detach\(\)`"):
+        runner.submit(lambda: None)
+
+
+def test_a_model_that_could_not_be_attached_is_as_before() -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1, dtype=torch.complex128))
+        with pytest.raises(UsageError, match="has no fixed-point form"):
+            attach(model, comm, ExchangePolicy(wire="exact"))
+        with pytest.raises(AttributeError):
+            attach(model, comm, ExchangePolicy(every=2), optimizer=model)
+        for module in model.modules():
+            assert not module._forward_pre_hooks and not module._forward_hooks
+            assert not module._state_dict_pre_hooks
+        for p in model.parameters():
+            assert not p._post_accumulate_grad_hooks and not p._backward_hooks
+        attach(model, comm)
+
+    run_ranks(2, worker, timeout_s=20)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
