@@ -128,17 +128,21 @@ class Exchange(ABC):
             UsageError: after `detach`.
         """
         self._refuse_detached("state_dict")
-        averaging = None if self.averaging is None else self.averaging.state_dict()
-        return {"num_exchanges": self._num_exchanges, "averaging": averaging}
+        return {
+            "policy": self.policy.state_dict(),
+            "num_exchanges": self._num_exchanges,
+            "averaging": None if self.averaging is None else self.averaging.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint, the same on all workers, whose number may be another.
 
         Raises:
-            CheckpointError: if it is of an exchange of other parameters.
+            CheckpointError: if it is of an exchange of other parameters, or of another policy.
             UsageError: after `detach`.
         """
         self._refuse_detached("load_state_dict")
+        self.policy.check_state_dict(state.get("policy", {}))
         self._num_exchanges = state["num_exchanges"]
         if self.averaging is not None and state["averaging"] is not None:
             self.averaging.load_state_dict(state["averaging"])

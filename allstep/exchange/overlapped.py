@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError, CommunicationError, UsageError
+from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.fixed_point import FixedPointFlight
@@ -93,10 +93,11 @@ class OverlappedExchange(Exchange):
             yield flight.step
 
     def state_dict(self) -> dict[str, Any]:
+        common = super().state_dict()
         self._settle()
         self._wait_for_all()
         return {
-            **super().state_dict(),
+            **common,
             **self._sender.state_dict(),
             **self._bucketing.state_dict(),
             "scale": self._last_scale,
@@ -125,7 +126,8 @@ class OverlappedExchange(Exchange):
 
     def detach(self) -> None:
         super().detach()
-        self._wait_for_all()
+        with suppress(AllstepError):  # of what nobody will look at any more
+            self._wait_for_all()
         self._sender.close()
 
     # -- the backward pass ---------------------------------------------------------------------
@@ -295,8 +297,7 @@ class OverlappedExchange(Exchange):
     def _wait_for_all(self) -> None:
         for flight in (*self._airborne, self._flight):
             for job in flight.jobs:
-                with suppress(CommunicationError):
-                    job.wait()
+                job.wait()
 
     def _clear_gradients(self) -> None:
         for p in self._parameters.trained.values():

@@ -1,12 +1,12 @@
 """How gradients are exchanged, and what the exchange has cost so far."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeGuard
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
-from allstep.errors import UsageError
+from allstep.errors import CheckpointError, UsageError
 from allstep.exchange.outer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
@@ -116,6 +116,25 @@ class ExchangePolicy:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["wire"] = self.wire_format
         return {name: _in_words(value) for name, value in values.items()}
+
+    def state_dict(self) -> dict[str, str]:
+        """What gradients in flight, and those not sent yet, depend on."""
+        return {name: self.in_words[name] for name in ("wire", "staleness", "reduction")}
+
+    def check_state_dict(self, saved: Mapping[str, str]) -> None:
+        """Checks that an exchange can go on where `saved` was taken.
+
+        Raises:
+            CheckpointError: if another policy made those gradients.
+        """
+        for name, value in self.state_dict().items():
+            if saved.get(name) != value:
+                was = f"was {saved[name]}" if name in saved else "is not told"
+                raise CheckpointError(
+                    f"`{name}` (={value}) {was} in the checkpoint, so that its gradients mean"
+                    f" something else; attach with the `{name}` of the checkpoint, or start the"
+                    " exchange anew, without `load_state_dict`."
+                )
 
 
 def _in_words(value: object) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
-from allstep.errors import CheckpointError
+from allstep.errors import CheckpointError, CommunicationError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.wires import Exact
 from tests.exchange.nets import mlp, shard
@@ -149,6 +150,59 @@ def test_a_checkpoint_of_other_parameters_is_refused() -> None:
             attach(nn.Linear(2, 2), comm, late(1)).load_state_dict(state)
 
     run_ranks(2, worker)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (late(1), late(0), r"`staleness` \(=0\) was 1 in the checkpoint"),
+        (late(1, wire="exact"), late(1), r"`wire` \(=FullPrecision\(\)\) was Exact\(fraction_bi"),
+        (late(1, wire=Exact(44)), late(1, wire=Exact(40)), r"\(fraction_bits=40\)\) was Exact\(f"),
+        (late(1), late(1, reduction="sum"), r"`reduction` \(='sum'\) was 'mean' in the checkpoin"),
+    ],
+)
+def test_a_checkpoint_of_another_policy_is_refused(
+    saved: ExchangePolicy, loaded: ExchangePolicy, words: str
+) -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        exchange = attach(model, comm, saved)
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+        state = exchange.state_dict()
+        exchange.detach()
+        with pytest.raises(CheckpointError, match=words + ".*attach with the .* or start the"):
+            attach(model, comm, loaded).load_state_dict(state)
+        del state["policy"]
+        with pytest.raises(CheckpointError, match="is not told in the checkpoint"):
+            attach(mlp(), comm, saved).load_state_dict(state)
+
+    for size in (1, 2):
+        run_ranks(size, worker)
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_a_checkpoint_after_a_failure_is_refused_rather_than_wrong(algorithm: str) -> None:
+    """What is in flight would be this worker's own gradients, not the means."""
+
+    def worker(comm: Communicator) -> None:
+        model = nn.Linear(2, 1, bias=False)
+        exchange = attach(model, comm, ExchangePolicy(staleness=2, algorithm=algorithm))
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+        exchange.state_dict()
+        if comm.rank == 1:
+            comm.abort()
+            return
+        with suppress(CommunicationError):
+            model.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(CommunicationError):
+            exchange.state_dict()
+        exchange.detach()
+
+    run_ranks(2, worker, timeout_s=3)
 
 
 def scaled_run(
