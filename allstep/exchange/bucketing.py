@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from allstep.comm import Communicator
@@ -26,6 +27,8 @@ class Bucketing:
 
     Attributes:
         is_recorded: whether the buckets follow a backward pass's order.
+        comes_twice: whether a gradient grew after it was ready, in the pass that was recorded:
+            reentrant checkpointing.
     """
 
     def __init__(self, comm: Communicator, sender: Sender, policy: ExchangePolicy) -> None:
@@ -33,7 +36,13 @@ class Bucketing:
         own = policy.bucket_bytes
         self._bucket_bytes = own if isinstance(own, int) else sender.usual_bucket_bytes
         self._is_tuned = own != "auto"
-        self.is_recorded = False
+        self._overlap = policy.overlap
+        self.is_recorded = self.comes_twice = False
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether a bucket may be sent as soon as its gradients are ready."""
+        return self.is_recorded and self._overlap and not self.comes_twice
 
     def guess(self, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
         """For a model whose backward pass hasn't been seen: last layers first."""
@@ -57,6 +66,8 @@ class Bucketing:
             self._bucket_bytes, self._is_tuned = measured, True
             return self._split(gradients)
         self.is_recorded = True
+        twice = torch.tensor(self.comes_twice, dtype=torch.int32, device=self._comm.device)
+        self.comes_twice = bool(self._comm.all_reduce(twice, "max"))
         by_name = {gradient.name: gradient for gradient in gradients}
         names = self._comm.broadcast_object(list(by_name), root=0)
         return self._split([by_name[name] for name in names])
@@ -65,14 +76,15 @@ class Bucketing:
         """What the next buckets depend on."""
         return {
             "is_recorded": self.is_recorded,
+            "comes_twice": self.comes_twice,
             "is_tuned": self._is_tuned,
             "bucket_bytes": self._bucket_bytes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint; other entries are not looked at."""
-        self.is_recorded, self._is_tuned = state["is_recorded"], state["is_tuned"]
-        self._bucket_bytes = state["bucket_bytes"]
+        self.is_recorded, self.comes_twice = state["is_recorded"], state["comes_twice"]
+        self._bucket_bytes, self._is_tuned = state["bucket_bytes"], state["is_tuned"]
 
     def _split(self, gradients: Sequence[ReadyGradient]) -> list[list[str]]:
         buckets = split_in_buckets(gradients, self._bucket_bytes)

@@ -59,7 +59,6 @@ class OverlappedExchange(Exchange):
         self._bucketing = Bucketing(comm, self._sender, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
-        self._comes_twice = False  # a gradient may grow after its hook: reentrant checkpointing
         self._pass_number = 0
         self._failure: str | None = None
         self._verdict: Verdict | None = None  # on the last flight, if not looked at yet
@@ -154,8 +153,8 @@ class OverlappedExchange(Exchange):
             self._arrivals[name] = perf_counter()
             self._missing[self._sender.plan.bucket_of[name]] -= 1
         elif not self._bucketing.is_recorded:
-            self._comes_twice = True
-        if self._bucketing.is_recorded and self.policy.overlap and not self._comes_twice:
+            self._bucketing.comes_twice = True
+        if self._bucketing.may_overlap:
             while self._missing and self._missing[len(self._flight.jobs)] == 0:
                 self._send_next()
 

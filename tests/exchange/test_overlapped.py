@@ -325,6 +325,30 @@ def test_gradients_that_come_in_pieces_are_sent_whole() -> None:
     run_ranks(2, worker)
 
 
+def test_a_resumed_run_expects_gradients_in_pieces() -> None:
+    """Also if they come so on another worker than the one that wrote the checkpoint."""
+
+    def gradient(model: Twice) -> Tensor:
+        model.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        return model.shared.weight.grad.clone()
+
+    def worker(comm: Communicator) -> dict[str, Any]:
+        model = Twice()
+        model.is_reentrant = comm.rank == 1
+        exchange = attach(model, comm, SMALL)
+        expected = gradient(model)
+        state = comm.broadcast_object(exchange.state_dict(), root=0)
+        exchange.detach()
+        exchange = attach(model, comm, SMALL)
+        exchange.load_state_dict(state)
+        for _ in range(2):
+            torch.testing.assert_close(gradient(model), expected)
+        return state
+
+    assert run_ranks(2, worker)[0]["comes_twice"]
+
+
 def test_pieces_that_come_late_are_an_error_not_a_wrong_mean() -> None:
     def worker(comm: Communicator) -> None:
         model = Twice()
