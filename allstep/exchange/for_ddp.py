@@ -59,7 +59,7 @@ class DDPHook:
         self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[Tensor, str] = {}
-        self._unsent: Mapping[str, Tensor] = {}
+        self._loaded: Mapping[str, Any] = {}  # a state that waits for the first bucket
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls when a bucket's gradients are ready.
@@ -99,20 +99,21 @@ class DDPHook:
         return 0 if self._means is None else self._means.sent_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker has not sent yet, by parameter; other workers have other values."""
-        return {"unsent": self._unsent if self._means is None else self._means.unsent()}
+        """What the next means depend on, such as what this worker, unlike others, has not sent."""
+        return dict(self._loaded) if self._means is None else self._means.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by a worker of the same rank."""
-        self._unsent = state["unsent"]
+        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
+        self._loaded = state
         if self._means is not None:
-            self._means.load_unsent(self._unsent)
+            self._means.load_state_dict(state)
 
     def _start(self, device: torch.device) -> GuestMeans:
         """At the first bucket, when there is a process group for sure."""
         if self._means is None:
             self._means = GuestMeans(self._comm or init(device=device), self._policy)
-            self._means.load_unsent(self._unsent)
+            if self._loaded:
+                self._means.load_state_dict(self._loaded)
         return self._means
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:

@@ -96,12 +96,12 @@ class FSDPHook:
         return self._means.sent_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker has not sent yet; other workers have other values."""
-        return {"unsent": self._means.unsent()}
+        """What the next means depend on, such as what this worker, unlike others, has not sent."""
+        return self._means.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by a worker of the same rank."""
-        self._means.load_unsent(state["unsent"])
+        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
+        self._means.load_state_dict(state)
 
     @torch.no_grad()
     def reduce_(self, name: str, flat: Tensor) -> None:

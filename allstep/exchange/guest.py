@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -37,6 +38,7 @@ class GuestMeans:
     def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
         if comm.size > 1:
             check_same_arguments(comm, policy.in_words)
+        self._policy = policy
         self._wire = policy.wire_format
         self._factor = comm.size if policy.reduction == "sum" else 1
         self._runner = make_runner(comm.device)
@@ -44,7 +46,8 @@ class GuestMeans:
         is_shared = comm.size == 1 or comm.device.type == "cuda"
         channel = comm if is_shared else comm.split(0, key=comm.rank)
         assert channel is not None
-        self._transport = Transport(channel, make_algorithm(policy.algorithm, channel))
+        algorithm = make_algorithm(policy.algorithm, channel, self._wire.dtype)
+        self._transport = Transport(channel, algorithm)
         self._states: dict[BucketLayout, WireState] = {}
         self._unsent: dict[str, Tensor] = {}  # of parameters that aren't in a bucket at present
         self._close = finalize(self, self._runner.close)
@@ -81,18 +84,29 @@ class GuestMeans:
 
         return self._runner.submit(work)
 
-    def unsent(self) -> dict[str, Tensor]:
-        """name -> what was not sent yet of a parameter, when all that was started has ended."""
+    def state_dict(self) -> dict[str, Any]:
+        """What the next means depend on, when all that was started has ended."""
         self._runner.submit(lambda: None).wait()
         found = dict(self._unsent)
         for layout, state in self._states.items():
             found |= _pieces(layout, state)
-        return {name: piece.clone() for name, piece in found.items()}
+        return {
+            "policy": self._policy.state_dict(),
+            "unsent": {name: piece.clone() for name, piece in found.items()},
+            "algorithm": self._transport.algorithm.state_dict(),
+        }
 
-    def load_unsent(self, unsent: Mapping[str, Tensor]) -> None:
-        """Goes on where `unsent` was taken."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken. Collective.
+
+        Raises:
+            CheckpointError: if that was with another policy.
+        """
+        self._policy.check_state_dict(state.get("policy", {}))
+        algorithm = self._transport.algorithm
+        self._runner.submit(lambda: algorithm.load_state_dict(state["algorithm"])).wait()
         self._states.clear()
-        self._unsent = dict(unsent)
+        self._unsent = dict(state["unsent"])
 
     def _state(self, layout: BucketLayout) -> WireState:
         if layout in self._states:

@@ -116,7 +116,7 @@ class OverlappedExchange(Exchange):
         self._bucketing.load_state_dict(state)
         self._last_scale = state["scale"]
         self._set_plan(state["buckets"])
-        self._sender.load_states(state["states"])
+        self._sender.load_state_dict(state)
         self._airborne.clear()
         for saved in state["in_flight"]:
             flight = self._sender.new_flight()

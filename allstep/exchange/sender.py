@@ -1,6 +1,7 @@
 """Sends buckets: a wire format, a group of workers, and a thread or stream to do it in."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
@@ -13,7 +14,7 @@ from torch.profiler import record_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Dummy, Native, SharedMemory, make_algorithm
+from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
 from allstep.errors import CheckpointError
 from allstep.exchange.fixed_point import FixedPointFlight, Left
 from allstep.exchange.flight import BucketPlan, Flight
@@ -47,6 +48,7 @@ class Sender:
         self.comm = _channel(comm)
         algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype)
         self.transport = Transport(self.comm, algorithm)
+        self._tell_choices()
         self._as_they_are = type(self.wire) is FullPrecision
         posts = self._as_they_are and comm.device.type == "cpu" and comm.size > 1
         self._native = algorithm if posts and type(algorithm) is Native else None
@@ -213,18 +215,23 @@ class Sender:
         own = [{"residual": s.residual, "tensors": dict(s.tensors)} for s in self._states]
         has_state = any(s.residual is not None or s.tensors for s in self._states)
         return {
+            "algorithm": self.transport.algorithm.state_dict(),
             "buckets": self.plan.buckets,
             "states": self._gather_states(own) if has_state else None,
         }
 
-    def load_states(self, states: Sequence[Sequence[dict[str, Any]]] | None) -> None:
-        """Takes the residuals of a checkpoint, for the plan of that checkpoint.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, with that plan. Collective.
 
-        With as many workers as then each gets its own back; else each gets the mean of all, so
-        that their mean over the workers, which is what will be sent, stays the same.
+        With as many workers as then each gets its residuals back; else each gets the mean of all,
+        so that their mean over the workers, which is what will be sent, stays the same.
         """
-        if states is None:
-            return
+        self.transport.algorithm.load_state_dict(state["algorithm"])
+        self._tell_choices()
+        if state["states"] is not None:
+            self._load_states(state["states"])
+
+    def _load_states(self, states: Sequence[Sequence[dict[str, Any]]]) -> None:
         own = states[self.comm.rank] if len(states) == self.comm.size else _mean_states(states)
         if len(own) != len(self._states):
             raise CheckpointError(
@@ -236,6 +243,11 @@ class Sender:
                 state.residual.copy_(saved["residual"])
             for key, tensor in saved["tensors"].items():
                 state.tensors[key] = tensor.clone()
+
+    def _tell_choices(self) -> None:
+        algorithm = self.transport.algorithm
+        if isinstance(algorithm, Auto) and algorithm.choices and self.comm.rank == 0:
+            logging.getLogger("allstep").info(f"all-reduce by size: {algorithm.in_words}")
 
     def _gather_states(self, own: list[dict[str, Any]]) -> list[list[dict[str, Any]]] | None:
         flat = [t for state in own for t in (state["residual"], *state["tensors"].values())]

@@ -202,6 +202,58 @@ def test_auto_takes_the_choice_of_the_nearest_size():
     ]  # fmt: skip
 
 
+def favour(*names):
+    """Seconds in which the named are the fastest, each for some sizes."""
+
+    def measure(auto, size_bytes):
+        favourite = names[size_bytes.bit_length() % len(names)]
+        return {name: 0.01 if name == favourite else 0.02 for name in auto._algorithms}
+
+    return measure
+
+
+def test_auto_goes_on_with_its_choices(monkeypatch):
+    """Whatever the clock would say now."""
+
+    def made(comm, *names):
+        monkeypatch.setattr(Auto, "_measure", favour(*names))
+        comm.barrier()
+        return Auto(comm)
+
+    def work(comm):
+        x = torch.randn(1 << 10, generator=torch.Generator().manual_seed(comm.rank))
+        first = made(comm, "ring", "recursive_doubling")
+        expected, state = _sum(first, x.clone()), first.state_dict()
+        second = made(comm, "native")
+        assert set(second.choices.values()) == {"native"}
+        second.load_state_dict(state)
+        assert second.choices == first.choices
+        assert set(second._algorithms) == {"ring", "recursive_doubling"}
+        return state, torch.equal(_sum(second, x.clone()), expected)
+
+    results = run_ranks(4, work)
+    assert all(equal for _, equal in results)
+
+    def elsewhere(comm):
+        auto = made(comm, "native")
+        before = auto.choices
+        auto.load_state_dict(results[0][0])
+        auto.load_state_dict({"size": comm.size, "choices": {1 << 12: "hierarchical"}})
+        auto.load_state_dict({})
+        return auto.choices == before and _sum(auto, torch.ones(2)).tolist()
+
+    assert run_ranks(2, elsewhere) == [[2.0, 2.0]] * 2  # others choose for themselves
+    assert elsewhere(Communicator.lone()) == [1.0, 1.0]
+
+
+def test_auto_measures_with_the_dtype_that_travels(monkeypatch):
+    seen = set()
+    time = Auto._time
+    monkeypatch.setattr(Auto, "_time", lambda *args: (seen.add(args[2].dtype), time(*args))[1])
+    run_ranks(2, lambda comm: make_algorithm("auto", comm, torch.bfloat16).close())
+    assert seen == {torch.bfloat16}
+
+
 def test_auto_considers_nodes():
     def work(comm):
         return set(next(iter(Auto(comm).seconds.values())))

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
+from allstep.errors import CheckpointError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.for_ddp import DDPHook, ddp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
@@ -165,7 +166,7 @@ def test_goes_on_after_a_checkpoint() -> None:
 
     def halves(load: bool) -> Callable[[Communicator], dict[str, Tensor]]:
         def worker(comm: Communicator) -> dict[str, Tensor]:
-            model, saved = copy.deepcopy(start), {"unsent": {}}
+            model, saved = copy.deepcopy(start), {}
             step = torch.optim.SGD(model.parameters(), 0.05)
             for half in batches[:, comm.rank].chunk(2):
                 hook = ddp_hook(wire, comm)
@@ -197,6 +198,22 @@ def test_goes_on_after_a_checkpoint() -> None:
     expected = run_ranks(2, whole)[0]
     assert_same(run_ranks(2, halves(load=True))[0], expected)
     assert differs(run_ranks(2, halves(load=False))[0], expected, by=1e-6)
+
+
+def test_a_checkpoint_of_another_policy_is_refused() -> None:
+    def worker(comm: Communicator) -> None:
+        hook = ddp_hook(policy("int8"), comm)
+        model = mlp()
+        ddp = DistributedDataParallel(model, process_group=comm.process_group)
+        ddp.register_comm_hook(model, hook)
+        ddp(torch.ones(2, 5)).sum().backward()
+        state = hook.state_dict()
+        hook.load_state_dict(state)
+        state["policy"] = policy("fp16").state_dict()
+        with pytest.raises(CheckpointError, match=r"`wire` \(=Int8\(.* was Float16\("):
+            hook.load_state_dict(state)
+
+    run_ranks(2, worker)
 
 
 def test_counts_bytes_once_started() -> None:

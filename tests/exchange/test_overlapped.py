@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Native
+from allstep.comm.algorithms import Auto, Native
 from allstep.comm.threads import run_ranks
 from allstep.errors import (
     CollectiveTimeoutError,
@@ -23,7 +23,7 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import Exchange, ExchangePolicy, attach
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
 from tests.exchange.nets import clone, mlp, shard
 
@@ -124,6 +124,52 @@ def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureF
         return exchange.state_dict()
 
     assert all(state == found[0][1] for state in run_ranks(2, resumed))
+
+
+def test_the_measured_algorithms_go_along_in_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another clock would choose others, whose sums have other last bits."""
+    torch.set_default_dtype(torch.float32)
+
+    def favour(favourite: str, comm: Communicator) -> None:
+        monkeypatch.setattr(
+            Auto,
+            "_measure",
+            lambda auto, _: {n: 0.01 if n == favourite else 0.02 for n in auto._algorithms},
+        )
+        comm.barrier()
+
+    def gradient(comm: Communicator, exchange: Exchange) -> Tensor:
+        exchange.model.zero_grad()
+        x = torch.randn(7, 50, generator=torch.Generator().manual_seed(comm.rank))
+        exchange.model(x).sin().sum().backward()
+        return exchange.model.weight.grad.clone()
+
+    def worker(comm: Communicator) -> tuple[bool, bool]:
+        torch.manual_seed(0)
+        model = nn.Linear(50, 50, bias=False)
+        found: list[Tensor] = []
+        state: dict[str, Any] = {}
+        for favourite, resumes in (("ring", False), ("native", True), ("native", False)):
+            favour(favourite, comm)
+            exchange = attach(model, comm, ExchangePolicy(algorithm="auto"))
+            if resumes:
+                exchange.load_state_dict(state)
+            found.append(gradient(comm, exchange))
+            state = exchange.state_dict()
+            comm.barrier()
+            exchange.detach()
+        return torch.equal(found[0], found[1]), torch.equal(found[0], found[2])
+
+    with caplog.at_level(logging.INFO, "allstep"):
+        assert run_ranks(4, worker) == [(True, False)] * 4
+    told = [r.message for r in caplog.records if r.message.startswith("all-reduce by size")]
+    ring, native = (
+        "all-reduce by size: " + ", ".join(f"{kib:,} KiB {name}" for kib in (4, 64, 1024, 8192))
+        for name in ("ring", "native")
+    )
+    assert told == [ring, native, ring, native]
 
 
 def test_a_lone_workers_checkpoint_goes_on_with_others() -> None:

@@ -71,7 +71,7 @@ def make_algorithm(
     if not isinstance(algorithm, str):
         return algorithm(comm)
     check_algorithm(algorithm)
-    return ALGORITHMS[algorithm](comm)
+    return Auto(comm, dtype) if algorithm == Auto.name else ALGORITHMS[algorithm](comm)
 
 
 def usual_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) -> str:

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ class Auto(AllReduce):
     so every rank has the same numbers and chooses the same. The backend's own is only left for
     one that is at least 5 % faster, since a measurement is no more certain than that.
 
+    Args:
+        comm: the ranks.
+        dtype: of the tensors to measure with.
+
     Attributes:
         seconds: size in bytes -> name -> seconds.
         choices: size in bytes -> name of the fastest; a tensor takes the choice of the nearest
@@ -39,24 +44,37 @@ class Auto(AllReduce):
 
     name: ClassVar[str] = "auto"
 
-    def __init__(self, comm: "Communicator") -> None:
+    def __init__(self, comm: "Communicator", dtype: torch.dtype = torch.float32) -> None:
         super().__init__(comm)
+        self._dtype = dtype
         self.seconds: dict[int, dict[str, float]] = {}
         self.choices: dict[int, str] = {}
+        self._kinds: dict[str, type[AllReduce]] = {}
         self._algorithms: dict[str, AllReduce] = {}
         if comm.size > 1:
-            self._algorithms = {kind.name: kind(comm) for kind in _candidates(comm)}
+            self._kinds = {kind.name: kind for kind in _candidates(comm)}
+            self._make(self._kinds)
             for size_bytes in _SIZES_BYTES:
                 self.seconds[size_bytes] = self._measure(size_bytes)
                 self.choices[size_bytes] = _fastest(self.seconds[size_bytes])
                 if min(self.seconds[size_bytes].values()) > _ENOUGH_S:
                     break
-            for name in self._algorithms.keys() - set(self.choices.values()):
-                self._algorithms.pop(name).close()
+            self._keep(self.choices.values())
+
+    def _make(self, names: Iterable[str]) -> None:
+        """Adds algorithms, in an order that is the same on every rank."""
+        for name in sorted(set(names) - self._algorithms.keys()):
+            self._algorithms[name] = self._kinds[name](self.comm)
+
+    def _keep(self, names: Iterable[str]) -> None:
+        """Closes the others."""
+        for name in sorted(self._algorithms.keys() - set(names)):
+            self._algorithms.pop(name).close()
 
     def _measure(self, size_bytes: int) -> dict[str, float]:
         """Each candidate's seconds, the same on every rank."""
-        x = torch.zeros(size_bytes // 4, device=self.comm.device)
+        size = size_bytes // self._dtype.itemsize
+        x = torch.zeros(size, dtype=self._dtype, device=self.comm.device)
         names = list(self._algorithms)
         seconds = torch.tensor([self._time(self._algorithms[name], x) for name in names])
         self.comm.all_reduce(seconds, "max")
@@ -78,6 +96,23 @@ class Auto(AllReduce):
         """The name of what sums a tensor of so many bytes."""
         nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
         return self.choices[nearest]
+
+    @property
+    def in_words(self) -> str:
+        """What sums tensors of the measured sizes."""
+        return ", ".join(f"{size >> 10:,} KiB {name}" for size, name in self.choices.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.comm.size, "choices": dict(self.choices)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Chooses as then, if there were as many ranks and all of it is possible here."""
+        choices: dict[int, str] = state.get("choices", {})
+        names = set(choices.values())
+        if state.get("size") == self.comm.size and names <= self._kinds.keys():
+            self._make(names)
+            self._keep(names)
+            self.choices = dict(choices)
 
     def _reduce_(self, flat: Tensor) -> None:
         self._algorithms[self.choice(flat.nbytes)].reduce_(flat)

@@ -1,8 +1,8 @@
 """What an all-reduce algorithm is, and the counted messages that most are made of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,6 +93,17 @@ class AllReduce(ABC):
     def num_messages(self) -> int:
         """Messages that this rank has sent so far."""
         return self._messenger.num_messages
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the additions depends on, beside the ranks and the elements."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
+        """Adds as where `state_dict` was taken. Collective.
+
+        Args:
+            state: the same on every rank; maybe another algorithm's.
+        """
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Gives back what the algorithm holds; the communicator stays open."""

@@ -51,6 +51,7 @@ class Exact(WireFormat):
     fraction_bits: int = 40
 
     name: ClassVar[str] = "exact"
+    dtype: ClassVar[torch.dtype] = torch.int64
 
     def __post_init__(self) -> None:
         bits = self.fraction_bits
