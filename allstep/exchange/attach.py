@@ -1,11 +1,13 @@
 """The way in: a model, its workers, and a policy make an exchange."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import Auto
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments, check_same_tensors
 from allstep.exchange.averaging import ParameterAveraging
@@ -97,25 +99,29 @@ def attach(
         exchange = OverlappedExchange(model, comm, policy, scaler)
     if policy.is_local and optimizer is not None:
         try:
-            exchange.averaging = _averaging(model, comm, policy, optimizer)
+            exchange.averaging = _averaging(exchange, optimizer)
         except BaseException:
             exchange.detach()
             raise
     return exchange
 
 
-def _averaging(
-    model: nn.Module, comm: Communicator, policy: ExchangePolicy, optimizer: torch.optim.Optimizer
-) -> ParameterAveraging:
+def _averaging(exchange: Exchange, optimizer: torch.optim.Optimizer) -> ParameterAveraging:
+    policy = exchange.policy
+    algorithm: str | Callable[[int], str] | None = None
+    if policy.algorithm == Auto.name and isinstance(exchange, OverlappedExchange):
+        algorithm = exchange.algorithm_for  # what it has measured, and keeps in checkpoints
+    elif isinstance(policy.algorithm, str):
+        algorithm = policy.algorithm
     return ParameterAveraging(
-        model,
-        comm,
+        exchange.model,
+        exchange.comm,
         optimizer,
         every=policy.every,
         after=policy.after,
         outer=policy.outer,
         average_optimizer_state=policy.average_optimizer_state,
-        algorithm=policy.algorithm if isinstance(policy.algorithm, str) else None,
+        algorithm=algorithm,
     )
 
 

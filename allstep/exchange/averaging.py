@@ -1,6 +1,6 @@
 """Local SGD: workers train alone for some steps, then take the mean of their parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class ParameterAveraging:
             SGD).
         outer: how a round's mean is used; None takes it as it is.
         average_optimizer_state: whether the optimizer's moments, too, become their mean.
-        algorithm: how sums are taken, a name as of `Communicator.all_reduce`; None for what suits
-            the machines: see `usual_algorithm`.
+        algorithm: how sums are taken, a name as of `Communicator.all_reduce`, or what tells it of
+            their bytes; None for what suits the machines: see `usual_algorithm`.
 
     Raises:
         UsageError: if `every` or `after` is out of range.
@@ -74,7 +74,7 @@ class ParameterAveraging:
         after: int = 0,
         outer: Nesterov | None = None,
         average_optimizer_state: bool = False,
-        algorithm: str | None = None,
+        algorithm: str | Callable[[int], str] | None = None,
     ) -> None:
         for name, value, smallest in (("every", every, 1), ("after", after, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
@@ -217,11 +217,15 @@ class ParameterAveraging:
         for kind in kinds:
             names = [name for name, mean in means.items() if (mean.dtype, mean.device) == kind]
             flat = torch.cat([means[name].view(-1) for name in names])
-            self._comm.all_reduce(flat, "mean", algorithm=self._algorithm)
+            self._comm.all_reduce(flat, "mean", algorithm=self._algorithm_for(flat.nbytes))
             pieces = flat.split_with_sizes([means[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
                 means[name] = piece.view_as(means[name])
         return means
+
+    def _algorithm_for(self, num_bytes: int) -> str:
+        algorithm = self._algorithm
+        return algorithm if isinstance(algorithm, str) else algorithm(num_bytes)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """What is trained; frozen parameters are everyone's anyway."""

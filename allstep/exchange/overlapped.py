@@ -74,6 +74,10 @@ class OverlappedExchange(Exchange):
         """The parameters that travel together, in the order in which they are sent."""
         return self._sender.plan.buckets
 
+    def algorithm_for(self, num_bytes: int) -> str:
+        """The name of what sums so many bytes."""
+        return self._sender.transport.algorithm.choice(num_bytes)
+
     def stats(self) -> ExchangeStats:
         sender = self._sender
         return ExchangeStats(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import Auto
 from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.exchange import ExchangePolicy, attach
@@ -89,6 +90,44 @@ def test_parameters_are_averaged_in_shared_memory_by_default() -> None:
 
     assert run_ranks(2, worker) == ["shared_memory"] * 2
     assert run_ranks(2, worker, local_size=1) == ["native"] * 2
+
+
+def test_parameters_are_averaged_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, at `attach`, or by the run that wrote the checkpoint."""
+    reduce, names = Communicator.all_reduce, []
+
+    def spy(self: Communicator, x: object, *args: object, **kwargs: object) -> object:
+        names.append(kwargs.get("algorithm"))
+        return reduce(self, x, *args, **kwargs)
+
+    def worker(comm: Communicator) -> None:
+        state: dict[str, object] = {}
+        for favourite in ("ring", "recursive_doubling"):
+            monkeypatch.setattr(
+                Auto,
+                "_measure",
+                lambda auto, _, best=favourite: {
+                    n: 0.01 if n == best else 0.02 for n in auto._algorithms
+                },
+            )
+            comm.barrier()
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            policy = ExchangePolicy(algorithm="auto", every=2)
+            exchange = attach(model, comm, policy, optimizer=optimizer)
+            if state:
+                exchange.load_state_dict(state)
+            monkeypatch.setattr(Communicator, "all_reduce", spy)
+            for _ in range(2):
+                model(torch.ones(2, 5)).sum().backward()
+                optimizer.step()
+            state = exchange.state_dict()
+            comm.barrier()
+            monkeypatch.setattr(Communicator, "all_reduce", reduce)
+            exchange.detach()
+
+    run_ranks(2, worker)
+    assert set(names) == {"ring"}
 
 
 def test_local_steps_need_their_optimizer() -> None:

@@ -93,7 +93,8 @@ class Auto(AllReduce):
         return statistics.median(seconds[1:])
 
     def choice(self, num_bytes: int) -> str:
-        """The name of what sums a tensor of so many bytes."""
+        if not self.choices:
+            return self.name  # of a lone rank
         nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
         return self.choices[nearest]
 

@@ -84,6 +84,10 @@ class AllReduce(ABC):
         """Tells the roster that all ranks have come to a sum."""
         self._roster.last_met = "all_reduce"
 
+    def choice(self, num_bytes: int) -> str:
+        """The name of what sums a tensor of so many bytes."""
+        return self.name
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has handed to the wire so far."""
