@@ -139,15 +139,19 @@ def test_sum() -> None:
     assert [float(grad) for grad in run_ranks(3, worker)] == [3.0] * 3
 
 
-def test_overflow_names_the_parameter() -> None:
+@pytest.mark.parametrize(
+    ("wire", "words"), [("fp16", "beyond 65504"), ("exact", "beyond the 2,048")]
+)
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_overflow_names_the_parameter(wire: str, words: str, ranks: tuple[int, ...]) -> None:
     def worker(comm: Communicator) -> str:
         model = nn.Sequential(nn.Linear(1, 1, bias=False))
-        ddp, _ = with_hook(policy("fp16"))(model, comm)
-        with pytest.raises(Exception, match=r"Parameter `0\.weight` has a gradient beyond 65504"):
-            ddp(torch.full((1, 1), 1e6)).sum().backward()
+        ddp, _ = with_hook(policy(wire))(model, comm)
+        with pytest.raises(Exception, match=rf"Parameter `0\.weight` has a gradient.* {words}"):
+            ddp(torch.full((1, 1), 1e6 if comm.rank in ranks else 1.0)).sum().backward()
         return "raised"
 
-    assert run_ranks(2, worker) == ["raised"] * 2
+    assert run_ranks(2, worker, timeout_s=5) == ["raised"] * 2
 
 
 def test_other_policies_are_an_error_on_all_workers() -> None:

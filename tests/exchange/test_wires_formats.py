@@ -240,6 +240,27 @@ def test_fixed_point_out_of_range_names_parameter_and_cure() -> None:
         Exact().encode(torch.tensor(1e30))
 
 
+def test_fixed_point_out_of_range_is_an_error_on_every_worker() -> None:
+    """Also on those that have nothing to refuse, and would wait for the others."""
+    layout = bucket(num_tail=3)
+    flats = gradients(layout, 3)
+    for rank, name in ((1, "conv"), (1, "bias"), (2, "bias")):
+        flats[rank, layout.offsets[layout.names.index(name)] + 1] = -3000.0
+
+    def worker(comm: Communicator) -> str:
+        with pytest.raises(UsageError) as caught:
+            Exact().mean_(flats[comm.rank], layout, Exact().new_state(layout), transport(comm))
+        return str(caught.value)
+
+    others, first, second = run_ranks(3, worker, timeout_s=5)
+    assert first.startswith("Parameter `conv` has a gradient of 3e+03, beyond the 2,048 that `frac")
+    assert second.startswith("Parameter `bias` has a gradient of 3e+03, beyond the 2,048 that")
+    assert others == (
+        "Parameter `conv` has a gradient beyond the 2,048 that `fraction_bits` (=40) leave,"
+        " on another worker, whose error says how many have room."
+    )
+
+
 @pytest.mark.parametrize("count", [1, 700, 70_000])
 def test_topk_finds_the_largest_of_many(count: int) -> None:
     """Whether or not a sample tells how large they are."""

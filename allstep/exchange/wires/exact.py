@@ -97,16 +97,38 @@ class Exact(WireFormat):
     def mean_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`."""
-        n = layout.num_elements
-        whole = torch.empty_like(flat, dtype=torch.int64)
-        whole[n:] = flat[n:]
-        for name, offset, size in zip(layout.names, layout.offsets, layout.sizes, strict=True):
+        """Makes `flat` the mean over the workers; see `WireFormat`.
+
+        Behind all else ride marks for parameters out of range, by which every worker raises.
+        """
+        n, end = layout.num_elements, flat.numel()
+        whole = torch.zeros(end + len(layout.names), dtype=torch.int64, device=flat.device)
+        whole[n:end] = flat[n:]
+        refusal: UsageError | None = None
+        sizes = zip(layout.names, layout.offsets, layout.sizes, strict=True)
+        for index, (name, offset, size) in enumerate(sizes):
             piece = slice(offset, offset + size)
-            whole[piece] = self.encode(flat[piece], name)
+            try:
+                whole[piece] = self.encode(flat[piece], name)
+            except UsageError as error:
+                refusal, whole[end + index] = refusal or error, 1
         transport.all_reduce(whole)
+        if not whole.is_cuda and whole[end:].any():
+            first = int(whole[end:].nonzero()[0])
+            raise refusal or self._refusal_of_another(layout.names[first])
         self.decode_(whole[:n], flat[:n], transport.size)
-        flat[n:] = whole[n:]
+        flat[n:] = whole[n:end]
+
+    def _refusal_of_another(self, name: str) -> UsageError:
+        return UsageError(
+            f"Parameter `{name}` has a gradient beyond the {self._limit} that `fraction_bits`"
+            f" (={self.fraction_bits}) leave, on another worker, whose error says how many have"
+            " room."
+        )
+
+    @property
+    def _limit(self) -> str:
+        return f"{_LIMIT / 2.0**self.fraction_bits:,.4g}"
 
     def _refuse_large(self, x: Tensor, fits: Tensor, name: str) -> None:
         large = x[fits.logical_not() & x.isfinite()]
@@ -117,9 +139,8 @@ class Exact(WireFormat):
         fitting = [b for b in range(self.fraction_bits) if largest * 2.0 ** (b + 4) < _LIMIT]
         cure = f"`Exact(fraction_bits={fitting[-1]})` has room" if fitting else '"fp32" has room'
         raise UsageError(
-            f"{which} has a gradient of {largest:.3g}, beyond the"
-            f" {_LIMIT / 2.0**self.fraction_bits:,.4g} that `fraction_bits`"
-            f" (={self.fraction_bits}) leave; {cure}."
+            f"{which} has a gradient of {largest:.3g}, beyond the {self._limit} that"
+            f" `fraction_bits` (={self.fraction_bits}) leave; {cure}."
         )
 
 
