@@ -27,7 +27,7 @@ def slowest_s(comm: Communicator, seconds: float) -> float:
 def mean_s(comm: Communicator, seconds: float) -> float:
     """The workers' mean, on all of them. Collective."""
     own = torch.tensor(seconds, dtype=torch.float64)
-    return float(comm.all_reduce(own, "sum")) / comm.size
+    return float(comm.all_reduce(own, "mean"))
 
 
 def agreed_repeats(comm: Communicator, work: Callable[[], object], seconds: float) -> int:

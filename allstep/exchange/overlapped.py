@@ -76,7 +76,7 @@ class OverlappedExchange(Exchange):
 
     def algorithm_for(self, num_bytes: int) -> str:
         """The name of what sums so many bytes."""
-        return self._sender.transport.algorithm.choice(num_bytes)
+        return self._sender.transport.algorithm.used_for(num_bytes).name
 
     def stats(self) -> ExchangeStats:
         sender = self._sender

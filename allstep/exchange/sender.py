@@ -50,8 +50,7 @@ class Sender:
         self.transport = Transport(self.comm, algorithm)
         self._tell_choices()
         self._as_they_are = type(self.wire) is FullPrecision
-        posts = self._as_they_are and comm.device.type == "cpu" and comm.size > 1
-        self._native = algorithm if posts and type(algorithm) is Native else None
+        self._native: Native | None = None
         self.compares = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up
         self.looks_late = looks_late(comm.device)
         self._posted_s = self._last_end_s = 0.0
@@ -89,12 +88,32 @@ class Sender:
         """Takes other buckets; what was not sent yet of a parameter goes along."""
         residuals = self._residuals()
         self.plan = plan
+        self._native = self._only_native()
         self._states = [self.wire.new_state(layout) for layout in plan.layouts]
         for layout, state in zip(plan.layouts, self._states, strict=True):
             if state.residual is not None:
                 for name, piece in _pieces(layout, state.residual).items():
                     if name in residuals and residuals[name].shape == piece.shape:
                         piece.copy_(residuals[name])
+
+    def _only_native(self) -> Native | None:
+        """The backend's own sums if all buckets are left to it, which works on several at once.
+
+        Some by it and some by this sender's thread would meet in another order on each worker.
+        """
+        algorithm = self.transport.algorithm
+        if not self._as_they_are or self.comm.device.type != "cpu" or self.comm.size == 1:
+            return None
+        sizes = [layout.num_elements * layout.flat_dtype.itemsize for layout in self.plan.layouts]
+        used = {algorithm.used_for(size) for size in sizes}
+        only = used.pop() if len(used) == 1 else None
+        return only if type(only) is Native else None
+
+    def start(self, flat: Tensor, layout: BucketLayout, state: WireState) -> Job:
+        """Exchanges a bucket that belongs to no flight, as those of a flight are exchanged."""
+        if self._native is not None:
+            return PostedJob(self._native.post(flat), lambda: None, lambda _: None)
+        return self.runner.submit(lambda: self.wire.mean_(flat, layout, state, self.transport))
 
     def new_flight(self) -> Flight:
         """An empty flight for the plan. Collective."""
@@ -227,6 +246,7 @@ class Sender:
         so that their mean over the workers, which is what will be sent, stays the same.
         """
         self.transport.algorithm.load_state_dict(state["algorithm"])
+        self._native = self._only_native()
         self._tell_choices()
         if state["states"] is not None:
             self._load_states(state["states"])

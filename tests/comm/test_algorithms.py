@@ -196,10 +196,11 @@ def test_auto_chooses_alike_and_says_what(n):
 
 def test_auto_takes_the_choice_of_the_nearest_size():
     auto = Auto(Communicator.lone())
-    auto.choices = {1 << 10: "small", 1 << 20: "large"}
-    assert [auto.choice(size) for size in (1, 1 << 14, 1 << 16, 1 << 30)] == [
-        "small", "small", "large", "large",
-    ]  # fmt: skip
+    small, large = Native(auto.comm), Ring(auto.comm)
+    auto._algorithms = {"native": small, "ring": large}
+    auto.choices = {1 << 10: "native", 1 << 20: "ring"}
+    used = [auto.used_for(size) for size in (1, 1 << 14, 1 << 16, 1 << 30)]
+    assert used == [small, small, large, large]
 
 
 def favour(*names):

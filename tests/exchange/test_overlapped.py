@@ -172,6 +172,46 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
     assert told == [ring, native, ring, native]
 
 
+@pytest.mark.parametrize(
+    ("of_64_kib", "of_1_mib", "posts"),
+    [("native", "native", True), ("ring", "native", False), ("native", "ring", False)],
+)
+def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
+    of_64_kib: str, of_1_mib: str, posts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It works on several at once, in the order of the calls; so does the sender's thread. Both
+    would meet in another order on each worker.
+    """
+    favourites = {1 << 16: of_64_kib, 1 << 20: of_1_mib}
+    monkeypatch.setattr(
+        Auto,
+        "_measure",
+        lambda auto, size: {
+            n: 0.01 if n == favourites.get(size, "native") else 0.02 for n in auto._algorithms
+        },
+    )
+    policies = [ExchangePolicy(algorithm=name, bucket_bytes=1 << 16) for name in ("auto", "native")]
+    initial = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 1024), nn.Linear(1024, 256))
+
+    def worker(comm: Communicator) -> tuple[bool, Tensor, Tensor]:
+        gradients = []
+        for policy in policies:
+            model = copy.deepcopy(initial)
+            exchange = attach(model, comm, policy)
+            for step in range(3):
+                model.zero_grad()
+                model(torch.full((2, 128), comm.rank + step + 1.0)).sin().sum().backward()
+            gradients.append(nn.utils.parameters_to_vector([p.grad for p in model.parameters()]))
+            if policy.algorithm == "auto":
+                found = exchange._sender._native is not None
+            exchange.detach()
+        return found, *gradients
+
+    for found, measured, native in run_ranks(3, worker):
+        assert found == posts
+        torch.testing.assert_close(measured, native, rtol=1e-10, atol=1e-10)
+
+
 def test_a_lone_workers_checkpoint_goes_on_with_others() -> None:
     alone = attach(mlp(), Communicator.lone(), SMALL).state_dict()
 

@@ -28,8 +28,9 @@ _ENOUGH_S = 0.1  # a slow network is known before the largest size
 class Auto(AllReduce):
     """The algorithm that was the fastest when this one was made, for each size of tensor.
 
-    Every candidate sums tensors of a few sizes. A candidate's time is that of its slowest rank,
-    so every rank has the same numbers and chooses the same. The backend's own is only left for
+    Every candidate sums tensors of a few sizes. A candidate's time is the ranks' mean, so every
+    rank has the same numbers and chooses the same; a sum takes all ranks as long, and the slowest
+    of many that share cores would only be the unluckiest. The backend's own is only left for
     one that is at least 5 % faster, since a measurement is no more certain than that.
 
     Args:
@@ -77,7 +78,7 @@ class Auto(AllReduce):
         x = torch.zeros(size, dtype=self._dtype, device=self.comm.device)
         names = list(self._algorithms)
         seconds = torch.tensor([self._time(self._algorithms[name], x) for name in names])
-        self.comm.all_reduce(seconds, "max")
+        self.comm.all_reduce(seconds, "mean")
         return dict(zip(names, seconds.tolist(), strict=True))
 
     def _time(self, algorithm: AllReduce, x: Tensor) -> float:
@@ -92,11 +93,12 @@ class Auto(AllReduce):
             seconds.append(time.perf_counter() - start_s)
         return statistics.median(seconds[1:])
 
-    def choice(self, num_bytes: int) -> str:
+    def used_for(self, num_bytes: int) -> AllReduce:
+        """What sums a tensor of so many bytes."""
         if not self.choices:
-            return self.name  # of a lone rank
+            return self  # of a lone rank
         nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
-        return self.choices[nearest]
+        return self._algorithms[self.choices[nearest]]
 
     @property
     def in_words(self) -> str:
@@ -116,7 +118,7 @@ class Auto(AllReduce):
             self.choices = dict(choices)
 
     def _reduce_(self, flat: Tensor) -> None:
-        self._algorithms[self.choice(flat.nbytes)].reduce_(flat)
+        self.used_for(flat.nbytes).reduce_(flat)
 
     @property
     def sent_bytes(self) -> int:

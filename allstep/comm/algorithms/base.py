@@ -84,9 +84,9 @@ class AllReduce(ABC):
         """Tells the roster that all ranks have come to a sum."""
         self._roster.last_met = "all_reduce"
 
-    def choice(self, num_bytes: int) -> str:
-        """The name of what sums a tensor of so many bytes."""
-        return self.name
+    def used_for(self, num_bytes: int) -> "AllReduce":
+        """What sums a tensor of so many bytes."""
+        return self
 
     @property
     def sent_bytes(self) -> int:
