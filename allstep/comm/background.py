@@ -46,5 +46,5 @@ def result_of(future: Future[T], what: str, timeout_s: float | None) -> T:
     except TimeoutError as error:
         raise CollectiveTimeoutError(
             f"{what} did not finish within {timeout_s:g} s; it goes on: wait again, or look at "
-            "what that rank does."
+            "what the other rank does."
         ) from error

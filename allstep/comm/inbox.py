@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from allstep.comm.background import in_thread, result_of
 from allstep.comm.pending import Pending
+from allstep.comm.roster import Roster
 
 __all__ = ["Inbox"]
 
@@ -19,9 +20,13 @@ class Inbox:
     A tensor's size comes in a header, so its room can only be made when that has arrived. A
     thread waits for it: two ranks that both send and receive asynchronously, and wait in any
     order, would block each other otherwise.
+
+    Args:
+        roster: what errors call the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
         self._last: dict[tuple[int, int], Future[Any]] = {}  # still under way, by source and tag
         self._lock = threading.Lock()
 
@@ -41,7 +46,7 @@ class Inbox:
             previous = self._last.get((source, tag))
             future = self._last[source, tag] = in_thread(run, f"recv from {source}")
         future.add_done_callback(lambda done: self._forget(source, tag, done))
-        what = f"`recv` from rank {source} (tag {tag})"
+        what = f"`recv` from {self._roster.named(source)} (tag {tag})"
         return Pending(lambda timeout_s: result_of(future, what, timeout_s))
 
     def _forget(self, source: int, tag: int, done: Future[Any]) -> None:

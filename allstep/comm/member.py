@@ -41,7 +41,7 @@ class Member:
         self._wire = wire
         self._dependents: WeakList[Dependent] = WeakList()
         self._messages = Messages(wire, wire.carrier(torch.device("cpu")))
-        self._inbox = Inbox()
+        self._inbox = Inbox(wire.roster)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
