@@ -85,7 +85,7 @@ class GroupWire:
                 self.roster.last_met = verb
 
         if timeout_s is None:
-            return Posted(wait)
+            return Posted(wait, works)
         return PostedMessages(wait, timeout_s, f"`{verb}` on {self.roster.own}")
 
     @contextmanager

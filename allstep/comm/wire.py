@@ -4,7 +4,7 @@ Nothing here knows shapes, structures or objects.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,21 @@ __all__ = ["LoneWire", "Posted", "Wire"]
 class Posted:
     """A call under way, and a way to wait for it."""
 
-    def __init__(self, wait: Callable[[float | None], None] = lambda timeout_s: None) -> None:
+    def __init__(
+        self,
+        wait: Callable[[float | None], None] = lambda timeout_s: None,
+        works: Sequence[dist.Work] = (),
+    ) -> None:
         self._wait = wait
+        self._works = works
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for at most `timeout_s`, the wire's if None; on CUDA only the stream waits."""
         self._wait(timeout_s)
+
+    def future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
+        """Completed by the backend at the end of the call; to be asked for before any wait."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 class Wire(Protocol):

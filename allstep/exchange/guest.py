@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize
 
-import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
@@ -15,6 +14,7 @@ from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.runner import Job, make_runner
+from allstep.exchange.spans import job_span
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires import WireState
 
@@ -70,10 +70,11 @@ class GuestMeans:
             layout: where parameters lie in it.
             on_end: called when it is done, with the error if there was one.
         """
+        span = job_span("allstep::bucket reduce", ends_in_step=not self._policy.staleness)
 
         def work() -> None:
             try:
-                with torch.profiler.record_function("allstep::bucket reduce"):
+                with span:
                     self._wire.mean_(flat, layout, self._state(layout), self._transport)
                     if self._factor != 1:
                         flat.mul_(self._factor)

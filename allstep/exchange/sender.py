@@ -10,7 +10,6 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allstep.comm import Communicator
@@ -22,6 +21,7 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
+from allstep.exchange.spans import begin_span, job_span
 from allstep.exchange.transport import Transport
 from allstep.exchange.verdict import Verdict, looks_late
 from allstep.exchange.wires import Exact, FullPrecision, WireState
@@ -139,11 +139,15 @@ class Sender:
         """
         flat, layout = flight.flats[index], flight.plan.layouts[index]
         state, transport = self._states[index], self.transport
+        if self._native is not None:
+            flight.jobs.append(self._post(self._native, flight, index))
+            return
+        span = job_span(_span_name(index), ends_in_step=not self._staleness)
 
         def work() -> None:
             if residual_factor != 1 and state.residual is not None:
                 state.residual.mul_(residual_factor)
-            with record_function(f"allstep::bucket {index} reduce"):
+            with span:
                 if isinstance(flight, FixedPointFlight):
                     transport.all_reduce(flat)
                 else:
@@ -152,10 +156,7 @@ class Sender:
             if index == 0:
                 self._compare(flight, self.comm)  # before the others: who disagrees sends none
 
-        if self._native is not None:
-            flight.jobs.append(self._post(self._native, flight, index))
-        else:
-            flight.jobs.append(self.runner.submit(work))
+        flight.jobs.append(self.runner.submit(work))
 
     def _post(self, native: Native, flight: Flight, index: int) -> Job:
         """Hands a bucket to the backend itself, which works on several at once."""
@@ -173,7 +174,10 @@ class Sender:
             self._posted_s += end_s - max(start_s, self._last_end_s)
             self._last_end_s = end_s
 
-        return PostedJob(native.post(flat), finish, count)
+        posted = native.post(flat)
+        if not self._staleness:
+            begin_span(_span_name(index), posted.future)
+        return PostedJob(posted, finish, count)
 
     def _compare(self, flight: Flight, comm: Communicator) -> None:
         """Looks at the workers' comparison, if it is time. [Note: late verdict]"""
@@ -283,6 +287,10 @@ class Sender:
             if state.residual is not None:
                 found |= {n: x.clone() for n, x in _pieces(layout, state.residual).items()}
         return found
+
+
+def _span_name(index: int) -> str:
+    return f"allstep::bucket {index} reduce"
 
 
 def _channel(comm: Communicator) -> Communicator:
