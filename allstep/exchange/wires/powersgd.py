@@ -40,7 +40,7 @@ class PowerSGD(WireFormat):
     Where the paper's residual is M_r - P Q^T, ours has the worker's own Q_r: the mean of the
     residuals is the same, and a worker without a gradient owes nothing.
 
-    |error| is what rank `rank` leaves of the mean matrix.
+    |error| = |M - P P^T M| with M the mean of the M_r: what one step of the iteration leaves
 
     Args:
         rank: columns of P and Q.
