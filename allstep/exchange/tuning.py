@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from math import isqrt
 from time import perf_counter
 
 import torch
@@ -75,8 +76,9 @@ def _kind_of(gradients: Sequence[ReadyGradient]) -> tuple[torch.dtype, torch.dev
 
 def _probe(sender: Sender, num_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
     """Seconds of one of a few buckets that follow each other as fast as they can."""
-    shape = (num_bytes // dtype.itemsize,)
-    layout = BucketLayout(("probe",), (shape,), ((1,),), dtype, device)
+    rows = isqrt(num_bytes // dtype.itemsize)  # a matrix: low rank makes nothing of a vector
+    columns = num_bytes // dtype.itemsize // rows
+    layout = BucketLayout(("probe",), ((rows, columns),), ((columns, 1),), dtype, device)
     buckets = [(layout.new_flat(), sender.wire.new_state(layout)) for _ in range(_NUM_BUCKETS)]
     best_s = float("inf")
     for _ in range(_NUM_PROBES):

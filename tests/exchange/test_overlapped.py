@@ -23,7 +23,8 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
-from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.exchange import Exchange, ExchangePolicy, attach, tuning
+from allstep.exchange.sender import Sender
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
 from tests.exchange.nets import clone, mlp, shard
 
@@ -124,6 +125,33 @@ def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureF
         return exchange.state_dict()
 
     assert all(state == found[0][1] for state in run_ranks(2, resumed))
+
+
+def test_buckets_are_measured_with_what_the_format_compresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PowerSGD sends vectors as they are."""
+    probe, sent = tuning._probe, []
+
+    def counted(sender: Sender, num_bytes: int, *args: Any) -> float:
+        before = sender.transport.sent_bytes
+        seconds = probe(sender, num_bytes, *args)
+        sent.append((num_bytes, (sender.transport.sent_bytes - before) / tuning._NUM_PROBES))
+        return seconds
+
+    monkeypatch.setattr(tuning, "_probe", counted)
+
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        policy = ExchangePolicy(algorithm="native", wire=PowerSGD(rank=4), bucket_bytes="auto")
+        attach(model, comm, policy)
+        for _ in range(4):
+            model(torch.ones(2, 5)).sum().backward()
+
+    run_ranks(2, worker)
+    assert {num_bytes for num_bytes, _ in sent} == {32 << 10, 1 << 20}
+    for num_bytes, sent_bytes in sent:  # a ring of two sends all of it
+        assert sent_bytes < 0.2 * num_bytes
 
 
 def test_the_measured_algorithms_go_along_in_the_checkpoint(
