@@ -164,6 +164,7 @@ def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -
     wire = "" if policy.wire_format.is_lossless else f", {policy.wire_format.name} wire"
     steps = "step" if policy.staleness == 1 else "steps"
     if policy.is_local:
-        wire += f", parameters every {policy.every} batches"
+        at_first = f" for the first {policy.after:,} batches, then" if policy.after else ","
+        wire += f"{at_first} parameters every {policy.every} batches"
     late = f", {policy.staleness} {steps} late" if policy.staleness else ""
     return f"{policy.reduction} over {size} {workers}{wire}{late}; {batch}; learning rate untouched"

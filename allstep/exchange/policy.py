@@ -31,8 +31,8 @@ class ExchangePolicy:
         bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
             still makes others; "auto" measures the first steps and chooses; None for 8 MiB, and
             32 MiB where fp32 is summed in shared memory.
-        every: workers take the mean of their parameters after this many global batches, and
-            none of gradients between (local SGD); needs `attach(…, optimizer=…)`.
+        every: workers take the mean of their parameters after this many global batches, in full
+            precision, and none of gradients between (local SGD); needs `attach(…, optimizer=…)`.
         after: global batches before the first local one, whose gradients are exchanged
             (post-local SGD).
         outer: how a round's mean is used, such as DiLoCo's `Nesterov()`; None takes it as it is.
@@ -87,7 +87,12 @@ class ExchangePolicy:
                 f"`every` (={self.every}) and `staleness` (={self.staleness}) exclude each other:"
                 " local steps have nothing to wait for."
             )
-        make_wire(self.wire)
+        if not make_wire(self.wire).is_lossless and self.is_local and not self.after:
+            raise UsageError(
+                f"`wire` (={self.wire!r}) is for gradients, and with `every` (={self.every}) and no"
+                " `after` none are exchanged: parameters are averaged in full precision. Leave"
+                " `wire` out."
+            )
         if isinstance(self.algorithm, str):
             check_algorithm(self.algorithm)
         if self.plain and (self.wire != "fp32" or self.staleness or self.algorithm is not None):

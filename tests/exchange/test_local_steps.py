@@ -1,6 +1,7 @@
 """Local SGD through `attach`, against a simulation of the workers in one process."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto
 from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import ExchangePolicy, Nesterov, attach
 from tests.exchange.nets import mlp
 
 SIZE, NUM_BATCHES = 3, 9
@@ -135,3 +136,31 @@ def test_local_steps_need_their_optimizer() -> None:
         attach(mlp(), Communicator.lone(), ExchangePolicy(every=4))
     with pytest.raises(UsageError, match="exclude each other"):
         ExchangePolicy(every=4, staleness=1)
+
+
+def test_no_wire_format_without_gradients_that_travel() -> None:
+    for local in ({"every": 4}, {"outer": Nesterov()}):
+        with pytest.raises(
+            UsageError, match=r"`wire` \(='int8'\) is for gradients.*full precision"
+        ):
+            ExchangePolicy(wire="int8", **local)
+        ExchangePolicy(wire="int8", after=100, **local)
+
+
+@pytest.mark.parametrize(
+    ("wire", "after", "said"),
+    [
+        ("fp32", 0, "mean over 1 worker, parameters every 4 batches; "),
+        ("fp32", 9, "mean over 1 worker for the first 9 batches, then parameters every 4 batch"),
+        ("int8", 9, "mean over 1 worker, int8 wire for the first 9 batches, then parameters ev"),
+    ],
+)
+def test_says_what_travels_when(
+    wire: str, after: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = ExchangePolicy(wire=wire, every=4, after=after)
+    with caplog.at_level(logging.INFO, "allstep"):
+        attach(model, Communicator.lone(), policy, optimizer=optimizer)
+    assert caplog.messages[0].startswith(said)
