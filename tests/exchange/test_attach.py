@@ -376,11 +376,12 @@ def test_gradients_before_and_after(policy: ExchangePolicy) -> None:
         assert found["weight"].item() == 1.0
 
 
+@pytest.mark.parametrize("wire", ["fp32", "exact"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_exchange_goes_with_its_model_and_not_before(size: int) -> None:
+def test_an_exchange_goes_with_its_model_and_not_before(size: int, wire: str) -> None:
     def worker(comm: Communicator) -> tuple[bool, weakref.ref[Exchange], Tensor]:
         model = mlp()
-        exchange = weakref.ref(attach(model, comm, ExchangePolicy(staleness=1)))
+        exchange = weakref.ref(attach(model, comm, ExchangePolicy(wire=wire, staleness=1)))
         for _ in range(3):
             model(torch.ones(2, 5)).sum().backward()
             model.zero_grad()
