@@ -13,6 +13,7 @@ from allstep.comm.algorithms import make_algorithm
 from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.residuals import give_back, residual_pieces
 from allstep.exchange.runner import Job, make_runner
 from allstep.exchange.spans import job_span
 from allstep.exchange.transport import Transport
@@ -90,7 +91,7 @@ class GuestMeans:
         self._runner.submit(lambda: None).wait()
         found = dict(self._unsent)
         for layout, state in self._states.items():
-            found |= _pieces(layout, state)
+            found |= residual_pieces(layout, state)
         return {
             "policy": self._policy.state_dict(),
             "unsent": {name: piece.clone() for name, piece in found.items()},
@@ -113,19 +114,11 @@ class GuestMeans:
         if layout in self._states:
             return self._states[layout]
         for old in [old for old in self._states if set(old.names) & set(layout.names)]:
-            self._unsent |= _pieces(old, self._states.pop(old))
+            self._unsent |= residual_pieces(old, self._states.pop(old))
         state = self._states[layout] = self._wire.new_state(layout)
-        for name, piece in _pieces(layout, state).items():
-            if name in self._unsent:
-                piece.copy_(self._unsent.pop(name))
+        for name in give_back(layout, state, self._unsent):
+            del self._unsent[name]
         return state
-
-
-def _pieces(layout: BucketLayout, state: WireState) -> dict[str, Tensor]:
-    if state.residual is None:
-        return {}
-    pieces = state.residual.split_with_sizes(list(layout.sizes))
-    return dict(zip(layout.names, pieces, strict=True))
 
 
 @dataclass

@@ -1,25 +1,28 @@
 """Sends buckets: a wire format, a group of workers, and a thread or stream to do it in."""
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from time import perf_counter
 from typing import Any
 from weakref import finalize
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
-from allstep.errors import CheckpointError
 from allstep.exchange.fixed_point import FixedPointFlight, Left
 from allstep.exchange.flight import BucketPlan, Flight
-from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.residuals import (
+    gather_states,
+    give_back,
+    load_states,
+    residual_pieces,
+    withheld,
+)
 from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
 from allstep.exchange.spans import begin_span, job_span
 from allstep.exchange.transport import Transport
@@ -86,15 +89,16 @@ class Sender:
 
     def set_plan(self, plan: BucketPlan) -> None:
         """Takes other buckets; what was not sent yet of a parameter goes along."""
-        residuals = self._residuals()
+        residuals = {
+            name: piece.clone()
+            for layout, state in zip(self.plan.layouts, self._states, strict=True)
+            for name, piece in residual_pieces(layout, state).items()
+        }
         self.plan = plan
         self._native = self._only_native()
         self._states = [self.wire.new_state(layout) for layout in plan.layouts]
         for layout, state in zip(plan.layouts, self._states, strict=True):
-            if state.residual is not None:
-                for name, piece in _pieces(layout, state.residual).items():
-                    if name in residuals and residuals[name].shape == piece.shape:
-                        piece.copy_(residuals[name])
+            give_back(layout, state, residuals)
 
     def _only_native(self) -> Native | None:
         """The backend's own sums if all buckets are left to it, which works on several at once.
@@ -125,7 +129,7 @@ class Sender:
         self,
         flight: Flight,
         index: int,
-        withheld: Sequence[str] = (),
+        without: Sequence[str] = (),
         residual_factor: float = 1.0,
     ) -> None:
         """Starts the exchange of a bucket.
@@ -133,7 +137,7 @@ class Sender:
         Args:
             flight: whose.
             index: of the bucket; they must be sent in order.
-            withheld: parameters without a gradient here, whose unsent residual waits for one.
+            without: parameters without a gradient here, whose unsent residual waits for one.
             residual_factor: by which gradients are larger than when the residual was left: a
                 GradScaler's scale has changed.
         """
@@ -151,7 +155,7 @@ class Sender:
                 if isinstance(flight, FixedPointFlight):
                     transport.all_reduce(flat)
                 else:
-                    with _withheld(state.residual, layout, withheld):
+                    with withheld(layout, state, without):
                         self.wire.mean_(flat, layout, state, transport)
             if index == 0:
                 self._compare(flight, self.comm)  # before the others: who disagrees sends none
@@ -235,58 +239,24 @@ class Sender:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next exchange depends on; residuals on rank 0 alone. Collective."""
-        own = [{"residual": s.residual, "tensors": dict(s.tensors)} for s in self._states]
-        has_state = any(s.residual is not None or s.tensors for s in self._states)
         return {
             "algorithm": self.transport.algorithm.state_dict(),
             "buckets": self.plan.buckets,
-            "states": self._gather_states(own) if has_state else None,
+            "states": gather_states(self.comm, self._states),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, with that plan. Collective.
-
-        With as many workers as then each gets its residuals back; else each gets the mean of all,
-        so that their mean over the workers, which is what will be sent, stays the same.
-        """
+        """Goes on where `state_dict` was taken, with that plan. Collective."""
         self.transport.algorithm.load_state_dict(state["algorithm"])
         self._native = self._only_native()
         self._tell_choices()
         if state["states"] is not None:
-            self._load_states(state["states"])
-
-    def _load_states(self, states: Sequence[Sequence[dict[str, Any]]]) -> None:
-        own = states[self.comm.rank] if len(states) == self.comm.size else _mean_states(states)
-        if len(own) != len(self._states):
-            raise CheckpointError(
-                f"The checkpoint has wire states for {len(own)} buckets, the plan has"
-                f" {len(self._states)}: it belongs to another exchange."
-            )
-        for state, saved in zip(self._states, own, strict=True):
-            if state.residual is not None and saved["residual"] is not None:
-                state.residual.copy_(saved["residual"])
-            for key, tensor in saved["tensors"].items():
-                state.tensors[key] = tensor.clone()
+            load_states(self.comm, self._states, state["states"])
 
     def _tell_choices(self) -> None:
         algorithm = self.transport.algorithm
         if isinstance(algorithm, Auto) and algorithm.choices and self.comm.rank == 0:
             logging.getLogger("allstep").info(f"all-reduce by size: {algorithm.in_words}")
-
-    def _gather_states(self, own: list[dict[str, Any]]) -> list[list[dict[str, Any]]] | None:
-        flat = [t for state in own for t in (state["residual"], *state["tensors"].values())]
-        tensors = tuple(t for t in flat if t is not None)
-        gathered = self.comm.gather(tensors, root=0)
-        if gathered is None:
-            return None
-        return [_rebuilt(own, iter(tensors)) for tensors in gathered]
-
-    def _residuals(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for layout, state in zip(self.plan.layouts, self._states, strict=True):
-            if state.residual is not None:
-                found |= {n: x.clone() for n, x in _pieces(layout, state.residual).items()}
-        return found
 
 
 def _span_name(index: int) -> str:
@@ -319,47 +289,3 @@ def _close(
         channel.abort()
     else:
         channel.close()
-
-
-def _pieces(layout: BucketLayout, residual: Tensor) -> dict[str, Tensor]:
-    """name -> its slice of a residual."""
-    return dict(zip(layout.names, torch.split(residual, list(layout.sizes)), strict=True))
-
-
-@contextmanager
-def _withheld(
-    residual: Tensor | None, layout: BucketLayout, names: Sequence[str]
-) -> Iterator[None]:
-    """Inside, the residuals of some parameters are zero; what they were is added afterwards."""
-    if residual is None or not names:
-        yield
-        return
-    pieces = _pieces(layout, residual)
-    kept = {name: pieces[name].clone() for name in names}
-    for name in names:
-        pieces[name].zero_()
-    try:
-        yield
-    finally:
-        for name in names:
-            pieces[name].add_(kept[name])  # the format may have left a debt there
-
-
-def _rebuilt(like: list[dict[str, Any]], tensors: Iterator[Tensor]) -> list[dict[str, Any]]:
-    return [
-        {
-            "residual": None if state["residual"] is None else next(tensors),
-            "tensors": {key: next(tensors) for key in state["tensors"]},
-        }
-        for state in like
-    ]
-
-
-def _mean_states(states: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The mean residual of all workers, bucket by bucket; the rest is the same on all."""
-    means = []
-    for of_bucket in zip(*states, strict=True):
-        residuals = [state["residual"] for state in of_bucket]
-        mean = None if residuals[0] is None else torch.stack(residuals).mean(0)
-        means.append({"residual": mean, "tensors": of_bucket[0]["tensors"]})
-    return means
