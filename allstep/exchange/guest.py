@@ -71,7 +71,7 @@ class GuestMeans:
             layout: where parameters lie in it.
             on_end: called when it is done, with the error if there was one.
         """
-        span = job_span("allstep::bucket reduce", ends_in_step=not self._policy.staleness)
+        span = job_span("allstep::bucket reduce", flat.device, self._policy.staleness)
 
         def work() -> None:
             try:

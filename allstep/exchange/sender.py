@@ -146,7 +146,7 @@ class Sender:
         if self._native is not None:
             flight.jobs.append(self._post(self._native, flight, index))
             return
-        span = job_span(_span_name(index), ends_in_step=not self._staleness)
+        span = job_span(_span_name(index), flat.device, self._staleness)
 
         def work() -> None:
             if residual_factor != 1 and state.residual is not None:

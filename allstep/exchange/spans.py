@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch._C._autograd import _profiler_enabled
 from torch.futures import Future
 from torch.profiler import record_function
@@ -34,9 +35,15 @@ def begin_span(name: str, end: Callable[[], Future[Any]] = Future) -> Future[Any
     return future
 
 
-def job_span(name: str, *, ends_in_step: bool) -> AbstractContextManager[object]:
-    """Made where a job is handed over, entered where it is done. [Note: spans]"""
-    return _JobSpan(name) if ends_in_step else record_function(name)
+def job_span(name: str, device: torch.device, staleness: int) -> AbstractContextManager[object]:
+    """Made where a job is handed over, entered where it is done. [Note: spans]
+
+    Args:
+        name: of the span.
+        device: of the job: on CUDA the thread that hands it over does it at once, in a stream.
+        staleness: steps that the job may take.
+    """
+    return _JobSpan(name) if device.type == "cpu" and not staleness else record_function(name)
 
 
 class _JobSpan(AbstractContextManager[None]):
