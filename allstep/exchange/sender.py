@@ -7,13 +7,14 @@ from time import perf_counter
 from typing import Any
 from weakref import finalize
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
 from allstep.exchange.fixed_point import FixedPointFlight, Left
 from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.residuals import (
