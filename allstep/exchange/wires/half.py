@@ -114,6 +114,7 @@ def _is_finite(payload: Tensor) -> bool:
     """Whether all is finite; True on CUDA, where the host would have to wait for the answer."""
     if payload.is_cuda or not payload.numel():
         return True
-    if payload.sum().isfinite():  # then all are; several times faster
+    if payload.sum().isfinite():  # then all are; twice as fast
         return True
-    return bool(payload.abs().amax().isfinite())
+    smallest, largest = payload.aminmax()  # NaN if there is one
+    return bool(smallest.isfinite() & largest.isfinite())
