@@ -30,7 +30,7 @@ class MixedBatch:
     warmup_share: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReferencePoint:
     """What was published for another batch; fields as of `PublishedRecipe`."""
 
@@ -143,27 +143,6 @@ _AKIBA = PublishedRecipe(
     expected_trust="verified",
 )
 
-
-def _lars_point(
-    batch: int,
-    span: int,
-    epochs: int,
-    lr: float,
-    warmup_epochs: float,
-    momentum: float,
-    weight_decay: float,
-) -> ReferencePoint:
-    return ReferencePoint(
-        global_batch=batch,
-        micro_batch=span,
-        epochs=epochs,
-        lr=lr,
-        warmup_epochs=warmup_epochs,
-        momentum=momentum,
-        weight_decay=weight_decay,
-    )
-
-
 _LARS = PublishedRecipe(
     name="lars_32k",
     workload="ResNet-50 on ImageNet",
@@ -178,11 +157,11 @@ _LARS = PublishedRecipe(
     lr_schedule="poly",
     warmup_epochs=16.0,
     exclusions="neither decay nor layer-wise rate for biases and batch norm",
-    others=(
-        _lars_point(2048, 64, 39, 8.5, 5, 0.9, 2e-3),
-        _lars_point(4096, 64, 42, 10.0, 5, 0.9, 2e-3),
-        _lars_point(8192, 64, 44, 17.0, 5, 0.9, 2e-4),
-        _lars_point(65536, 128, 86, 24.699, 31, 0.951807, 1e-4),
+    others=(  # as the fields of `ReferencePoint`: batch, span of batch norm, epochs, rate, ...
+        ReferencePoint(2048, 64, 39, 8.5, 5, 0.9, 2e-3),
+        ReferencePoint(4096, 64, 42, 10.0, 5, 0.9, 2e-3),
+        ReferencePoint(8192, 64, 44, 17.0, 5, 0.9, 2e-4),
+        ReferencePoint(65536, 128, 86, 24.699, 31, 0.951807, 1e-4),
     ),
     source="MLPerf v1.0 reference convergence points (variant mlperf)",
     trust="verified",

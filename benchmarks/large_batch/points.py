@@ -70,10 +70,8 @@ def read_results(folder: Path) -> dict[str, Point]:
     return {result["id"]: result for result in results}
 
 
-def best_settings(
-    plan: Plan, results: Mapping[str, Point], method: str, batch: int
-) -> list[Mapping[str, Any]]:
-    """The search's settings, the best first, of those that ended with a number.
+def best_points(plan: Plan, results: Mapping[str, Point], method: str, batch: int) -> list[Point]:
+    """The search's points, the best first, of those that ended with a number.
 
     Raises:
         LookupError: if the search isn't done.
@@ -83,7 +81,14 @@ def best_settings(
     if missing:
         raise LookupError(f"{missing[0]} is missing")
     done = [results[name] for name in wanted if results[name]["accuracy"] is not None]
-    return [r["settings"] for r in sorted(done, key=lambda result: -result["accuracy"])]
+    return sorted(done, key=lambda result: -result["accuracy"])
+
+
+def best_settings(
+    plan: Plan, results: Mapping[str, Point], method: str, batch: int
+) -> list[Mapping[str, Any]]:
+    """The settings of `best_points`."""
+    return [point["settings"] for point in best_points(plan, results, method, batch)]
 
 
 def search(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
@@ -143,16 +148,14 @@ def naive(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
                 yield plan.point("naive", name, measures=True, **fields)
 
 
-def best_of_all(plan: Plan, results: Mapping[str, Point], batch: int) -> tuple[str, Point]:
-    """(method, settings) of the search's best point at a batch, whatever the method.
+def best_of_all(plan: Plan, results: Mapping[str, Point], batch: int) -> Point:
+    """The search's best point at a batch, whatever the method.
 
     Raises:
         LookupError: if the search isn't done.
     """
-    best = {name: best_settings(plan, results, name, batch)[0] for name in plan.methods}
-    searched = [p for p in results.values() if p["part"] == "search" and p["batch"] == batch]
-    method = max(searched, key=lambda point: point["accuracy"] or 0.0)["method"]
-    return method, dict(best[method])
+    points = [p for name in plan.methods for p in best_points(plan, results, name, batch)]
+    return max(points, key=lambda point: point["accuracy"])
 
 
 def shipped(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
@@ -160,15 +163,15 @@ def shipped(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
     goals = [(batch, plan.search_epochs) for batch in plan.batches[1:2]]
     goals += [(plan.large, plan.final_epochs)]
     for seed in range(plan.num_seeds):
-        method, best = best_of_all(plan, results, plan.small)
+        best = best_of_all(plan, results, plan.small)
         for epochs in (plan.search_epochs, plan.final_epochs):
             yield plan.point(
                 "shipped",
                 f"tuned-{plan.small}-{epochs}-seed{seed}",
-                method=f"tuned {method}",
+                method=f"tuned {best['method']}",
                 batch=plan.small,
                 epochs=epochs,
-                settings=_longer(plan, best, epochs),
+                settings=_longer(plan, best["settings"], epochs),
                 seed=seed,
             )
         for batch, epochs in goals:

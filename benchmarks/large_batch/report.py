@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,11 @@ def _median_and_worst(residuals: Sequence[float]) -> str:
 
 def _critical(plan: Plan, results: Results) -> list[str]:
     """The batch at which steps and samples to a target are both twice their least."""
-    curves = {
-        batch: [
-            mean_curve(_ranked(_of(results, "final", method=method, batch=batch), rank))
-            for method in plan.methods
-            for rank in range(plan.num_best)
-            if _ranked(_of(results, "final", method=method, batch=batch), rank)
-        ]
-        for batch in plan.batches
-    }
+    curves: dict[int, list[Any]] = {batch: [] for batch in plan.batches}
+    for batch, method, rank in product(plan.batches, plan.methods, range(plan.num_best)):
+        points = _ranked(_of(results, "final", method=method, batch=batch), rank)
+        if points:
+            curves[batch].append(mean_curve(points))
     if not all(curves.values()):
         return []
     reached = min(max(max(accuracies) for _, accuracies in own) for own in curves.values())
