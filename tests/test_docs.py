@@ -1,14 +1,12 @@
 """The code in the documentation runs: each page's Python blocks, one after the other."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import allstep
+from tests.helpers.processes import run_script
 
 ROOT = Path(__file__).parents[1]
 # A block with a title is an excerpt and isn't run.
@@ -43,7 +41,7 @@ def test_pages_are_found() -> None:
 def test_a_lone_worker_runs_the_page(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page)))
-    run_python("-W", "error", script, folder=tmp_path)
+    run_script(1, script, tmp_path)
 
 
 # Writes down what each data set holds; the page that follows takes it for torch's.
@@ -70,20 +68,6 @@ torch.utils.data.TensorDataset = TensorDataset
 def test_two_workers_run_the_page_on_the_same_data(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join([RECORDING, *blocks(page)]))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    run_python(*torchrun, script, folder=tmp_path)
+    run_script(2, script, tmp_path)
     first, second = ((tmp_path / f"data-of-{rank}").read_text() for rank in range(2))
     assert first == second
-
-
-def run_python(*arguments: object, folder: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr

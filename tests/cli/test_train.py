@@ -1,6 +1,7 @@
 """Whole runs by the command line: train, resume, evaluate, and what ends them early."""
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -39,9 +40,17 @@ def report(run_dir: Path) -> dict:
     return json.loads((run_dir / "report.json").read_text())
 
 
-def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(tmp_path):
-    output = Command(tmp_path, "train", "digits", "--workers", 2, *SHORT).to_the_end()
-    (run_dir,) = (tmp_path / "runs").iterdir()
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory) -> tuple[Path, str]:
+    """A finished run on two workers, and what it printed."""
+    folder = tmp_path_factory.mktemp("short")
+    output = Command(folder, "train", "digits", "--workers", 2, *SHORT).to_the_end()
+    (run_dir,) = (folder / "runs").iterdir()
+    return run_dir, output
+
+
+def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(tmp_path, short_run):
+    run_dir, output = short_run
     assert run_dir.name.startswith("digits-2")
     names = {path.name for path in run_dir.iterdir()}
     assert names == {"recipe.json", "report.json", "metrics.jsonl", "tensorboard", "checkpoints"}
@@ -109,8 +118,8 @@ def test_a_killed_worker_ends_the_run_which_says_how_to_continue(tmp_path):
     assert report(tmp_path / "run")["num_steps"] == NUM_LONG_STEPS
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    Command(tmp_path, "train", "digits", "--run-dir", "run", *SHORT).to_the_end()
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, short_run):
+    shutil.copytree(short_run[0], tmp_path / "run")
     path = tmp_path / "run" / "recipe.json"
     plain = json.loads(path.read_text())
     changed = {"width": 8, "epochs": 2}  # another model, and an epoch left to train it

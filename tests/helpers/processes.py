@@ -1,16 +1,21 @@
 """Ranks as real processes, which can be killed."""
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +24,20 @@ from torch._C._distributed_c10d import TCPStore
 from allstep.comm import init
 from allstep.errors import PeerLostError
 
-__all__ = ["RemoteError", "Workers", "run_processes", "start_processes"]
+__all__ = ["RemoteError", "Workers", "run_processes", "run_script", "start_processes"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# What children would import, each in seconds; torch's optimizers import the last but one.
+# What children would import, each in seconds; torch's optimizers import `torch._dynamo`.
 _CONTEXT.set_forkserver_preload(
     [
         "allstep",
         "pytest",
+        "sklearn.datasets",
         "torch.distributed.device_mesh",
         "torch._dynamo",
         "torch.utils.tensorboard",
     ]
 )
-
 
 _GRACE_S = 5.0
 
@@ -51,10 +56,19 @@ class _Outcome:
 
 
 class Workers:
-    """Processes that run `fn(comm, *args)`, one a rank; as a context manager it leaves none."""
+    """Processes that run a function, one a rank; as a context manager it leaves none.
+
+    The function is `fn(comm, *args)`, or `fn(*args)` if it is to call `allstep.init` by itself.
+    """
 
     def __init__(
-        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+        self,
+        n: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout_s: float,
+        *,
+        has_comm: bool = True,
     ) -> None:
         # The parent serves the store, as torchrun's agent does: no port is guessed or raced for.
         self._store = TCPStore(
@@ -66,7 +80,7 @@ class Workers:
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(
                 target=_work,
-                args=(rank, n, self._store.port, timeout_s, theirs, fn, args),
+                args=(rank, n, self._store.port, timeout_s if has_comm else None, theirs, fn, args),
                 name=f"rank {rank}",
                 daemon=False,  # may start DataLoader workers of its own
             )
@@ -166,19 +180,55 @@ def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
         return workers.results(timeout_s)
 
 
+def run_script(n: int, script: Path, folder: Path, timeout_s: float = 60.0) -> list[str]:
+    """Runs a script in a folder, warnings being errors, and returns what each process prints.
+
+    Several processes are told what torchrun would tell them, a lone one nothing.
+    """
+    arguments = (script, folder)
+    with Workers(n, _run_script, arguments, timeout_s, has_comm=False) as workers:
+        return workers.results(timeout_s)
+
+
+def _run_script(script: Path, folder: Path) -> str:
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
 def _work(
     rank: int,
     size: int,
     port: int,
-    timeout_s: float,
+    timeout_s: float | None,
     pipe: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """A child's life: what torchrun would set, the communicator, the function."""
+    """A child's life: the communicator if one is wanted, and the function."""
     torch.set_num_threads(1)
     # As in a worker that was not started so itself: a loader's processes are forked.
     multiprocessing.set_start_method("fork", force=True)
+    if size > 1 or timeout_s is not None:
+        _set_environ(rank, size, port)
+    try:
+        if timeout_s is None:
+            result = fn(*args)
+        else:
+            with init(device="cpu", timeout_s=timeout_s) as comm:
+                result = fn(comm, *args)
+                comm.barrier()
+    except BaseException as error:
+        severity = 2 if isinstance(error, PeerLostError) else 0
+        _send(pipe, _Outcome(rank, traceback.format_exc(), severity))
+        raise SystemExit(1) from None
+    _send(pipe, _Outcome(rank, result))
+
+
+def _set_environ(rank: int, size: int, port: int) -> None:
+    """What torchrun would set."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -191,15 +241,6 @@ def _work(
         TORCHELASTIC_RUN_ID="tests",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    try:
-        with init(device="cpu", timeout_s=timeout_s) as comm:
-            result = fn(comm, *args)
-            comm.barrier()
-    except BaseException as error:
-        severity = 2 if isinstance(error, PeerLostError) else 0
-        _send(pipe, _Outcome(rank, traceback.format_exc(), severity))
-        raise SystemExit(1) from None
-    _send(pipe, _Outcome(rank, result))
 
 
 def _send(pipe: Connection, outcome: _Outcome) -> None:

@@ -1,9 +1,6 @@
 """The model-parallel examples learn, and learn the same on any number of workers."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from allstep.comm.threads import run_ranks
+from tests.helpers.processes import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -49,15 +47,6 @@ def test_the_same_is_learnt_on_any_number_of_workers(name, seeded, numbers, monk
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["parallel_mlp", "parallel_convolution"])
-def test_torchrun_runs_the_script(name):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py")],
-        cwd=EXAMPLES.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[2].rstrip(",")) > 0.85
+def test_two_processes_run_the_script(name, tmp_path):
+    (printed, _) = run_script(2, EXAMPLES / f"{name}.py", tmp_path)
+    assert float(printed.split()[2].rstrip(",")) > 0.85
