@@ -452,7 +452,8 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     for _ in range(10):
         writer = context.Process(target=save_for_ever, args=(str(tmp_path), last + 1))
         writer.start()
-        while not (tmp_path / f"step-{last + 1:08d}").exists():
+        wanted = last + chance.randint(1, 5)
+        while (seen := newest_step(tmp_path)) < wanted:
             assert writer.is_alive()
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.05))
@@ -460,10 +461,13 @@ def test_killed_while_writing(tmp_path: Path) -> None:
         writer.join()
         step = loaded_step(tmp_path)
         assert step is not None
-        assert step > last
+        assert step >= seen
         last = step
         assert not list(tmp_path.glob(".*"))
-    assert last > 20
+
+
+def newest_step(folder: Path) -> int:
+    return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*")), default=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
