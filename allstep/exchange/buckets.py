@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ReadyGradient", "choose_bucket_bytes", "exposed_s", "split_in_buckets"]
+__all__ = ["ReadyGradient", "exposed_by_bucket_bytes", "exposed_s", "split_in_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 CANDIDATE_BYTES = tuple(1 << exponent for exponent in range(16, 28))  # 64 KiB to 128 MiB
@@ -73,28 +73,29 @@ def exposed_s(
     return max(0.0, end_s - backward_s)
 
 
-def choose_bucket_bytes(
+def exposed_by_bucket_bytes(
     gradients: Sequence[ReadyGradient],
     *,
     backward_s: float,
     latency_s: float,
     bytes_per_s: float,
-) -> int:
-    """The bucket size that leaves the least of the exchange exposed; the largest of equals.
+) -> dict[int, float]:
+    """Bucket size -> `exposed_s`; of sizes that make the same buckets the largest alone.
 
     >>> gradients = [ReadyGradient(str(i), 1 << 20, ready_s=0.001 * i) for i in range(32)]
-    >>> choose_bucket_bytes(gradients, backward_s=0.032, latency_s=0, bytes_per_s=2e9) >> 20
-    2
-    >>> choose_bucket_bytes(gradients, backward_s=0.032, latency_s=0.1, bytes_per_s=2e9) >> 20
-    128
+    >>> def best(latency_s: float) -> int:
+    ...     exposed = exposed_by_bucket_bytes(
+    ...         gradients, backward_s=0.032, latency_s=latency_s, bytes_per_s=2e9
+    ...     )
+    ...     return min(exposed, key=lambda size: exposed[size])
+    >>> best(0) >> 20, best(0.1) >> 20
+    (1, 128)
     """
-
-    def cost(bucket_bytes: int) -> float:
-        buckets = split_in_buckets(gradients, bucket_bytes)
-        return exposed_s(
+    found: dict[tuple[tuple[str, ...], ...], tuple[int, float]] = {}
+    for size in CANDIDATE_BYTES:
+        buckets = split_in_buckets(gradients, size)
+        seconds = exposed_s(
             buckets, backward_s=backward_s, latency_s=latency_s, bytes_per_s=bytes_per_s
         )
-
-    costs = {size: cost(size) for size in CANDIDATE_BYTES}
-    good = min(costs.values()) * 1.001
-    return max(size for size, seconds in costs.items() if seconds <= good)
+        found[tuple(tuple(g.name for g in bucket) for bucket in buckets)] = size, seconds
+    return dict(found.values())

@@ -30,7 +30,9 @@ from allstep.exchange.transport import Transport
 from allstep.exchange.verdict import Verdict, looks_late
 from allstep.exchange.wires import Exact, FullPrecision, WireState
 
-__all__ = ["Sender"]
+__all__ = ["NUM_AT_ONCE", "Sender"]
+
+NUM_AT_ONCE = 4  # buckets, where the backward pass is faster than the wire
 
 
 class Sender:
@@ -50,10 +52,11 @@ class Sender:
         self.runner: Runner = make_runner(comm.device)
         self._main_comm = comm
         self.comm = _channel(comm)
-        algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype)
+        self._as_they_are = type(self.wire) is FullPrecision
+        num_at_once = NUM_AT_ONCE if self._may_post else 1
+        algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype, num_at_once)
         self.transport = Transport(self.comm, algorithm)
         self._tell_choices()
-        self._as_they_are = type(self.wire) is FullPrecision
         self._native: Native | None = None
         self.compares = comm.size > 1 and not isinstance(algorithm, Dummy)  # it adds nothing up
         self.looks_late = looks_late(comm.device)
@@ -88,6 +91,11 @@ class Sender:
         """Whether every backward pass must be added up by the exchange itself."""
         return isinstance(self.wire, Exact)
 
+    @property
+    def _may_post(self) -> bool:
+        """Whether buckets may be left to the backend, which works on several at once."""
+        return self._as_they_are and self.comm.device.type == "cpu" and self.comm.size > 1
+
     def set_plan(self, plan: BucketPlan) -> None:
         """Takes other buckets; what was not sent yet of a parameter goes along."""
         residuals = {
@@ -102,13 +110,13 @@ class Sender:
             give_back(layout, state, residuals)
 
     def _only_native(self) -> Native | None:
-        """The backend's own sums if all buckets are left to it, which works on several at once.
+        """The backend's own sums if all buckets are left to it.
 
         Some by it and some by this sender's thread would meet in another order on each worker.
         """
-        algorithm = self.transport.algorithm
-        if not self._as_they_are or self.comm.device.type != "cpu" or self.comm.size == 1:
+        if not self._may_post:
             return None
+        algorithm = self.transport.algorithm
         sizes = [layout.num_elements * layout.flat_dtype.itemsize for layout in self.plan.layouts]
         used = {algorithm.used_for(size) for size in sizes}
         only = used.pop() if len(used) == 1 else None

@@ -3,20 +3,27 @@
 import logging
 from collections.abc import Mapping, Sequence
 from math import isqrt
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 
 from allstep.comm import Communicator
-from allstep.exchange.buckets import ReadyGradient, choose_bucket_bytes
+from allstep.exchange.buckets import ReadyGradient, exposed_by_bucket_bytes, split_in_buckets
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.sender import Sender
+from allstep.exchange.runner import Job
+from allstep.exchange.sender import NUM_AT_ONCE, Sender
+from allstep.exchange.wires import WireState
 
 __all__ = ["tuned_bucket_bytes"]
 
 _PROBE_BYTES = (32 << 10, 1 << 20)
 _NUM_PROBES = 3
-_NUM_BUCKETS = 4  # at once: what a backward pass hands over faster than they are exchanged
+_NUM_REPLAYS = 2
+_MAX_CONTENDERS = 4
+_UNCERTAINTY = 0.25  # of a modelled step
+_HIDDEN = 0.05  # of the backward pass: less is not worth replays
+
+Probe = tuple[torch.Tensor, BucketLayout, WireState]
 
 
 def tuned_bucket_bytes(
@@ -26,6 +33,10 @@ def tuned_bucket_bytes(
     backward_s: float,
 ) -> int:
     """The bucket size that exposes least of the exchange, the same on every worker. Collective.
+
+    A model with one latency and one bandwidth says which sizes may be the best. It doesn't know
+    how much better a network is used by several buckets at once, so these few are then tried,
+    with zeros, in the rhythm of the backward pass.
 
     Times of the backward pass are the slowest worker's, and those of the exchange the workers'
     mean, which takes all of them as long; so all choose by the same numbers.
@@ -45,13 +56,18 @@ def tuned_bucket_bytes(
         ReadyGradient(g.name, g.num_bytes, g.kind, seconds)
         for g, seconds in zip(gradients, ready_s, strict=True)
     ]
-    chosen = choose_bucket_bytes(
+    exposed = exposed_by_bucket_bytes(
         slowest, backward_s=backward_s, latency_s=latency_s, bytes_per_s=1 / s_per_byte
     )
+    contenders = _contenders(exposed, backward_s)
+    if len(contenders) > 1:
+        exposed = _replayed(comm, sender, slowest, backward_s, contenders)
+    chosen = min(contenders, key=lambda size: exposed[size])
     if comm.rank == 0:
         logging.getLogger("allstep").info(
             f"buckets of {chosen / 2**20:g} MiB: backward pass {1e3 * backward_s:.1f} ms, exchange"
-            f" {1e3 * latency_s:.2f} ms + {1e3 * s_per_byte * 2**20:.2f} ms/MiB"
+            f" {1e3 * latency_s:.2f} ms + {1e3 * s_per_byte * 2**20:.2f} ms/MiB,"
+            f" exposed {1e3 * exposed[chosen]:.1f} ms"
         )
     return chosen
 
@@ -74,18 +90,84 @@ def _kind_of(gradients: Sequence[ReadyGradient]) -> tuple[torch.dtype, torch.dev
     return kind
 
 
+def _contenders(exposed: Mapping[int, float], backward_s: float) -> list[int]:
+    """Sizes that may be the best, as the model knows it; the one it finds best comes first."""
+    sizes = sorted(exposed, key=lambda size: (exposed[size], -size))
+    limit_s = (1 + _UNCERTAINTY) * (backward_s + exposed[sizes[0]])
+    contenders = [size for size in sizes if backward_s + exposed[size] <= limit_s]
+    if max(exposed[size] for size in contenders) < _HIDDEN * backward_s:
+        return sizes[:1]
+    return contenders[:_MAX_CONTENDERS]
+
+
+def _replayed(
+    comm: Communicator,
+    sender: Sender,
+    gradients: Sequence[ReadyGradient],
+    backward_s: float,
+    sizes: Sequence[int],
+) -> dict[int, float]:
+    """Bucket size -> seconds exposed, the workers' mean, in the best of a few backward passes."""
+    dtype, device = _kind_of(gradients)
+    splits = {size: split_in_buckets(gradients, size) for size in sizes}
+    buckets = {
+        size: [(sum(g.num_bytes for g in b), max(g.ready_s for g in b)) for b in split]
+        for size, split in splits.items()
+    }
+    # Of each number of bytes one, which may be sent several times at once: all add zeros to zeros.
+    all_bytes = sorted({num_bytes for split in buckets.values() for num_bytes, _ in split})
+    probes = {num_bytes: _new_probe(sender, num_bytes, dtype, device) for num_bytes in all_bytes}
+    best_s = torch.full((len(sizes),), float("inf"), dtype=torch.float64, device=comm.device)
+    for _ in range(_NUM_REPLAYS):
+        own_s = []
+        for size in sizes:
+            comm.barrier()
+            own_s.append(
+                _replay(sender, [(probes[n], s) for n, s in buckets[size]], backward_s, device)
+            )
+        best_s = best_s.minimum(torch.tensor(own_s, dtype=torch.float64, device=comm.device))
+    return dict(zip(sizes, comm.all_reduce(best_s, "mean").tolist(), strict=True))
+
+
+def _replay(
+    sender: Sender,
+    buckets: Sequence[tuple[Probe, float]],
+    backward_s: float,
+    device: torch.device,
+) -> float:
+    """Seconds from the end of a backward pass until all has been exchanged; the pass is slept."""
+    start_s = perf_counter()
+    jobs: list[Job] = []
+    for probe, ready_s in buckets:
+        sleep(max(0.0, start_s + ready_s - perf_counter()))
+        jobs.append(sender.start(*probe))
+    sleep(max(0.0, start_s + backward_s - perf_counter()))
+    _wait(jobs, device)
+    return perf_counter() - start_s - backward_s
+
+
 def _probe(sender: Sender, num_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
     """Seconds of one of a few buckets that follow each other as fast as they can."""
-    rows = isqrt(num_bytes // dtype.itemsize)  # a matrix: low rank makes nothing of a vector
-    columns = num_bytes // dtype.itemsize // rows
-    layout = BucketLayout(("probe",), ((rows, columns),), ((columns, 1),), dtype, device)
-    buckets = [(layout.new_flat(), sender.wire.new_state(layout)) for _ in range(_NUM_BUCKETS)]
+    probes = [_new_probe(sender, num_bytes, dtype, device) for _ in range(NUM_AT_ONCE)]
     best_s = float("inf")
     for _ in range(_NUM_PROBES):
         start_s = perf_counter()
-        for job in [sender.start(flat, layout, state) for flat, state in buckets]:
-            job.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait([sender.start(*probe) for probe in probes], device)
         best_s = min(best_s, perf_counter() - start_s)
-    return best_s / _NUM_BUCKETS
+    return best_s / NUM_AT_ONCE
+
+
+def _new_probe(sender: Sender, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Probe:
+    """A bucket of zeros that belongs to no parameter."""
+    num_elements = max(1, num_bytes // dtype.itemsize)
+    rows = isqrt(num_elements)  # a matrix: low rank makes nothing of a vector
+    columns = num_elements // rows
+    layout = BucketLayout(("probe",), ((rows, columns),), ((columns, 1),), dtype, device)
+    return layout.new_flat(), layout, sender.wire.new_state(layout)
+
+
+def _wait(jobs: Sequence[Job], device: torch.device) -> None:
+    for job in jobs:
+        job.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -187,7 +187,9 @@ def test_auto_chooses_alike_and_says_what(n):
     assert all(other == results[0] for other in results)
     assert x == [float(n)] * 10
     assert (
-        set(choices) == set(seconds) == (set() if n == 1 else {1 << 12, 1 << 16, 1 << 20, 1 << 23})
+        set(choices)
+        == set(seconds)
+        == (set() if n == 1 else {1 << k for k in (12, 16, 18, 20, 23)})
     )
     assert set(choices.values()) <= {
         "native", "ring", "halving_doubling", "recursive_doubling", "shared_memory",
@@ -253,6 +255,35 @@ def test_auto_measures_with_the_dtype_that_travels(monkeypatch):
     monkeypatch.setattr(Auto, "_time", lambda *args: (seen.add(args[2].dtype), time(*args))[1])
     run_ranks(2, lambda comm: make_algorithm("auto", comm, torch.bfloat16).close())
     assert seen == {torch.bfloat16}
+
+
+def test_auto_gives_the_backend_as_many_at_once_as_there_will_be(monkeypatch):
+    """What posts them waits for the first when all are under way; the others sum one by one."""
+    under_way, most = {}, {}
+    post = Native.post
+
+    def counted(native, flat):
+        rank = native.comm.rank
+        posted = post(native, flat)
+        under_way[rank] = under_way.get(rank, 0) + 1
+        most[rank] = max(most.get(rank, 0), under_way[rank])
+        return Counted(posted, rank)
+
+    class Counted:
+        def __init__(self, posted, rank):
+            self.posted, self.rank = posted, rank
+
+        def wait(self):
+            under_way[self.rank] -= 1
+            self.posted.wait()
+
+    monkeypatch.setattr(Native, "post", counted)
+    for num_at_once in (1, 3):
+        most.clear()
+        run_ranks(
+            2, lambda comm, n=num_at_once: make_algorithm("auto", comm, num_at_once=n).close()
+        )
+        assert most == {0: num_at_once, 1: num_at_once}
 
 
 def test_auto_considers_nodes():

@@ -24,7 +24,7 @@ from allstep.errors import (
     UsageError,
 )
 from allstep.exchange import Exchange, ExchangePolicy, attach, tuning
-from allstep.exchange.sender import Sender
+from allstep.exchange.sender import NUM_AT_ONCE, Sender
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
 from tests.exchange.nets import clone, mlp, shard
 
@@ -132,7 +132,7 @@ def test_buckets_are_measured_with_what_the_format_compresses(
 ) -> None:
     """PowerSGD sends vectors as they are."""
     probe, sent = tuning._probe, []
-    num_sums = tuning._NUM_PROBES * tuning._NUM_BUCKETS
+    num_sums = tuning._NUM_PROBES * NUM_AT_ONCE
 
     def counted(sender: Sender, num_bytes: int, *args: Any) -> float:
         before = sender.transport.sent_bytes
@@ -195,7 +195,8 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
         assert run_ranks(4, worker) == [(True, False)] * 4
     told = [r.message for r in caplog.records if r.message.startswith("all-reduce by size")]
     ring, native = (
-        "all-reduce by size: " + ", ".join(f"{kib:,} KiB {name}" for kib in (4, 64, 1024, 8192))
+        "all-reduce by size: "
+        + ", ".join(f"{kib:,} KiB {name}" for kib in (4, 64, 256, 1024, 8192))
         for name in ("ring", "native")
     )
     assert told == [ring, native, ring, native]

@@ -54,6 +54,7 @@ def make_algorithm(
     algorithm: "str | Callable[[Communicator], AllReduce] | None",
     comm: "Communicator",
     dtype: torch.dtype = torch.float32,
+    num_at_once: int = 1,
 ) -> AllReduce:
     """An algorithm for the ranks of `comm`; all of them must make it.
 
@@ -62,6 +63,7 @@ def make_algorithm(
             `lambda comm: Ring(comm, order=(0, 2, 1))`; None for `usual_algorithm`.
         comm: the ranks.
         dtype: of most tensors.
+        num_at_once: tensors that `Native.post` would be given at once, if it comes to that.
 
     Raises:
         UsageError: if the name is unknown, or the algorithm does not suit the ranks' nodes.
@@ -71,7 +73,9 @@ def make_algorithm(
     if not isinstance(algorithm, str):
         return algorithm(comm)
     check_algorithm(algorithm)
-    return Auto(comm, dtype) if algorithm == Auto.name else ALGORITHMS[algorithm](comm)
+    if algorithm == Auto.name:
+        return Auto(comm, dtype, num_at_once)
+    return ALGORITHMS[algorithm](comm)
 
 
 def usual_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) -> str:

@@ -1,6 +1,5 @@
 """Chooses an all-reduce by measuring those that are possible."""
 
-import statistics
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Auto"]
 
-_SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_SIZES_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 23)
 _REPEATS = 3
 _ENOUGH_S = 0.1  # a slow network is known before the largest size
 
@@ -28,26 +27,33 @@ _ENOUGH_S = 0.1  # a slow network is known before the largest size
 class Auto(AllReduce):
     """The algorithm that was the fastest when this one was made, for each size of tensor.
 
-    Every candidate sums tensors of a few sizes. A candidate's time is the ranks' mean, so every
-    rank has the same numbers and chooses the same; a sum takes all ranks as long, and the slowest
-    of many that share cores would only be the unluckiest. The backend's own is only left for
-    one that is at least 5 % faster, since a measurement is no more certain than that.
+    Every candidate sums tensors of a few sizes, as many at once as there will be: of all, the
+    backend's own alone works on several. A candidate's time is the ranks' mean, so every rank has
+    the same numbers and chooses the same; a sum takes all ranks as long, and the slowest of many
+    that share cores would only be the unluckiest. The backend's own is only left for one that is
+    at least 5 % faster, since a measurement is no more certain than that.
 
     Args:
         comm: the ranks.
         dtype: of the tensors to measure with.
+        num_at_once: tensors that are there at once, and that `Native.post` would be given.
 
     Attributes:
-        seconds: size in bytes -> name -> seconds.
+        seconds: size in bytes -> name -> seconds of a tensor.
         choices: size in bytes -> name of the fastest; a tensor takes the choice of the nearest
             size, by ratio.
     """
 
     name: ClassVar[str] = "auto"
 
-    def __init__(self, comm: "Communicator", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        comm: "Communicator",
+        dtype: torch.dtype = torch.float32,
+        num_at_once: int = 1,
+    ) -> None:
         super().__init__(comm)
-        self._dtype = dtype
+        self._dtype, self._num_at_once = dtype, num_at_once
         self.seconds: dict[int, dict[str, float]] = {}
         self.choices: dict[int, str] = {}
         self._kinds: dict[str, type[AllReduce]] = {}
@@ -58,7 +64,7 @@ class Auto(AllReduce):
             for size_bytes in _SIZES_BYTES:
                 self.seconds[size_bytes] = self._measure(size_bytes)
                 self.choices[size_bytes] = _fastest(self.seconds[size_bytes])
-                if min(self.seconds[size_bytes].values()) > _ENOUGH_S:
+                if num_at_once * min(self.seconds[size_bytes].values()) > _ENOUGH_S:
                     break
             self._keep(self.choices.values())
 
@@ -82,16 +88,25 @@ class Auto(AllReduce):
         return dict(zip(names, seconds.tolist(), strict=True))
 
     def _time(self, algorithm: AllReduce, x: Tensor) -> float:
-        """Median seconds of a few sums, after one that does not count."""
-        seconds = []
-        for _ in range(1 + _REPEATS):
+        """Seconds of a sum, in the best of a few goes."""
+        best_s = float("inf")
+        for _ in range(_REPEATS):
             self.comm.barrier()
             start_s = time.perf_counter()
-            algorithm.reduce_(x)
+            self._sum(algorithm, x)
             if x.is_cuda:
                 torch.cuda.synchronize(x.device)
-            seconds.append(time.perf_counter() - start_s)
-        return statistics.median(seconds[1:])
+            best_s = min(best_s, time.perf_counter() - start_s)
+        return best_s / self._num_at_once
+
+    def _sum(self, algorithm: AllReduce, x: Tensor) -> None:
+        """As many sums as there are at once, all of the same zeros."""
+        if isinstance(algorithm, Native) and self._num_at_once > 1:
+            for posted in [algorithm.post(x) for _ in range(self._num_at_once)]:
+                posted.wait()
+        else:
+            for _ in range(self._num_at_once):
+                algorithm.reduce_(x)
 
     def used_for(self, num_bytes: int) -> AllReduce:
         """What sums a tensor of so many bytes."""

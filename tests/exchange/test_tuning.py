@@ -1,0 +1,88 @@
+"""The size of buckets, on links of which a clock of the test's own keeps the time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from allstep import Communicator
+from allstep.exchange import tuning
+from allstep.exchange.buckets import CANDIDATE_BYTES, ReadyGradient
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.sender import NUM_AT_ONCE
+from allstep.exchange.tuning import tuned_bucket_bytes
+from allstep.exchange.wires import FullPrecision
+
+KIB = 1 << 10
+LAYER_BYTES = 256 * KIB
+BACKWARD_S = 0.16
+GRADIENTS = [
+    ReadyGradient(str(i), LAYER_BYTES, (torch.float32, torch.device("cpu")), 0.01 * (i + 1))
+    for i in range(16)
+]
+
+
+class Link:
+    """A clock, and a sender whose buckets follow each other on one line.
+
+    Args:
+        seconds: of a bucket of so many bytes.
+    """
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self._seconds = seconds
+        self.wire = FullPrecision()
+        self.now_s = self._free_s = 0.0
+        self.sent: list[int] = []
+
+    def start(self, flat: torch.Tensor, layout: BucketLayout, state: Any) -> "Sent":
+        self.sent.append(flat.nbytes)
+        self._free_s = max(self._free_s, self.now_s) + self._seconds(flat.nbytes)
+        return Sent(self, self._free_s)
+
+    def wait_until(self, end_s: float) -> None:
+        self.now_s = max(self.now_s, end_s)
+
+
+@dataclass
+class Sent:
+    link: Link
+    end_s: float
+
+    def wait(self) -> None:
+        self.link.wait_until(self.end_s)
+
+
+def tuned(link: Link, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(tuning, "perf_counter", lambda: link.now_s)
+    monkeypatch.setattr(tuning, "sleep", lambda s: link.wait_until(link.now_s + s))
+    return tuned_bucket_bytes(Communicator.lone(), link, GRADIENTS, BACKWARD_S)  # type: ignore[arg-type]
+
+
+def test_a_link_as_modelled_gets_what_the_model_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets when a byte costs all of the time, large ones when a message does."""
+    assert tuned(Link(lambda n: n / 20e6), monkeypatch) == LAYER_BYTES
+    assert tuned(Link(lambda n: 0.1), monkeypatch) == 128 << 20
+
+
+def test_what_the_model_does_not_know_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both probes say that latency is nothing; but buckets of one layer are slow, by chance."""
+    link = Link(lambda n: n / 20e6 + 0.02 * (n == LAYER_BYTES))
+    assert tuned(link, monkeypatch) == 2 * LAYER_BYTES
+
+
+def test_an_exchange_that_is_hidden_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_probes = 2 * tuning._NUM_PROBES * NUM_AT_ONCE
+    hidden, exposed = Link(lambda n: n / 2e9), Link(lambda n: n / 20e6)
+    tuned(hidden, monkeypatch)
+    tuned(exposed, monkeypatch)
+    assert len(hidden.sent) == num_probes
+    assert LAYER_BYTES in exposed.sent[num_probes:]
+
+
+def test_a_bucket_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter may be empty."""
+    monkeypatch.setitem(globals(), "GRADIENTS", [ReadyGradient("none", 0, GRADIENTS[0].kind)])
+    assert tuned(Link(lambda n: n / 20e6), monkeypatch) in CANDIDATE_BYTES
