@@ -22,6 +22,7 @@ _NUM_REPLAYS = 2
 _MAX_CONTENDERS = 4
 _UNCERTAINTY = 0.25  # of a modelled step
 _HIDDEN = 0.05  # of the backward pass: less is not worth replays
+_LONGEST_S = 30.0  # of all replays
 
 Probe = tuple[torch.Tensor, BucketLayout, WireState]
 
@@ -93,11 +94,12 @@ def _kind_of(gradients: Sequence[ReadyGradient]) -> tuple[torch.dtype, torch.dev
 def _contenders(exposed: Mapping[int, float], backward_s: float) -> list[int]:
     """Sizes that may be the best, as the model knows it; the one it finds best comes first."""
     sizes = sorted(exposed, key=lambda size: (exposed[size], -size))
-    limit_s = (1 + _UNCERTAINTY) * (backward_s + exposed[sizes[0]])
-    contenders = [size for size in sizes if backward_s + exposed[size] <= limit_s]
+    best_s = backward_s + exposed[sizes[0]]
+    contenders = [s for s in sizes if backward_s + exposed[s] <= (1 + _UNCERTAINTY) * best_s]
     if max(exposed[size] for size in contenders) < _HIDDEN * backward_s:
         return sizes[:1]
-    return contenders[:_MAX_CONTENDERS]
+    num_in_time = int(_LONGEST_S / (_NUM_REPLAYS * best_s))
+    return contenders[: max(1, min(_MAX_CONTENDERS, num_in_time))]
 
 
 def _replayed(

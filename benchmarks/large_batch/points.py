@@ -158,12 +158,32 @@ def best_of_all(plan: Plan, results: Mapping[str, Point], batch: int) -> Point:
     return max(points, key=lambda point: point["accuracy"])
 
 
+def own(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
+    """LAMB around the best two of its search, at the goals' epochs, on held-out samples.
+
+    What `lamb_fashion` is made of.
+    """
+    for batch, epochs in reversed(_goals(plan)):
+        for rank, best in enumerate(best_settings(plan, results, "lamb", batch)[:2]):
+            settings = _longer(plan, best, epochs)
+            for factor in (1.0, 0.7, 1.4):
+                for schedule in ("linear", "cosine"):
+                    changed = {"lr": factor * settings["lr"], "lr_schedule": schedule}
+                    yield plan.point(
+                        "own",
+                        f"best{rank}-{factor:g}-{schedule}-{batch}",
+                        method=f"lamb {schedule}",
+                        batch=batch,
+                        epochs=epochs,
+                        settings=settings | changed,
+                        is_search=True,
+                    )
+
+
 def shipped(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
-    """The published recipes by their own rules, untuned; beside the best of all at 128."""
-    goals = [(batch, plan.search_epochs) for batch in plan.batches[1:2]]
-    goals += [(plan.large, plan.final_epochs)]
+    """The recipes by their own rules, untuned; beside the best of all at 128."""
+    best = best_of_all(plan, results, plan.small)
     for seed in range(plan.num_seeds):
-        best = best_of_all(plan, results, plan.small)
         for epochs in (plan.search_epochs, plan.final_epochs):
             yield plan.point(
                 "shipped",
@@ -174,11 +194,19 @@ def shipped(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
                 settings=_longer(plan, best["settings"], epochs),
                 seed=seed,
             )
-        for batch, epochs in goals:
-            for recipe in ("goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet"):
-                name = f"{recipe}-{batch}-{epochs}-seed{seed}"
-                fields = {"epochs": epochs, "settings": _published(recipe, batch, epochs)}
-                yield plan.point("shipped", name, method=recipe, batch=batch, seed=seed, **fields)
+    for recipes in (("lamb_fashion",), ("goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet")):
+        for seed in range(plan.num_seeds):
+            for batch, epochs in _goals(plan):
+                for recipe in recipes:
+                    name = f"{recipe}-{batch}-{epochs}-seed{seed}"
+                    fields = {"epochs": epochs, "settings": _published(recipe, batch, epochs)}
+                    fields |= {"batch": batch, "seed": seed}
+                    yield plan.point("shipped", name, method=recipe, **fields)
+
+
+def _goals(plan: Plan) -> list[tuple[int, int]]:
+    """Batch and epochs at which recipes are to come near the small batch."""
+    return [(plan.batches[1], plan.search_epochs), (plan.large, plan.final_epochs)]
 
 
 def control(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
@@ -279,6 +307,7 @@ def text(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
 
 PARTS = {
     "search": search,
+    "own": own,
     "shipped": shipped,
     "naive": naive,
     "final": final,

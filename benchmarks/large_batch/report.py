@@ -41,7 +41,7 @@ def _sections(plan: Plan, results: Results) -> list[str]:
         "",
     ]
     sections = (
-        _final, _shipped, _naive, _control, _critical, _norms, _akiba, _text, _search
+        _final, _shipped, _naive, _control, _critical, _norms, _akiba, _text, _search, _own
     )  # fmt: skip
     for section in sections:
         lines += section(plan, results)
@@ -255,6 +255,23 @@ def _search(plan: Plan, results: Results) -> list[str]:
         f"**The search, {plan.search_epochs} epochs, held-out samples** (▲ ▼: within a tenth of the"
         " range of rates from its end)"
     )
+    return [title, "", *_table(header, rows)] if rows else []
+
+
+def _own(plan: Plan, results: Results) -> list[str]:
+    """The best first."""
+    points = sorted(
+        _of(results, "own"), key=lambda p: (p["batch"], p["epochs"], -(p["accuracy"] or 0.0))
+    )
+    rows = []
+    for point in points:
+        settings = point["settings"]
+        numbers = [f"{settings[name]:.3g}" for name in ("lr", "momentum", "weight_decay")]
+        warmup = f"{settings['warmup_epochs'] / point['epochs']:.0%}"
+        cells = [f"{point['batch']:,}", str(point["epochs"]), settings["lr_schedule"], *numbers]
+        rows.append([*cells, warmup, _accuracy([point])])
+    header = ["batch", "epochs", "schedule", "lr", "momentum", "decay", "warm-up", "accuracy, %"]
+    title = "**What `lamb_fashion` was chosen from: LAMB near the search's best two, held out**"
     return [title, "", *_table(header, rows)] if rows else []
 
 

@@ -82,6 +82,12 @@ def test_an_exchange_that_is_hidden_is_not_tried(monkeypatch: pytest.MonkeyPatch
     assert LAYER_BYTES in exposed.sent[num_probes:]
 
 
+def test_what_would_take_minutes_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Link(lambda n: n / 0.1e6 + 5.0 * (n == LAYER_BYTES))
+    assert tuned(slow, monkeypatch) == LAYER_BYTES
+    assert len(slow.sent) == 2 * tuning._NUM_PROBES * NUM_AT_ONCE
+
+
 def test_a_bucket_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter may be empty."""
     monkeypatch.setitem(globals(), "GRADIENTS", [ReadyGradient("none", 0, GRADIENTS[0].kind)])
