@@ -25,6 +25,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import usual_algorithm
 from allstep.doctor.measure import measure
 from allstep.doctor.trial import (
+    RunSteps,
     Training,
     measure_workload,
     sleeping_training,
@@ -140,7 +141,7 @@ def measure_model(
 
 
 def _time_in_turn(
-    runs: Sequence[Callable[[int], float]],
+    runs: Sequence[RunSteps],
     policies: Sequence[Policy],
     time_alone: Callable[[], list[TimedStep]],
     num_repeats: int,
@@ -162,11 +163,11 @@ def _time_in_turn(
                 continue
             if num_steps > policy.every:
                 run(policy.every)  # fills caches
-            seconds.setdefault(policy.name, []).append(run(num_steps))
+            seconds.setdefault(policy.name, []).extend(run(num_steps))
     for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
         if policy.staleness:  # a wire that can't keep up is late by and by
             run(FULL_STEPS)
-            seconds[policy.name] = [run(num_steps) for _ in range(num_repeats)]
+            seconds[policy.name] = run(num_steps, num_repeats)
     return timed
 
 

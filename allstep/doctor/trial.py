@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from allstep.plan.policy import Policy
 from allstep.plan.workload import Workload
 
 __all__ = [
+    "RunSteps",
     "Training",
     "exchange_policy",
     "measure_policy",
@@ -31,6 +33,12 @@ __all__ = [
 
 _WARM_STEPS = 3  # buckets are made anew after the first
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class RunSteps(Protocol):
+    """What `steps_under` yields."""
+
+    def __call__(self, num_steps: int, num_repeats: int = 1, /) -> list[float]: ...
 
 
 @dataclass(frozen=True)
@@ -142,13 +150,13 @@ def measure_policy(
         num_warm = -(-_WARM_STEPS // policy.every) * policy.every
         run(num_warm + policy.staleness)
         num_steps = whole_rounds(run, policy, seconds)
-        return [run(num_steps) for _ in range(num_repeats)]
+        return run(num_steps, num_repeats)
 
 
 @contextmanager
 def steps_under(
     comm: Communicator, training: Training, policy: Policy, *, num_micro_batches: int = 1
-) -> Iterator[Callable[[int], float]]:
+) -> Iterator[RunSteps]:
     """Steps of a training under a policy, as many as one wants and when one wants. Collective.
 
     Args:
@@ -156,22 +164,27 @@ def steps_under(
         training: the same on each worker.
 
     Yields:
-        What runs so many steps, and returns the seconds of one on the slowest worker.
+        What runs so many steps so many times, and returns the seconds of one on the slowest
+        worker, for each time. Nothing else happens in between: late gradients would travel while
+        no clock runs.
     """
     model, exchange = _attached(comm, training, policy)
     no_sync = getattr(model if exchange is None else exchange, "no_sync", nullcontext)
 
-    def run(num_steps: int) -> float:
-        start_s = perf_counter()
-        for _ in range(num_steps):
-            with no_sync():
-                for _ in range(num_micro_batches - 1):
-                    training.loss_of(model).backward()  # type: ignore[no-untyped-call]
-            training.loss_of(model).backward()  # type: ignore[no-untyped-call]
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-        synchronize(comm.device)
-        return slowest_s(comm, (perf_counter() - start_s) / num_steps)
+    def run(num_steps: int, num_repeats: int = 1) -> list[float]:
+        ends_s = [perf_counter()]
+        for _ in range(num_repeats):
+            for _ in range(num_steps):
+                with no_sync():
+                    for _ in range(num_micro_batches - 1):
+                        training.loss_of(model).backward()  # type: ignore[no-untyped-call]
+                training.loss_of(model).backward()  # type: ignore[no-untyped-call]
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+            synchronize(comm.device)
+            ends_s.append(perf_counter())
+        own_s = [(end_s - start_s) / num_steps for start_s, end_s in pairwise(ends_s)]
+        return [slowest_s(comm, seconds) for seconds in own_s]
 
     yield run
     if exchange is not None:
@@ -180,9 +193,10 @@ def steps_under(
         exchange.detach()
 
 
-def whole_rounds(run: Callable[[int], float], policy: Policy, seconds: float) -> int:
+def whole_rounds(run: RunSteps, policy: Policy, seconds: float) -> int:
     """Steps that take about so long, and end with an exchange; a round is run to know it."""
-    return max(1, round(seconds / (run(policy.every) * policy.every))) * policy.every
+    (step_s,) = run(policy.every)
+    return max(1, round(seconds / (step_s * policy.every))) * policy.every
 
 
 def _attached(

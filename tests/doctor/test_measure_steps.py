@@ -9,6 +9,7 @@ from torch import nn
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
+from allstep.doctor import trial
 from allstep.doctor.trial import (
     Training,
     _slowest,
@@ -16,6 +17,7 @@ from allstep.doctor.trial import (
     measure_policy,
     measure_workload,
     sleeping_training,
+    steps_under,
 )
 from allstep.doctor.workload import (
     TimedStep,
@@ -118,6 +120,23 @@ def test_every_policy_runs(policy):
     assert seconds[0] == seconds[1]
     assert len(seconds[0]) == 2
     assert min(seconds[0]) >= 2 * ASLEEP.compute_s
+
+
+def test_nothing_happens_between_repeats(monkeypatch):
+    """Late gradients would travel while no clock runs."""
+    events = []
+    monkeypatch.setattr(trial, "slowest_s", lambda comm, seconds: events.append("compare") or 1.0)
+
+    def loss_of(model):
+        events.append("step")
+        return model(torch.ones(2, 3)).sum()
+
+    model = nn.Linear(3, 2)
+    training = Training(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+    policy = Policy(name="fp16", wire="fp16", staleness=1, bucket_bytes=64)
+    with steps_under(Communicator.lone(), training, policy) as run:
+        assert run(2, 3) == [1.0] * 3
+    assert events == ["step"] * 6 + ["compare"] * 3
 
 
 def test_a_policy_of_the_planner_becomes_one_of_the_exchange():
