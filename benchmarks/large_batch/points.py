@@ -166,7 +166,7 @@ def own(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
     for batch, epochs in reversed(_goals(plan)):
         for rank, best in enumerate(best_settings(plan, results, "lamb", batch)[:2]):
             settings = _longer(plan, best, epochs)
-            for factor in (1.0, 0.7, 1.4):
+            for factor in (1.0, 1.4):
                 for schedule in ("linear", "cosine"):
                     changed = {"lr": factor * settings["lr"], "lr_schedule": schedule}
                     yield plan.point(
