@@ -41,7 +41,8 @@ class LaunchOptions:
 
     large_batch: str | None = None
     """A published large-batch recipe, rescaled to this batch and these epochs: goyal_1h,
-    akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min. Flags that you give win."""
+    akiba_15min, lars_32k, lamb_imagenet, lamb_bert_76min or lamb_fashion. Flags that you give
+    win."""
 
 
 def run(arguments: list[str]) -> int:

@@ -75,7 +75,7 @@ def find_published(name: str) -> PublishedRecipe:
     """The published recipe of this name.
 
     Args:
-        name: goyal_1h, akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min.
+        name: a key of `PUBLISHED`, such as lars_32k.
 
     Returns:
         Its settings as published, with their sources.
@@ -97,13 +97,10 @@ def rescale(
     of, and fractions of the run stay fractions.
 
     Args:
-        name: goyal_1h, akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min.
+        name: a key of `PUBLISHED`, such as lars_32k.
         global_batch: samples of one step, over all workers.
         epochs: passes over the data.
         micro_batch: samples that batch norm sees at once, to be told beside the published ones.
-
-    Returns:
-        Its settings here, and how they came about.
 
     Returns:
         The new settings, and what was changed by which rule.
@@ -177,7 +174,7 @@ def large_batch(
     """Optimizer and schedule of a published recipe, for a loop of one's own.
 
     Args:
-        name: goyal_1h, akiba_15min, lars_32k, lamb_imagenet or lamb_bert_76min.
+        name: a key of `PUBLISHED`, such as lars_32k.
         model: on its device.
         global_batch: samples of one step, over all workers; in the first stage.
         epochs: passes over the data.

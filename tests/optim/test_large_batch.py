@@ -1,6 +1,8 @@
 """Published recipes as data, and what their rules make of another batch and other epochs."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,10 @@ from allstep.optim import (
     rescale,
 )
 
-NAMES = ["goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet", "lamb_bert_76min"]
+NAMES = [
+    "goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet", "lamb_bert_76min", "lamb_fashion",
+]  # fmt: skip
+STUDY = Path(__file__).parents[2] / "benchmarks" / "results" / "large_batch"
 
 
 def test_the_published_ones() -> None:
@@ -93,6 +98,17 @@ def test_lars_goes_from_the_nearest_reference(
     if origin != 32768:
         assert rules["lr"] == f"linear in the batch, from the one at {origin:,}"
         assert rules["weight_decay"] == f"the one at {origin:,}"
+
+
+@pytest.mark.parametrize(("batch", "epochs"), [(4096, 15), (1024, 5)])
+def test_our_own_is_the_best_that_the_study_tried(batch: int, epochs: int) -> None:
+    points = [json.loads(path.read_text()) for path in STUDY.glob(f"own/*-{batch}.json")]
+    assert len(points) == 8
+    best = max(points, key=lambda point: point["accuracy"])["settings"]
+    settings = rescale("lamb_fashion", global_batch=batch, epochs=epochs).settings
+    for name, value in best.items():
+        rounded = value if isinstance(value, str) else pytest.approx(value, rel=5e-3)
+        assert getattr(settings, name) == rounded, name
 
 
 def test_what_batch_norm_sees_is_told() -> None:
