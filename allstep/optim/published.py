@@ -231,7 +231,7 @@ _BERT = PublishedRecipe(
 
 _FASHION = PublishedRecipe(
     name="lamb_fashion",
-    workload="a small conv net on Fashion-MNIST",
+    workload="`fashion` with `--width 16`",
     optimizer="lamb",
     global_batch=4096,
     micro_batch=32,
