@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from allstep.train.failures import FAILED, PEER_LOST
+from allstep.train.interrupts import SIGNALS
 
 __all__ = ["launch_workers"]
 
@@ -27,6 +29,8 @@ _SHUTDOWN_TIMEOUT_S = 600
 
 def launch_workers(num_workers: int, command: Sequence[str]) -> int:
     """Runs `python *command` as `num_workers` local workers until all have ended.
+
+    They begin with SIGINT and SIGTERM blocked, and unblock them when they can answer.
 
     Args:
         num_workers: processes to start on this machine.
@@ -40,7 +44,11 @@ def launch_workers(num_workers: int, command: Sequence[str]) -> int:
         SystemExit: on a signal before the workers run, or after they have ended.
     """
     _silence_elastic()
-    with _unwound_by_signals(), tempfile.TemporaryDirectory(prefix="allstep-") as log_dir:
+    with (
+        _unwound_by_signals(),
+        tempfile.TemporaryDirectory(prefix="allstep-") as log_dir,
+        _signals_blocked_for_children(),
+    ):
         launch = elastic_launch(_config(num_workers, log_dir), sys.executable)
         try:
             launch(*command)
@@ -62,12 +70,32 @@ def _unwound_by_signals() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, leave) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_blocked_for_children() -> Iterator[None]:
+    """A signal that the agent passes on to a worker waits until that worker listens.
+
+    An interpreter that is only starting would answer Ctrl-C with a traceback. A process
+    inherits what its parent's thread has blocked; meanwhile another thread takes the signals
+    of this process, and Python handles them in this one as ever.
+    """
+    is_over = threading.Event()
+    taker = threading.Thread(target=is_over.wait, name="allstep takes signals")
+    taker.start()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        is_over.set()
+        taker.join()
 
 
 def _silence_elastic() -> None:

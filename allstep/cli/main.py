@@ -88,6 +88,7 @@ def _quiet_signals() -> Iterator[None]:
     """Ends this process without a traceback on Ctrl-C, as long as nobody else listens."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     previous = {number: signal.signal(number, _leave) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a worker was started with them blocked
     try:
         yield
     finally:

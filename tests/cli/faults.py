@@ -19,11 +19,12 @@ from allstep.cli.launch import launch_workers
 from allstep.comm import Communicator
 from allstep.errors import DataError, UsageError
 from allstep.train.failures import run_worker
-from allstep.train.interrupts import Interrupts
+from allstep.train.interrupts import SIGNALS, Interrupts
 
 
 def main() -> int:
     if "RANK" in os.environ:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as `allstep worker` does
         return run_worker(body)
     num_workers = int(sys.argv[1])
     if num_workers > 1:

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.launched import Launched
@@ -30,6 +31,10 @@ class Command(Launched):
         self.finish(within_s=RUN_S)
         assert self.code == 0, self.errors
         return self.output
+
+    def has_torch(self) -> bool:
+        files = psutil.Process(self.process.pid).memory_maps()
+        return any("libtorch" in file.path for file in files)
 
     def trains(self) -> bool:
         files = list(self.folder.glob("run/metrics.jsonl"))
@@ -133,10 +138,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, short_run):
         assert "Traceback" not in run.errors
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path, num_workers):
+@pytest.mark.parametrize(
+    ("num_workers", "delay_s"),
+    [(1, 0.0), (1, 1.0), (2, 0.02), (2, 0.03), (2, 0.04), (2, 1.0)],  # Python starts in 0.05 s
+)
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path, num_workers, delay_s):
     run = Command(tmp_path, "train", "digits", "--workers", num_workers, *LONG)
-    time.sleep(1.5)
+    run.wait_until(run.workers if num_workers > 1 else run.has_torch)
+    time.sleep(delay_s)
     run.process.send_signal(signal.SIGINT)
     run.finish(within_s=STOP_S)
     assert run.code == 128 + signal.SIGINT
