@@ -171,16 +171,19 @@ def steps_under(
     model, exchange = _attached(comm, training, policy)
     no_sync = getattr(model if exchange is None else exchange, "no_sync", nullcontext)
 
+    def step() -> None:
+        with no_sync():
+            for _ in range(num_micro_batches - 1):
+                training.loss_of(model).backward()  # type: ignore[no-untyped-call]
+        training.loss_of(model).backward()  # type: ignore[no-untyped-call]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
     def run(num_steps: int, num_repeats: int = 1) -> list[float]:
         ends_s = [perf_counter()]
         for _ in range(num_repeats):
             for _ in range(num_steps):
-                with no_sync():
-                    for _ in range(num_micro_batches - 1):
-                        training.loss_of(model).backward()  # type: ignore[no-untyped-call]
-                training.loss_of(model).backward()  # type: ignore[no-untyped-call]
-                training.optimizer.step()
-                training.optimizer.zero_grad()
+                step()
             synchronize(comm.device)
             ends_s.append(perf_counter())
         own_s = [(end_s - start_s) / num_steps for start_s, end_s in pairwise(ends_s)]

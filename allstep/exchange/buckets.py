@@ -1,9 +1,15 @@
 """Which gradients travel together; pure functions."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ReadyGradient", "exposed_by_bucket_bytes", "exposed_s", "split_in_buckets"]
+__all__ = [
+    "ReadyGradient",
+    "choose_bucket_bytes",
+    "exposed_by_bucket_bytes",
+    "exposed_s",
+    "split_in_buckets",
+]
 
 FIRST_BUCKET_BYTES = 1 << 20
 CANDIDATE_BYTES = tuple(1 << exponent for exponent in range(16, 28))  # 64 KiB to 128 MiB
@@ -82,14 +88,9 @@ def exposed_by_bucket_bytes(
 ) -> dict[int, float]:
     """Bucket size -> `exposed_s`; of sizes that make the same buckets the largest alone.
 
-    >>> gradients = [ReadyGradient(str(i), 1 << 20, ready_s=0.001 * i) for i in range(32)]
-    >>> def best(latency_s: float) -> int:
-    ...     exposed = exposed_by_bucket_bytes(
-    ...         gradients, backward_s=0.032, latency_s=latency_s, bytes_per_s=2e9
-    ...     )
-    ...     return min(exposed, key=lambda size: exposed[size])
-    >>> best(0) >> 20, best(0.1) >> 20
-    (1, 128)
+    >>> gradients = [ReadyGradient(name, 1 << 20) for name in "cba"]
+    >>> exposed_by_bucket_bytes(gradients, backward_s=0.0, latency_s=1.0, bytes_per_s=1 << 20)
+    {1048576: 6.0, 134217728: 5.0}
     """
     found: dict[tuple[tuple[str, ...], ...], tuple[int, float]] = {}
     for size in CANDIDATE_BYTES:
@@ -99,3 +100,25 @@ def exposed_by_bucket_bytes(
         )
         found[tuple(tuple(g.name for g in bucket) for bucket in buckets)] = size, seconds
     return dict(found.values())
+
+
+def choose_bucket_bytes(exposed: Mapping[int, float]) -> int:
+    """The size that leaves the least exposed; the largest of equals.
+
+    Args:
+        exposed: bucket size -> seconds.
+
+    >>> gradients = [ReadyGradient(str(i), 1 << 20, ready_s=0.001 * i) for i in range(32)]
+    >>> def choose(latency_s: float) -> int:
+    ...     return choose_bucket_bytes(
+    ...         exposed_by_bucket_bytes(
+    ...             gradients, backward_s=0.032, latency_s=latency_s, bytes_per_s=2e9
+    ...         )
+    ...     )
+    >>> choose(0) >> 20
+    2
+    >>> choose(0.1) >> 20
+    128
+    """
+    good_s = min(exposed.values()) * 1.001
+    return max(size for size, seconds in exposed.items() if seconds <= good_s)

@@ -1,14 +1,20 @@
 """Measures what exchanging costs here, and chooses the size of buckets by it."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from math import isqrt
 from time import perf_counter, sleep
 
 import torch
 
 from allstep.comm import Communicator
-from allstep.exchange.buckets import ReadyGradient, exposed_by_bucket_bytes, split_in_buckets
+from allstep.exchange.buckets import (
+    ReadyGradient,
+    choose_bucket_bytes,
+    exposed_by_bucket_bytes,
+    split_in_buckets,
+)
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.runner import Job
 from allstep.exchange.sender import NUM_AT_ONCE, Sender
@@ -63,7 +69,7 @@ def tuned_bucket_bytes(
     contenders = _contenders(exposed, backward_s)
     if len(contenders) > 1:
         exposed = _replayed(comm, sender, slowest, backward_s, contenders)
-    chosen = min(contenders, key=lambda size: exposed[size])
+    chosen = choose_bucket_bytes(exposed)
     if comm.rank == 0:
         logging.getLogger("allstep").info(
             f"buckets of {chosen / 2**20:g} MiB: backward pass {1e3 * backward_s:.1f} ms, exchange"
@@ -75,20 +81,11 @@ def tuned_bucket_bytes(
 
 def _link(sender: Sender, gradients: Sequence[ReadyGradient]) -> tuple[float, float]:
     """Latency and seconds per byte of exchanging a bucket, from the best of a few."""
-    dtype, device = _kind_of(gradients)
-    seconds = [_probe(sender, num_bytes, dtype, device) for num_bytes in _PROBE_BYTES]
     small, large = _PROBE_BYTES
-    s_per_byte = max((seconds[1] - seconds[0]) / (large - small), 1e-12)
-    return max(seconds[0] - s_per_byte * small, 0.0), s_per_byte
-
-
-def _kind_of(gradients: Sequence[ReadyGradient]) -> tuple[torch.dtype, torch.device]:
-    bytes_of: Mapping[object, int] = {
-        g.kind: sum(x.num_bytes for x in gradients if x.kind == g.kind) for g in gradients
-    }
-    kind = max(bytes_of, key=lambda k: bytes_of[k])
-    assert isinstance(kind, tuple)
-    return kind
+    flat = _new_flat(gradients, large)
+    small_s, large_s = (_probe(sender, flat, num_bytes) for num_bytes in _PROBE_BYTES)
+    s_per_byte = max((large_s - small_s) / (large - small), 1e-12)
+    return max(small_s - s_per_byte * small, 0.0), s_per_byte
 
 
 def _contenders(exposed: Mapping[int, float], backward_s: float) -> list[int]:
@@ -110,62 +107,78 @@ def _replayed(
     sizes: Sequence[int],
 ) -> dict[int, float]:
     """Bucket size -> seconds exposed, the workers' mean, in the best of a few backward passes."""
-    dtype, device = _kind_of(gradients)
-    splits = {size: split_in_buckets(gradients, size) for size in sizes}
-    buckets = {
-        size: [(sum(g.num_bytes for g in b), max(g.ready_s for g in b)) for b in split]
-        for size, split in splits.items()
-    }
-    # Of each number of bytes one, which may be sent several times at once: all add zeros to zeros.
-    all_bytes = sorted({num_bytes for split in buckets.values() for num_bytes, _ in split})
-    probes = {num_bytes: _new_probe(sender, num_bytes, dtype, device) for num_bytes in all_bytes}
+    plans = [
+        [(sum(g.num_bytes for g in b), max(g.ready_s for g in b)) for b in buckets]
+        for buckets in (split_in_buckets(gradients, size) for size in sizes)
+    ]
+    flat = _new_flat(gradients, max(num_bytes for plan in plans for num_bytes, _ in plan))
     best_s = torch.full((len(sizes),), float("inf"), dtype=torch.float64, device=comm.device)
     for _ in range(_NUM_REPLAYS):
-        own_s = []
-        for size in sizes:
-            comm.barrier()
-            own_s.append(
-                _replay(sender, [(probes[n], s) for n, s in buckets[size]], backward_s, device)
-            )
+        own_s = [_replay(comm, sender, plan, backward_s, flat) for plan in plans]
         best_s = best_s.minimum(torch.tensor(own_s, dtype=torch.float64, device=comm.device))
     return dict(zip(sizes, comm.all_reduce(best_s, "mean").tolist(), strict=True))
 
 
 def _replay(
+    comm: Communicator,
     sender: Sender,
-    buckets: Sequence[tuple[Probe, float]],
+    buckets: Sequence[tuple[int, float]],
     backward_s: float,
-    device: torch.device,
+    flat: torch.Tensor,
 ) -> float:
-    """Seconds from the end of a backward pass until all has been exchanged; the pass is slept."""
-    start_s = perf_counter()
+    """Seconds from the end of a backward pass until all has been exchanged; the pass is slept.
+
+    Args:
+        comm, sender: as of `tuned_bucket_bytes`.
+        buckets: bytes of each, and when it is ready.
+        backward_s: of the pass.
+        flat: zeros, enough for the largest.
+    """
+    probes = {num_bytes: _new_probe(sender, flat, num_bytes) for num_bytes, _ in buckets}
     jobs: list[Job] = []
-    for probe, ready_s in buckets:
+    comm.barrier()
+    start_s = perf_counter()
+    for num_bytes, ready_s in buckets:
         sleep(max(0.0, start_s + ready_s - perf_counter()))
-        jobs.append(sender.start(*probe))
+        jobs.append(sender.start(*probes[num_bytes]))
     sleep(max(0.0, start_s + backward_s - perf_counter()))
-    _wait(jobs, device)
+    _wait(jobs, flat.device)
     return perf_counter() - start_s - backward_s
 
 
-def _probe(sender: Sender, num_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
+def _probe(sender: Sender, flat: torch.Tensor, num_bytes: int) -> float:
     """Seconds of one of a few buckets that follow each other as fast as they can."""
-    probes = [_new_probe(sender, num_bytes, dtype, device) for _ in range(NUM_AT_ONCE)]
+    probes = [_new_probe(sender, flat, num_bytes) for _ in range(NUM_AT_ONCE)]
     best_s = float("inf")
     for _ in range(_NUM_PROBES):
         start_s = perf_counter()
-        _wait([sender.start(*probe) for probe in probes], device)
+        _wait([sender.start(*probe) for probe in probes], flat.device)
         best_s = min(best_s, perf_counter() - start_s)
     return best_s / NUM_AT_ONCE
 
 
-def _new_probe(sender: Sender, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Probe:
-    """A bucket of zeros that belongs to no parameter."""
-    num_elements = max(1, num_bytes // dtype.itemsize)
+def _new_flat(gradients: Sequence[ReadyGradient], num_bytes: int) -> torch.Tensor:
+    """Zeros of the kind that most of the gradients' bytes are."""
+    bytes_of: Counter[Hashable] = Counter()
+    for gradient in gradients:
+        bytes_of[gradient.kind] += gradient.num_bytes
+    ((kind, _),) = bytes_of.most_common(1)
+    assert isinstance(kind, tuple)
+    dtype, device = kind
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    return torch.zeros(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
+
+
+def _new_probe(sender: Sender, flat: torch.Tensor, num_bytes: int) -> Probe:
+    """A bucket that belongs to no parameter, at the beginning of `flat`.
+
+    All that are made of one `flat` may be under way at once: they add zeros to zeros.
+    """
+    num_elements = max(1, num_bytes // flat.itemsize)
     rows = isqrt(num_elements)  # a matrix: low rank makes nothing of a vector
     columns = num_elements // rows
-    layout = BucketLayout(("probe",), ((rows, columns),), ((columns, 1),), dtype, device)
-    return layout.new_flat(), layout, sender.wire.new_state(layout)
+    layout = BucketLayout(("probe",), ((rows, columns),), ((columns, 1),), flat.dtype, flat.device)
+    return flat[: layout.num_elements], layout, sender.wire.new_state(layout)
 
 
 def _wait(jobs: Sequence[Job], device: torch.device) -> None:

@@ -194,14 +194,19 @@ def shipped(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
                 settings=_longer(plan, best["settings"], epochs),
                 seed=seed,
             )
-    for recipes in (("lamb_fashion",), ("goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet")):
-        for seed in range(plan.num_seeds):
-            for batch, epochs in _goals(plan):
-                for recipe in recipes:
-                    name = f"{recipe}-{batch}-{epochs}-seed{seed}"
-                    fields = {"epochs": epochs, "settings": _published(recipe, batch, epochs)}
-                    fields |= {"batch": batch, "seed": seed}
-                    yield plan.point("shipped", name, method=recipe, **fields)
+    recipes = ("lamb_fashion", "goyal_1h", "akiba_15min", "lars_32k", "lamb_imagenet")
+    for seed in range(plan.num_seeds):
+        for batch, epochs in _goals(plan):
+            for recipe in recipes:
+                yield plan.point(
+                    "shipped",
+                    f"{recipe}-{batch}-{epochs}-seed{seed}",
+                    method=recipe,
+                    batch=batch,
+                    epochs=epochs,
+                    settings=_published(recipe, batch, epochs),
+                    seed=seed,
+                )
 
 
 def _goals(plan: Plan) -> list[tuple[int, int]]:

@@ -83,9 +83,14 @@ def test_an_exchange_that_is_hidden_is_not_tried(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_would_take_minutes_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Link(lambda n: n / 0.1e6 + 5.0 * (n == LAYER_BYTES))
-    assert tuned(slow, monkeypatch) == LAYER_BYTES
+    def seconds(num_bytes: int) -> float:
+        return 0.5 + num_bytes / 0.25e6 + 30.0 * (num_bytes > 2 << 20)
+
+    slow = Link(seconds)
+    assert tuned(slow, monkeypatch) == 128 << 20  # as modelled
     assert len(slow.sent) == 2 * tuning._NUM_PROBES * NUM_AT_ONCE
+    monkeypatch.setattr(tuning, "_LONGEST_S", 1e3)
+    assert tuned(Link(seconds), monkeypatch) == 2 << 20
 
 
 def test_a_bucket_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
