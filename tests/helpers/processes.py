@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -56,9 +56,9 @@ class _Outcome:
 
 
 class Workers:
-    """Processes that run a function, one a rank; as a context manager it leaves none.
+    """Processes that run `fn(*args)`, one a rank; as a context manager it leaves none.
 
-    The function is `fn(comm, *args)`, or `fn(*args)` if it is to call `allstep.init` by itself.
+    They are told what torchrun would tell them; a lone one may be told nothing.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Workers:
         args: tuple[Any, ...],
         timeout_s: float,
         *,
-        has_comm: bool = True,
+        is_told: bool = True,
     ) -> None:
         # The parent serves the store, as torchrun's agent does: no port is guessed or raced for.
         self._store = TCPStore(
@@ -78,9 +78,10 @@ class Workers:
         self._processes: list[ForkServerProcess] = []
         for rank in range(n):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
+            environ = _as_of_torchrun(rank, n, self._store.port) if is_told else {}
             process = _CONTEXT.Process(
                 target=_work,
-                args=(rank, n, self._store.port, timeout_s if has_comm else None, theirs, fn, args),
+                args=(rank, environ, theirs, fn, args),
                 name=f"rank {rank}",
                 daemon=False,  # may start DataLoader workers of its own
             )
@@ -171,7 +172,7 @@ class Workers:
 
 def start_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Workers:
     """Starts n processes that run `fn(comm, *args)`; `fn` is importable, results are picklable."""
-    return Workers(n, fn, args, timeout_s)
+    return Workers(n, _with_comm, (timeout_s, fn, args), timeout_s)
 
 
 def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -186,7 +187,7 @@ def run_script(n: int, script: Path, folder: Path, timeout_s: float = 60.0) -> l
     Several processes are told what torchrun would tell them, a lone one nothing.
     """
     arguments = (script, folder)
-    with Workers(n, _run_script, arguments, timeout_s, has_comm=False) as workers:
+    with Workers(n, _run_script, arguments, timeout_s, is_told=n > 1) as workers:
         return workers.results(timeout_s)
 
 
@@ -198,28 +199,27 @@ def _run_script(script: Path, folder: Path) -> str:
     return printed.getvalue()
 
 
+def _with_comm(timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with init(device="cpu", timeout_s=timeout_s) as comm:
+        result = fn(comm, *args)
+        comm.barrier()
+    return result
+
+
 def _work(
     rank: int,
-    size: int,
-    port: int,
-    timeout_s: float | None,
+    environ: Mapping[str, str],
     pipe: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """A child's life: the communicator if one is wanted, and the function."""
+    """A child's life."""
     torch.set_num_threads(1)
     # As in a worker that was not started so itself: a loader's processes are forked.
     multiprocessing.set_start_method("fork", force=True)
-    if size > 1 or timeout_s is not None:
-        _set_environ(rank, size, port)
+    os.environ.update(environ)
     try:
-        if timeout_s is None:
-            result = fn(*args)
-        else:
-            with init(device="cpu", timeout_s=timeout_s) as comm:
-                result = fn(comm, *args)
-                comm.barrier()
+        result = fn(*args)
     except BaseException as error:
         severity = 2 if isinstance(error, PeerLostError) else 0
         _send(pipe, _Outcome(rank, traceback.format_exc(), severity))
@@ -227,20 +227,20 @@ def _work(
     _send(pipe, _Outcome(rank, result))
 
 
-def _set_environ(rank: int, size: int, port: int) -> None:
-    """What torchrun would set."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        GROUP_RANK="0",
-        GROUP_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+def _as_of_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment that torchrun would give a worker."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _send(pipe: Connection, outcome: _Outcome) -> None:
