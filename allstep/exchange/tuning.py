@@ -83,7 +83,7 @@ def _link(sender: Sender, gradients: Sequence[ReadyGradient]) -> tuple[float, fl
     """Latency and seconds per byte of exchanging a bucket, from the best of a few."""
     small, large = _PROBE_BYTES
     flat = _new_flat(gradients, large)
-    small_s, large_s = (_probe(sender, flat, num_bytes) for num_bytes in _PROBE_BYTES)
+    small_s, large_s = (_probe(sender, num_bytes, flat) for num_bytes in _PROBE_BYTES)
     s_per_byte = max((large_s - small_s) / (large - small), 1e-12)
     return max(small_s - s_per_byte * small, 0.0), s_per_byte
 
@@ -134,7 +134,7 @@ def _replay(
         backward_s: of the pass.
         flat: zeros, enough for the largest.
     """
-    probes = {num_bytes: _new_probe(sender, flat, num_bytes) for num_bytes, _ in buckets}
+    probes = {num_bytes: _new_probe(sender, num_bytes, flat) for num_bytes, _ in buckets}
     jobs: list[Job] = []
     comm.barrier()
     start_s = perf_counter()
@@ -146,9 +146,9 @@ def _replay(
     return perf_counter() - start_s - backward_s
 
 
-def _probe(sender: Sender, flat: torch.Tensor, num_bytes: int) -> float:
+def _probe(sender: Sender, num_bytes: int, flat: torch.Tensor) -> float:
     """Seconds of one of a few buckets that follow each other as fast as they can."""
-    probes = [_new_probe(sender, flat, num_bytes) for _ in range(NUM_AT_ONCE)]
+    probes = [_new_probe(sender, num_bytes, flat) for _ in range(NUM_AT_ONCE)]
     best_s = float("inf")
     for _ in range(_NUM_PROBES):
         start_s = perf_counter()
@@ -169,7 +169,7 @@ def _new_flat(gradients: Sequence[ReadyGradient], num_bytes: int) -> torch.Tenso
     return torch.zeros(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
 
 
-def _new_probe(sender: Sender, flat: torch.Tensor, num_bytes: int) -> Probe:
+def _new_probe(sender: Sender, num_bytes: int, flat: torch.Tensor) -> Probe:
     """A bucket that belongs to no parameter, at the beginning of `flat`.
 
     All that are made of one `flat` may be under way at once: they add zeros to zeros.
