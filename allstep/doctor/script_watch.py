@@ -13,7 +13,7 @@ begins if an earlier pass of the step made them, and as it ends if none did.
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from allstep.doctor.timing import synchronize
+from allstep.doctor.timing import runnable_s, synchronize
 from allstep.doctor.user_script import Attach
 from allstep.doctor.workload import TimedStep, num_elements_of
 from allstep.exchange import Exchange
@@ -177,10 +177,10 @@ class ScriptWatch:
         if len(self.steps) >= self._num_steps or is_hopeless:
             self._on_end()
         self._passes, self._ready_s = [], {}
-        self._start_s, self._core_start_s = self._now(), process_time()
+        self._core_start_s, self._start_s = runnable_s(), self._now()
 
     def _finish_step(self) -> WatchedStep:
-        end_s, core_s = self._now(), process_time() - self._core_start_s
+        end_s, core_s = self._now(), runnable_s() - self._core_start_s
         last = self._pass
         last.end_s = last.end_s or end_s  # an update within the backward pass
         firsts = [i for i, each in enumerate(self._passes) if each.num_samples] or [0]

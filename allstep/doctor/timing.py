@@ -1,21 +1,39 @@
-"""Clocks of several workers made one."""
+"""Clocks of one worker, and those of several made one."""
 
 from collections.abc import Callable
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, process_time
 
 import torch
 
 from allstep.comm import Communicator
 
-__all__ = ["agreed_repeats", "mean_s", "slowest_s", "synchronize"]
+__all__ = ["agreed_repeats", "mean_s", "runnable_s", "slowest_s", "synchronize"]
 
 _MOST_REPEATS = 256
+_THREADS = Path("/proc/self/task")
 
 
 def synchronize(device: torch.device) -> None:
     """Waits until a GPU has done what it was told on the present stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def runnable_s() -> float:
+    """Seconds in which this process's threads have used a core, or waited for one, all together.
+
+    Where several workers share a core, each uses it for a part of the time in which it needs it.
+    Only Linux tells who waits.
+    """
+    waited_ns = 0
+    for thread in _THREADS.glob("*/schedstat"):
+        try:
+            _, thread_waited_ns, _ = thread.read_text().split()
+        except (OSError, ValueError):  # the thread is gone, or the system doesn't count
+            continue
+        waited_ns += int(thread_waited_ns)
+    return process_time() + 1e-9 * waited_ns
 
 
 def slowest_s(comm: Communicator, seconds: float) -> float:

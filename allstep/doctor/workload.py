@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from time import perf_counter, process_time
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
-from allstep.doctor.timing import synchronize
+from allstep.doctor.timing import runnable_s, synchronize
 from allstep.plan.wire import FLOAT32_BYTES
 from allstep.plan.workload import Workload
 
@@ -25,7 +25,7 @@ class TimedStep:
 
     Attributes:
         forward_s, backward_s, optimizer_s: of its three parts.
-        core_s: seconds in which the process used a core, over all cores.
+        core_s: seconds in which the process needed a core, over all its threads; see `runnable_s`.
         gradients: in the order in which they were ready.
     """
 
@@ -58,7 +58,7 @@ def time_step(
         synchronize(device)
         return perf_counter()
 
-    start_s, core_start_s = now(), process_time()
+    core_start_s, start_s = runnable_s(), now()
     loss = loss_of()
     timed.forward_s, start_s = now() - start_s, now()
 
@@ -79,7 +79,7 @@ def time_step(
     update()
     model.zero_grad()
     timed.optimizer_s = now() - start_s
-    timed.core_s = process_time() - core_start_s
+    timed.core_s = runnable_s() - core_start_s
     return timed
 
 
@@ -126,7 +126,7 @@ def make_workload(
         num_samples=num_samples,
         ready=_ready(sizes, ready_s, backward_s),
         gradients=sizes,
-        core_share=min(1.0, core_s / torch.get_num_threads()),
+        core_share=min(1.0, max(0.0, core_s / torch.get_num_threads())),
         element_bytes=element_bytes,
     )
 

@@ -41,8 +41,8 @@ class Workload:
             By default both grow together.
         gradients: elements of each gradient in the order in which they are ready, where buckets
             hold whole ones; () if buckets may end anywhere.
-        core_share: share of its seconds in which the compute keeps the worker's cores busy, and
-            so competes with the exchange for them.
+        core_share: share of its seconds in which the compute needs the worker's cores, waits for
+            those that others share included, and so competes with the exchange for them.
         element_bytes: of the gradient, which has its parameters' dtype: 2 of bfloat16, 4 of
             float32, 8 of float64.
 

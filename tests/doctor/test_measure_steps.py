@@ -1,7 +1,9 @@
 """Steps that are timed: without an exchange, and under a policy."""
 
+import os
 from dataclasses import replace
 from functools import partial
+from time import perf_counter, process_time, sleep
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
 from allstep.doctor import trial
+from allstep.doctor.timing import runnable_s
 from allstep.doctor.trial import (
     Training,
     _slowest,
@@ -27,6 +30,7 @@ from allstep.doctor.workload import (
     time_step,
 )
 from allstep.plan import POLICIES, Policy, Workload
+from tests.helpers.processes import start_processes
 
 KINDS = (torch.float32, torch.complex128, torch.bfloat16)
 ASLEEP = Workload(
@@ -70,6 +74,33 @@ def test_a_workload_is_what_steps_take_without_a_hiccup():
     assert found.gradients == (30, 10)
     assert found.num_samples == 32
     assert found.core_share == pytest.approx(1.0 / torch.get_num_threads())
+
+
+@pytest.mark.process
+def test_workers_that_share_a_core_need_all_of_it():
+    """Each of three busy workers of one core uses it for a third of the time."""
+    with start_processes(3, shares_of_a_core) as workers:
+        for used, needed in workers.results():
+            assert used < 0.6
+            assert needed > 0.9
+
+
+def shares_of_a_core(comm):
+    """The shares of a second or so in which this worker uses a core, and needs one."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    a = torch.ones(256, 256)
+    comm.barrier()
+    start_s, used_s, needed_s = perf_counter(), process_time(), runnable_s()
+    while perf_counter() < start_s + 1.0:
+        a @ a
+    seconds = perf_counter() - start_s
+    return (process_time() - used_s) / seconds, (runnable_s() - needed_s) / seconds
+
+
+def test_a_worker_that_sleeps_needs_no_core():
+    start_s = runnable_s()
+    sleep(0.5)
+    assert runnable_s() - start_s < 0.25
 
 
 def test_small_hiccups_count_and_large_ones_do_not():
