@@ -19,6 +19,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import Native, make_algorithm
 from allstep.doctor.contention import measure_contention
 from allstep.doctor.timing import agreed_repeats, mean_s, synchronize
+from allstep.exchange.flight import BucketPlan, Flight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport
@@ -37,9 +38,10 @@ _NUM_PAUSES = 14
 
 
 class BucketExchange:
-    """Buckets of zeros that are exchanged in turn, again and again.
+    """Buckets of zeros that are exchanged in turn, again and again. Made by all workers at once.
 
     Up to eight, and up to 64 MiB: the buckets of a model don't wait in a cache for each other.
+    They lie where a model's would: in memory that workers share if that is where sums are taken.
 
     Args:
         transport: of the workers, with how sums are taken.
@@ -59,13 +61,12 @@ class BucketExchange:
         self._transport = transport
         self._wire = make_wire(wire)
         num_buckets = max(2, min(_MOST_BUCKETS, _CACHED_BYTES // num_bytes))
-        self._buckets = [
-            (self._layout.new_flat(), self._wire.new_state(self._layout))
-            for _ in range(num_buckets)
-        ]
+        plan = BucketPlan((self._layout,) * num_buckets, transport.comm.size)
+        algorithm = transport.algorithm if wire == "fp32" else None
+        self._flight = Flight.new(plan, algorithm)
+        self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
         # The backend's own sum is divided by the worker when it comes back; see `Sender`.
-        algorithm = transport.algorithm
-        self._native = algorithm if wire == "fp32" and isinstance(algorithm, Native) else None
+        self._native = algorithm if isinstance(algorithm, Native) else None
         self.num_at_once = 2 if self._native is not None and device.type == "cpu" else 1
 
     def run(self) -> None:

@@ -228,16 +228,23 @@ class _Simulation:
             self.compute("landing", np.full(len(self.progress), seconds))
 
     def average_parameters(self) -> None:
-        """All of them as one: copied together, summed, divided, and copied back."""
+        """All of them as one: copied together, summed, divided, and copied back.
+
+        Gradients are measured in the memory that workers share. These are copied there and back.
+        """
         num_bytes = _element_bytes(self.workload, self.policy) * self.workload.num_params
         copy_s = self.cluster.bucketing_s_per_byte * num_bytes
         if self.cluster.num_workers == 1:
             copy_s = 0.0
-        self.compute("landing", np.full(len(self.progress), copy_s))
+        wire, algorithm = self.policy.wire, self.policy.algorithm
+        is_shared = algorithm == "shared_memory" and self.cluster.num_nodes == 1
+        is_measured = self.cluster.measured(wire, algorithm) is not None
+        num_copies = 2 if is_shared and is_measured else 1
+        self.compute("landing", np.full(len(self.progress), num_copies * copy_s))
         for index in range(len(self.buckets)):
             self.communicate(index, 0.0)
         self.wait_until(self.wire.free_s)
-        self.compute("landing", np.full(len(self.progress), 2 * copy_s))
+        self.compute("landing", np.full(len(self.progress), (1 + num_copies) * copy_s))
 
     def draw(self) -> NDArray[np.float64]:
         """How much longer each worker's compute takes in this step."""
