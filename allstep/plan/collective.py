@@ -73,8 +73,11 @@ class Collective:
 
     @property
     def _extended(self) -> tuple[Sequence[int], Sequence[float]]:
-        """Down to no elements, along the first two sizes; more never takes less time."""
-        rising = [max(self.seconds[: i + 1]) for i in range(len(self.seconds))]
+        """Down to no elements, along the first two sizes.
+
+        More never takes less time: what took longer than a larger bucket was disturbed.
+        """
+        rising = [min(self.seconds[i:]) for i in range(len(self.seconds))]
         (n0, n1), (s0, s1) = self.num_elements[:2], rising[:2]
         empty_s = min(s0, max(0.5 * s0, s0 - (s1 - s0) * n0 / (n1 - n0)))
         return (0, *self.num_elements), (empty_s, *rising)

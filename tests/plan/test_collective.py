@@ -36,6 +36,7 @@ def test_more_never_takes_less():
     noisy = replace(TIMED, seconds=(0.02, 0.01, 0.06))
     found = [noisy.seconds_of(n) for n in range(0, 5000, 100)]
     assert found == sorted(found)
+    assert noisy.seconds_of(1) <= noisy.seconds_of(TIMED.num_elements[1]) == 0.01
 
 
 @pytest.mark.parametrize(
