@@ -28,7 +28,7 @@ from allstep.plan.collective import Collective
 
 __all__ = ["BucketExchange", "measure_burst_s", "measure_collectives"]
 
-_SIZES_BYTES = tuple(1 << exponent for exponent in (12, 16, 18, 20, 21, 23, 25))
+_SIZES_BYTES = tuple(1 << exponent for exponent in (12, 16, 18, 20, 21, 22, 23, 25))
 _USUAL_BYTES = 8 << 20
 _CACHED_BYTES, _MOST_BUCKETS = 64 << 20, 8
 _ENOUGH_S = 0.25  # a slow network is known before the largest size
