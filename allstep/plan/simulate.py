@@ -230,7 +230,8 @@ class _Simulation:
     def average_parameters(self) -> None:
         """All of them as one: copied together, summed, divided, and copied back.
 
-        Gradients are measured in the memory that workers share. These are copied there and back.
+        Exchanges in memory that workers share are measured without copies, as gradients lie
+        there; parameters are copied there and back.
         """
         num_bytes = _element_bytes(self.workload, self.policy) * self.workload.num_params
         copy_s = self.cluster.bucketing_s_per_byte * num_bytes

@@ -109,6 +109,19 @@ def test_compute_that_sleeps_is_not_slowed():
         replace(WORKLOAD, core_share=2)
 
 
+def test_averaged_parameters_are_copied_to_and_from_shared_memory():
+    """A sum of gradients there is measured without copies."""
+    fields = {"num_nodes": 1, "workers_per_node": 2, "inter": None, "bucketing_s_per_byte": 1e-6}
+    cluster = replace(CLUSTER, **fields)
+    local = replace(AT_THE_END, every=4)
+    by_network = simulate(WORKLOAD, cluster, local)
+    shared = replace(cluster, collectives=(replace(TIMED, algorithm="shared_memory"),))
+    by_memory = simulate(WORKLOAD, shared, replace(local, algorithm="shared_memory"))
+    copy_s = 1e-6 * 4 * WORKLOAD.num_params
+    assert by_memory.wire_s == pytest.approx(by_network.wire_s)
+    assert by_memory.step_s == pytest.approx(by_network.step_s + 2 * copy_s / 4)
+
+
 def test_copies_are_compute_and_sums_are_divided_afterwards():
     cluster = replace(CLUSTER, bucketing_s_per_byte=1e-6, gradient_s=1e-3)
     report = simulate(WORKLOAD, cluster, AT_THE_END)
