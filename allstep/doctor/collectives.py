@@ -63,7 +63,7 @@ class BucketExchange:
         num_buckets = max(2, min(_MOST_BUCKETS, _CACHED_BYTES // num_bytes))
         plan = BucketPlan((self._layout,) * num_buckets, transport.comm.size)
         algorithm = transport.algorithm if wire == "fp32" else None
-        self._flight = Flight.new(plan, algorithm)
+        self._flight = Flight.new(plan, algorithm)  # keeps the memory
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
         # The backend's own sum is divided by the worker when it comes back; see `Sender`.
         self._native = algorithm if isinstance(algorithm, Native) else None

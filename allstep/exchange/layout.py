@@ -53,7 +53,7 @@ class BucketLayout:
     @property
     def flat_dtype(self) -> torch.dtype:
         """The dtype of the flat tensor."""
-        return self.dtype.to_real() if self.dtype.is_complex else self.dtype
+        return self.dtype.to_real()
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -164,8 +164,7 @@ def _new_flat(gradients: Sequence[ReadyGradient], num_bytes: int) -> torch.Tenso
         bytes_of[gradient.kind] += gradient.num_bytes
     ((kind, _),) = bytes_of.most_common(1)
     assert isinstance(kind, tuple)
-    dtype, device = kind
-    dtype = dtype.to_real() if dtype.is_complex else dtype
+    dtype, device = kind[0].to_real(), kind[1]
     return torch.zeros(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
 
 
