@@ -142,6 +142,31 @@ def test_a_probe_exchanges_what_a_step_would(wire):
     assert run_ranks(2, probe) == [expected] * 2
 
 
+@pytest.mark.parametrize(("algorithm", "num_groups"), [("native", 2), ("shared_memory", 1)])
+def test_each_size_has_connections_of_its_own(monkeypatch, algorithm, num_groups):
+    """Where memory is shared there are none."""
+    used = []
+
+    class Watched(collectives.BucketExchange):
+        def __init__(self, transport, *rest):
+            used.append((transport.rank, transport.comm))
+            super().__init__(transport, *rest)
+
+    monkeypatch.setattr(collectives, "BucketExchange", Watched)
+    kinds, sizes = [("fp32", algorithm)], (1 << 12, 1 << 13)
+
+    def measure_all(comm):
+        collectives.measure_collectives(comm, kinds, sizes_bytes=sizes, num_rounds=1)
+        return comm
+
+    comms = run_ranks(2, measure_all)
+    assert len(used) == 4
+    for rank, comm in enumerate(comms):
+        groups = {id(group) for of_rank, group in used if of_rank == rank}
+        assert len(groups) == num_groups
+        assert (id(comm) in groups) == (algorithm == "shared_memory")
+
+
 def test_a_failed_exchange_ends_the_measuring():
     def fail():
         raise CommunicationError("lost")
