@@ -7,6 +7,9 @@ Needs Open MPI's `mpirun` and `pip install allstep[bench]`. The same processes t
 all of them, in place, on float32. A time is that of the slowest rank, from a barrier on. "Share"
 is the time that all ranks take to copy as many bytes, at once, over the all-reduce's. Under a
 launcher it compares all of allstep's algorithms with the backend's on that launcher's ranks.
+
+`shared_memory` sums any tensor; `in_block` is the same algorithm on a tensor that lies in memory
+which the ranks share, as the gradients of an attached model do.
 """
 
 import argparse
@@ -29,6 +32,8 @@ from torch import Tensor
 
 import allstep
 from allstep.comm.algorithms import ALGORITHMS, make_algorithm
+from allstep.comm.algorithms.shared import SharedMemory
+from allstep.comm.shared_memory import Block
 from allstep.env import read_launch
 from allstep.errors import UsageError
 
@@ -43,9 +48,11 @@ Call = Callable[[Tensor], object]
 
 def peers_on_host(comm: allstep.Communicator) -> dict[str, Call]:
     """Ours, Gloo's, Open MPI's, and a copy of the same size."""
+    ours = SharedMemory(comm)
     calls: dict[str, Call] = {
         "copy": copy_call(),
-        "shared_memory": make_algorithm("shared_memory", comm).reduce_,
+        "shared_memory": ours.reduce_,
+        "in_block": in_block_call(ours),
         "gloo": dist.all_reduce,
     }
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
@@ -64,6 +71,21 @@ def all_algorithms(comm: allstep.Communicator) -> dict[str, Call]:
         except UsageError:
             continue
     return calls
+
+
+def in_block_call(algorithm: SharedMemory) -> Call:
+    """Sums a tensor of the same size in memory that the ranks share, allocated once a size."""
+    totals: dict[int, Tensor] = {}
+    blocks: list[Block] = []
+
+    def reduce_(x: Tensor) -> None:
+        if x.nbytes not in totals:
+            totals.clear()
+            blocks[:] = [algorithm.new_block(x.nbytes)]
+            totals[x.nbytes] = blocks[0].own.view(x.dtype)
+        algorithm.reduce_(totals[x.nbytes])
+
+    return reduce_
 
 
 def copy_call() -> Call:
@@ -156,7 +178,7 @@ def launch(num_ranks: int, arguments: argparse.Namespace) -> dict[int, dict[str,
 def show(num_ranks: int, rows: dict[int, dict[str, list[float]]], base: str) -> None:
     """A table of medians with intervals, and how much faster `base` is than the others."""
     names = [name for name in next(iter(rows.values())) if name != "copy"]
-    others = [name for name in names if name != base]
+    others = [name for name in names if name not in (base, "in_block")]
     title = f"{num_ranks} ranks: milliseconds (interval), share of a copy's speed"
     table = Table("size", *names, *(f"{base} v. {name}" for name in others), title=title)
     for size_bytes, row in rows.items():
@@ -167,21 +189,19 @@ def show(num_ranks: int, rows: dict[int, dict[str, list[float]]], base: str) -> 
         faster = [f"{ratio(row[name], row[base])}x" for name in others]
         label = f"{size_bytes >> 20} MiB" if size_bytes >> 20 else f"{size_bytes >> 10} KiB"
         table.add_row(label, *cells, *faster)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def headline(results: dict[int, dict[int, dict[str, list[float]]]]) -> dict[str, float]:
     """The numbers that the benchmark is about, worst over ranks and sizes."""
     rows = [(size, row) for of_ranks in results.values() for size, row in of_ranks.items()]
     low, high = CLAIMED_BYTES
+    claimed = [row for size, row in rows if low <= size <= high]
     keys = {}
     for peer in ("gloo", "mpi"):
-        speedups = [
-            ratio(row[peer], row["shared_memory"]).median
-            for size, row in rows
-            if low <= size <= high
-        ]
-        keys[f"speedup_vs_{peer}_min"] = min(speedups)
+        for name, prefix in {"shared_memory": "", "in_block": "in_block_"}.items():
+            speedups = [ratio(row[peer], row[name]).median for row in claimed]
+            keys[f"{prefix}speedup_vs_{peer}_min"] = min(speedups)
     keys["slowest_vs_best_peer"] = max(
         max(ratio(row["shared_memory"], row[peer]).median for peer in ("gloo", "mpi"))
         for size, row in rows
