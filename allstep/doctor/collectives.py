@@ -67,7 +67,7 @@ class BucketExchange:
         algorithm = transport.algorithm if wire == "fp32" else None
         self._flight = Flight.new(plan, algorithm)  # keeps the memory
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
-        # The backend's own sum is divided by the worker when it comes back; see `Sender`.
+        # What the backend sums is divided while it is put in the bucket; see `Flight`.
         self._native = algorithm if isinstance(algorithm, Native) else None
         self.num_at_once = 2 if self._native is not None and device.type == "cpu" else 1
 

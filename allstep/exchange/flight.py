@@ -1,4 +1,13 @@
-"""The buckets of a model, and one exchange of them from the first gradient to the mean."""
+"""The buckets of a model, and one exchange of them from the first gradient to the mean.
+
+[Note: divided first] The backend's own sum leaves the division to the workers. A gradient that is
+divided while it is copied to its bucket goes through memory once less than one that is divided
+afterwards. But until its bucket is sent a gradient may grow, and autograd would add to what is
+divided already. So `p.grad` stays as it is till then, and points into the bucket afterwards. Two
+kinds of gradients are divided when their bucket is sent: those that have been in it since an
+earlier step, to which autograd adds there; and those of a pass that sends all buckets at its end,
+which would take the memory twice.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +126,8 @@ class Flight:
         action: what the worker believes it does; must be the same on all.
         described: the tensors to do it with, for the error if it isn't.
         scale: the gradients' factor when they were made (a GradScaler's).
+        prior_divisor: what gradients are divided by before they are sent.
+        divides_copies: whether they are when they are copied, not when they are sent.
         divisor: what a fixed-point sum is divided by at the end.
         failure: why this worker can't take part; the flight then fails for all.
         jobs: the buckets' exchanges, as far as they have been sent.
@@ -130,10 +141,14 @@ class Flight:
     action: str = ""
     described: Signature = ()
     scale: float = 1.0
+    prior_divisor: int = 1
+    divides_copies: bool = False
     divisor: int = 1
     failure: str | None = None
     jobs: list[Job] = field(default_factory=list)
     block: Block | None = None
+    _undivided: set[str] = field(default_factory=set)
+    _unbound: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @classmethod
     def new(cls, plan: BucketPlan, algorithm: AllReduce | None = None) -> "Flight":
@@ -160,26 +175,49 @@ class Flight:
     def clear(self) -> None:
         """Makes an old flight's memory ready for gradients."""
         self.touched, self.failure, self.jobs = frozenset(), None, []
+        self._undivided.clear()
+        self._unbound.clear()
 
     def place(self, name: str, p: nn.Parameter) -> None:
-        """Puts a gradient in its place, and has `p.grad` point there."""
+        """Puts a gradient in its place, and has `p.grad` point there. [Note: divided first]"""
         view, gradient = self.views[name], p.grad
-        if gradient is None:
-            view.zero_()
-        elif gradient is not view:
-            view.copy_(gradient.detach())
-            if not gradient.requires_grad:  # else it belongs to a graph for second derivatives
-                p.grad = view
+        if gradient is view:
+            self._undivided.add(name)
+            return
+        self._fill(name, gradient)
+        if gradient is None or gradient.requires_grad:
+            return  # what belongs to a graph for second derivatives stays there
+        if self.divides_copies:
+            self._unbound[name] = p
+        else:
+            p.grad = view
 
     def leave(self, name: str, p: nn.Parameter) -> None:
         """Sends what `p.grad` holds, but leaves it as it is: no gradient has come."""
         view = self.views[name]
         if p.grad is view:
             p.grad = view.clone(memory_format=torch.preserve_format)
-        elif p.grad is None:
-            view.zero_()
+            self._undivided.add(name)
         else:
-            view.copy_(p.grad.detach())
+            self._fill(name, p.grad)
+
+    def _fill(self, name: str, gradient: Tensor | None) -> None:
+        view = self.views[name]
+        if gradient is None:
+            view.zero_()
+        elif self.divides_copies:
+            torch.div(gradient.detach().expand_as(view), self.prior_divisor, out=view)
+        else:
+            view.copy_(gradient.detach())
+            self._undivided.add(name)
+
+    def seal(self, index: int) -> None:
+        """The gradients of a bucket are complete. [Note: divided first]"""
+        for name in self.plan.layouts[index].names:
+            if name in self._unbound:
+                self._unbound.pop(name).grad = self.views[name]
+            elif self.prior_divisor != 1 and name in self._undivided:
+                self.views[name].div_(self.prior_divisor)
 
     def deliver(self, name: str, p: nn.Parameter) -> None:
         """Has `p.grad` be the mean."""

@@ -121,6 +121,7 @@ class OverlappedExchange(Exchange):
         self._last_scale = state["scale"]
         self._set_plan(state["buckets"])
         self._sender.load_state_dict(state)
+        self._tell_divisor()
         self._airborne.clear()
         for saved in state["in_flight"]:
             flight = self._sender.new_flight()
@@ -214,6 +215,7 @@ class OverlappedExchange(Exchange):
             flight.failure = self._failure
             flight.write_flags()
             self._missing = []
+        flight.seal(index)
         names = flight.plan.layouts[index].names
         withheld = [name for name in names if name not in self._touched]
         self._sender.send(flight, index, withheld, self._residual_factor)
@@ -384,3 +386,10 @@ class OverlappedExchange(Exchange):
         self._arrivals.clear()
         self._flight = self._idle.pop() if self._idle else self._sender.new_flight()
         self._flight.clear()
+        self._tell_divisor()
+
+    def _tell_divisor(self) -> None:
+        """[Note: divided first]"""
+        divisor = self._sender.prior_divisor
+        self._flight.prior_divisor = divisor
+        self._flight.divides_copies = divisor != 1 and self._bucketing.may_overlap

@@ -96,6 +96,11 @@ class Sender:
         """Whether buckets may be left to the backend, which works on several at once."""
         return self._as_they_are and self.comm.device.type == "cpu" and self.comm.size > 1
 
+    @property
+    def prior_divisor(self) -> int:
+        """What gradients are to be divided by before they are sent. [Note: divided first]"""
+        return 1 if self._native is None else self.comm.size
+
     def set_plan(self, plan: BucketPlan) -> None:
         """Takes other buckets; what was not sent yet of a parameter goes along."""
         residuals = {
@@ -177,7 +182,6 @@ class Sender:
         self._pending.add(mark)
 
         def finish() -> None:
-            flat.div_(self.comm.size)
             if index == 0:
                 self._compare(flight, self._main_comm)  # this sender's own is still busy
 

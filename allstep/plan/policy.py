@@ -29,6 +29,7 @@ class Policy:
         first_bucket_bytes: a smaller first bucket; None for one like the others.
         staleness: the age of the gradients in steps; 0 waits for this step's.
         every: steps between exchanges; beyond 1 workers train alone and average parameters.
+        copies_back: whether means are copied from buckets to gradients that lie elsewhere.
 
     Raises:
         UsageError: for unknown names, or numbers that don't go together.
@@ -41,6 +42,7 @@ class Policy:
     first_bucket_bytes: int | None = None
     staleness: int = 0
     every: int = 1
+    copies_back: bool = False
 
     def __post_init__(self) -> None:
         if self.wire not in WIRES:
@@ -98,6 +100,7 @@ POLICIES = (
         algorithm="native",
         bucket_bytes=DDP_BUCKET_BYTES,
         first_bucket_bytes=DDP_FIRST_BUCKET_BYTES,
+        copies_back=True,
     ),
     Policy(name="fp32"),
     Policy(name="fp16", wire="fp16"),

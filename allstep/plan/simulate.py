@@ -141,11 +141,10 @@ class _Simulation:
         return [(per_element_s + each_s) * size for size in sizes]
 
     def landing_s(self, num_elements: int) -> float:
-        """Seconds to make means of a bucket's sums, where the worker itself does it."""
-        policy, cluster = self.policy, self.cluster
-        if cluster.num_workers == 1 or (policy.wire, policy.algorithm) != ("fp32", "native"):
+        """Seconds to copy the means of a bucket to where the gradients are."""
+        if self.cluster.num_workers == 1 or not self.policy.copies_back:
             return 0.0
-        return self.workload.element_bytes * cluster.bucketing_s_per_byte * num_elements
+        return self.workload.element_bytes * self.cluster.bucketing_s_per_byte * num_elements
 
     def fill_pipeline(self) -> None:
         """Runs the first rounds; a wire that can't keep up is late from the beginning.
@@ -219,7 +218,7 @@ class _Simulation:
         self.compute("optimizer", self.workload.optimizer_s * factor)
 
     def land(self, ends_s: list[float]) -> None:
-        """Waits for the buckets of a step, and makes means of their sums one by one."""
+        """Waits for the buckets of a step, and copies them one by one if they are copied."""
         if not any(self.land_s):
             self.wait_until(ends_s[-1])
             return

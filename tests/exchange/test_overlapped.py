@@ -465,6 +465,26 @@ def test_a_resumed_run_expects_gradients_in_pieces() -> None:
     assert run_ranks(2, worker)[0]["comes_twice"]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_pieces_that_come_before_their_bucket_is_sent_are_divided_once(set_to_none: bool) -> None:
+    """What was copied, and divided, when the first piece had come is not what is added to."""
+
+    def worker(comm: Communicator) -> None:
+        model = Twice()
+        attach(model, comm, ExchangePolicy(algorithm="native"))
+
+        def gradients(is_reentrant: bool) -> list[Tensor]:
+            model.is_reentrant = is_reentrant
+            model.zero_grad(set_to_none=set_to_none)
+            model(torch.full((2, 3), comm.rank + 1.0)).square().sum().backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+        gradients(is_reentrant=False)  # its order makes the buckets
+        torch.testing.assert_close(gradients(is_reentrant=True), gradients(is_reentrant=False))
+
+    run_ranks(2, worker)
+
+
 def test_pieces_that_come_late_are_an_error_not_a_wrong_mean() -> None:
     def worker(comm: Communicator) -> None:
         model = Twice()

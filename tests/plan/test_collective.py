@@ -122,11 +122,12 @@ def test_averaged_parameters_are_copied_to_and_from_shared_memory():
     assert by_memory.step_s == pytest.approx(by_network.step_s + 2 * copy_s / 4)
 
 
-def test_copies_are_compute_and_sums_are_divided_afterwards():
+def test_copies_to_buckets_and_back_are_compute():
     cluster = replace(CLUSTER, bucketing_s_per_byte=1e-6, gradient_s=1e-3)
-    report = simulate(WORKLOAD, cluster, AT_THE_END)
     copy_s = 1e-6 * 4 * 8000
-    assert report.step_s == pytest.approx(0.35 + 0.14 + 2 * copy_s + 3e-3)
+    for copies_back, num_copies in ((False, 1), (True, 2)):
+        report = simulate(WORKLOAD, cluster, replace(AT_THE_END, copies_back=copies_back))
+        assert report.step_s == pytest.approx(0.35 + 0.14 + num_copies * copy_s + 3e-3)
     local = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=4))
     assert local.step_s == pytest.approx(0.35 + (0.14 + 3 * copy_s) / 4)
     assert simulate(WORKLOAD, cluster.of(1), AT_THE_END).step_s == pytest.approx(0.35)

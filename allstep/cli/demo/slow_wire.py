@@ -12,12 +12,11 @@ from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.slow_wire_runs import (
     BUCKET_BYTES,
     KINDS,
-    MIB,
     WAYS,
     run_steps_shaped,
 )
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
-from allstep.plan import Cluster, Link, Policy
+from allstep.plan import POLICIES, Cluster, Link, Policy
 from allstep.plan.collective import read_collective
 from allstep.plan.simulate import simulate
 from allstep.plan.workload import read_workload
@@ -30,7 +29,7 @@ _NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 M
 _FP16 = Policy(name="fp16", wire="fp16", algorithm=dict(KINDS)["fp16"], bucket_bytes=BUCKET_BYTES)
 _POLICIES = {
     "plain": Policy(name="plain", algorithm="native", bucket_bytes=None),
-    "DDP": Policy(name="DDP", algorithm="native", bucket_bytes=25 * MIB, first_bucket_bytes=MIB),
+    "DDP": POLICIES[0],
     "fp16": _FP16,
     "fp16 + staleness 1": replace(_FP16, name="fp16 + staleness 1", staleness=1),
 }
