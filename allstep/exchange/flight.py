@@ -203,6 +203,8 @@ class Flight:
 
     def _fill(self, name: str, gradient: Tensor | None) -> None:
         view = self.views[name]
+        self._undivided.discard(name)
+        self._unbound.pop(name, None)  # of a pass that was given up
         if gradient is None:
             view.zero_()
         elif self.divides_copies:

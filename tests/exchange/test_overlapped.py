@@ -403,6 +403,29 @@ def test_a_pass_that_failed_halfway_fails_the_exchange_on_all_ranks() -> None:
     assert others.startswith("DisagreementError") and "rank 1: An earlier backward pass" in others
 
 
+def test_a_pass_that_was_given_up_leaves_nothing_behind() -> None:
+    """It had sent nothing yet, and the next one reaches fewer parameters."""
+
+    def worker(comm: Communicator) -> None:
+        model, x = mlp(), torch.ones(2, 5)
+        attach(model, comm, ExchangePolicy(algorithm="native"))
+
+        def backward() -> None:
+            model[2:](Stubborn.apply(model[:2](x))).sum().backward()
+
+        backward()
+        Stubborn.fails.now = True
+        with pytest.raises(ArithmeticError):
+            backward()
+        Stubborn.fails.now = False
+        model.zero_grad()
+        model[:2](x).sum().backward()
+        assert all(p.grad is not None for p in model[:2].parameters())
+        assert all(p.grad is None for p in model[2:].parameters())
+
+    run_ranks(2, worker, timeout_s=20)
+
+
 class Twice(nn.Module):
     """One layer in two reentrant segments: its gradient comes in two pieces."""
 
