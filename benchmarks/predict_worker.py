@@ -35,7 +35,7 @@ from allstep.doctor.trial import (
 )
 from allstep.doctor.workload import TimedStep, make_workload
 from allstep.exchange.wires import make_wire
-from allstep.plan.policy import MIB, POLICIES, Policy
+from allstep.plan.policy import DDP, MIB, Policy
 from allstep.plan.workload import Workload
 
 __all__ = ["LINKS", "Network"]
@@ -91,8 +91,7 @@ def compared_policies(comm: Communicator) -> list[Policy]:
         replace(own, name="fp16 + staleness 1", wire="fp16", staleness=1),
         Policy(name="local SGD, H = 4", bucket_bytes=None, every=4),
     )
-    ddp = POLICIES[0]
-    return [ddp, *(replace(p, algorithm=_usual_algorithm(comm, p.wire)) for p in policies)]
+    return [DDP, *(replace(p, algorithm=_usual_algorithm(comm, p.wire)) for p in policies)]
 
 
 def _usual_algorithm(comm: Communicator, wire: str) -> str:

@@ -37,6 +37,7 @@ _ENOUGH_S = 0.25  # a slow network is known before the largest size
 _BATCH_S = 0.06
 _PAUSE_S = 0.03
 _NUM_PAUSES = 14
+_MOST_RANKS_APART = 16  # among more, connections of each size would be too many to hold open
 
 
 class BucketExchange:
@@ -67,9 +68,10 @@ class BucketExchange:
         algorithm = transport.algorithm if wire == "fp32" else None
         self._flight = Flight.new(plan, algorithm)  # keeps the memory
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
-        # What the backend sums is divided while it is put in the bucket; see `Flight`.
-        self._native = algorithm if isinstance(algorithm, Native) else None
-        self.num_at_once = 2 if self._native is not None and device.type == "cpu" else 1
+        # On CPUs what the backend sums is divided while it is put in the bucket; see `Flight`.
+        is_posted = isinstance(algorithm, Native) and device.type == "cpu"
+        self._native = algorithm if is_posted else None
+        self.num_at_once = 2 if is_posted else 1
 
     def run(self) -> None:
         """`num_at_once` exchanges. Collective."""
@@ -79,8 +81,6 @@ class BucketExchange:
         if self._native is None:
             with torch.no_grad():
                 self._wire.mean_(flat, self._layout, state, self._transport)
-        elif self.num_at_once == 1:
-            self._native.reduce_(flat)
         else:
             for posted in [self._native.post(flat) for flat, _ in turn]:
                 posted.wait()
@@ -125,7 +125,8 @@ class _Timing:
         self.buckets: list[BucketExchange] = []
         self.num_runs: list[int] = []
         for num_bytes in sizes_bytes:
-            self.transports.append(_connect(comm, algorithm))
+            if not self.transports or comm.size <= _MOST_RANKS_APART:
+                self.transports.append(_connect(comm, algorithm))
             bucket = BucketExchange(self.transports[-1], wire, num_bytes)
             bucket.run()  # makes connections
             comm.barrier()

@@ -3,10 +3,10 @@
 [Note: divided first] The backend's own sum leaves the division to the workers. A gradient that is
 divided while it is copied to its bucket goes through memory once less than one that is divided
 afterwards. But until its bucket is sent a gradient may grow, and autograd would add to what is
-divided already. So `p.grad` stays as it is till then, and points into the bucket afterwards. Two
-kinds of gradients are divided when their bucket is sent: those that have been in it since an
-earlier step, to which autograd adds there; and those of a pass that sends all buckets at its end,
-which would take the memory twice.
+divided already. So `p.grad` stays as it is till then, and points into the bucket afterwards. That
+takes memory twice, so it is done in the bucket that is sent next. Other gradients are divided when
+their bucket is sent, and so are those that have been in it since an earlier step, to which autograd
+adds there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,6 +109,11 @@ class BucketPlan:
         return flats[-1][-(1 + len(self.names)) :]
 
 
+def _is_same(gradient: Tensor, view: Tensor) -> bool:
+    """Whether a gradient lies in its place, also if another tensor object says so."""
+    return gradient is view or gradient.data_ptr() == view.data_ptr()
+
+
 def _aligned(num_bytes: int) -> int:
     """The next multiple of a cache line."""
     return -(-num_bytes // 64) * 64
@@ -127,7 +132,7 @@ class Flight:
         described: the tensors to do it with, for the error if it isn't.
         scale: the gradients' factor when they were made (a GradScaler's).
         prior_divisor: what gradients are divided by before they are sent.
-        divides_copies: whether they are when they are copied, not when they are sent.
+        divides_copies: whether those of the next bucket are when they are copied.
         divisor: what a fixed-point sum is divided by at the end.
         failure: why this worker can't take part; the flight then fails for all.
         jobs: the buckets' exchanges, as far as they have been sent.
@@ -179,15 +184,16 @@ class Flight:
         self._unbound.clear()
 
     def place(self, name: str, p: nn.Parameter) -> None:
-        """Puts a gradient in its place, and has `p.grad` point there. [Note: divided first]"""
+        """Puts a gradient in its place; `p.grad` will point there. [Note: divided first]"""
         view, gradient = self.views[name], p.grad
-        if gradient is view:
+        if gradient is not None and _is_same(gradient, view):
             self._undivided.add(name)
             return
-        self._fill(name, gradient)
+        divides = self.divides_copies and self.plan.bucket_of[name] == len(self.jobs)
+        self._fill(name, gradient, self.prior_divisor if divides else 1)
         if gradient is None or gradient.requires_grad:
             return  # what belongs to a graph for second derivatives stays there
-        if self.divides_copies:
+        if divides:
             self._unbound[name] = p
         else:
             p.grad = view
@@ -195,30 +201,34 @@ class Flight:
     def leave(self, name: str, p: nn.Parameter) -> None:
         """Sends what `p.grad` holds, but leaves it as it is: no gradient has come."""
         view = self.views[name]
-        if p.grad is view:
+        if p.grad is not None and _is_same(p.grad, view):
             p.grad = view.clone(memory_format=torch.preserve_format)
             self._undivided.add(name)
         else:
-            self._fill(name, p.grad)
+            self._fill(name, p.grad, self.prior_divisor)
 
-    def _fill(self, name: str, gradient: Tensor | None) -> None:
+    def _fill(self, name: str, gradient: Tensor | None, divisor: int) -> None:
+        """Copies a gradient, divided by all or nothing of the prior divisor."""
         view = self.views[name]
         self._undivided.discard(name)
         self._unbound.pop(name, None)  # of a pass that was given up
         if gradient is None:
             view.zero_()
-        elif self.divides_copies:
-            torch.div(gradient.detach().expand_as(view), self.prior_divisor, out=view)
+        elif divisor != 1:
+            same = gradient.detach().expand_as(view)  # or raises, where `out` would be resized
+            torch.div(same, divisor, out=view)
         else:
             view.copy_(gradient.detach())
             self._undivided.add(name)
 
     def seal(self, index: int) -> None:
-        """The gradients of a bucket are complete. [Note: divided first]"""
+        """Divides what a bucket holds undivided, and has `p.grad` point there; it is sent now."""
+        if self.prior_divisor == 1:
+            return
         for name in self.plan.layouts[index].names:
             if name in self._unbound:
                 self._unbound.pop(name).grad = self.views[name]
-            elif self.prior_divisor != 1 and name in self._undivided:
+            elif name in self._undivided:
                 self.views[name].div_(self.prior_divisor)
 
     def deliver(self, name: str, p: nn.Parameter) -> None:

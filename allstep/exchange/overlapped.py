@@ -87,6 +87,10 @@ class OverlappedExchange(Exchange):
             self._exposed_s,
         )
 
+    def synchronize(self) -> None:
+        self._forget_aborted_pass()
+        super().synchronize()
+
     def flush(self) -> Iterator[int]:
         while self._airborne:
             flight = self._airborne.popleft()
@@ -177,13 +181,17 @@ class OverlappedExchange(Exchange):
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
         self._pass_start_s = perf_counter()
+        self._forget_aborted_pass()
+        self._missing = [len(layout.names) for layout in self._sender.plan.layouts]
+
+    def _forget_aborted_pass(self) -> None:
+        """One that ended with an exception; what it has sent cannot be taken back."""
         if self._flight.jobs:
             self._stop_all(
                 "An earlier backward pass ended with an exception after some of its gradients had"
                 " been sent; restart from a checkpoint."
             )
         self._arrivals.clear()
-        self._missing = [len(layout.names) for layout in self._sender.plan.layouts]
 
     def _check_arrival(self, name: str, gradient: Tensor) -> None:
         shape, dtype = self._sender.plan.form_of[name]
@@ -390,6 +398,7 @@ class OverlappedExchange(Exchange):
 
     def _tell_divisor(self) -> None:
         """[Note: divided first]"""
-        divisor = self._sender.prior_divisor
-        self._flight.prior_divisor = divisor
-        self._flight.divides_copies = divisor != 1 and self._bucketing.may_overlap
+        flight, divisor = self._flight, self._sender.prior_divisor
+        flight.prior_divisor = divisor
+        is_sent_early = self._bucketing.may_overlap and len(flight.plan.layouts) > 1
+        flight.divides_copies = divisor != 1 and is_sent_early

@@ -6,12 +6,9 @@ from allstep.errors import UsageError, nearest_names
 from allstep.plan.traffic import ALGORITHMS
 from allstep.plan.wire import WIRES
 
-__all__ = ["POLICIES", "Policy"]
+__all__ = ["DDP", "POLICIES", "Policy"]
 
 MIB = 2**20
-# torch's DistributedDataParallel: 25 MiB a bucket, the first one 1 MiB.
-DDP_BUCKET_BYTES = 25 * MIB
-DDP_FIRST_BUCKET_BYTES = MIB
 # allstep's own first bucket, where others are larger.
 FIRST_BUCKET_BYTES = MIB
 
@@ -93,15 +90,18 @@ class Policy:
         return replace(settled, bucket_bytes=bucket_bytes, first_bucket_bytes=first_bytes)
 
 
+# torch's DistributedDataParallel as it is: without `gradient_as_bucket_view`.
+DDP = Policy(
+    name="DDP",
+    algorithm="native",
+    bucket_bytes=25 * MIB,
+    first_bucket_bytes=MIB,
+    copies_back=True,
+)
+
 # The simplest first: of two that are as fast, the earlier is recommended.
 POLICIES = (
-    Policy(
-        name="DDP",
-        algorithm="native",
-        bucket_bytes=DDP_BUCKET_BYTES,
-        first_bucket_bytes=DDP_FIRST_BUCKET_BYTES,
-        copies_back=True,
-    ),
+    DDP,
     Policy(name="fp32"),
     Policy(name="fp16", wire="fp16"),
     Policy(name="int8", wire="int8"),

@@ -5,10 +5,10 @@
 collective starts when the last worker has the bucket ready and the wire is free, in the order in
 which buckets fill, and ends for all at once. Compute slows down while the wire is busy, and
 communication while workers still have work that doesn't wait for it. Copying gradients into
-buckets is compute; so is dividing what torch's own collectives have summed, once it has come
-back. After a pause a link with a token bucket is ahead of its bandwidth. With staleness k a worker
-begins step t + 1 when it is done with step t and the collectives of step t - k have ended. Local
-SGD exchanges parameters after the last of `every` updates, and nobody computes meanwhile.
+buckets is compute; so is copying means back, where gradients lie elsewhere. After a pause a link
+with a token bucket is ahead of its bandwidth. With staleness k a worker begins step t + 1 when it
+is done with step t and the collectives of step t - k have ended. Local SGD exchanges parameters
+after the last of `every` updates, and nobody computes meanwhile.
 
 The first rounds fill the pipeline; what is reported is the mean over the later ones.
 """

@@ -403,25 +403,69 @@ def test_a_pass_that_failed_halfway_fails_the_exchange_on_all_ranks() -> None:
     assert others.startswith("DisagreementError") and "rank 1: An earlier backward pass" in others
 
 
-def test_a_pass_that_was_given_up_leaves_nothing_behind() -> None:
-    """It had sent nothing yet, and the next one reaches fewer parameters."""
+def give_up(model: nn.Sequential) -> None:
+    """A backward pass that fails when the last layer's gradients are there."""
+    Stubborn.fails.now = True
+    with pytest.raises(ArithmeticError):
+        model[4:](Stubborn.apply(model[:4](torch.ones(2, 5)))).sum().backward()
+    Stubborn.fails.now = False
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("goes_on", ["backward", "synchronize"])
+def test_a_pass_that_was_given_up_leaves_nothing_behind(goes_on: str, bucket_bytes: int) -> None:
+    """It had sent nothing yet, and what comes next reaches fewer parameters, or none."""
 
     def worker(comm: Communicator) -> None:
         model, x = mlp(), torch.ones(2, 5)
-        attach(model, comm, ExchangePolicy(algorithm="native"))
-
-        def backward() -> None:
-            model[2:](Stubborn.apply(model[:2](x))).sum().backward()
-
-        backward()
-        Stubborn.fails.now = True
-        with pytest.raises(ArithmeticError):
-            backward()
-        Stubborn.fails.now = False
+        policy = ExchangePolicy(algorithm="native", bucket_bytes=bucket_bytes)
+        exchange = attach(model, comm, policy)
+        model(x).sum().backward()
+        assert {"4.weight", "2.weight"} <= set(exchange.buckets[0])
         model.zero_grad()
-        model[:2](x).sum().backward()
-        assert all(p.grad is not None for p in model[:2].parameters())
-        assert all(p.grad is None for p in model[2:].parameters())
+        give_up(model)
+        model.zero_grad()
+        if goes_on == "backward":
+            model[:4](x).sum().backward()
+        else:
+            exchange.synchronize()
+        expected = [goes_on == "backward"] * 4 + [False] * 2
+        assert [p.grad is not None for p in model.parameters()] == expected
+
+    run_ranks(2, worker, timeout_s=20)
+
+
+def test_what_a_pass_has_sent_cannot_be_given_up() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        model(torch.ones(2, 5)).sum().backward()
+        give_up(model)
+        with pytest.raises(UsageError, match="An earlier backward pass ended with an exception"):
+            exchange.synchronize()
+
+    run_ranks(2, worker, timeout_s=20)
+
+
+@pytest.mark.parametrize("bucket_bytes", [28, 1 << 20])
+def test_only_the_next_bucket_takes_memory_twice(bucket_bytes: int) -> None:
+    """A gradient that waits for others lies in its bucket alone. [Note: divided first]"""
+
+    def worker(comm: Communicator) -> None:
+        model, x = mlp(), torch.ones(2, 5)
+        policy = ExchangePolicy(algorithm="native", bucket_bytes=bucket_bytes)
+        exchange = attach(model, comm, policy)
+        for _ in range(2):  # the first pass makes the buckets
+            model(x).sum().backward()
+        places = [(p, p.grad.data_ptr()) for p in model[2:4].parameters()]
+        model.zero_grad()
+        in_place: list[bool] = []
+        hidden = model[:2](x)
+        hidden.register_hook(lambda _: in_place.extend(p.grad.data_ptr() == at for p, at in places))
+        model[2:4](hidden).sum().backward()  # the first bucket waits for the last layer
+        is_next = [name in exchange.buckets[0] for name in ("2.weight", "2.bias")]
+        is_alone = len(exchange.buckets) == 1
+        assert in_place == [is_alone or not is_first for is_first in is_next]
 
     run_ranks(2, worker, timeout_s=20)
 

@@ -5,7 +5,7 @@ import pytest
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.describe import chart, plain_data, seconds_text, timeline
 from allstep.plan.job import Job
-from allstep.plan.policy import POLICIES, Policy
+from allstep.plan.policy import DDP, POLICIES, Policy
 from allstep.plan.scaling import predict
 from allstep.plan.simulate import simulate
 from allstep.plan.workload import Workload
@@ -63,7 +63,7 @@ def test_local_steps_are_drawn():
 
 
 def test_plain_data_holds_every_number():
-    (found,) = predict(Job(micro=MICRO), CLUSTER, [replace(POLICIES[0], name="x")], [8])
+    (found,) = predict(Job(micro=MICRO), CLUSTER, [replace(DDP, name="x")], [8])
     data = plain_data(found)
     assert data["policy"] == "x"
     assert data["workers"] == 8

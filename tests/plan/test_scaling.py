@@ -6,7 +6,7 @@ import allstep
 from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.job import Job
-from allstep.plan.policy import POLICIES, Policy
+from allstep.plan.policy import DDP, POLICIES, Policy
 from allstep.plan.scaling import predict, predict_one, worth_adding
 from allstep.plan.simulate import simulate
 from allstep.plan.time_to_target import Target
@@ -81,10 +81,10 @@ def test_shared_memory_is_tried_where_there_is_some():
 
 
 def test_a_fixed_batch_scales_worse_than_a_growing_one():
-    growing = predict_one(Job(micro=MICRO), HOSTS, POLICIES[0], 8)
-    fixed = predict_one(Job(micro=MICRO, global_batch=256), HOSTS, POLICIES[0], 8)
+    growing = predict_one(Job(micro=MICRO), HOSTS, DDP, 8)
+    fixed = predict_one(Job(micro=MICRO, global_batch=256), HOSTS, DDP, 8)
     assert growing.report.step_s == pytest.approx(fixed.report.step_s)  # one micro-batch each
-    few = predict_one(Job(micro=MICRO, global_batch=256), HOSTS, POLICIES[0], 2)
+    few = predict_one(Job(micro=MICRO, global_batch=256), HOSTS, DDP, 2)
     assert few.efficiency > fixed.efficiency
 
 

@@ -16,8 +16,9 @@ from allstep.cli.demo.slow_wire_runs import (
     run_steps_shaped,
 )
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
-from allstep.plan import POLICIES, Cluster, Link, Policy
+from allstep.plan import Cluster, Link, Policy
 from allstep.plan.collective import read_collective
+from allstep.plan.policy import DDP
 from allstep.plan.simulate import simulate
 from allstep.plan.workload import read_workload
 
@@ -29,7 +30,7 @@ _NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 M
 _FP16 = Policy(name="fp16", wire="fp16", algorithm=dict(KINDS)["fp16"], bucket_bytes=BUCKET_BYTES)
 _POLICIES = {
     "plain": Policy(name="plain", algorithm="native", bucket_bytes=None),
-    "DDP": POLICIES[0],
+    "DDP": DDP,
     "fp16": _FP16,
     "fp16 + staleness 1": replace(_FP16, name="fp16 + staleness 1", staleness=1),
 }
