@@ -69,9 +69,9 @@ class BucketExchange:
         self._flight = Flight.new(plan, algorithm)  # keeps the memory
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
         # On CPUs what the backend sums is divided while it is put in the bucket; see `Flight`.
-        is_posted = isinstance(algorithm, Native) and device.type == "cpu"
-        self._native = algorithm if is_posted else None
-        self.num_at_once = 2 if is_posted else 1
+        is_cpu = device.type == "cpu"
+        self._native = algorithm if is_cpu and isinstance(algorithm, Native) else None
+        self.num_at_once = 1 if self._native is None else 2
 
     def run(self) -> None:
         """`num_at_once` exchanges. Collective."""
