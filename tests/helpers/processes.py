@@ -1,6 +1,7 @@
 """Ranks as real processes, which can be killed."""
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -40,6 +42,7 @@ _CONTEXT.set_forkserver_preload(
 )
 
 _GRACE_S = 5.0
+_SHOW_STACKS = signal.SIGUSR1
 
 
 class RemoteError(RuntimeError):
@@ -143,6 +146,7 @@ class Workers:
             worst = min(failures, key=lambda outcome: outcome.severity or 0)
             raise RemoteError(f"on rank {worst.rank}:\n{worst.value}")
         if waiting:
+            self._show_stacks()
             raise TimeoutError(
                 f"ranks {sorted(waiting.values())} returned nothing within {timeout_s:g} s"
             )
@@ -156,6 +160,15 @@ class Workers:
             self._processes[rank].join(_GRACE_S)
             return _Outcome(rank, f"it died (exit code {self.exit_codes[rank]})", severity=1)
         return outcome
+
+    def _show_stacks(self) -> None:
+        """Has the ranks and their loader processes write to stderr where they are."""
+        for pid in self.pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank = psutil.Process(pid)
+                for process in (rank, *rank.children(recursive=True)):
+                    process.send_signal(_SHOW_STACKS)
+        time.sleep(0.5)
 
     def close(self) -> None:
         """Ends what still runs."""
@@ -214,6 +227,7 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     """A child's life."""
+    faulthandler.register(_SHOW_STACKS)
     torch.set_num_threads(1)
     # As in a worker that was not started so itself: a loader's processes are forked.
     multiprocessing.set_start_method("fork", force=True)
