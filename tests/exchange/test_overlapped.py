@@ -447,7 +447,7 @@ def test_what_a_pass_has_sent_cannot_be_given_up() -> None:
     run_ranks(2, worker, timeout_s=20)
 
 
-@pytest.mark.parametrize("bucket_bytes", [28, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [56, 1 << 20])
 def test_only_the_next_bucket_takes_memory_twice(bucket_bytes: int) -> None:
     """A gradient that waits for others lies in its bucket alone. [Note: divided first]"""
 
@@ -538,7 +538,7 @@ def test_pieces_that_come_before_their_bucket_is_sent_are_divided_once(set_to_no
 
     def worker(comm: Communicator) -> None:
         model = Twice()
-        attach(model, comm, ExchangePolicy(algorithm="native"))
+        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=120))
 
         def gradients(is_reentrant: bool) -> list[Tensor]:
             model.is_reentrant = is_reentrant
@@ -547,6 +547,7 @@ def test_pieces_that_come_before_their_bucket_is_sent_are_divided_once(set_to_no
             return [p.grad.clone() for p in model.parameters()]
 
         gradients(is_reentrant=False)  # its order makes the buckets
+        assert exchange.buckets[0] == ["shared.bias", "shared.weight", "first.bias"]
         torch.testing.assert_close(gradients(is_reentrant=True), gradients(is_reentrant=False))
 
     run_ranks(2, worker)
