@@ -24,7 +24,7 @@ from allstep.doctor.timing import agreed_repeats, mean_s, synchronize
 from allstep.exchange.flight import BucketPlan, Flight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.runner import ThreadRunner
-from allstep.exchange.transport import Transport
+from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wires import make_wire
 from allstep.plan.collective import Collective
 
@@ -176,10 +176,7 @@ class _Timing:
 
 def _connect(comm: Communicator, algorithm: str) -> Transport:
     """Connections that carry nothing else, where CPU ranks have any. [Note: timed collectives]"""
-    channel = None
-    if comm.device.type == "cpu" and algorithm != SharedMemory.name:
-        channel = comm.split(0, key=comm.rank)
-    channel = channel or comm
+    channel = comm if algorithm == SharedMemory.name else channel_of(comm)
     return Transport(channel, make_algorithm(algorithm, channel))
 
 

@@ -16,7 +16,7 @@ from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.residuals import give_back, residual_pieces
 from allstep.exchange.runner import Job, make_runner
 from allstep.exchange.spans import job_span
-from allstep.exchange.transport import Transport
+from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wires import WireState
 
 __all__ = ["GuestMeans", "StaleGradients"]
@@ -43,10 +43,7 @@ class GuestMeans:
         self._wire = policy.wire_format
         self._factor = comm.size if policy.reduction == "sum" else 1
         self._runner = make_runner(comm.device)
-        # The engine's own collectives run at the same time; on CUDA the stream orders them.
-        is_shared = comm.size == 1 or comm.device.type == "cuda"
-        channel = comm if is_shared else comm.split(0, key=comm.rank)
-        assert channel is not None
+        channel = channel_of(comm)  # the engine's own collectives run at the same time
         algorithm = make_algorithm(policy.algorithm, channel, self._wire.dtype)
         self._transport = Transport(channel, algorithm)
         self._states: dict[BucketLayout, WireState] = {}

@@ -26,7 +26,7 @@ from allstep.exchange.residuals import (
 )
 from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
 from allstep.exchange.spans import begin_span, job_span
-from allstep.exchange.transport import Transport
+from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.verdict import Verdict, looks_late
 from allstep.exchange.wires import Exact, FullPrecision, WireState
 
@@ -39,8 +39,7 @@ class Sender:
     """Makes flights and sends their buckets, in the order of the calls.
 
     Its collectives have a group of their own: beside them, in the main thread, workers may
-    call other collectives of `comm` at other times. On CUDA the stream's order keeps them
-    apart, and one NCCL communicator is safer than two.
+    call other collectives of `comm` at other times. See `channel_of`.
 
     Args:
         comm: the workers.
@@ -51,7 +50,7 @@ class Sender:
         self.wire = policy.wire_format
         self.runner: Runner = make_runner(comm.device)
         self._main_comm = comm
-        self.comm = _channel(comm)
+        self.comm = channel_of(comm)
         self._as_they_are = type(self.wire) is FullPrecision
         num_at_once = NUM_AT_ONCE if self._may_post else 1
         algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype, num_at_once)
@@ -274,14 +273,6 @@ class Sender:
 
 def _span_name(index: int) -> str:
     return f"allstep::bucket {index} reduce"
-
-
-def _channel(comm: Communicator) -> Communicator:
-    if comm.size == 1 or comm.device.type == "cuda":
-        return comm
-    channel = comm.split(0, key=comm.rank)
-    assert channel is not None
-    return channel
 
 
 def _close(

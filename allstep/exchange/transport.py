@@ -7,7 +7,7 @@ from torch import Tensor
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "channel_of"]
 
 
 @dataclass
@@ -78,3 +78,16 @@ class Transport:
         """
         self._moved_bytes += payload.nbytes * (self.size - 1)
         return self.comm.all_gather_rows(payload)
+
+
+def channel_of(comm: Communicator) -> Communicator:
+    """The same workers on connections of their own; `comm` itself for one worker, or on CUDA.
+
+    There the stream's order keeps collectives apart, and one NCCL communicator is safer than two.
+    Collective.
+    """
+    if comm.size == 1 or comm.device.type == "cuda":
+        return comm
+    channel = comm.split(0, key=comm.rank)
+    assert channel is not None
+    return channel
