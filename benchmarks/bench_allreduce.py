@@ -75,15 +75,14 @@ def all_algorithms(comm: allstep.Communicator) -> dict[str, Call]:
 
 def in_block_call(algorithm: SharedMemory) -> Call:
     """Sums a tensor of the same size in memory that the ranks share, allocated once a size."""
-    totals: dict[int, Tensor] = {}
-    blocks: list[Block] = []
+    targets: dict[int, tuple[Block, Tensor]] = {}  # a block sums only as long as it is kept
 
     def reduce_(x: Tensor) -> None:
-        if x.nbytes not in totals:
-            totals.clear()
-            blocks[:] = [algorithm.new_block(x.nbytes)]
-            totals[x.nbytes] = blocks[0].own.view(x.dtype)
-        algorithm.reduce_(totals[x.nbytes])
+        if x.nbytes not in targets:
+            targets.clear()
+            block = algorithm.new_block(x.nbytes)
+            targets[x.nbytes] = block, block.own.view(x.dtype)
+        algorithm.reduce_(targets[x.nbytes][1])
 
     return reduce_
 
