@@ -1,3 +1,4 @@
+import itertools
 import json
 from dataclasses import replace
 
@@ -177,16 +178,29 @@ def test_a_failed_exchange_ends_the_measuring():
     runner.close()
 
 
-def test_a_burst_is_what_a_pause_saves(monkeypatch):
-    """By the clock: an exchange takes 10 ms, and 6 ms after a pause."""
+@pytest.mark.parametrize(
+    ("paused_s", "busy_s", "burst_s"),
+    [
+        ([0.006], [0.010], 0.004),
+        ([0.0099], [0.010], 0.0),  # within a twentieth
+        ([0.020], [0.010], 0.0),
+        ([0.005, 0.006, 0.007], [0.009, 0.010, 0.011], 0.004),
+        ([0.002, 0.006, 0.010], [0.006, 0.010, 0.014], 0.0),  # they overlap
+    ],
+)
+def test_a_burst_is_what_a_pause_saves(monkeypatch, paused_s, busy_s, burst_s):
+    """By the clock: exchanges after a pause, and right after another, which take this long."""
     kinds = [("fp32", "native")]
     alone = run_ranks(2, lambda comm: collectives.measure_collectives(comm, kinds)[0])[0]
+    ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in itertools.cycle(paused_s))
+    busy = itertools.cycle(busy_s)
     monkeypatch.setattr(collectives, "BucketExchange", _Nothing)
-    monkeypatch.setattr(collectives, "_seconds_of", lambda comm, bucket, num_runs: 0.01)
+    monkeypatch.setattr(collectives, "sleep", lambda _: None)
+    monkeypatch.setattr(collectives, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(collectives, "_seconds_of", lambda comm, bucket, num_runs: next(busy))
     timed = replace(alone, seconds=(0.01, 0.02, 0.03))
-    for paused_s, burst_s in ((0.006, 0.004), (0.0099, 0.0), (0.02, 0.0)):
-        monkeypatch.setattr(collectives, "mean_s", lambda comm, seconds, s=paused_s: s)
-        assert collectives.measure_burst_s(Communicator.lone(), timed) == pytest.approx(burst_s)
+    found_s = collectives.measure_burst_s(Communicator.lone(), timed)
+    assert found_s == pytest.approx(burst_s)
 
 
 class _Nothing:
