@@ -115,6 +115,7 @@ class _Simulation:
         self.wire = Activity()
         self.ends_s: list[list[float]] = []  # of the collectives of each step
         self.step = 0
+        self.landed_s = 0.0  # when the buckets so far are where the gradients are
         self.forget_totals()
 
     def forget_totals(self) -> None:
@@ -262,7 +263,8 @@ class _Simulation:
         Returns the time of its end.
         """
         start_s = max(self.last_s, self.wire.free_s)
-        free_work_s = max(0.0, self.limit(work_left_s) - self.wire.progress_at(start_s))
+        free_work_s = self.limit(work_left_s) - self.wire.progress_at(start_s)
+        free_work_s = max(0.0, free_work_s, self.landed_s - start_s)
         cost = self.costs[index]
         ahead_s = min(self.cluster.burst_s, start_s - self.wire.free_s)
         seconds = max(min(cost.seconds, cost.latency_s), cost.seconds - ahead_s)
@@ -270,6 +272,9 @@ class _Simulation:
         self.wire.occupy(start_s, end_s, cost.compute_slowdown)
         self.busy_s += end_s - start_s
         self.spans.append(Span("wire", f"bucket {index}", start_s, end_s))
+        if self.land_s[index]:
+            backward_end_s = self.wire.time_at(float(self.progress.max()) + work_left_s)
+            self.landed_s = max(self.landed_s, backward_end_s, end_s) + self.land_s[index]
         return end_s
 
     def limit(self, work_left_s: float) -> float:

@@ -133,6 +133,18 @@ def test_copies_to_buckets_and_back_are_compute():
     assert simulate(WORKLOAD, cluster.of(1), AT_THE_END).step_s == pytest.approx(0.35)
 
 
+def test_copies_back_slow_the_buckets_that_are_still_on_the_wire():
+    slowed = replace(TIMED, communication_slowdown=0.5)
+    cluster = replace(CLUSTER, collectives=(slowed,), bucketing_s_per_byte=1e-7)
+    at_once = replace(WORKLOAD, backward_s=0.0)  # all buckets wait for the wire
+    views = replace(AT_THE_END, bucket_bytes=4000)
+    copies = replace(views, copies_back=True)
+    copy_s = [1e-7 * 4 * size for size in WORKLOAD.gradients]
+    views_s, copies_s = (simulate(at_once, cluster, p).step_s for p in (views, copies))
+    # The last copy delays the step; those before it slow the buckets beside them by a half.
+    assert copies_s - views_s == pytest.approx(copy_s[2] + (copy_s[0] + copy_s[1]) * (1 - 1 / 1.5))
+
+
 def test_an_idle_link_gets_ahead_of_itself_once():
     cluster = replace(CLUSTER, burst_s=0.005)
     report = simulate(WORKLOAD, cluster, AT_THE_END)
