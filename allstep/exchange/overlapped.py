@@ -1,6 +1,5 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
@@ -8,19 +7,18 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from allstep.comm import Communicator
 from allstep.errors import AllstepError, CheckpointError, UsageError
+from allstep.exchange.airborne import Airborne
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.fixed_point import FixedPointFlight
-from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.flight import BucketPlan
 from allstep.exchange.hooks import Removable, WeakHook
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.sender import Sender
-from allstep.exchange.verdict import Verdict
 
 __all__ = ["OverlappedExchange"]
 
@@ -54,17 +52,14 @@ class OverlappedExchange(Exchange):
         self._scaler = scaler
         self._sender = Sender(comm, policy)
         self._flight = self._sender.new_flight()
-        self._idle: list[Flight] = []  # landed ones, whose memory the next may use
-        self._airborne: deque[Flight] = deque()
+        self._airborne = Airborne(self._sender, comm)
         self._bucketing = Bucketing(comm, self._sender, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._pass_number = 0
         self._failure: str | None = None
-        self._verdict: Verdict | None = None  # on the last flight, if not looked at yet
         self._last_scale = self._residual_factor = 1.0
-        self._exposed_s = 0.0
-        self._pass_start_s = self._last_wait_s = 0.0
+        self._pass_start_s = 0.0
         super().__init__(model, comm, policy)
 
     # -- what the user sees --------------------------------------------------------------------
@@ -84,7 +79,7 @@ class OverlappedExchange(Exchange):
             self._num_exchanges,
             sender.transport.sent_bytes,
             sender.busy_s,
-            self._exposed_s,
+            self._airborne.exposed_s,
         )
 
     def synchronize(self) -> None:
@@ -93,15 +88,14 @@ class OverlappedExchange(Exchange):
 
     def flush(self) -> Iterator[int]:
         while self._airborne:
-            flight = self._airborne.popleft()
             self._clear_gradients()
-            self._land(flight)
-            self._settle()
-            yield flight.step
+            step = self._land()
+            self._airborne.settle()
+            yield step
 
     def state_dict(self) -> dict[str, Any]:
         common = super().state_dict()
-        self._settle()
+        self._airborne.settle()
         self._wait_for_all()
         return {
             **common,
@@ -130,7 +124,7 @@ class OverlappedExchange(Exchange):
         for saved in state["in_flight"]:
             flight = self._sender.new_flight()
             flight.load_state_dict(saved)
-            self._airborne.append(flight)
+            self._airborne.add(flight)
 
     def detach(self) -> None:
         super().detach()
@@ -212,7 +206,7 @@ class OverlappedExchange(Exchange):
         flight, index = self._flight, len(self._flight.jobs)
         is_last = index == len(flight.plan.layouts) - 1
         if index == 0:
-            self._settle()
+            self._airborne.settle()
             flight.step, flight.scale = self._num_exchanges, self._present_scale()
             self._residual_factor = flight.scale / self._last_scale
             self._last_scale = flight.scale
@@ -238,12 +232,11 @@ class OverlappedExchange(Exchange):
             self._place_rest()
         while len(flight.jobs) < len(flight.plan.layouts):
             self._send_next()
-        self._airborne.append(flight)
+        self._airborne.add(flight)
         if len(self._airborne) > self.policy.staleness:
-            landing = self._airborne.popleft()
             if self.policy.staleness:
                 self._clear_gradients()
-            self._land(landing)
+            self._land()
             self.has_landed = True
         else:
             self._clear_gradients()
@@ -260,11 +253,9 @@ class OverlappedExchange(Exchange):
             if name not in self._arrivals:
                 self._place(name, p, is_touched=name in self._touched)
 
-    def _land(self, flight: Flight) -> None:
-        """Waits for a flight and leaves its means in `p.grad`."""
-        self._wait_for(flight)
-        self._sender.lift_first_timeout()
-        self._check_failure(flight)
+    def _land(self) -> int:
+        """Leaves the oldest flight's means in `p.grad`; returns the step that sent it."""
+        flight = self._airborne.land()
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / flight.scale
             if factor != 1:
@@ -273,29 +264,8 @@ class OverlappedExchange(Exchange):
         for name in flight.landed_names():
             if name in trained and self._failure is None:
                 flight.deliver(name, trained[name])
-        if flight.plan is self._sender.plan:
-            self._idle.append(flight)
-
-    def _wait_for(self, flight: Flight) -> None:
-        start_s = perf_counter()
-        for index, job in enumerate(flight.jobs):
-            with record_function(f"allstep::bucket {index} wait"):
-                job.wait()
-        self._last_wait_s = perf_counter() - start_s
-        self._exposed_s += self._last_wait_s
-
-    def _check_failure(self, flight: Flight) -> None:
-        """Raises on every worker if the flight failed on one. [Note: late verdict]"""
-        self._settle()
-        self._verdict = Verdict.of(flight, compares=self._sender.compares)
-        if not self._sender.looks_late or flight.failure is not None:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Raises on every worker if the last flight was no good."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is not None:
-            verdict.settle(self.comm)
+        self._airborne.retire(flight)
+        return flight.step
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
@@ -308,16 +278,16 @@ class OverlappedExchange(Exchange):
         return self._scaler.get_scale() if self._scaler and matters else 1.0
 
     def _wait_for_all(self) -> None:
-        for flight in (*self._airborne, self._flight):
-            for job in flight.jobs:
-                job.wait()
+        self._airborne.wait()
+        for job in self._flight.jobs:
+            job.wait()
 
     def _clear_gradients(self) -> None:
         for p in self._parameters.trained.values():
             p.grad = None
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
-        self._settle()
+        self._airborne.settle()
         if self._sender.plan.layouts:
             self._sender.check(self._flight, action, described)
         else:
@@ -372,7 +342,7 @@ class OverlappedExchange(Exchange):
         """Other buckets, if the backward pass that ended makes better ones."""
         if not self._bucketing.is_due(self._num_exchanges):
             return
-        backward_s = perf_counter() - self._pass_start_s - self._last_wait_s
+        backward_s = perf_counter() - self._pass_start_s - self._airborne.last_wait_s
         if self._bucketing.is_recorded:
             self._wait_for_all()  # exchanges will be timed
         in_order = () if self._bucketing.is_recorded else self._arrivals
@@ -386,14 +356,13 @@ class OverlappedExchange(Exchange):
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
         self._sender.set_plan(BucketPlan.of(buckets, self._parameters.trained, self.comm.size))
-        self._idle.clear()
+        self._airborne.forget_memory()
         self._next_flight()
 
     def _next_flight(self) -> None:
         """The flight for the next exchange; takes the memory of one that has landed."""
         self._arrivals.clear()
-        self._flight = self._idle.pop() if self._idle else self._sender.new_flight()
-        self._flight.clear()
+        self._flight = self._airborne.next_flight()
         self._tell_divisor()
 
     def _tell_divisor(self) -> None:
