@@ -247,13 +247,13 @@ def control(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
 
 
 def norms(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
-    """Layer-wise rates by the L1, L2 and Linf norm."""
+    """Layer-wise rates by the L1 and Linf norm; by the L2 norm, `final` has them."""
     for seed in range(plan.num_seeds):
         for method in ("lars", "lamb"):
             if method not in plan.methods:
                 continue
             best = _longer(plan, best_settings(plan, results, method, plan.large)[0])
-            for norm in ("l1", "l2", "linf"):
+            for norm in ("l1", "linf"):
                 name = f"{method}-{norm}-{plan.large}-seed{seed}"
                 fields = {"batch": plan.large, "settings": best | {"norm": norm}, "seed": seed}
                 yield plan.point("norms", name, method=f"{method} {norm}", **fields)

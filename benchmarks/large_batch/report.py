@@ -201,9 +201,16 @@ def _control(plan: Plan, results: Results) -> list[str]:
 
 
 def _norms(plan: Plan, results: Results) -> list[str]:
-    methods = dict.fromkeys(point["method"] for point in _of(results, "norms"))
-    points = [(method, _of(results, "norms", method=method)) for method in methods]
-    rows = [[method, _accuracy(own), str(len(own))] for method, own in points]
+    rows = []
+    for method in ("lars", "lamb"):
+        points = {norm: _of(results, "norms", method=f"{method} {norm}") for norm in ("l1", "linf")}
+        if any(points.values()):
+            points["l2"] = _ranked(_of(results, "final", method=method, batch=plan.large), 0)
+        rows += [
+            [f"{method} {norm}", _accuracy(own), str(len(own))]
+            for norm, own in sorted(points.items())
+            if own
+        ]
     title = f"**Norms, batch {plan.large:,}, {plan.final_epochs} epochs**"
     return [title, "", *_table(["method", "accuracy, %", "seeds"], rows)] if rows else []
 
