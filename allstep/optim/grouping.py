@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 
 from allstep.errors import UsageError
 
@@ -49,7 +51,7 @@ def groups(
         optimizers (those that adapt nothing ignore `adapt`); one that would be empty is left out.
 
     Raises:
-        UsageError: if nothing in `model` is trainable.
+        UsageError: if nothing in `model` is trainable, or a parameter has not got its shape yet.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     >>> for group in groups(model):
@@ -60,10 +62,17 @@ def groups(
     Source: Jia et al., 2018, arXiv:1807.11205, section 3.2 (no decay of biases and
     normalisation); the skip lists of MLPerf's LARS and of BERT's LAMB.
     """
+    if not isinstance(normalisation, tuple):
+        raise UsageError(f"`normalisation` (={normalisation!r}) must be a tuple of module classes.")
     kinds = _NORMALISATION + normalisation
     names: dict[nn.Parameter, str] = {}
     decayed: set[nn.Parameter] = set()
     for name, module, own_name, parameter in _owned(model):
+        if is_lazy(parameter):
+            raise UsageError(
+                f"`model`: parameter `{name}` has no shape yet; call the model once on a batch"
+                " first."
+            )
         if parameter.requires_grad:
             names.setdefault(parameter, name)
             if _is_weight(module, own_name, parameter, kinds):
@@ -100,7 +109,10 @@ def _is_weight(
 
 
 def _is_magnitude(module: nn.Module, own_name: str) -> bool:
-    """Whether this is the g of `weight_norm`'s w = g * v / norm(v)."""
+    """Whether this is the g of `weight_norm`'s w = g * v / norm(v), in its new form or its old."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and own_name == f"{hook.name}_g":
+            return True
     return (
         isinstance(module, ParametrizationList)
         and own_name == "original0"

@@ -117,6 +117,14 @@ def test_magnitudes_of_weight_norm() -> None:
     assert sorted(p.ndim for _, p in others["params"]) == [1, 4]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_magnitudes_of_the_older_weight_norm() -> None:
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 2)))
+    decayed, others = groups(model)
+    assert [name for name, _ in decayed["params"]] == ["0.weight_v"]
+    assert sorted(name for name, _ in others["params"]) == ["0.bias", "0.weight_g"]
+
+
 def test_tied_parameters_are_listed_once_and_decayed_if_any_owner_would() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -146,6 +154,19 @@ def test_a_lone_module_and_no_parameters() -> None:
     assert len(groups(nn.LayerNorm(2))) == 1
     with pytest.raises(UsageError, match="`model` has no trainable parameter"):
         groups(nn.ReLU())
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UsageError, match=r"parameter `0.weight` has no shape yet; call the model"):
+        groups(model)
+    model(torch.ones(2, 4))
+    assert [name for name, _ in groups(model)[0]["params"]] == ["0.weight"]
+
+
+def test_kinds_of_normalisation_are_a_tuple() -> None:
+    with pytest.raises(UsageError, match=r"`normalisation` \(=<class .*must be a tuple"):
+        groups(nn.Linear(2, 2), normalisation=nn.Linear)  # type: ignore[arg-type]
 
 
 def test_the_room_leads_to_each_name() -> None:
