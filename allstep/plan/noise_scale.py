@@ -161,6 +161,8 @@ class NoiseScale:
         if value == math.inf:
             return "the gradient is all noise so far: no useful limit of the batch can be given"
         batch = round_to_two_digits(value)
+        if not batch:
+            return "no noise was seen so far: a larger batch would save no steps"
         num_workers = int(batch // micro_batch)
         if num_workers <= 1:
             return f"useful up to about B = {batch:,}: one worker of {micro_batch} is enough"

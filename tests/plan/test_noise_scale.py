@@ -145,7 +145,7 @@ def scale_of(value):
         (1987.0, "useful up to about B = 2,000, that is 62 workers of 32"),
         (123456.0, "useful up to about B = 120,000, that is 3,750 workers of 32"),
         (40.0, "useful up to about B = 40: one worker of 32 is enough"),
-        (0.0, "useful up to about B = 0: one worker of 32 is enough"),
+        (0.0, "no noise was seen so far: a larger batch would save no steps"),
     ],
 )
 def test_the_summary_speaks_of_workers(value, text):
