@@ -123,7 +123,7 @@ def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
     """Schedules one after the other, each counted from its own step 0.
 
     Args:
-        stages: (number of steps, schedule) of each stage; the last one goes on to its own end.
+        stages: (number of steps, schedule) of each stage; the last may be asked at its end, too.
 
     Returns:
         The schedule of the whole run.
