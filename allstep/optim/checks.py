@@ -41,8 +41,10 @@ def check_group_values(group: Mapping[str, Any]) -> None:
         UsageError: naming the key and its value.
     """
     for key, (holds, cure) in _RULES.items():
-        if key in group and not holds(group[key]):
-            raise UsageError(f"`{key}` (={group[key]}) {cure}")
+        if key in group and not _is_so(holds, group[key]):
+            value = group[key]
+            shown = repr(value) if isinstance(value, str) else value
+            raise UsageError(f"`{key}` (={shown}) {cure}")
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
@@ -51,10 +53,17 @@ def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> st
     return names[index] if names else f"param_groups[{group_index}]['params'][{index}]"
 
 
+def _is_so(holds: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return holds(value)
+    except TypeError:  # a text, or None, where a number belongs
+        return False
+
+
 def _is_rate(value: Any) -> bool:
     if isinstance(value, Tensor):
         # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
-        return value.numel() == 1 and (value.device.type != "cpu" or bool(value >= 0))
+        return value.numel() == 1 and (value.device.type != "cpu" or bool(0 <= value < math.inf))
     return bool(0 <= value < math.inf)
 
 
@@ -74,6 +83,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_is_rate, "must be a finite number, 0 or more; a step goes down the gradient already."),
     "weight_decay": (_is_finite, "must be finite and 0 or more; 0 switches it off."),
     "eps": (_is_finite, "must be finite and 0 or more."),
+    "rmsprop_lr": (_is_finite, "must be finite and 0 or more; 3e-4 is usual."),
     "momentum": (_is_share, "must be at least 0 and below 1; 0.9 is usual."),
     "alpha": (_is_share, "must be at least 0 and below 1; 0.99 is usual."),
     "betas": (

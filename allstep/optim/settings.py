@@ -1,5 +1,6 @@
 """How a model is optimized, as plain data: what recipes and published recipes are made of."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -91,14 +92,15 @@ class Settings:
                 f"`lr_schedule` (={self.lr_schedule!r}):"
                 f" {nearest_names(self.lr_schedule, _SCHEDULES)}"
             )
-        if not self.lr > 0:
-            raise UsageError(f"`lr` (={self.lr}) must be positive.")
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"`lr` (={self.lr}) must be positive and finite.")
         if not 0 <= self.momentum < 1:
             raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
-        if self.weight_decay < 0:
-            raise UsageError(f"`weight_decay` (={self.weight_decay}) must be 0 or more.")
-        if self.warmup_epochs < 0:
-            raise UsageError(f"`warmup_epochs` (={self.warmup_epochs}) must be 0 or more.")
+        for name in ("weight_decay", "warmup_epochs"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(
+                    f"`{name}` (={getattr(self, name)}) must be finite, and 0 or more."
+                )
         if self.optimizer == "rmsprop_warmup" and self.warmup_epochs == 0:
             raise UsageError(
                 f"`warmup_epochs` (={self.warmup_epochs}) must be positive for the optimizer"
