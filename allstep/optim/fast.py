@@ -75,4 +75,7 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def combine(sums: list[float], norm: Norm) -> float:
     """The sum over a tensor from those of its blocks."""
-    return max(sums, default=0.0) if norm == "linf" else math.fsum(sums)
+    if norm != "linf":
+        return math.fsum(sums)
+    # The larger of 1 and NaN is whichever comes first.
+    return math.nan if any(map(math.isnan, sums)) else max(sums, default=0.0)
