@@ -150,7 +150,8 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
             )
             self._ratios.append(([leaf.name for leaf in batch.leaves], ratios))
         scales: Tensor = ratios * group["lr"]
-        return scales
+        # An update that is nearly nothing has a ratio beyond the weights' range of numbers.
+        return scales.clamp_(max=torch.finfo(batch.leaves[0].weight.dtype).max)
 
     @property
     def _norm(self) -> Norm:
