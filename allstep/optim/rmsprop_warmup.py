@@ -101,7 +101,7 @@ class RMSpropWarmup(LargeBatchOptimizer):
     def _update(self, leaves: list[Leaf]) -> None:
         if not self._tolerates(leaves, self._bad_gradients(leaves)):
             return
-        shares = {id(group): _shares(group) for group in self.param_groups}
+        shares = {id(group): _shares(group, leaves) for group in self.param_groups}
         self._count(leaves)
         for batch in batches(leaves, BATCH_ELEMENTS):
             flats = flats_of(batch, *self._slots())
@@ -117,19 +117,28 @@ class RMSpropWarmup(LargeBatchOptimizer):
 Share = float | Tensor
 
 
-def _shares(group: dict[str, Any]) -> tuple[float, Share]:
+def _shares(group: dict[str, Any], leaves: list[Leaf]) -> tuple[float, Share]:
     """(a_sgd, a_rms) of a group's next step."""
     a_sgd = sgd_share(group["num_steps"], group["center_steps"], group["period_steps"])
-    lr = group["lr"]
+    lr = _rate(group)
     if a_sgd == 1.0:
         return 1.0, 0.0
     # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
     if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and lr == 0:
+        # torch's distributed checkpoints make the state by a step without rate and gradients.
+        if not any(leaf.gradient.any() for leaf in leaves if leaf.group is group):
+            return a_sgd, 0.0
         raise UsageError(
             "`lr` (=0.0) must be positive during the transition from RMSprop: its part is"
             " relative to it. This warm-up replaces one that starts at 0."
         )
     return a_sgd, (1 - a_sgd) * group["rmsprop_lr"] / lr
+
+
+def _rate(group: dict[str, Any]) -> float | Tensor:
+    """The rate, as a scalar if it is a tensor."""
+    lr: float | Tensor = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr
 
 
 def _move_plain(leaf: Leaf, a_sgd: float, a_rms: Share) -> None:
@@ -140,7 +149,7 @@ def _move_plain(leaf: Leaf, a_sgd: float, a_rms: Share) -> None:
     square_avg.copy_(alpha * square_avg + (1 - alpha) * gradient.square())
     coefficient = a_sgd + a_rms / (square_avg.sqrt() + group["eps"])
     delta.copy_(group["momentum"] * delta - coefficient * gradient)
-    weight.add_(group["lr"] * delta)
+    weight.add_(_rate(group) * delta)
 
 
 def _move_foreach(batch: Batch, flats: list[list[Tensor]], a_sgd: float, a_rms: Share) -> None:
@@ -161,4 +170,4 @@ def _move_foreach(batch: Batch, flats: list[list[Tensor]], a_sgd: float, a_rms: 
         torch._foreach_mul_(parts, gradients)
         torch._foreach_mul_(parts, a_rms)
         torch._foreach_sub_(deltas, parts)
-    torch._foreach_add_(weights, torch._foreach_mul(deltas, group["lr"]))
+    torch._foreach_add_(weights, torch._foreach_mul(deltas, _rate(group)))
