@@ -95,8 +95,9 @@ class LargeBatchOptimizer(Optimizer, ABC):
         Raises:
             UsageError: if the group is empty, overlaps another or has a bad option.
         """
-        if isinstance(param_group, dict) and not isinstance(param_group["params"], Tensor | set):
-            listed = list(param_group["params"])
+        if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
+            given = param_group["params"]
+            listed = [given] if isinstance(given, Tensor) else list(given)
             param_group = {**param_group, "params": listed}
             bare = [item[1] if isinstance(item, tuple) else item for item in listed]
             group = {**param_group, "params": bare}
@@ -127,10 +128,11 @@ class LargeBatchOptimizer(Optimizer, ABC):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` once gave; every tensor keeps its precision.
+        """Loads what `state_dict()` once gave.
 
         The state of another optimizer that keeps the same may be loaded too, as that of AdamW by
-        LAMB: options that its groups lack stay as they are here.
+        LAMB, or one of parameters in another precision: options that its groups lack stay as they
+        are here, and parameters of half precision that had no master copy get one.
 
         Raises:
             UsageError: if it lacks what this optimizer keeps.
@@ -149,6 +151,18 @@ class LargeBatchOptimizer(Optimizer, ABC):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
                     self.state[parameter][name] = _loaded(name, value, parameter)
+            if self.state[parameter]:
+                self._complete(self.state[parameter], parameter)
+
+    def _complete(self, state: dict[str, Tensor], parameter: Tensor) -> None:
+        """Gives a state the master copy and the precision that one made here would have."""
+        own = new_state(parameter, self._slots())
+        for name in self._slots():
+            state[name] = state[name].to(own[name].dtype)
+        if "master" in own:
+            state.setdefault("master", own["master"])
+        else:
+            state.pop("master", None)
 
     def _refuse_foreign(self, key: Any, state: Mapping[str, Any]) -> None:
         missing = [name for name in ("step", *self._slots()) if name not in state]
@@ -251,7 +265,7 @@ def _loaded(name: str, value: Tensor, parameter: Tensor) -> Tensor:
     where it was read to.
     """
     if name == "step":
-        return value.to(parameter.device, torch.float32)
+        return value.to(parameter.device, torch.float32, copy=True)
     if value.shape != parameter.shape:
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -4,11 +4,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from allstep.errors import UsageError
 from allstep.optim import (
@@ -95,6 +97,52 @@ def test_state_loads_in_the_layout_of_its_parameter() -> None:
         state["state"][0][name] = state["state"][0][name].contiguous()
     optimizer.load_state_dict(state)
     assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+
+
+@for_all
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_of_single_precision_loads_in_half(make: Make, dtype: torch.dtype) -> None:
+    """Parameters that were rounded get a master, and go on as if they had always had one."""
+    params, half = parameters(torch.float32), parameters(dtype)
+    optimizer = make(params)
+    train(optimizer, params, 2)
+    for parameter, rounded in zip(params, half, strict=True):
+        rounded.data.copy_(parameter.data)
+    loaded = make(half)
+    loaded.load_state_dict(optimizer.state_dict())
+    for parameter in half:
+        state = loaded.state[parameter]
+        assert torch.equal(state["master"], parameter.float())
+        assert {value.dtype for value in state.values()} == {torch.float32}
+    train(loaded, half, 1, first=2)
+    again = make(params)
+    again.load_state_dict(loaded.state_dict())
+    assert all("master" not in state for state in again.state.values())
+    train(again, params, 1, first=3)
+
+
+def test_state_of_adamw_in_half_precision_gets_a_master() -> None:
+    """Steps that bfloat16 can't show add up."""
+    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    saved = torch.optim.AdamW([weight], lr=0.0)
+    saved.step()
+    optimizer = LAMB([weight], lr=1e-3, weight_decay=0.0)
+    optimizer.load_state_dict(saved.state_dict())
+    optimizer.param_groups[0]["lr"] = 1e-3
+    for _ in range(50):
+        optimizer.step()
+    assert weight.float().mean().item() == pytest.approx(0.999**50, rel=0.005)
+
+
+@for_all
+def test_what_was_loaded_is_no_longer_the_savers(make: Make) -> None:
+    params, twin = parameters(), parameters()
+    optimizer, loaded = make(params), make(twin)
+    train(optimizer, params, 1)
+    loaded.load_state_dict(optimizer.state_dict())
+    train(loaded, twin, 1)
+    assert all(optimizer.state[parameter]["step"] == 1 for parameter in params)
 
 
 @for_all
@@ -385,6 +433,18 @@ def test_bad_gradients_are_named(make: Make, value: float) -> None:
     assert torch.equal(params[1].detach(), before)
 
 
+@pytest.mark.parametrize("norm", ["l1", "l2", "linf"])
+@pytest.mark.parametrize("make", [LAMB, partial(LARS, variant="lamb_paper")], ids=["lamb", "lars"])
+def test_bad_gradients_of_large_layers_are_named(make: Make, norm: str) -> None:
+    """They are measured block by block; here the second is bad."""
+    weight = nn.Parameter(torch.ones(2**20 + 5))
+    weight.grad = torch.ones_like(weight)
+    weight.grad[-1] = float("nan")
+    with pytest.raises(NonfiniteGradientError, match="gradient of param_groups"):
+        make([weight], lr=0.1, norm=norm).step()
+    assert torch.equal(weight.detach(), torch.ones(2**20 + 5))
+
+
 def test_bad_gradients_are_named_by_the_given_names() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     optimizer = LARS(list(model.named_parameters()))
@@ -446,6 +506,25 @@ def test_norms_neither_overflow_nor_vanish(size: float, way: dict[str, bool]) ->
     assert largest_difference(params, oracle) < 1e-6
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_ratio_beyond_all_numbers_makes_a_finite_step(way: dict[str, bool]) -> None:
+    """Of a layer whose gradient is nearly zero, or was once and its momentum fades out."""
+    tiny = nn.Parameter(torch.ones(4))
+    tiny.grad = torch.full((4,), 1e-42)
+    LARS([tiny], lr=1.0, **way).step()
+    assert torch.equal(tiny, tiny.clamp(0.99, 1.0))
+    for make in (
+        lambda params: LARS(params, lr=1e-3, variant="lamb_paper", **way),
+        lambda params: LAMB(params, lr=1e-3, weight_decay=0.0, **way),
+    ):
+        faded = nn.Parameter(torch.full((4,), 1e3))
+        optimizer = make([faded])
+        for step in range(1500):
+            faded.grad = torch.full((4,), 0.0 if step else 0.01)
+            optimizer.step()
+        assert faded.isfinite().all()
+
+
 # --- bad input --------------------------------------------------------------------------------
 
 
@@ -461,6 +540,9 @@ def one() -> list[nn.Parameter]:
         ({"lr": float("nan")}, r"`lr` \(=nan\) must be a finite number"),
         ({"lr": torch.tensor(-1.0)}, r"`lr` \(=-1.0\) must be a finite number"),
         ({"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\) must be finite and 0 or more"),
+        ({"lr": torch.tensor(float("inf"))}, r"`lr` \(=inf\) must be a finite number"),
+        ({"lr": "0.1"}, r"`lr` \(='0.1'\) must be a finite number"),
+        ({"weight_decay": None}, r"`weight_decay` \(=None\) must be finite and 0 or more"),
         ({"nonfinite": "ignore"}, r"`nonfinite` \(='ignore'\) must be one of raise, skip"),
     ],
 )
@@ -473,6 +555,7 @@ def test_bad_options_are_named(make: Make, options: dict[str, Any], message: str
     ("make", "message"),
     [
         (lambda: LAMB(one(), betas=(0.9, 1.0)), r"`betas` \(=\(0.9, 1.0\)\) must be two numbers"),
+        (lambda: LAMB(one(), betas=0.9), r"`betas` \(=0.9\) must be two numbers"),
         (lambda: LAMB(one(), eps=-1.0), r"`eps` \(=-1.0\) must be finite and 0 or more"),
         (lambda: LAMB(one(), phi=(2.0, 1.0)), r"`phi` \(=\(2.0, 1.0\)\) must be \(low, high\)"),
         (lambda: LAMB(one(), trust_clip=0.0), r"`trust_clip` \(=0.0\) must be positive"),
@@ -480,6 +563,14 @@ def test_bad_options_are_named(make: Make, options: dict[str, Any], message: str
         (lambda: LAMB(one(), norm="l3"), r"`norm` \(='l3'\) must be one of l1, l2, linf"),
         (lambda: LAMB(one(), fused=True, foreach=True), "exclude each other"),
         (lambda: LAMB(one(), capturable=True), r"`nonfinite` \(='raise'\) looks at numbers"),
+        (
+            lambda: RMSpropWarmup(one(), 0.1, center_steps=1, period_steps=1, rmsprop_lr=-1.0),
+            r"`rmsprop_lr` \(=-1.0\) must be finite and 0 or more",
+        ),
+        (
+            lambda: LAMB([{"params": torch.ones(2, dtype=torch.complex64)}]),
+            r"params'\]\[0\] \(=torch.complex64\) must be a tensor of real",
+        ),
         (lambda: LARS(one(), momentum=1.0), r"`momentum` \(=1.0\) must be at least 0"),
         (lambda: LARS(one(), variant="apex"), r"`variant` \(='apex'\) must be one of paper"),
         (lambda: LARS(one(), trust_coefficient=0.0), r"`trust_coefficient` \(=0.0\)"),
@@ -574,6 +665,26 @@ def test_rmsprop_warmup_needs_a_rate(lr: Any) -> None:
     set_gradients(params, 0)
     with pytest.raises(UsageError, match=r"`lr` \(=0.0\) must be positive during the transition"):
         optimizer.step()
+
+
+def test_rmsprop_warmup_makes_its_state_without_rate_and_gradient() -> None:
+    """As torch's distributed checkpoints have every optimizer do."""
+    model = nn.Linear(4, 2)
+    optimizer = RMSpropWarmup(model.parameters(), 0.1, center_steps=5, period_steps=2)
+    before = copy.deepcopy(model.state_dict())
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert set(saved["state"]["weight"]) == {"step", "square_avg", "delta"}
+    assert equal(list(before.values()), list(model.state_dict().values()))
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_rmsprop_warmup_takes_a_rate_of_one_element(foreach: Any, shape: tuple[int, ...]) -> None:
+    params, twin = parameters(), parameters()
+    options = {"center_steps": 5, "period_steps": 5, "foreach": foreach}
+    found = train(RMSpropWarmup(params, torch.full(shape, 0.1), **options), params, 3)
+    expected = train(RMSpropWarmup(twin, 0.1, **options), twin, 3)
+    assert largest_difference(found, expected) < 1e-7
 
 
 def test_scheduled_rates_follow_the_schedule() -> None:
