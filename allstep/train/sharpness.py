@@ -89,7 +89,7 @@ def sharpness(
 
     Raises:
         UsageError: if a number is out of range, or the model has nothing to train.
-        AllstepError: if the loss is not finite.
+        AllstepError: if the loss is not finite, or its second derivative.
 
     >>> from torch.utils.data import TensorDataset
     >>> import allstep
@@ -256,8 +256,13 @@ def _dominant(
         residual = distance / abs(eigenvalue) if eigenvalue else math.inf
         shifted = product - shift * at.vector
         length = float(shifted.norm())
-        if not length:  # H is zero: so are all its eigenvalues
-            return _Iteration(at.vector, 0.0, 0.0, at.num_products + 1)
+        if not math.isfinite(length):
+            raise AllstepError(
+                "The loss has no finite second derivative at these weights (a norm or a root at 0,"
+                " or numbers too large for their type), so that no eigenvalue can be told."
+            )
+        if not length:  # H is `shift` times the identity
+            return _Iteration(at.vector, shift, 0.0, at.num_products + 1)
         vector = at.vector if residual < tolerance else shifted / length
         at = _Iteration(vector, eigenvalue, residual, at.num_products + 1)
         if residual < tolerance:
@@ -287,8 +292,8 @@ def _loss_rises(
 
 
 def _check(max_products: int, tolerance: float, sigma: float, num_draws: int) -> None:
-    if max_products < 1:
-        raise UsageError(f"`max_products` (={max_products}) must be at least 1; 100 is usual.")
+    if max_products < 2:
+        raise UsageError(f"`max_products` (={max_products}) must be at least 2; 100 is usual.")
     if not 0 < tolerance < 1:
         raise UsageError(f"`tolerance` (={tolerance}) must be between 0 and 1; 1e-3 is usual.")
     if not 0 < sigma < math.inf:

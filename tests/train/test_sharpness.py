@@ -119,15 +119,15 @@ def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
 def test_a_batch_that_is_used_up() -> None:
     net, comm = make_net(), Communicator.lone()
     batch = batch_for(comm, make_samples())
-    sharpness(net, loss_of, batch, comm, max_products=1)
+    sharpness(net, loss_of, batch, comm, max_products=2)
     with pytest.raises(UsageError, match="`batch` has been iterated over already"):
-        sharpness(net, loss_of, batch, comm, max_products=1)
+        sharpness(net, loss_of, batch, comm, max_products=2)
 
 
 def test_the_loss_rise_is_half_the_trace_for_small_noise() -> None:
     """Each weight's noise has variance (sigma * rms)**2: the mean rise is half their sum with H."""
     net, sigma = make_net(), 1e-3
-    measured = measure(Communicator.lone(), sigma=sigma, num_draws=4000, max_products=1)
+    measured = measure(Communicator.lone(), sigma=sigma, num_draws=4000, max_products=2)
     scales = [torch.full((p.numel(),), p.square().mean().item()) for p in net.parameters()]
     expected = 0.5 * sigma**2 * (dense_hessian(net).diagonal() * torch.cat(scales)).sum().item()
     assert abs(measured.loss_rise - expected) < 4 * measured.loss_rise_error
@@ -164,10 +164,27 @@ def test_a_linear_loss_has_no_curvature() -> None:
     assert measured.top_eigenvalue == 0.0
 
 
+def test_all_eigenvalues_may_be_one_negative_number() -> None:
+    comm, net = Communicator.lone(), nn.Linear(1, 1, bias=False).double()
+    samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    batch = batch_for(comm, samples)
+    measured = sharpness(net, lambda m, d: -m.weight.square().sum() + 0 * d[0].sum(), batch, comm)
+    assert measured.top_eigenvalue == pytest.approx(-2.0)
+
+
+def test_a_loss_without_a_second_derivative_is_refused() -> None:
+    comm, net = Communicator.lone(), nn.Linear(2, 1, bias=False).double()
+    nn.init.zeros_(net.weight)
+    samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    batch = batch_for(comm, samples)
+    with pytest.raises(AllstepError, match="no finite second derivative at these weights"):
+        sharpness(net, lambda m, d: m.weight.square().sum().sqrt() + d[0].sum(), batch, comm)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_products": 0}, r"`max_products` \(=0\) must be at least 1"),
+        ({"max_products": 1}, r"`max_products` \(=1\) must be at least 2"),
         ({"tolerance": 0.0}, r"`tolerance` \(=0.0\) must be between 0 and 1"),
         ({"sigma": -1.0}, r"`sigma` \(=-1.0\) must be positive"),
         ({"sigma": math.nan}, r"`sigma` \(=nan\) must be positive"),
