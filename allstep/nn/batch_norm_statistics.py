@@ -73,9 +73,14 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
     with _statistics_alone(model, norms), ExitStack() as hooks:
         for norm, own in zip(norms, sums, strict=True):
             hooks.callback(norm.register_forward_pre_hook(own.add).remove)
-        for batch in batches:
-            model(batch[0] if isinstance(batch, tuple | list) else batch)
-            num_batches += 1
+        try:
+            for batch in batches:
+                model(batch[0] if isinstance(batch, tuple | list) else batch)
+                num_batches += 1
+        except BaseException:
+            for own in sums:
+                own.put_back()
+            raise
     totals = (num_batches.to(comm.device), *(own.total for own in sums))
     comm.all_reduce(totals)
     if not totals[0]:
@@ -107,12 +112,18 @@ class _Sums:
     def restore(self) -> None:
         """Sets the running statistics, or puts them back where nothing came."""
         num_values = self.total[-1]
-        values = self._before
-        if num_values:
-            mean, square = (self.total[:-1] / num_values).chunk(2)
-            unbiased = num_values / (num_values - 1).clamp(min=1)  # as torch's running_var is
-            values = [mean, (square - mean.square()).clamp(min=0) * unbiased]
-        for running, value in zip(self._running, values, strict=True):
+        if not num_values:
+            return self.put_back()
+        mean, square = (self.total[:-1] / num_values).chunk(2)
+        unbiased = num_values / (num_values - 1).clamp(min=1)  # as torch's running_var is
+        variance = (square - mean.square()).clamp(min=0) * unbiased
+        for running, value in zip(self._running, (mean, variance), strict=True):
+            running.copy_(value)
+        return None
+
+    def put_back(self) -> None:
+        """Makes the running statistics what they were."""
+        for running, value in zip(self._running, self._before, strict=True):
             running.copy_(value)
 
 
