@@ -1,6 +1,6 @@
 """Batch norm over fixed groups of samples, whatever the workers."""
 
-from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,6 @@ from allstep.errors import UsageError, nearest_multiples
 from allstep.nn.batch_norm_across import batch_norm_across
 
 __all__ = ["GroupedBatchNorm", "convert_batch_norm"]
-
-Across = Callable[
-    [Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor, Tensor]
-]
 
 
 def convert_batch_norm(
@@ -53,7 +49,7 @@ def convert_batch_norm(
 
     Raises:
         UsageError: if groups of `span` would depend on the workers, or if a batch norm has not
-            got its shape yet.
+            got its shape yet, or is more than torch's own.
 
     Call it before `attach`.
 
@@ -72,6 +68,8 @@ def convert_batch_norm(
                 f"`model`: {name or 'the module'} is a {type(module).__name__} without a shape;"
                 " call the model once on a batch first."
             )
+        if isinstance(module, _BatchNorm):
+            _refuse_what_would_be_lost(name or "the module", module)
     peers = _peers(comm, span, micro_batch, global_batch)
     return _converted(model, peers, span, micro_batch, {})
 
@@ -96,8 +94,7 @@ class GroupedBatchNorm(_BatchNorm):
         self.training = norm.training
         self.span = span
         self._micro_batch = micro_batch
-        # A function, for copies of the model have the same peers.
-        self._across = None if peers is None else _normaliser(peers)
+        self._across = None if peers is None else _Across(peers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x (samples, channels, *)."""
@@ -129,11 +126,17 @@ class GroupedBatchNorm(_BatchNorm):
         """Groups within this call, one after the other: torch's kernels take no groups."""
         channels, dtype = self.num_features, _statistics_dtype(x)
         total = x.new_zeros(2, channels, dtype=dtype)
+        weight = None if self.weight is None else self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
         ys = []
         for group in torch.split(x, self.span):
             last = x.new_zeros(2, channels, dtype=dtype)
             mean, var = last
-            ys.append(F.batch_norm(group, mean, var, self.weight, self.bias, True, 1.0, self.eps))
+            if group.numel() == channels:
+                mean.copy_(group.detach().view(-1))
+                ys.append(_normalised_alone(group, weight, bias))
+            else:
+                ys.append(F.batch_norm(group, mean, var, weight, bias, True, 1.0, self.eps))
             if len(x):
                 total.add_(last, alpha=len(group) / len(x))
         if len(x):
@@ -141,14 +144,17 @@ class GroupedBatchNorm(_BatchNorm):
         return torch.cat(ys)
 
     def _take_in(self, mean: Tensor, var: Tensor, weight: Tensor | float = 1.0) -> None:
-        """One exponential-average step of the running statistics, by torch's rule."""
+        """One exponential-average step of the running statistics, by torch's rule.
+
+        The `weight` is 0 where no worker of a group had samples: that was no step.
+        """
         if self.running_mean is None or self.running_var is None or not self.track_running_stats:
             return
         momentum = self.momentum
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+            self.num_batches_tracked.add_(weight.long() if isinstance(weight, Tensor) else 1)
             if momentum is None:
-                momentum = 1 / int(self.num_batches_tracked)
+                momentum = 1 / max(1, int(self.num_batches_tracked))
         with torch.no_grad():
             for running, last in ((self.running_mean, mean), (self.running_var, var)):
                 running.add_((last - running) * weight, alpha=momentum or 0.0)
@@ -161,13 +167,54 @@ class GroupedBatchNorm(_BatchNorm):
             )
 
 
-def _normaliser(peers: Communicator) -> Across:
-    def across(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return batch_norm_across(peers, x, weight, bias, eps)
+class _Across:
+    """`batch_norm_across` with the peers, which copies of the model share."""
 
-    return across
+    def __init__(self, peers: Communicator) -> None:
+        self._peers = peers
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return batch_norm_across(self._peers, x, weight, bias, eps)
+
+    def __deepcopy__(self, _memo: object) -> "_Across":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "A batch norm whose groups span workers can't be pickled with its connections: save"
+            " the model's `state_dict()`, or call `leave_peers()` on each `GroupedBatchNorm` of a"
+            " copy."
+        )
+
+
+def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
+    """[Note: groups of samples] goes into the forward of torch's own batch norms."""
+    kind = type(norm).__name__
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, GroupedBatchNorm.forward)
+    if type(norm).forward not in known:
+        raise UsageError(
+            f"`model`: {name} is a {kind}, whose own `forward` would be lost; make it one of"
+            " torch's batch norms, followed by what it does besides."
+        )
+    if norm._modules:
+        raise UsageError(
+            f"`model`: {name} ({kind}) has modules of its own ({', '.join(norm._modules)}), which"
+            " would be lost; take them off first, as by `parametrize.remove_parametrizations`."
+        )
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+        raise UsageError(
+            f"`model`: {name} ({kind}) has hooks, which would be lost; convert first, before"
+            " `attach` as well, and then register them."
+        )
+
+
+def _normalised_alone(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A group of one value per channel, which is its own mean; torch's kernel refuses it."""
+    y = x - x if weight is None else (x - x) * weight.view(1, -1, *[1] * (x.dim() - 2))
+    y = y if bias is None else y + bias.view(1, -1, *[1] * (x.dim() - 2))
+    return y.to(x.dtype)
 
 
 def _peers(

@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def test_two_groups_of_two_workers() -> None:
         assert_near(total, value)
 
 
-@pytest.mark.parametrize("num_samples", [12, 10, 3])
+@pytest.mark.parametrize("num_samples", [12, 10, 9, 3])
 def test_ghost_groups_within_a_micro_batch(num_samples: int) -> None:
     x = images(num_samples)
     groups = [len(group) for group in x.split(4)]
@@ -269,6 +270,55 @@ def test_no_worker_has_samples() -> None:
     assert all(torch.equal(found, torch.ones(2)) for found in run_ranks(2, work))
 
 
+def test_calls_without_samples_are_not_counted() -> None:
+    """Without momentum the count is the weight: only calls that had samples have one."""
+
+    def work(comm: Communicator) -> tuple[Tensor, Tensor]:
+        norm = nn.BatchNorm1d(1, momentum=None)
+        norm = convert_batch_norm(norm, comm, 4, micro_batch=2, global_batch=4)
+        for x in (torch.zeros(0, 1), torch.zeros(2, 1), torch.zeros(0, 1), torch.full((2, 1), 3.0)):
+            norm(x)
+        return norm.running_mean, norm.num_batches_tracked
+
+    for mean, count in run_ranks(2, work):
+        assert mean == 1.5 and count == 2
+
+
+@pytest.mark.parametrize("span", [1, 4])
+def test_a_group_of_one_value_is_its_own_mean(span: int) -> None:
+    """The same within a micro-batch as across workers, where torch's kernel refuses."""
+
+    def work(comm: Communicator) -> list[Tensor]:
+        norm = nn.BatchNorm1d(2)
+        nn.init.constant_(norm.bias, 0.5)
+        ghost = convert_batch_norm(copy.deepcopy(norm), comm, span, micro_batch=4)
+        across = convert_batch_norm(norm, comm, 8, micro_batch=4, global_batch=8)
+        x = torch.tensor([[2.0, -3.0]]) if comm.rank == 0 else torch.zeros(0, 2)
+        found = []
+        for module in (ghost, across):
+            own = x.clone().requires_grad_()
+            y = module(own)
+            y.square().sum().backward()
+            found += [y, own.grad, module.weight.grad, module.bias.grad, module.running_mean]
+        return found
+
+    found = run_ranks(2, work)[0]
+    for ghost, across in zip(found[:5], found[5:], strict=True):
+        torch.testing.assert_close(ghost, across)
+    assert torch.equal(found[0], torch.full((1, 2), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ghost_groups_of_a_model_in_half_precision(dtype: torch.dtype) -> None:
+    x = images(8)[:, :, 0, 0].to(dtype)
+    plain = nn.BatchNorm1d(2).to(dtype)
+    norm = convert_batch_norm(copy.deepcopy(plain), Communicator.lone(), 4, micro_batch=8)
+    y = norm(x)
+    assert y.dtype == norm.running_mean.dtype == dtype
+    expected = torch.cat([plain(group) for group in x.split(4)])
+    torch.testing.assert_close(y, expected, rtol=0, atol=0.02)
+
+
 def test_half_precision_keeps_its_dtype_and_float_statistics() -> None:
     def work(comm: Communicator) -> tuple[Tensor, Tensor]:
         norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 8, micro_batch=4, global_batch=8)
@@ -303,6 +353,59 @@ def test_layouts_that_cannot_honour_the_span(arguments: dict, message: str) -> N
         return str(caught.value)
 
     assert all(message in found for found in run_ranks(3, work))
+
+
+class BatchNormReLU(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(2)
+    norm.register_forward_hook(lambda *_: None)
+    return norm
+
+
+def parametrized() -> nn.Module:
+    norm = nn.BatchNorm2d(2)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "message"),
+    [
+        (BatchNormReLU(2), "0 is a BatchNormReLU, whose own `forward` would be lost"),
+        (hooked(), r"0 \(BatchNorm2d\) has hooks, which would be lost; convert first"),
+        (parametrized(), r"0 \(ParametrizedBatchNorm2d\) has modules of its own"),
+    ],
+)
+def test_nothing_that_a_batch_norm_has_is_lost(norm: nn.Module, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        convert_batch_norm(nn.Sequential(norm), Communicator.lone(), 4, micro_batch=4)
+
+
+def test_other_kinds_of_torchs_batch_norms_convert_and_again() -> None:
+    model = nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm3d(2))
+    for span in (4, 2):
+        convert_batch_norm(model, Communicator.lone(), span, micro_batch=4)
+        assert [norm.span for norm in model] == [span, span]
+
+
+def test_copies_share_their_peers_and_pickles_are_refused() -> None:
+    def work(comm: Communicator) -> Tensor:
+        model = nn.Sequential(nn.BatchNorm1d(2))
+        convert_batch_norm(model, comm, 4, micro_batch=2, global_batch=4)
+        with pytest.raises(UsageError, match=r"can't be pickled .* call `leave_peers\(\)`"):
+            pickle.dumps(model)
+        twin = copy.deepcopy(model)
+        model[0].leave_peers()
+        assert isinstance(pickle.loads(pickle.dumps(model)), nn.Sequential)
+        twin(torch.full((2, 2), float(comm.rank)))
+        return twin[0].running_mean
+
+    for mean in run_ranks(2, work):
+        torch.testing.assert_close(mean, torch.full((2,), 0.05))  # a tenth of that over both
 
 
 def test_wrong_inputs() -> None:
@@ -373,6 +476,18 @@ def test_a_mean_of_variances_would_leave_out_the_variance_of_the_means() -> None
     assert_near(norm.running_var, x.var((0, 2, 3)))
     naive = torch.stack([part.var((0, 2, 3)) for part in x.split(2)]).mean(0)
     assert float((naive / norm.running_var).max()) < 0.7
+
+
+def test_precise_statistics_that_are_interrupted_change_nothing() -> None:
+    def batches() -> Iterator[Tensor]:
+        yield torch.full((4, 2), 7.0)
+        raise KeyboardInterrupt
+
+    norm = nn.BatchNorm1d(2)
+    with pytest.raises(KeyboardInterrupt):
+        precise_batch_norm(norm, batches(), Communicator.lone())
+    assert torch.equal(norm.running_mean, torch.zeros(2))
+    assert torch.equal(norm.running_var, torch.ones(2))
 
 
 def test_precise_statistics_need_a_batch() -> None:
