@@ -1,5 +1,6 @@
 """Batch norm's running statistics, the same on any number of workers."""
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -42,6 +43,11 @@ class RunningStatistics:
 
     With one equal micro-batch per worker and step, torch's own update is this rule already;
     there `step` and `micro_batch` may be left out.
+
+    Attributes:
+        leaves_out_nonfinite: whether a micro-batch whose statistics hold NaN or infinity has no
+            say, as if it had not called the module; for a training that goes on after such a
+            step. To look makes the host wait for a GPU.
     """
 
     def __init__(self, parameters: ParameterSet, comm: Communicator) -> None:
@@ -52,6 +58,7 @@ class RunningStatistics:
         self._is_active = False  # in a micro-batch
         self._is_local = False  # the buffers differ between workers
         self._has_warned = False
+        self.leaves_out_nonfinite = False
         self.refresh()
 
     def refresh(self) -> None:
@@ -145,6 +152,8 @@ class RunningStatistics:
 
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""
+        if self.leaves_out_nonfinite:
+            self._leave_out_nonfinite()
         groups = defaultdict[tuple[float, ...], list[TrackedModule]](list)
         for tracked in self._tracked:
             momentum = tracked.momentum()
@@ -167,15 +176,30 @@ class RunningStatistics:
                 torch._foreach_add_(counters, 1)
         self.mark_local()
 
+    def _leave_out_nonfinite(self) -> None:
+        used = [(t, slot) for t in self._tracked for slot in t.slots[: len(t.shares)]]
+        if not used:
+            return
+        numbers = [x for _, slot in used for x in slot[:2]]
+        norms = [norm.to(self._comm.device) for norm in torch._foreach_norm(numbers, math.inf)]
+        largest = torch.stack(norms).view(-1, 2).sum(1)
+        for (tracked, slot), size in zip(used, largest.tolist(), strict=True):
+            if not math.isfinite(size):
+                tracked.drop(slot)
+
     def _sum_parts(self) -> None:
-        """R = R_0 + sum_r V_r (R_r - R_0) / sum_r V_r, so that equal parts stay as they are."""
+        """R = R_0 + sum_r V_r (R_r - R_0) / sum_r V_r, so that equal parts stay as they are.
+
+        The V_r are all 0 where momentum is 1 and the last step's statistics were left out; then
+        the parts are of an earlier step, and count the same.
+        """
         running = tuple(buffer for tracked in self._tracked for buffer in tracked.running)
         base = tuple(buffer.clone() for buffer in running)
         self._comm.broadcast(base, root=0)
         weights = torch.tensor([t.weight for t in self._tracked], dtype=torch.float64)
         total = self._comm.all_reduce(weights.to(self._comm.device, copy=True)).tolist()
         shares = [
-            t.weight / v if v else 0.0
+            t.weight / v if v else 1 / self._comm.size
             for t, v in zip(self._tracked, total, strict=True)
             for _ in "mv"
         ]

@@ -116,6 +116,14 @@ class TrackedModule:
                 for total, last in zip(self.earlier, self.lent, strict=False):
                     last.add_(total).div_(self.num_calls)
 
+    def drop(self, slot: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Forgets a micro-batch of this step, and empties its slot: 0 times NaN would stay NaN."""
+        index = next(i for i, kept in enumerate(self.slots) if kept is slot)
+        del self.shares[index]
+        self.slots.append(self.slots.pop(index))
+        for tensor in slot:
+            tensor.zero_()
+
     def give_back(self, own: tuple[Tensor | None, ...]) -> None:
         """Takes the scratch tensors back."""
         buffers = self.module._buffers

@@ -58,6 +58,8 @@ class TrainStep:
         self._clip_norm = clip_norm
         self._nonfinite = nonfinite
         self.num_skipped = 0
+        goes_on = nonfinite == "skip" or precision.scaler.is_enabled()
+        exchange.statistics.leaves_out_nonfinite = goes_on
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.first_data: object = None  # a whole micro-batch, for measuring its cost
 

@@ -376,6 +376,46 @@ def test_sync_is_idempotent_and_keeps_equal_buffers_exactly() -> None:
         assert_same(untouched, states(start), rtol=0)
 
 
+def statistics_beside_nan(comm: Communicator, batches: Tensor, momentum: float) -> Tensor:
+    norm = nn.BatchNorm2d(2, momentum=momentum, affine=False)
+    exchange = attach(norm, comm)
+    exchange.statistics.leaves_out_nonfinite = True
+    for batch in batches:
+        with exchange.statistics.step():
+            for part in blocks(batch, MICRO_BATCH, comm.rank, comm.size):
+                with exchange.statistics.micro_batch(comm.size * len(part) / len(batch)):
+                    norm(part)
+    exchange.sync_buffers()
+    assert norm.running_mean is not None
+    return norm.running_mean
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("momentum", [0.1, 1.0])
+def test_statistics_of_nan_may_be_left_out(momentum: float, size: int) -> None:
+    """Those of the micro-batch alone, whichever worker has it; no later step sees them either."""
+    batches = images()
+    batches[1, 3 * MICRO_BATCH] = torch.nan
+    batches[2, -1] = torch.inf
+    mean, weight = torch.zeros(2), 1.0
+    for batch in batches:
+        mean, weight = (1 - momentum) * mean, (1 - momentum) * weight
+        for part in batch.split(MICRO_BATCH):
+            if part.isfinite().all():
+                share = momentum * len(part) / len(batch)
+                mean, weight = mean + share * part.mean((0, 2, 3)), weight + share
+    for found in run_ranks(size, lambda comm: statistics_beside_nan(comm, batches, momentum)):
+        torch.testing.assert_close(found, mean / weight, rtol=1e-12, atol=0)
+
+
+def test_a_step_of_nan_alone_changes_no_statistics() -> None:
+    batches = images(2)[:, : 10 * MICRO_BATCH]
+    expected = statistics_beside_nan(Communicator.lone(), batches[:1], 1.0)
+    batches[1] = torch.nan
+    for found in run_ranks(2, lambda comm: statistics_beside_nan(comm, batches, 1.0)):
+        torch.testing.assert_close(found, expected)
+
+
 def test_micro_batch_belongs_inside_step() -> None:
     exchange = attach(conv_net(), Communicator.lone())
     with (

@@ -1,5 +1,6 @@
 """A run in stages: other samples in other batches from an epoch on, resumed and on any workers."""
 
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,6 +166,26 @@ def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
     assert all(value.isfinite().all() for value in task.model.state_dict().values())
     log = (tmp_path / "metrics.jsonl").read_text()
     assert '"skipped_steps": 1' in log
+
+
+def test_what_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path) -> None:
+    """Here the samples are NaN, and with them the statistics."""
+    task = make_task()
+    num_calls = 0
+
+    def loss(model: torch.nn.Module, data: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        images, labels = data
+        return task.loss(model, (images * torch.nan if num_calls == 25 else images, labels))
+
+    bad = replace(task, loss=loss)
+    report = allstep.fit(bad, make_options(nonfinite="skip"), Communicator.lone(), tmp_path)
+    assert report.num_skipped == 1
+    state = task.model.state_dict()
+    assert any("running_mean" in name for name in state)
+    assert all(value.isfinite().all() for value in state.values())
+    assert report.metrics and all(map(math.isfinite, report.metrics.values()))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"])
