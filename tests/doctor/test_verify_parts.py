@@ -21,7 +21,12 @@ from allstep.doctor.verify import (
     diagnose,
     watchdog,
 )
-from allstep.doctor.verify.compare import divergence, find_parting, limit_of
+from allstep.doctor.verify.compare import (
+    _noise_tensors,
+    divergence,
+    find_parting,
+    limit_of,
+)
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import Failure, read_worker, write_worker
 from allstep.doctor.verify.removal import Removal
@@ -147,6 +152,41 @@ def test_the_coarsest_format_says_what_is_rounding(dtype, autocast, epsilon):
         record = train_once(model, torch.ones(1, 2, dtype=dtype))
     run = Run([record])
     assert limit_of(run, run) == pytest.approx(epsilon**0.5)
+
+
+class AutocastInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+def test_autocast_inside_of_a_forward_is_seen():
+    run = Run([train_once(AutocastInside(), torch.ones(1, 2))])
+    assert limit_of(run, run) == pytest.approx(2.0**-3.5)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def test_only_the_biases_of_keys_are_left_out():
+    """Their gradient is rounding, beside those of queries and values in one tensor."""
+    torch.manual_seed(0)
+    model = Attention()
+    nn.init.normal_(model.attention.in_proj_bias)
+    run = Run([train_once(model, torch.randn(8, 5, 24))])
+    left_out = _noise_tensors(run, 0, limit_of(run, run))
+    assert left_out == {"attention.in_proj_bias[24:36]", "attention.in_proj_bias[36:48]"}
+    assert "attention.in_proj_bias[60:72]" in run.first.steps[0].parameters
 
 
 def runs_with(x: torch.Tensor, y: torch.Tensor, *, gradient: bool) -> tuple[Run, Run]:

@@ -1,9 +1,9 @@
 """Watches an attached model in training and writes down what each step does."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
-from allstep.doctor.verify.sketch import Sketch, Sketcher
+from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
 from allstep.exchange import Exchange
 from allstep.exchange.hooks import FunctionHook, Removable
 from allstep.exchange.policy import ExchangePolicy
@@ -68,6 +68,12 @@ class Recorder:
         self._models.append(model)
         hook = FunctionHook(self, self._before_forward)
         self._hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        precision = FunctionHook(self, self._note_precision)
+        self._hooks += [
+            module.register_forward_pre_hook(precision)
+            for module in model.modules()
+            if module is not model
+        ]
         for p in model.parameters():
             if p.requires_grad and not is_lazy(p):
                 self._hook_gradient(p)
@@ -98,17 +104,22 @@ class Recorder:
         )
         self.record.epsilon = max(self.record.epsilon, _epsilon(model))
 
+    def _note_precision(self, _module: nn.Module, _args: Any) -> None:
+        """Autocast may begin inside of the model's forward."""
+        if torch.is_grad_enabled():
+            self.record.epsilon = max(self.record.epsilon, *map(_epsilon, self._models))
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         own = dict(self._own(optimizer))
         if not own:
             return
         if not self.record.steps:
             everything = (named for model in self._models for named in self._named(model))
-            self.record.initial_parameters = {name: self._sketch(p) for name, p in everything}
+            self.record.initial_parameters = self._sketches(everything)
         self._options = [_numbers(group) for group in optimizer.param_groups]
-        self._gradients = {
-            name: self._sketch(p.grad) for name, p in own.items() if p.grad is not None
-        }
+        self._gradients = self._sketches(
+            (name, p.grad) for name, p in own.items() if p.grad is not None
+        )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         own = dict(self._own(optimizer))
@@ -126,7 +137,7 @@ class Recorder:
                         if p in self._local
                     },
                     gradients=self._gradients,
-                    parameters={name: self._sketch(p) for name, p in own.items()},
+                    parameters=self._sketches(own.items()),
                     checksum=reduce(lambda c, p: _checksum(p, c), own.values(), 0),
                 )
             )
@@ -134,6 +145,13 @@ class Recorder:
         self._local.clear()
         if len(self.record.steps) == self._num_steps:
             self._on_end()
+
+    def _sketches(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
+        return {
+            name: self._sketch(piece)
+            for whole, tensor in tensors
+            for name, piece in pieces(whole, tensor.detach())
+        }
 
     def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the optimizer's parameters that are attached."""
@@ -166,14 +184,10 @@ def _inexact(policy: ExchangePolicy) -> str | None:
 
 def _epsilon(model: nn.Module) -> float:
     """Rounding unit of the coarsest format that the model computes in now."""
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if first is None:
-        return 0.0
-    kind: Literal["cpu", "cuda"] = "cuda" if first.is_cuda else "cpu"
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    if torch.is_autocast_enabled(kind):
-        dtypes.append(torch.get_autocast_dtype(kind))
-    return max(torch.finfo(dtype).eps for dtype in dtypes)
+    kinds = {p.device.type for p in model.parameters() if p.is_floating_point()}
+    dtypes += [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

@@ -6,18 +6,25 @@ signs. The products are linear, so that those of a difference are the difference
     |x - y|^2  ~  mean over j of (<x, v_j> - <y, v_j>)^2
 
 and a weighted mean of gradients can be had from the sketches of the gradients.
+
+A row of numbers is sketched in three to twelve equal pieces if it can be. Biases of queries, keys and values are
+often one tensor, and those of the keys have gradients of rounding alone: attention is the same
+whatever they are. [Note: what is rounding] is to leave out these, and not the others with them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_PRODUCTS", "Sketch", "Sketcher"]
+__all__ = ["NUM_PRODUCTS", "Sketch", "Sketcher", "pieces"]
 
 NUM_PRODUCTS = 16
 _WIDTH = 1 << 14
 _SEED = 20_160_607
+_NUM_PIECES = (12, 6, 3)  # whole thirds: queries, keys and values
+_LEAST_ELEMENTS = 4  # of a piece
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,25 @@ class Sketch:
 
     norm: float
     products: list[float]
+
+
+def pieces(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What of a tensor is sketched, and its name.
+
+    >>> [name for name, _ in pieces("in_proj_bias", torch.ones(24))]
+    ['in_proj_bias[0:4]', 'in_proj_bias[4:8]', ..., 'in_proj_bias[20:24]']
+    >>> [name for name, _ in pieces("weight", torch.ones(24, 2))]
+    ['weight']
+    """
+    size = tensor.numel()
+    fitting = (n for n in _NUM_PIECES if size % (n * _LEAST_ELEMENTS) == 0)
+    num_pieces = next(fitting, 1) if tensor.dim() == 1 and size else 1
+    if num_pieces == 1:
+        yield name, tensor
+        return
+    length = size // num_pieces
+    for begin in range(0, size, length):
+        yield f"{name}[{begin}:{begin + length}]", tensor[begin : begin + length]
 
 
 class Sketcher:
