@@ -23,6 +23,7 @@ __all__ = ["Verdict", "show", "show_json"]
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _STEP_WIDTH, _NORM_WIDTH, _DIFFERENCE_WIDTH = 6, 17, 14
+_KINK = 0.01  # relative difference of a gradient that one unit may make
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +170,37 @@ def _hint(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
     if parting.quantity == "initial parameters":
         return "The model is another one before the first step: seed its making alike."
     if parting.quantity == "gradient":
-        mine, theirs = verdict.one.all_samples(parting.step), run.all_samples(parting.step)
+        step = parting.step
+        mine, theirs = verdict.one.all_samples(step), run.all_samples(step)
         if mine != theirs:
+            if mine.total() == theirs.total() and _lengths(verdict.one, step) != _lengths(
+                run, step
+            ):
+                return (
+                    "The samples are of other lengths, as where each worker pads its own. Is the"
+                    " loss a mean over tokens? Then weigh it by the worker's share of them all."
+                )
             return (
                 f"The model is given other data: {mine.total()} and {theirs.total()} samples,"
                 f" {(mine & theirs).total()} in common. Other samples, or random changes of them?"
             )
-        return "The samples are the same, and neither batch norm nor torch's random numbers fit."
+        same = "The samples are the same, and neither batch norm nor torch's random numbers fit."
+        if parting.difference < _KINK:
+            return (
+                f"{same} So little may come of one unit that is zero up to rounding (ReLU): see"
+                " whether another seed parts at the same step."
+            )
+        return (
+            f"{same} Is the loss a mean over something of which workers have unequal amounts"
+            " (tokens, class weights)?"
+        )
     return "None of the known ones fits."
+
+
+def _lengths(run: Run, step: int) -> set[tuple[int, ...]]:
+    """Sizes of the inputs' dimensions but the first."""
+    shapes = (shape for worker in run.workers for shape in worker.steps[step].input_shapes)
+    return {tuple(shape[1:]) for shape in shapes}
 
 
 def show_json(script: Path, verdict: Verdict) -> None:

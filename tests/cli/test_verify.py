@@ -177,6 +177,42 @@ def test_an_unknown_cause_is_said_to_be_unknown(launched, capsys):
     assert "note: the script ended after 3 steps on 2 workers, after 5 on 1." in said
 
 
+@pytest.mark.parametrize(
+    ("factor", "lengths", "hint"),
+    [
+        (1.001, [10, 10], "So little may come of one unit that is zero up to rounding (ReLU)"),
+        (1.5, [10, 10], "unequal amounts (tokens, class weights)?"),
+        (1.5, [9, 10], "each worker pads its own. Is the loss a mean over tokens?"),
+    ],
+)
+def test_what_an_unknown_cause_might_be(launched, capsys, factor, lengths, hint):
+    """Also where the same number of samples looks like others, as it is padded otherwise."""
+
+    def do(folder: Path, size: int) -> int:
+        for rank in range(size):
+            record = worker(rank, size, scale=1.0)
+            length = lengths[rank] if size > 1 else 10
+            gradients = worker(rank, size, scale=1.0 if size == 1 else factor).steps[0].gradients
+            shift = 100 * (size > 1 and length != lengths[1])
+            record.steps = [
+                replace(
+                    step,
+                    gradients=gradients,
+                    samples=[sample + shift for sample in step.samples],
+                    input_shapes=[[len(step.samples), length]],
+                )
+                for step in record.steps
+            ]
+            write_worker(record_path(folder, rank), record)
+        return 0
+
+    launched(do)
+    assert main(["verify", write_script(""), "--steps", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "likely cause: unknown." in said
+    assert hint in said
+
+
 def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monkeypatch):
     def do(folder: Path, size: int) -> int:
         for rank in range(size):

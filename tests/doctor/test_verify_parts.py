@@ -4,6 +4,7 @@ import contextlib
 import math
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from allstep.doctor.verify.compare import (
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import Failure, read_worker, write_worker
 from allstep.doctor.verify.removal import Removal
-from allstep.doctor.verify.signatures import option_causes
+from allstep.doctor.verify.signatures import gradient_causes, option_causes
 from allstep.doctor.verify.sketch import Sketcher
 from allstep.doctor.verify.watchdog import Watchdog
 
@@ -351,6 +352,49 @@ def options(rates: list[float], size: int) -> Run:
 )
 def test_rates_are_recognised(few, many, causes):
     found = option_causes(options(few, 1), options(many, 2))
+    assert [cause.name for cause in found] == causes
+
+
+def test_each_optimizer_has_a_rate_of_its_own():
+    """Steps of two take turns; the second's rate is scaled."""
+
+    def run(size, factor):
+        steps = options([1.0, 8.0 * factor, 0.5, 4.0 * factor], size)
+        for worker in steps.workers:
+            turns = [replace(step, optimizer=i % 2) for i, step in enumerate(worker.steps)]
+            worker.steps[:] = turns
+        return steps
+
+    assert option_causes(run(1, 1), run(2, 1)) == []
+    (cause,) = option_causes(run(1, 1), run(2, 2))
+    assert cause.name == "learning rate scaled"
+
+
+def inputs(shapes: list[list[int]], gradients: list[float]) -> Run:
+    """A step whose workers have inputs of these shapes and gradients that are one number."""
+    workers = []
+    for rank, (shape, value) in enumerate(zip(shapes, gradients, strict=True)):
+        record = WorkerRecord(rank=rank)
+        step = steps_with([value]).first.steps[0]
+        rows = [hash((rank, tuple(shape), i)) for i in range(shape[0])]
+        record.steps = [replace(step, samples=rows, input_shapes=[shape])]
+        workers.append(record)
+    return Run(workers)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "gradients", "causes"),
+    [
+        ([[7, 8, 3], [7, 8, 3]], [0.5, 0.5], ["loss summed"]),
+        ([[7, 12, 3], [7, 4, 3]], [4 / 3, 0.0], ["unequal shards"]),
+        ([[7, 16, 3], [7, 16, 3]], [1.0, 1.0], ["global batch"]),
+        ([[7, 8, 3], [7, 24, 3]], [1.0, 1.0], ["global batch"]),
+        ([[7, 8, 3], [7, 8, 3]], [3.0, 0.0], []),
+    ],
+)
+def test_samples_may_lie_along_the_second_dimension(shapes, gradients, causes):
+    """As `nn.LSTM` takes them: seven steps of time, sixteen samples."""
+    found = gradient_causes(inputs([[7, 16, 3]], [1.0]), inputs(shapes, gradients), 0)
     assert [cause.name for cause in found] == causes
 
 

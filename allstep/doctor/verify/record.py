@@ -24,6 +24,8 @@ class StepRecord:
         gradients: what the optimizer found in `p.grad`.
         parameters: after the step.
         checksum: of the bits of the parameters.
+        optimizer: which one it was, in the order of their first steps.
+        input_shapes: of the first tensor of each call of the model in training.
     """
 
     options: list[dict[str, float]]
@@ -32,6 +34,8 @@ class StepRecord:
     gradients: dict[str, Sketch]
     parameters: dict[str, Sketch]
     checksum: int
+    optimizer: int = 0
+    input_shapes: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

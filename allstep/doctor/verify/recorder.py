@@ -48,7 +48,9 @@ class Recorder:
         self._on_end = on_end
         self._sketch = Sketcher()
         self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
         self._samples: list[int] = []
+        self._input_shapes: list[list[int]] = []
         self._local: dict[nn.Parameter, Tensor] = {}
         self._gradients: dict[str, Sketch] = {}
         self._options: list[dict[str, float]] = []
@@ -99,9 +101,9 @@ class Recorder:
         self.num_events += 1
         if not (torch.is_grad_enabled() and model.training):
             return
-        self._samples += _checksums_of_samples(
-            [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        )
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._samples += _checksums_of_samples(leaves)
+        self._input_shapes += [list(leaf.shape) for leaf in leaves[:1]]
         self.record.epsilon = max(self.record.epsilon, _epsilon(model))
 
     def _note_precision(self, _module: nn.Module, _args: Any) -> None:
@@ -126,6 +128,8 @@ class Recorder:
         if not own:
             return
         self.num_events += 1
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
         if len(self.record.steps) < self._num_steps:
             self.record.steps.append(
                 StepRecord(
@@ -139,9 +143,11 @@ class Recorder:
                     gradients=self._gradients,
                     parameters=self._sketches(own.items()),
                     checksum=reduce(lambda c, p: _checksum(p, c), own.values(), 0),
+                    optimizer=self._optimizers.index(optimizer),
+                    input_shapes=self._input_shapes,
                 )
             )
-        self._samples = []
+        self._samples, self._input_shapes = [], []
         self._local.clear()
         if len(self.record.steps) == self._num_steps:
             self._on_end()

@@ -47,12 +47,15 @@ def option_causes(one: Run, other: Run) -> list[Cause]:
 
 
 def _option_series(run: Run) -> dict[str, Series]:
-    """Each option over the steps."""
+    """Each option over the steps of its optimizer."""
     found: dict[str, list[float]] = {}
     for step in run.first.steps[: run.num_steps]:
         for i, group in enumerate(step.options):
+            place = f"parameter group {i}"
+            if step.optimizer:
+                place += f" of optimizer {step.optimizer}"
             for key, value in group.items():
-                found.setdefault(f"{key} of parameter group {i}", []).append(value)
+                found.setdefault(f"{key} of {place}", []).append(value)
     return {key: np.array(values) for key, values in found.items()}
 
 
@@ -138,11 +141,15 @@ def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
     """Why the gradients of a step differ, though its parameters agree."""
     mine, theirs = one.all_samples(step), other.all_samples(step)
     times = other.size / one.size
-    if mine != theirs:
+    dim = _batch_dim(one, other, step) if mine != theirs else 0
+    if dim:  # rows are no samples: those of one worker have parts of those of another
+        few, many = (sum(_num_samples(run, step, dim)) for run in (one, other))
+        if few != many:
+            return [_larger_batch(few, many, one, other)] if many == times * few else []
+    elif mine != theirs:
         is_larger = mine and theirs.total() == times * mine.total()
         if is_larger:
-            batches = f"{mine.total()} samples on {one.size}, {theirs.total()} on {other.size}"
-            return [Cause("global batch", f"a step's batch grows with the workers: {batches}")]
+            return [_larger_batch(mine.total(), theirs.total(), one, other)]
         known = set().union(*(one.all_samples(k) for k in range(step + 1)))
         if mine and theirs >= mine and known >= set(theirs):
             extra = f"{theirs.total() - mine.total()} of {theirs.total()} samples of step {step}"
@@ -150,7 +157,33 @@ def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
         return []
     if not _are_finite(one, step) or not _are_finite(other, step):
         return []
-    return _summed(one, other, step, times) or _unequal(one, other, step)
+    return _summed(one, other, step, times) or _unequal(one, other, step, dim)
+
+
+def _larger_batch(few: int, many: int, one: Run, other: Run) -> Cause:
+    batches = f"{few} samples on {one.size}, {many} on {other.size}"
+    return Cause("global batch", f"a step's batch grows with the workers: {batches}")
+
+
+def _batch_dim(one: Run, other: Run, step: int) -> int:
+    """The dimension of the model's inputs that counts samples: the only one that differs."""
+    shapes = [
+        shape
+        for run in (one, other)
+        for worker in run.workers
+        for shape in worker.steps[step].input_shapes
+    ]
+    if len({len(shape) for shape in shapes}) != 1:
+        return 0
+    differing = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
+    return differing[0] if len(differing) == 1 else 0
+
+
+def _num_samples(run: Run, step: int, dim: int) -> list[int]:
+    """Each worker's."""
+    if not dim:
+        return [samples.total() for samples in run.samples(step)]
+    return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.workers]
 
 
 def _are_finite(run: Run, step: int) -> bool:
@@ -176,14 +209,12 @@ def _summed(one: Run, other: Run, step: int, times: float) -> list[Cause]:
     return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
 
 
-def _unequal(one: Run, other: Run, step: int) -> list[Cause]:
+def _unequal(one: Run, other: Run, step: int, dim: int) -> list[Cause]:
     """Weighed by samples, the workers' gradients give the right one."""
-    counts = [samples.total() for samples in other.samples(step)]
+    counts = _num_samples(other, step, dim)
     if len(set(counts)) == 1:
         return []
-    few, many = _mean_gradients(
-        one, other, step, [samples.total() for samples in one.samples(step)], counts
-    )
+    few, many = _mean_gradients(one, other, step, _num_samples(one, step, dim), counts)
     limit = limit_of(one, other)
     if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
         return []
