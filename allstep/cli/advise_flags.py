@@ -15,6 +15,7 @@ __all__ = ["DTYPE_BYTES", "check_numbers", "make_parser", "read_machines"]
 # What TCP leaves of a line with frames of 1,500 bytes.
 _TCP_SHARE = 0.94
 _USUAL_WORKERS = 32
+_MOST_STRAGGLERS = 100  # per cent
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 _EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --workers 1,2,4,8,32"
@@ -141,6 +142,11 @@ def check_numbers(known: Namespace) -> None:
         value = getattr(known, name)
         if value is not None:
             check(name, value, example)
+    if known.stragglers > _MOST_STRAGGLERS:
+        raise UsageError(
+            f"`stragglers` (={known.stragglers:g}) must be at most {_MOST_STRAGGLERS}; 5 is about"
+            " 5 %."
+        )
 
 
 def read_machines(known: Namespace) -> tuple[Cluster, list[int]]:

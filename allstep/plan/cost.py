@@ -10,6 +10,9 @@ the slowest between nodes of eight.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.sums import num_sums
@@ -117,24 +120,44 @@ def _folded(
     size = cluster.num_workers
     power = 1 << (size.bit_length() - 1)
     rounds = [
-        _exchange(cluster, power >> level, message_bytes(level), num_messages=num_messages)
+        _exchange(cluster, power, power >> level, message_bytes(level), num_messages)
         for level in range(1, power.bit_length())
     ]
     if power == size:
         return rounds
-    return [*rounds, _exchange(cluster, power, num_bytes, num_messages=2)]
+    return [*rounds, _exchange(cluster, size, power, num_bytes, 2)]
 
 
-def _exchange(cluster: Cluster, distance: int, num_bytes: float, *, num_messages: int) -> Stage:
-    """Every worker sends to the one `distance` ranks away, all at once."""
-    per_node = cluster.workers_per_node
-    inside = cluster.inter is None or distance < per_node
+def _exchange(
+    cluster: Cluster, num_ranks: int, distance: int, num_bytes: float, num_messages: int
+) -> Stage:
+    """Pairs of the first ranks, whose numbers differ by the bit `distance`, all at once."""
+    link, sharing = cluster.intra, 1
+    if cluster.inter is not None:
+        num_crossing = _num_crossing(num_ranks, cluster.workers_per_node, distance)
+        link, sharing = (cluster.inter, num_crossing) if num_crossing else (cluster.intra, 1)
     return Stage(
-        link=cluster.intra if inside or cluster.inter is None else cluster.inter,
+        link=link,
         num_messages=num_messages,
         num_bytes=num_messages * num_bytes,
-        sharing=1 if inside else per_node,
+        sharing=sharing,
     )
+
+
+@cache
+def _num_crossing(num_ranks: int, per_node: int, distance: int) -> int:
+    """Most workers of one node whose partner is in another.
+
+    >>> _num_crossing(8, 4, 2), _num_crossing(8, 4, 4)
+    (0, 4)
+    >>> _num_crossing(4, 3, 1), _num_crossing(4, 3, 2)  # ranks 2 and 3, and 1 and 3
+    (1, 1)
+    """
+    ranks = np.arange(num_ranks)
+    partners = ranks ^ distance
+    has_partner = partners < num_ranks
+    nodes, others = ranks[has_partner] // per_node, partners[has_partner] // per_node
+    return int(np.bincount(nodes[nodes != others], minlength=1).max())
 
 
 def _hierarchical(cluster: Cluster, num_bytes: float) -> list[Stage]:

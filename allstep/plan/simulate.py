@@ -10,7 +10,8 @@ with a token bucket is ahead of its bandwidth. With staleness k a worker begins 
 is done with step t and the collectives of step t - k have ended. Local SGD exchanges parameters
 after the last of `every` updates, and nobody computes meanwhile.
 
-The first rounds fill the pipeline; what is reported is the mean over the later ones.
+The first rounds fill the pipeline; what is reported is the mean over the later ones. If workers
+differ, these drew a little more or less compute than there is in the long run, which is taken off.
 """
 
 import numpy as np
@@ -119,6 +120,7 @@ class _Simulation:
         self.forget_totals()
 
     def forget_totals(self) -> None:
+        self.drawn_s = 0.0  # compute of the mean worker
         self.busy_s = self.exposed_s = self.straggler_s = 0.0
         self.spans: list[Span] = []
 
@@ -176,6 +178,8 @@ class _Simulation:
             self.spans, round_s = [], self.last_s
             self.round()
         num_steps = num_rounds * self.policy.every
+        compute_s = self.workload.compute_s * self.stragglers.mean_factor
+        surplus_s = self.drawn_s / num_steps - compute_s if self.stragglers.is_active else 0.0
         group = Group(
             rank=0,
             local_size=self.cluster.workers_per_node,
@@ -183,8 +187,8 @@ class _Simulation:
             has_shared_memory=self.cluster.has_shared_memory,
         )
         return StepReport(
-            step_s=(self.last_s - start_s) / num_steps,
-            compute_s=self.workload.compute_s,
+            step_s=max(compute_s, (self.last_s - start_s) / num_steps - surplus_s),
+            compute_s=compute_s,
             exposed_s=self.exposed_s / num_steps,
             straggler_s=self.straggler_s / num_steps,
             wire_s=self.busy_s / num_steps,
@@ -250,7 +254,9 @@ class _Simulation:
     def draw(self) -> NDArray[np.float64]:
         """How much longer each worker's compute takes in this step."""
         self.step += 1
-        return self.stragglers.draw(self.step, len(self.progress))
+        factors = self.stragglers.draw(self.step, len(self.progress))
+        self.drawn_s += self.workload.compute_s * float(factors.mean())
+        return factors
 
     def compute(self, name: str, work_s: NDArray[np.float64]) -> None:
         start_s = self.last_s

@@ -58,4 +58,4 @@ class StepReport:
     @property
     def exchange_share(self) -> float:
         """Share of the step that the exchange adds: waits, copies, and slower compute beside it."""
-        return 1 - (self.compute_s + self.straggler_s) / self.step_s
+        return max(0.0, 1 - (self.compute_s + self.straggler_s) / self.step_s)

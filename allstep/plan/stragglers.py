@@ -49,6 +49,15 @@ class Stragglers:
         """Whether workers differ at all."""
         return self.spread > 0 or (self.slow_probability > 0 and self.slow_factor > 1)
 
+    @property
+    def mean_factor(self) -> float:
+        """What the factors come to in the long run.
+
+        >>> Stragglers(spread=0.5, slow_probability=0.1, slow_factor=3).mean_factor
+        1.2
+        """
+        return 1 + self.slow_probability * (self.slow_factor - 1)
+
     def draw(self, step: int, num_workers: int) -> NDArray[np.float64]:
         """The factors of one step, the same whenever they are asked for; [num_workers]."""
         rng = np.random.default_rng([self.seed, step])

@@ -323,6 +323,7 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
         ([*BARE, "--copy-gb-s", "0"], "`copy_gb_s` (=0.0) must be above 0"),
         ([*BARE, "--contention", "-5"], "`contention` (=-5.0) must be 0 or more"),
         ([*BARE, "--stragglers", "-5"], "`stragglers` (=-5.0) must be 0 or more"),
+        ([*BARE, "--stragglers", "101"], "`stragglers` (=101) must be at most 100; 5 is about"),
         ([*BARE, "--stragglers", "nan"], "`stragglers` (=nan) must be 0 or more"),
         ([*BARE, "--global-batch", "100"], "`global_batch` (=100) must be a multiple of"),
         ([*BARE, "--dtype", "bf16"], "`dtype` (=bf16): did you mean `bfloat16`"),

@@ -92,6 +92,14 @@ def test_halving_from_eight_workers_shares_their_nodes_link():
     assert 7 < sharing / alone < 9
 
 
+def test_pairs_that_leave_their_node_take_the_slow_link():
+    """Two nodes of three: 1 and 3 are a pair, and 2 and 3; then 4 and 5 give and get theirs."""
+    found = stages("recursive_doubling", hosts(2, 3), K)
+    across = [stage for stage in found if stage.link.latency_s == ALPHA]
+    assert [stage.sharing for stage in across] == [1, 1, 2]
+    assert len(found) == len(across)
+
+
 def test_shared_memory_is_for_one_node():
     node = hosts(1, 4, has_shared_memory=True)
     found = sum(stage.seconds for stage in stages("shared_memory", node, K))

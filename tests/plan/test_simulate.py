@@ -120,12 +120,13 @@ def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
 
     buckets = WORKLOAD.buckets(WORKLOAD.bucket_sizes(4 * MIB))
     seconds = [wire_s(cluster, bucket.num_elements) for bucket in buckets]
-    clocks, ends, marks = [0.0] * 5, [], []
+    clocks, ends, marks, drawn = [0.0] * 5, [], [], []
     free = (staleness + 1) * WORKLOAD.compute_s if staleness else 0.0  # it can't keep up
     assert sum(seconds) > WORKLOAD.compute_s
     num_warm, num_rounds = 2 * staleness + 1, 20
     for step in range((num_warm + num_rounds) * every):
         factors = stragglers.draw(step + 1, 5)
+        drawn += [factors.mean()]
         if every > 1:
             clocks = [c + f * WORKLOAD.compute_s for c, f in zip(clocks, factors, strict=True)]
             if step % every == every - 1:
@@ -143,8 +144,24 @@ def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
             ]
         marks.append(max(clocks))
     first = marks[num_warm * every - 1]
-    assert report.step_s == pytest.approx((marks[-1] - first) / (num_rounds * every))
+    num_steps = num_rounds * every
+    surplus_s = (sum(drawn[-num_steps:]) / num_steps - 1.2) * WORKLOAD.compute_s
+    assert report.step_s == pytest.approx((marks[-1] - first) / num_steps - surplus_s)
+    assert report.compute_s == pytest.approx(1.2 * WORKLOAD.compute_s)
     assert report.straggler_s > 0
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 1000.0])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_worker_beats_its_own_compute(staleness, spread):
+    """However far off the draws of some steps are from their mean."""
+    fast = Link(bandwidth_bps=4e11)
+    cluster = replace(hosts(2), intra=fast, inter=fast)
+    policy = replace(OVERLAPPED, staleness=staleness)
+    for seed in range(20):
+        report = simulate(WORKLOAD, cluster, policy, Stragglers(spread=spread, seed=seed))
+        assert 0 < report.efficiency <= 1 + 1e-9
+        assert 0 <= report.exchange_share < 0.2
 
 
 def test_the_slowest_of_many_is_slower():
