@@ -54,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="S",
         type=float,
         default=300.0,
-        help="of a script: longest time without a forward or a step (default: 300)",
+        help="of a script (its first steps are timed, eleven or more): longest time without a"
+        " forward or a step (default: 300)",
     )
     job.add_argument(
         "--noise-scale",

@@ -26,7 +26,7 @@ MEASURED = AccuracyTable(
 
 def predictions(gbit_s, counts, num_params=25_000_000, global_batch=None):
     link = Link(bandwidth_bps=gbit_s * 1e9, latency_s=30e-6)
-    cluster = Cluster(name="", num_nodes=64, workers_per_node=1, intra=link, inter=link)
+    cluster = Cluster(name="", num_nodes=512, workers_per_node=1, intra=link, inter=link)
     micro = Workload.from_step(num_params=num_params, step_s=0.11, num_samples=32)
     return predict(Job(micro=micro, global_batch=global_batch), cluster, POLICIES, counts)
 
@@ -103,6 +103,21 @@ def test_more_workers_than_pay_are_not_recommended():
         " More workers don't pay: 8 would be 4.0x one worker with fp32, as a step has 4"
         " micro-batches for 8 workers, which idle 50% of it."
     )
+
+
+def test_of_large_batches_the_noise_scale_is_asked_for():
+    counts = [1, 64, 512]
+    found = recommend(predictions(100, counts), MEASURED)
+    assert found.choice.global_batch == 512 * 32
+    assert "so large a batch still counts is not in these numbers: a noise scale" in found.sentence
+    known = recommend(
+        predictions(100, counts), MEASURED, target=Target(critical_batch=10**6, known_batch=32)
+    )
+    assert known.choice.num_workers == 512
+    assert "is not in these numbers" not in known.sentence
+    few = recommend(predictions(100, [1, 64, 256]), MEASURED)
+    assert few.choice.global_batch == 256 * 32
+    assert "is not in these numbers" not in few.sentence
 
 
 def test_a_small_noise_scale_stops_it():

@@ -108,7 +108,8 @@ def data_causes(one: Run, other: Run) -> list[Cause]:
     steps = range(min(one.num_steps, other.num_steps))
     if all(_are_equal(one, other, step) for step in steps):
         samples = other.samples(0)[0].total()
-        evidence = f"all {other.size} workers ran the same {samples} samples in every step"
+        who = "both" if other.size == 2 else f"all {other.size}"
+        evidence = f"{who} workers ran the same {samples} samples in every step"
         return [Cause("data not sharded", evidence)]
     return _overlap(one, other, steps)
 
