@@ -144,7 +144,7 @@ def test_a_table_and_a_verdict(run_here, capsys):
     assert "0, same bits" in lines[2]
     said = " ".join(text.split())
     assert "2 workers: the same model as on 1 for 3 steps" in said
-    assert "but not as it should. likely cause: data not sharded: all 2 workers ran" in said
+    assert "but not as it should. likely cause: data not sharded: both workers ran" in said
     assert "cure: give each worker its own part" in said
 
 
