@@ -12,6 +12,7 @@ from rich.table import Table
 
 from allstep.doctor.verify import (
     Diagnosis,
+    Parting,
     Run,
     divergence,
     largest_difference,
@@ -170,20 +171,13 @@ def _hint(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
     if parting.quantity == "initial parameters":
         return "The model is another one before the first step: seed its making alike."
     if parting.quantity == "gradient":
-        step = parting.step
-        mine, theirs = verdict.one.all_samples(step), run.all_samples(step)
-        if mine != theirs:
-            if mine.total() == theirs.total() and _lengths(verdict.one, step) != _lengths(
-                run, step
-            ):
-                return (
-                    "The samples are of other lengths, as where each worker pads its own. Is the"
-                    " loss a mean over tokens? Then weigh it by the worker's share of them all."
-                )
-            return (
-                f"The model is given other data: {mine.total()} and {theirs.total()} samples,"
-                f" {(mine & theirs).total()} in common. Other samples, or random changes of them?"
-            )
+        return _gradient_hint(verdict.one, run, parting)
+    return "None of the known ones fits."
+
+
+def _gradient_hint(one: Run, other: Run, parting: Parting) -> str:
+    mine, theirs = one.all_samples(parting.step), other.all_samples(parting.step)
+    if mine == theirs:
         same = "The samples are the same, and neither batch norm nor torch's random numbers fit."
         if parting.difference < _KINK:
             return (
@@ -194,13 +188,21 @@ def _hint(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
             f"{same} Is the loss a mean over something of which workers have unequal amounts"
             " (tokens, class weights)?"
         )
-    return "None of the known ones fits."
+    has_other_lengths = _lengths(one, parting.step) != _lengths(other, parting.step)
+    if mine.total() == theirs.total() and has_other_lengths:
+        return (
+            "The samples are of other lengths, as where each worker pads its own. Is the loss a"
+            " mean over tokens? Then weigh it by the worker's share of them all."
+        )
+    return (
+        f"The model is given other data: {mine.total()} and {theirs.total()} samples,"
+        f" {(mine & theirs).total()} in common. Other samples, or random changes of them?"
+    )
 
 
 def _lengths(run: Run, step: int) -> set[tuple[int, ...]]:
     """Sizes of the inputs' dimensions but the first."""
-    shapes = (shape for worker in run.workers for shape in worker.steps[step].input_shapes)
-    return {tuple(shape[1:]) for shape in shapes}
+    return {tuple(shape[1:]) for shape in run.input_shapes(step)}
 
 
 def show_json(script: Path, verdict: Verdict) -> None:

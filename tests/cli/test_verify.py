@@ -149,12 +149,7 @@ def test_a_table_and_a_verdict(run_here, capsys):
 
 
 def test_what_parts_is_named(launched, capsys):
-    def do(folder: Path, size: int) -> int:
-        for rank in range(size):
-            write_worker(record_path(folder, rank), worker(rank, size, lr=0.1 * size))
-        return 0
-
-    launched(do)
+    use_records(launched, lambda size: [worker(rank, size, lr=0.1 * size) for rank in range(size)])
     assert main(["verify", write_script(""), "-n", "1,4", "--steps", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "4 workers: not the same model. It parts at step 0, in `lr of parameter group 0`" in said
@@ -163,13 +158,11 @@ def test_what_parts_is_named(launched, capsys):
 
 
 def test_an_unknown_cause_is_said_to_be_unknown(launched, capsys):
-    def do(folder: Path, size: int) -> int:
-        for rank in range(size):
-            record = worker(rank, size, scale=1 + 0.2 * size, num_steps=6 // size)
-            write_worker(record_path(folder, rank), record)
-        return 0
+    def of_size(size: int) -> list[WorkerRecord]:
+        scale, num_steps = 1 + 0.2 * size, 6 // size
+        return [worker(rank, size, scale=scale, num_steps=num_steps) for rank in range(size)]
 
-    launched(do)
+    use_records(launched, of_size)
     assert main(["verify", write_script(""), "--steps", "5"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "in the initial parameters of `weight`" in said
@@ -188,25 +181,23 @@ def test_an_unknown_cause_is_said_to_be_unknown(launched, capsys):
 def test_what_an_unknown_cause_might_be(launched, capsys, factor, lengths, hint):
     """Also where the same number of samples looks like others, as it is padded otherwise."""
 
-    def do(folder: Path, size: int) -> int:
-        for rank in range(size):
-            record = worker(rank, size, scale=1.0)
-            length = lengths[rank] if size > 1 else 10
-            gradients = worker(rank, size, scale=1.0 if size == 1 else factor).steps[0].gradients
-            shift = 100 * (size > 1 and length != lengths[1])
-            record.steps = [
-                replace(
-                    step,
-                    gradients=gradients,
-                    samples=[sample + shift for sample in step.samples],
-                    input_shapes=[[len(step.samples), length]],
-                )
-                for step in record.steps
-            ]
-            write_worker(record_path(folder, rank), record)
-        return 0
+    def of_rank(rank: int, size: int) -> WorkerRecord:
+        record = worker(rank, size)
+        length = lengths[rank] if size > 1 else 10
+        gradients = worker(rank, size, scale=1.0 if size == 1 else factor).steps[0].gradients
+        shift = 100 * (size > 1 and length != lengths[1])
+        record.steps = [
+            replace(
+                step,
+                gradients=gradients,
+                samples=[sample + shift for sample in step.samples],
+                input_shapes=[[len(step.samples), length]],
+            )
+            for step in record.steps
+        ]
+        return record
 
-    launched(do)
+    use_records(launched, lambda size: [of_rank(rank, size) for rank in range(size)])
     assert main(["verify", write_script(""), "--steps", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "likely cause: unknown." in said

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from allstep.doctor.verify.record import Run
+from allstep.doctor.verify.record import Run, StepRecord
 from allstep.doctor.verify.sketch import Sketch
 
 __all__ = [
@@ -153,16 +153,16 @@ def _differences_at(
         )
     x, y = one.first.steps[step], other.first.steps[step]
     yield "gradient", _tensor_differences(x.gradients, y.gradients, limit)
-    yield "options", _option_differences(x.options, y.options)
+    yield "options", _option_differences(x, y)
     noise = _noise_tensors(one, step, limit) | _noise_tensors(other, step, limit)
     parameters = _tensor_differences(x.parameters, y.parameters, limit)
     yield "parameters", {name: d for name, d in parameters.items() if name not in noise}
 
 
-def _option_differences(x: list[dict[str, float]], y: list[dict[str, float]]) -> dict[str, float]:
+def _option_differences(x: StepRecord, y: StepRecord) -> dict[str, float]:
     return {
-        f"{key} of parameter group {i}": _relative(mine[key], theirs[key])
-        for i, (mine, theirs) in enumerate(zip(x, y, strict=False))
+        x.option_name(key, i): _relative(mine[key], theirs[key])
+        for i, (mine, theirs) in enumerate(zip(x.options, y.options, strict=False))
         for key in mine
         if key in theirs
     }

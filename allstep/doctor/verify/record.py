@@ -37,6 +37,11 @@ class StepRecord:
     optimizer: int = 0
     input_shapes: list[list[int]] = field(default_factory=list)
 
+    def option_name(self, key: str, group_index: int) -> str:
+        """What to call an option of a parameter group; of a lone optimizer, that is enough."""
+        of = f" of optimizer {self.optimizer}" if self.optimizer else ""
+        return f"{key} of parameter group {group_index}{of}"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -110,6 +115,10 @@ class Run:
     def samples(self, step: int) -> list[Counter[int]]:
         """Each worker's samples of a step."""
         return [Counter(worker.steps[step].samples) for worker in self.workers]
+
+    def input_shapes(self, step: int) -> list[list[int]]:
+        """The first inputs' shapes in a step, of all workers."""
+        return [shape for worker in self.workers for shape in worker.steps[step].input_shapes]
 
     def all_samples(self, step: int) -> Counter[int]:
         """All workers' samples of a step."""

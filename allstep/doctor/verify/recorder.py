@@ -49,6 +49,7 @@ class Recorder:
         self._sketch = Sketcher()
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self._device_types: set[str] = set()
         self._samples: list[int] = []
         self._input_shapes: list[list[int]] = []
         self._local: dict[nn.Parameter, Tensor] = {}
@@ -104,12 +105,23 @@ class Recorder:
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._samples += _checksums_of_samples(leaves)
         self._input_shapes += [list(leaf.shape) for leaf in leaves[:1]]
-        self.record.epsilon = max(self.record.epsilon, _epsilon(model))
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self._device_types |= {p.device.type for p in model.parameters()}
+        self._note(dtypes | self._autocast_dtypes())
 
     def _note_precision(self, _module: nn.Module, _args: Any) -> None:
         """Autocast may begin inside of the model's forward."""
         if torch.is_grad_enabled():
-            self.record.epsilon = max(self.record.epsilon, *map(_epsilon, self._models))
+            self._note(self._autocast_dtypes())
+
+    def _autocast_dtypes(self) -> set[torch.dtype]:
+        enabled = filter(torch.is_autocast_enabled, self._device_types)
+        return {torch.get_autocast_dtype(device_type) for device_type in enabled}
+
+    def _note(self, dtypes: Iterable[torch.dtype]) -> None:
+        """The coarsest format that the models compute in counts."""
+        epsilons = (torch.finfo(dtype).eps for dtype in dtypes)
+        self.record.epsilon = max(self.record.epsilon, *epsilons, 0.0)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         own = dict(self._own(optimizer))
@@ -186,14 +198,6 @@ def _inexact(policy: ExchangePolicy) -> str | None:
     if policy.is_local:
         words.append(f"every={policy.every}")
     return ", ".join(words) or None
-
-
-def _epsilon(model: nn.Module) -> float:
-    """Rounding unit of the coarsest format that the model computes in now."""
-    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
-    kinds = {p.device.type for p in model.parameters() if p.is_floating_point()}
-    dtypes += [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

@@ -51,11 +51,8 @@ def _option_series(run: Run) -> dict[str, Series]:
     found: dict[str, list[float]] = {}
     for step in run.first.steps[: run.num_steps]:
         for i, group in enumerate(step.options):
-            place = f"parameter group {i}"
-            if step.optimizer:
-                place += f" of optimizer {step.optimizer}"
             for key, value in group.items():
-                found.setdefault(f"{key} of {place}", []).append(value)
+                found.setdefault(step.option_name(key, i), []).append(value)
     return {key: np.array(values) for key, values in found.items()}
 
 
@@ -168,12 +165,7 @@ def _larger_batch(few: int, many: int, one: Run, other: Run) -> Cause:
 
 def _batch_dim(one: Run, other: Run, step: int) -> int:
     """The dimension of the model's inputs that counts samples: the only one that differs."""
-    shapes = [
-        shape
-        for run in (one, other)
-        for worker in run.workers
-        for shape in worker.steps[step].input_shapes
-    ]
+    shapes = one.input_shapes(step) + other.input_shapes(step)
     if len({len(shape) for shape in shapes}) != 1:
         return 0
     differing = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
