@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError, nearest_multiples
-from allstep.nn.batch_norm_across import batch_norm_across
+from allstep.nn.batch_norm_across import batch_norm_across, per_channel, statistics_dtype
 
 __all__ = ["GroupedBatchNorm", "convert_batch_norm"]
 
@@ -124,7 +124,7 @@ class GroupedBatchNorm(_BatchNorm):
 
     def _within(self, x: Tensor) -> Tensor:
         """Groups within this call, one after the other: torch's kernels take no groups."""
-        channels, dtype = self.num_features, _statistics_dtype(x)
+        channels, dtype = self.num_features, statistics_dtype(x)
         total = x.new_zeros(2, channels, dtype=dtype)
         weight = None if self.weight is None else self.weight.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -212,8 +212,8 @@ def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
 
 def _normalised_alone(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A group of one value per channel, which is its own mean; torch's kernel refuses it."""
-    y = x - x if weight is None else (x - x) * weight.view(1, -1, *[1] * (x.dim() - 2))
-    y = y if bias is None else y + bias.view(1, -1, *[1] * (x.dim() - 2))
+    y = x - x if weight is None else (x - x) * per_channel(weight, x)
+    y = y if bias is None else y + per_channel(bias, x)
     return y.to(x.dtype)
 
 
@@ -271,7 +271,3 @@ def _converted(
                 if child is not None:
                     module._modules[name] = _converted(child, peers, span, micro_batch, done)
     return done[module]
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

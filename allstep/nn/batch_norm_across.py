@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from allstep.comm import Communicator
 
-__all__ = ["batch_norm_across"]
+__all__ = ["batch_norm_across", "per_channel", "statistics_dtype"]
 
 
 def batch_norm_across(
@@ -48,7 +48,7 @@ def _statistics(comm: Communicator, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean = sum_r n_r mean_r / n        M = sum_r M_r + n_r (mean_r - mean)^2
     """
     channels = x.shape[1]
-    exact = x.to(_accumulator(x))
+    exact = x.to(statistics_dtype(x))
     dims = _all_but_channels(x)
     count = x.numel() // channels
     rows = exact.new_zeros(comm.size, 2 * channels + 1)
@@ -78,8 +78,8 @@ class _Normalise(Function):
         ctx.save_for_backward(x, weight, mean, invstd, count)
         scale = invstd if weight is None else invstd * weight
         # The difference first: folded in one shift, a mean far from zero would cost digits.
-        y = (x - _along(mean, x)) * _along(scale, x)
-        y = y if bias is None else y + _along(bias, x)
+        y = (x - per_channel(mean, x)) * per_channel(scale, x)
+        y = y if bias is None else y + per_channel(bias, x)
         return y.to(x.dtype)
 
     @staticmethod
@@ -92,15 +92,15 @@ class _Normalise(Function):
         x, weight, mean, invstd, count = ctx.saved_tensors
         dims = _all_but_channels(x)
         exact = grad.to(mean.dtype)
-        normal = (x - _along(mean, x)) * _along(invstd, x)
+        normal = (x - per_channel(mean, x)) * per_channel(invstd, x)
         sums = torch.stack([exact.sum(dims), (exact * normal).sum(dims)])
         grad_bias, grad_weight = sums.clone().unbind()
         grad_x = None
         if ctx.needs_input_grad[1]:
             total, along = ctx.comm.all_reduce(sums) / count.clamp(min=1)
             scale = invstd if weight is None else invstd * weight
-            centred = exact - _along(total, x) - normal * _along(along, x)
-            grad_x = (centred * _along(scale, x)).to(x.dtype)
+            centred = exact - per_channel(total, x) - normal * per_channel(along, x)
+            grad_x = (centred * per_channel(scale, x)).to(x.dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[2:4]
         return (
             None,
@@ -113,7 +113,8 @@ class _Normalise(Function):
         )
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """What sums over x are kept in: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -121,5 +122,6 @@ def _all_but_channels(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 
-def _along(per_channel: Tensor, x: Tensor) -> Tensor:
-    return per_channel.view(1, -1, *[1] * (x.dim() - 2))
+def per_channel(numbers: Tensor, x: Tensor) -> Tensor:
+    """One number per channel, to be broadcast over x, (samples, channels, *)."""
+    return numbers.view(1, -1, *[1] * (x.dim() - 2))

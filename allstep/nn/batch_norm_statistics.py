@@ -113,17 +113,18 @@ class _Sums:
         """Sets the running statistics, or puts them back where nothing came."""
         num_values = self.total[-1]
         if not num_values:
-            return self.put_back()
-        mean, square = (self.total[:-1] / num_values).chunk(2)
-        unbiased = num_values / (num_values - 1).clamp(min=1)  # as torch's running_var is
-        variance = (square - mean.square()).clamp(min=0) * unbiased
-        for running, value in zip(self._running, (mean, variance), strict=True):
-            running.copy_(value)
-        return None
+            self.put_back()
+        else:
+            mean, square = (self.total[:-1] / num_values).chunk(2)
+            unbiased = num_values / (num_values - 1).clamp(min=1)  # as torch's running_var is
+            self._set(mean, (square - mean.square()).clamp(min=0) * unbiased)
 
     def put_back(self) -> None:
         """Makes the running statistics what they were."""
-        for running, value in zip(self._running, self._before, strict=True):
+        self._set(*self._before)
+
+    def _set(self, *values: Tensor) -> None:
+        for running, value in zip(self._running, values, strict=True):
             running.copy_(value)
 
 

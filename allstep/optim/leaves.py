@@ -146,15 +146,19 @@ def flat(tensor: Tensor) -> Tensor | None:
     return None
 
 
+def update_dtype(parameter: Tensor) -> torch.dtype:
+    """The precision in which a parameter is updated."""
+    return torch.float32 if parameter.dtype in _LOW_PRECISION else parameter.dtype
+
+
 def new_state(parameter: Tensor, slots: Iterable[str]) -> dict[str, Tensor]:
     """An optimizer's state of a parameter before its first step.
 
     Parameters of half precision get a float32 `master` copy, and slots of its dtype.
     """
     state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-    weight = parameter.detach()
-    if parameter.dtype in _LOW_PRECISION:
-        weight = weight.float()
+    weight = parameter.detach().to(update_dtype(parameter))
+    if weight.dtype != parameter.dtype:
         state["master"] = weight
     for slot in slots:
         state[slot] = torch.zeros_like(weight, memory_format=torch.preserve_format)

@@ -18,7 +18,14 @@ from allstep.optim.checks import (
     check_parameters,
     parameter_name,
 )
-from allstep.optim.leaves import Leaf, is_sharded, local, local_gradient, new_state
+from allstep.optim.leaves import (
+    Leaf,
+    is_sharded,
+    local,
+    local_gradient,
+    new_state,
+    update_dtype,
+)
 from allstep.optim.sharding import reduce_over_shards
 
 __all__ = ["LargeBatchOptimizer", "Nonfinite"]
@@ -156,13 +163,13 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
     def _complete(self, state: dict[str, Tensor], parameter: Tensor) -> None:
         """Gives a state the master copy and the precision that one made here would have."""
-        own = new_state(parameter, self._slots())
+        dtype = update_dtype(parameter)
         for name in self._slots():
-            state[name] = state[name].to(own[name].dtype)
-        if "master" in own:
-            state.setdefault("master", own["master"])
-        else:
+            state[name] = state[name].to(dtype)
+        if dtype == parameter.dtype:
             state.pop("master", None)
+        elif "master" not in state:
+            state["master"] = parameter.detach().to(dtype)
 
     def _refuse_foreign(self, key: Any, state: Mapping[str, Any]) -> None:
         missing = [name for name in ("step", *self._slots()) if name not in state]
