@@ -140,16 +140,19 @@ def test_bad_stages(changes: dict[str, Any], message: str, tmp_path: Path) -> No
         allstep.fit(make_task(**changes), make_options(), Communicator.lone(), tmp_path)
 
 
-def poisoned(step: int) -> Task:
-    """The task with a loss that is NaN at one step."""
+def poisoned(step: int, *, samples: bool = False) -> Task:
+    """The task with a loss that is NaN at one step; or with samples that are."""
     task = make_task()
     num_calls = 0
 
     def loss(model: torch.nn.Module, data: Any) -> Tensor:
         nonlocal num_calls
         num_calls += 1
-        value = task.loss(model, data)
-        return value * float("nan") if num_calls == 12 * step + 1 else value
+        factor = torch.nan if num_calls == 12 * step + 1 else 1.0
+        if samples:
+            images, labels = data
+            return task.loss(model, (images * factor, labels))
+        return task.loss(model, data) * factor
 
     return Task(**vars(task) | {"loss": loss})
 
@@ -170,17 +173,8 @@ def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_what_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path) -> None:
     """Here the samples are NaN, and with them the statistics."""
-    task = make_task()
-    num_calls = 0
-
-    def loss(model: torch.nn.Module, data: Any) -> Tensor:
-        nonlocal num_calls
-        num_calls += 1
-        images, labels = data
-        return task.loss(model, (images * torch.nan if num_calls == 25 else images, labels))
-
-    bad = replace(task, loss=loss)
-    report = allstep.fit(bad, make_options(nonfinite="skip"), Communicator.lone(), tmp_path)
+    task = poisoned(2, samples=True)
+    report = allstep.fit(task, make_options(nonfinite="skip"), Communicator.lone(), tmp_path)
     assert report.num_skipped == 1
     state = task.model.state_dict()
     assert any("running_mean" in name for name in state)
