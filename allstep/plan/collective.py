@@ -17,7 +17,9 @@ __all__ = ["Collective", "read_collective"]
 class Collective:
     """Seconds of encoding, summing and decoding buckets, as timed on all workers at once.
 
-    Between two sizes time grows in proportion, and beyond the largest as between the last two.
+    Between two sizes time grows in proportion. Beyond the largest it grows as between the last two,
+    but by no more for an element than the largest took for each of its own: where it seems to, one
+    of the two was disturbed.
 
     Args:
         wire: format of what crosses the wire.
@@ -67,7 +69,11 @@ class Collective:
     def seconds_of(self, num_elements: int) -> float:
         """Seconds of a bucket of any size."""
         sizes, seconds = self._extended
-        last = max(1, next((i for i, n in enumerate(sizes) if num_elements <= n), len(sizes) - 1))
+        if num_elements > sizes[-1]:
+            (n0, n1), (s0, s1) = sizes[-2:], seconds[-2:]
+            each_s = min((s1 - s0) / (n1 - n0), s1 / n1)
+            return s1 + each_s * (num_elements - n1)
+        last = max(1, next(i for i, n in enumerate(sizes) if num_elements <= n))
         n0, n1, s0, s1 = sizes[last - 1], sizes[last], seconds[last - 1], seconds[last]
         return s0 + (s1 - s0) * (num_elements - n0) / (n1 - n0)
 

@@ -12,7 +12,10 @@ from allstep.plan.simulate import simulate
 from allstep.plan.workload import Workload
 
 TIMED = Collective(
-    wire="fp32", algorithm="native", num_elements=(1000, 2000, 4000), seconds=(0.01, 0.02, 0.06)
+    wire="fp32",
+    algorithm="native",
+    num_elements=(1000, 2000, 4000, 8000),
+    seconds=(0.01, 0.02, 0.06, 0.14),
 )
 LINK = Link(bandwidth_bps=1e9, latency_s=1e-4)
 CLUSTER = Cluster(
@@ -26,14 +29,27 @@ AT_THE_END = Policy(name="", algorithm="native", bucket_bytes=None)
 
 @pytest.mark.parametrize(
     ("num_elements", "seconds"),
-    [(1000, 0.01), (1500, 0.015), (3000, 0.04), (4000, 0.06), (8000, 0.14), (0, 0.005)],
+    [
+        (1000, 0.01),
+        (1500, 0.015),
+        (3000, 0.04),
+        (4000, 0.06),
+        (8000, 0.14),
+        (16000, 0.28),
+        (0, 0.005),
+    ],
 )
 def test_time_is_drawn_between_and_beyond_the_sizes(num_elements, seconds):
     assert TIMED.seconds_of(num_elements) == pytest.approx(seconds)
 
 
+def test_beyond_the_sizes_it_grows_as_between_the_last_two():
+    flatter = replace(TIMED, seconds=(0.01, 0.02, 0.03, 0.05))
+    assert flatter.seconds_of(16000) == pytest.approx(0.09)
+
+
 def test_more_never_takes_less():
-    noisy = replace(TIMED, seconds=(0.02, 0.01, 0.06))
+    noisy = replace(TIMED, seconds=(0.02, 0.01, 0.06, 0.14))
     found = [noisy.seconds_of(n) for n in range(0, 5000, 100)]
     assert found == sorted(found)
     assert noisy.seconds_of(1) <= noisy.seconds_of(TIMED.num_elements[1]) == 0.01
@@ -47,7 +63,7 @@ def test_more_never_takes_less():
         ({"num_elements": (1,), "seconds": (1.0,)}, "must be two or more that increase"),
         ({"num_elements": (2, 1, 3)}, "must be two or more that increase"),
         ({"seconds": (1.0, 2.0)}, "`seconds` .* must be above 0, one for each size"),
-        ({"seconds": (1.0, 0.0, 2.0)}, "`seconds` .* must be above 0"),
+        ({"seconds": (1.0, 0.0, 2.0, 3.0)}, "`seconds` .* must be above 0"),
         ({"compute_slowdown": -0.1}, "`compute_slowdown` \\(=-0.1\\) must be 0 or more"),
     ],
 )
