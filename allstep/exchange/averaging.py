@@ -86,6 +86,7 @@ class ParameterAveraging:
         self._algorithm = algorithm or usual_algorithm(comm)
         self._is_driven = False  # whether somebody calls `count_batch`
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
+        self._in_round: set[str] = set()  # parameters that were trained in this round
         self._anchors: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._hooks: list[Removable] = [
@@ -115,6 +116,8 @@ class ParameterAveraging:
         if was_exchanged:
             self._num_averaged = self.num_batches
             self._anchors.clear()
+        else:
+            self._in_round.update(self._parameters())
 
     @property
     def is_synchronized(self) -> bool:
@@ -171,6 +174,7 @@ class ParameterAveraging:
     def _after_step(self, *_: Any) -> None:
         if not self._is_driven:
             self.num_batches += 1
+            self._in_round.update(self._parameters())
         self._average_if_due()
 
     # -- the average ---------------------------------------------------------------------------
@@ -187,6 +191,8 @@ class ParameterAveraging:
         means = self._means(parameters)
         if self._outer is not None and self.num_batches > self._after:
             self._set_anchors()  # of a worker that has skipped all steps of the round
+            self._anchors = {n: a for n, a in self._anchors.items() if n in parameters}
+            self._momenta = {n: m for n, m in self._momenta.items() if n in parameters}
             for name, anchor in self._anchors.items():
                 start = anchor.to(parameters[name].dtype)  # what the parameter could hold of it
                 self._outer.step_(anchor, start - means[name], self._momenta[name])
@@ -196,6 +202,7 @@ class ParameterAveraging:
         if self._average_optimizer_state:
             self._average_moments(parameters)
         self._num_averaged = self.num_batches
+        self._in_round.clear()
 
     def _average_moments(self, parameters: Mapping[str, Tensor]) -> None:
         """The optimizer's tensors that are shaped like a parameter, if every worker has them."""
@@ -228,9 +235,12 @@ class ParameterAveraging:
         return algorithm if isinstance(algorithm, str) else algorithm(num_bytes)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained; frozen parameters are everyone's anyway."""
-        named = self._model.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and not is_lazy(p)}
+        """What is trained, or was in this round; other frozen ones are everyone's anyway."""
+        return {
+            name: p
+            for name, p in self._model.named_parameters()
+            if (p.requires_grad or name in self._in_round) and not is_lazy(p)
+        }
 
     @torch.no_grad()
     def _set_anchors(self) -> None:

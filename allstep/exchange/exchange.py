@@ -362,8 +362,8 @@ class Exchange(ABC):
             handles.append(p.register_hook(self._scale))  # type: ignore[no-untyped-call]
         return handles
 
-    def _scale(self, gradient: Tensor) -> Tensor:
-        return gradient * self.comm.size
+    def _scale(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else gradient * self.comm.size  # None: autograd knows zero
 
 
 def _remove_all(handles: list[Removable]) -> None:

@@ -270,9 +270,13 @@ class Flight:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a flight of a checkpoint, under any buckets."""
+        """Takes over a flight of a checkpoint, under any buckets.
+
+        Parameters that were frozen after it was sent are in no bucket, and get no gradient.
+        """
         self.step, self.scale, self.divisor = state["step"], state["scale"], state["divisor"]
-        self.touched = frozenset(state["sums"])
+        sums = {name: saved for name, saved in state["sums"].items() if name in self.views}
+        self.touched = frozenset(sums)
         self.write_flags()
-        for name, saved in state["sums"].items():
+        for name, saved in sums.items():
             self.views[name].copy_(saved)

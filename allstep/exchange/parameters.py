@@ -13,11 +13,24 @@ Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def signature(tensors: dict[str, Tensor]) -> Signature:
-    """Name, shape and dtype of each tensor: what workers must agree on."""
+    """Name, shape and kind of each tensor: what workers must agree on."""
     return tuple(
-        (name, () if is_lazy(t) else tuple(t.shape), "lazy" if is_lazy(t) else str(t.dtype))
+        (name, () if is_lazy(t) else tuple(t.shape), "lazy" if is_lazy(t) else _kind(t))
         for name, t in tensors.items()
     )
+
+
+def _kind(tensor: Tensor) -> str:
+    """The dtype, the order in memory where it is not the usual one, and whether it is frozen.
+
+    Elements are summed in the order in which they lie, and frozen parameters take no part.
+    """
+    kind = str(tensor.dtype)
+    if not tensor.is_contiguous():
+        kind += f" with strides {tensor.stride()}"
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        kind += " without gradient"
+    return kind
 
 
 class ParameterSet:

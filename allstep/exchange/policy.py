@@ -82,7 +82,7 @@ class ExchangePolicy:
             value = getattr(self, name)
             if not _is_int(value) or value < smallest:
                 raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
-        if self.every > 1 and self.staleness:
+        if self.is_local and self.staleness:
             raise UsageError(
                 f"`every` (={self.every}) and `staleness` (={self.staleness}) exclude each other:"
                 " local steps have nothing to wait for."

@@ -206,7 +206,7 @@ class Sender:
         return self.runner.busy_s + self._posted_s
 
     def lift_first_timeout(self) -> None:
-        """The first exchange has landed: from now on the communicator's own timeout holds."""
+        """All have met for the first time: from now on the communicator's own timeout holds."""
         if self.comm.timeout_s < self._main_comm.timeout_s:
             self.comm.set_timeout(self._main_comm.timeout_s)
 
@@ -236,6 +236,7 @@ class Sender:
             self._states = states
         flight.jobs.clear()
         flat.copy_(kept)
+        self.lift_first_timeout()
 
     def _settle_now(self, flight: Flight) -> None:
         """Raises if workers disagree, after all that those with an exchange send till they look."""

@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -397,3 +398,67 @@ def test_an_exchange_goes_with_its_model_and_not_before(size: int, wire: str) ->
         assert exchange() is None
         with pytest.raises(UsageError, match="The model of this parameter is gone"):
             parameter.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [ExchangePolicy(), ExchangePolicy(algorithm="ring")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda net: net.to(memory_format=torch.channels_last),
+            r"strides \(27, 1, 9, 3\) on rank 1",
+        ),
+        (lambda net: net.requires_grad_(False), "without gradient on rank 1"),
+    ],
+)
+def test_refuses_what_would_be_summed_in_another_order_or_not_at_all(
+    policy: ExchangePolicy, change: Callable[[nn.Module], object], words: str
+) -> None:
+    def worker(comm: Communicator) -> None:
+        net = nn.Conv2d(3, 4, 3)
+        if comm.rank == 1:
+            change(net)
+        with pytest.raises(DisagreementError, match=f"`weight` is .*{words}"):
+            attach(net, comm, policy)
+
+    run_ranks(2, worker, timeout_s=20)
+
+
+def test_an_empty_parameter_has_a_bucket_that_auto_can_choose_for() -> None:
+    def worker(comm: Communicator) -> Tensor:
+        nets = nn.ModuleList([nn.Module(), nn.Linear(600, 600, bias=False)])
+        nets[0].empty = nn.Parameter(torch.zeros(3, 0))
+        attach(nets, comm, ExchangePolicy(algorithm="auto"))
+        (nets[0].empty.sum() + nets[1](torch.ones(1, 600) * comm.rank).sum()).backward()
+        return nets[1].weight.grad
+
+    for gradient in run_ranks(2, worker, timeout_s=20):
+        assert gradient.eq(0.5).all()
+
+
+def test_a_gradient_that_autograd_knows_is_zero_is_none_in_a_sum_too() -> None:
+    class Second(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, a: Tensor, b: Tensor) -> Tensor:
+            return b.clone()
+
+        @staticmethod
+        def backward(ctx: object, *grads: Tensor) -> tuple[None, Tensor]:
+            return None, grads[0]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self) -> Tensor:
+            return Second.apply(self.a, self.b)
+
+    def worker(comm: Communicator) -> None:
+        net = Net()
+        attach(net, comm, ExchangePolicy(reduction="sum"))
+        net().sum().backward()
+        assert net.a.grad is None
+        assert net.b.grad.item() == 2
+
+    run_ranks(2, worker, timeout_s=20)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 
 import pytest
 import torch
@@ -164,3 +165,52 @@ def test_says_what_travels_when(
     with caplog.at_level(logging.INFO, "allstep"):
         attach(model, Communicator.lone(), policy, optimizer=optimizer)
     assert caplog.messages[0].startswith(said)
+
+
+@pytest.mark.parametrize("outer", [None, Nesterov()])
+@pytest.mark.parametrize("frozen_at", [4, 6])
+def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: int) -> None:
+    """At the end of a round of four steps, and in the middle of one."""
+    start, batches = mlp(), torch.randn(NUM_BATCHES, SIZE, 4, 5)
+
+    def worker(comm: Communicator) -> list[Tensor]:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = ExchangePolicy(every=4, outer=outer)
+        exchange = attach(model, comm, policy, optimizer=optimizer)
+        for step, of_ranks in enumerate(batches):
+            if step == frozen_at:
+                model[0].requires_grad_(False)
+            model(of_ranks[comm.rank]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        exchange.sync_buffers()
+        return list(model.parameters())
+
+    first, *others = run_ranks(SIZE, worker, timeout_s=20)
+    assert not torch.equal(first[0], next(start.parameters()))
+    for other in others:
+        for p, q in zip(first, other, strict=True):
+            assert torch.equal(p, q)
+
+
+def test_stale_gradients_and_an_outer_step_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        ExchangePolicy(outer=Nesterov(), after=2, staleness=1)
+
+
+def test_the_first_timeout_is_not_that_of_later_rounds() -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = ExchangePolicy(every=2, first_timeout_s=1.0)
+        exchange = attach(model, comm, policy, optimizer=optimizer)
+        for _ in range(2):
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+        exchange.sync_buffers()
+        if comm.rank == 0:
+            time.sleep(2)  # evaluates alone
+        exchange.sync_buffers()
+
+    run_ranks(2, worker, timeout_s=20)

@@ -252,3 +252,31 @@ def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone(
         max(float((a - b).detach().abs().max()) for a, b in zip(naive, expected, strict=True))
         > 1e-3
     )
+
+
+def test_a_late_gradient_of_a_layer_that_was_frozen_since_is_left_out() -> None:
+    policy = ExchangePolicy(staleness=2)
+
+    def train(comm: Communicator) -> dict[str, Any]:
+        net = mlp()
+        exchange = attach(net, comm, policy)
+        for step in range(3):
+            net.zero_grad()
+            net(torch.ones(2, 5)).sum().backward()
+            if step == 1:
+                net[0].requires_grad_(False)
+        return exchange.state_dict()
+
+    state = run_ranks(2, train)[0]
+    assert "0.weight" in state["in_flight"][0]["sums"]
+
+    def resume(comm: Communicator) -> None:
+        net = mlp()
+        net[0].requires_grad_(False)
+        exchange = attach(net, comm, policy)
+        exchange.load_state_dict(state)
+        net(torch.ones(2, 5)).sum().backward()
+        assert net[0].weight.grad is None
+        assert torch.equal(net[2].weight.grad, state["in_flight"][0]["sums"]["2.weight"])
+
+    run_ranks(2, resume, timeout_s=20)

@@ -112,6 +112,7 @@ class Auto(AllReduce):
         """What sums a tensor of so many bytes."""
         if not self.choices:
             return self  # of a lone rank
+        num_bytes = max(1, num_bytes)
         nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
         return self._algorithms[self.choices[nearest]]
 
