@@ -85,7 +85,9 @@ def check_same_arguments(comm: Communicator, arguments: Mapping[str, str]) -> No
 
 
 def check_same_tensors(comm: Communicator, tensors: dict[str, Tensor]) -> None:
-    """Checks that all workers have tensors of the same names, shapes and dtypes. Collective.
+    """Checks that all workers have the same tensors, but for their values. Collective.
+
+    Names, shapes, dtypes, the order in memory and whether parameters are frozen; see `signature`.
 
     Raises:
         DisagreementError: names the first tensor that differs and the ranks.

@@ -112,12 +112,10 @@ class ParameterAveraging:
         """
         self._is_driven = True
         self._average_if_due()
-        self.num_batches += 1
+        self._count()
         if was_exchanged:
-            self._num_averaged = self.num_batches
+            self._end_round()
             self._anchors.clear()
-        else:
-            self._in_round.update(self._parameters())
 
     @property
     def is_synchronized(self) -> bool:
@@ -173,11 +171,19 @@ class ParameterAveraging:
 
     def _after_step(self, *_: Any) -> None:
         if not self._is_driven:
-            self.num_batches += 1
-            self._in_round.update(self._parameters())
+            self._count()
         self._average_if_due()
 
     # -- the average ---------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        self.num_batches += 1
+        self._in_round.update(self._parameters())
+
+    def _end_round(self) -> None:
+        """All workers have the same parameters."""
+        self._num_averaged = self.num_batches
+        self._in_round.clear()
 
     def _average_if_due(self) -> None:
         is_round_over = (self.num_batches - self._after) % self._every == 0
@@ -201,8 +207,7 @@ class ParameterAveraging:
             p.copy_(means[name])
         if self._average_optimizer_state:
             self._average_moments(parameters)
-        self._num_averaged = self.num_batches
-        self._in_round.clear()
+        self._end_round()
 
     def _average_moments(self, parameters: Mapping[str, Tensor]) -> None:
         """The optimizer's tensors that are shaped like a parameter, if every worker has them."""

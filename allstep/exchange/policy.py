@@ -84,7 +84,8 @@ class ExchangePolicy:
                 raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
         if self.is_local and self.staleness:
             raise UsageError(
-                f"`every` (={self.every}) and `staleness` (={self.staleness}) exclude each other:"
+                f"Local SGD (`every`={self.every}, `outer`={self.outer!r}) and `staleness`"
+                f" (={self.staleness}) exclude each other:"
                 " local steps have nothing to wait for."
             )
         if not make_wire(self.wire).is_lossless and self.is_local and not self.after:

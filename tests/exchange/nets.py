@@ -15,6 +15,29 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+class _Ignored(torch.autograd.Function):
+    """Tells autograd that the gradient of `ignored` is zero."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, ignored: Tensor) -> Tensor:
+        return x * ignored.detach()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Ignoring(nn.Module):
+    """Two parameters, of which autograd gets no gradient for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.ignored = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self) -> Tensor:
+        return _Ignored.apply(self.used, self.ignored)
+
+
 def clone(model: nn.Module, comm: Communicator) -> nn.Module:
     """A copy whose parameters are right on rank 0 only."""
     copied = copy.deepcopy(model)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -12,6 +12,7 @@ from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, attach
+from tests.exchange.nets import Ignoring
 
 EXACT = ExchangePolicy(algorithm="native", wire="exact")
 
@@ -92,29 +93,9 @@ def test_a_sum_goes_along_when_parameters_join() -> None:
     assert run_ranks(2, worker) == [2.0**-20] * 2
 
 
-class Ignored(torch.autograd.Function):
-    """Tells autograd that the gradient of `ignored` is zero."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, ignored: Tensor) -> Tensor:
-        return x * ignored.detach()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def test_no_gradient_leaves_what_was_there() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.ignored = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-
-        def forward(self) -> Tensor:
-            return Ignored.apply(self.used, self.ignored)
-
     def worker(comm: Communicator) -> tuple[float, float]:
-        model = Model()
+        model = Ignoring()
         attach(model, comm, EXACT)
         model.ignored.grad = torch.full((1,), comm.rank + 1.0)
         for _ in range(2):
