@@ -232,9 +232,9 @@ def sum_for_ever(comm, folder):
     (Path(folder) / f"seconds {comm.rank}").write_text(str(waited_s))
 
 
-def wait_for(folder, kind, count):
+def wait_for(folder, kind, count, within_s=60):
     """Waits until ranks have written so many files of a kind, and a little longer."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + within_s
     while len(list(folder.glob(f"{kind} *"))) < count:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -252,6 +252,28 @@ def test_a_killed_rank_is_missed_at_once_and_leaves_nothing(tmp_path):
         wait_for(tmp_path, "seconds", 2)
     assert all(float(path.read_text()) < 5 for path in tmp_path.glob("seconds *"))
     assert names_in_dev_shm() <= before
+
+
+def sum_where_the_first_leaves(comm, folder):
+    """Rank 0 has filled its slot when it leaves, so rank 2 waits for rank 1 alone, which idles."""
+    memory = SharedMemory(comm)
+    (Path(folder) / f"rank {comm.rank}").touch()
+    if comm.rank == 1:
+        time.sleep(60)
+    if comm.rank == 0:
+        threading.Timer(0.2, memory.close).start()
+    with pytest.raises(PeerLostError, match=["was aborted", "", "rank 1 left"][comm.rank]):
+        memory.reduce_(torch.ones(10))
+    (Path(folder) / f"seconds {comm.rank}").touch()
+
+
+@pytest.mark.process
+def test_a_killed_rank_is_missed_though_another_has_left_before(tmp_path):
+    with start_processes(3, sum_where_the_first_leaves, str(tmp_path)) as workers:
+        wait_for(tmp_path, "rank", 3)
+        wait_for(tmp_path, "seconds", 1)
+        workers.kill(1)
+        wait_for(tmp_path, "seconds", 2, within_s=10)
 
 
 @pytest.mark.process

@@ -85,6 +85,7 @@ class Signals:
         self._lock = threading.Lock()
         self._bells = bells
         self._gives_way = not len(set(pids)) == len(pids) <= len(os.sched_getaffinity(0))
+        self._ended: set[int] = set()  # ranks whose process has
         self._events = select.poll()
         for fd in (bells.own, *bells.pidfds):
             self._events.register(fd, select.POLLIN)
@@ -148,31 +149,32 @@ class Signals:
                 _sched_yield()
         while self._late(counter, value, ranks):
             meanwhile()
-            gone = self._sleep(counter, value, ranks)
+            self._sleep(counter, value, ranks)
             # Looked at anew: one that has come and left since is not missed.
             late = self._late(counter, value, ranks)
-            lost = [rank for rank in gone if rank in late]
-            self._check(late, lost, time.monotonic() - start_s)
+            self._check(late, self._gone(late), time.monotonic() - start_s)
 
-    def _sleep(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
-        """Blocks until something happens; returns the ranks that have left, in whatever way."""
+    def _sleep(self, counter: int, value: int, ranks: Sequence[int]) -> None:
+        """Blocks until something happens, unless a rank that is waited for is gone."""
         asleep = self._word(self._rank, _ASLEEP)
         self._words[asleep] = 1
         self._fence()
-        events: list[tuple[int, int]] = []
-        if self._late(counter, value, ranks) and not self._left():
-            events = self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._longest_s()))
+        late = self._late(counter, value, ranks)
+        if late and not self._gone(late):
+            for fd, _ in self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._longest_s())):
+                if fd != self._bells.own:
+                    self._events.unregister(fd)
+                    self._ended.add(self._bells.pidfds[fd])
         self._words[asleep] = 0
         self._bells.silence()
-        ended = [self._bells.pidfds[fd] for fd, _ in events if fd != self._bells.own]
-        return ended + self._left()
 
     def _late(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
         words, step = self._words, self._line_words
         return [rank for rank in ranks if words[rank * step + counter] < value]
 
-    def _left(self) -> list[int]:
-        return [r for r in self._others if self._words[self._word(r, _LEFT)]]
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those that come to nothing any more, in whatever way."""
+        return [r for r in ranks if r in self._ended or self._words[self._word(r, _LEFT)]]
 
     def _longest_s(self) -> float:
         return self.limit_s or self._timeout_s()
