@@ -16,7 +16,7 @@ ReduceOp = Literal["sum", "mean", "max", "min"]
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # divided at the end, so that integers' and halves' sums are exact
+    "mean": dist.ReduceOp.SUM,  # divided at the end
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
@@ -60,12 +60,18 @@ def torch_op(op: str) -> dist.ReduceOp.RedOpType:
     return _TORCH_OPS[op]
 
 
-def wire_form(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor as a backend can reduce it in place: `tensor` itself where it can."""
+def wire_form(tensor: Tensor, device: torch.device, op: str) -> Tensor:
+    """The tensor as a backend can reduce it in place: `tensor` itself where it can.
+
+    The mean of float16 is taken in float32: the sum may be beyond 65,504 where the mean is not.
+    """
     plain = tensor.detach()
     if plain.is_complex():
         plain = torch.view_as_real(plain.resolve_conj())
-    return plain.to(device=device, dtype=_WIDER.get(plain.dtype, plain.dtype)).contiguous()
+    dtype = _WIDER.get(plain.dtype, plain.dtype)
+    if op == "mean" and dtype == torch.float16:
+        dtype = torch.float32
+    return plain.to(device=device, dtype=dtype).contiguous()
 
 
 def write_back(tensor: Tensor, reduced: Tensor, divisor: int) -> Tensor:

@@ -117,6 +117,20 @@ def test_async_all_reduces_may_be_waited_for_in_any_order():
     assert run_ranks(3, work) == [[12, 9, 6, 3]] * 3
 
 
+@pytest.mark.parametrize("algorithm", [None, "ring", "recursive_doubling", "shared_memory"])
+def test_a_mean_of_float16_is_finite_where_the_sum_is_not(algorithm):
+    def work(comm):
+        x = torch.tensor([40000.0, 3 * 2.0**-24 * comm.rank], dtype=torch.float16)
+        mean = comm.all_reduce(x.clone(), "mean", algorithm=algorithm)
+        part = comm.reduce_scatter(x, "mean")
+        assert not comm.all_reduce(x, algorithm=algorithm).isfinite().all()
+        return mean.tolist(), part.tolist()
+
+    for rank, (mean, part) in enumerate(run_ranks(2, work)):
+        assert mean == [40000.0, 2 * 2.0**-24]  # the smallest numbers round once: 1.5 to 2
+        assert part == [mean[rank]]
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min"])
 def test_reduce_scatter_is_a_part_of_all_reduce(n, op):

@@ -73,8 +73,12 @@ class AllReduce(ABC):
 
     def _mean_(self, flat: Tensor) -> None:
         """`mean_` for at least two ranks and one element."""
+        may_overflow = flat.dtype == torch.float16  # the sum, where the mean does not
+        if may_overflow:
+            flat.div_(self.comm.size)
         self._reduce_(flat)
-        flat.div_(self.comm.size)
+        if not may_overflow:
+            flat.div_(self.comm.size)
 
     @abstractmethod
     def _reduce_(self, flat: Tensor) -> None:
