@@ -86,7 +86,8 @@ class DDPHook:
     def flush(self) -> Iterator[None]:
         """Leaves what is under way in `p.grad`, one step's gradients after the other's.
 
-        Make an update for each. Nothing is under way without staleness.
+        Make an update for each. Nothing is under way without staleness, nor known of it between
+        `load_state_dict` and the next backward pass.
         """
         for landed in self._stale.flush():
             for name, gradient in landed.items():
@@ -100,20 +101,26 @@ class DDPHook:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next means depend on, such as what this worker, unlike others, has not sent."""
-        return dict(self._loaded) if self._means is None else self._means.state_dict()
+        if self._means is None:
+            return dict(self._loaded)
+        return {**self._means.state_dict(), "in_flight": self._stale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
         self._loaded = state
         if self._means is not None:
-            self._means.load_state_dict(state)
+            self._load(self._means, state)
+
+    def _load(self, means: GuestMeans, state: Mapping[str, Any]) -> None:
+        means.load_state_dict(state)
+        self._stale.load_state_dict(state["in_flight"])
 
     def _start(self, device: torch.device) -> GuestMeans:
         """At the first bucket, when there is a process group for sure."""
         if self._means is None:
             self._means = GuestMeans(self._comm or init(device=device), self._policy)
             if self._loaded:
-                self._means.load_state_dict(self._loaded)
+                self._load(self._means, self._loaded)
         return self._means
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
@@ -142,14 +149,19 @@ class DDPHook:
                 else:
                     view.zero_()
             future.set_result(flat)
-        if landed is None:
-            # DDP queues the end of its work after this one, and that sets `p.grad`.
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self._clear_gradients))
+        # DDP queues the end of its work after this one, and that sets `p.grad`.
+        engine = Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(lambda: self._set_gradients(landed)))
 
-    def _clear_gradients(self) -> None:
-        for p in self._parameters.values():
-            p.grad = None
+    def _set_gradients(self, landed: Mapping[str, Tensor] | None) -> None:
+        """DDP leaves alone what it believes unused, which may have been used when it was sent."""
+        for name, p in self._parameters.items():
+            if landed is None:
+                p.grad = None
+            elif name in landed and p.grad is not None:
+                p.grad.copy_(landed[name])
+            elif name in landed and landed[name].any():
+                p.grad = landed[name].clone()
 
 
 def _new_future(device: torch.device) -> torch.futures.Future[Tensor]:

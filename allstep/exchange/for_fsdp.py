@@ -97,11 +97,15 @@ class FSDPHook:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next means depend on, such as what this worker, unlike others, has not sent."""
-        return self._means.state_dict()
+        in_flight = {name: stale.state_dict() for name, stale in self._stale.items()}
+        return {**self._means.state_dict(), "in_flight": in_flight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
         self._means.load_state_dict(state)
+        for name, steps in state["in_flight"].items():
+            self._stale[name] = StaleGradients(self._staleness)
+            self._stale[name].load_state_dict(steps)
 
     @torch.no_grad()
     def reduce_(self, name: str, flat: Tensor) -> None:

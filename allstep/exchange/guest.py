@@ -1,7 +1,7 @@
 """Means of gradients that another engine hands over: what the hooks of DDP and FSDP2 share."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import finalize
@@ -145,8 +145,32 @@ class StaleGradients:
         while len(self._steps) > 1:
             yield self._land()
 
+    def state_dict(self) -> list[dict[str, Tensor]]:
+        """The means under way, the oldest first; the same on every worker. Waits for them."""
+        return [
+            {name: gradient.clone() for name, gradient in _waited_for(step).items()}
+            for step in list(self._steps)[:-1]
+        ]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Goes on where `state_dict` was taken."""
+        self._steps.clear()
+        for means in state:
+            self._steps.append({name: (_Landed(), mean.clone()) for name, mean in means.items()})
+        self._steps.append({})
+
     def _land(self) -> dict[str, Tensor]:
-        landed = self._steps.popleft()
-        for job in {id(job): job for job, _ in landed.values()}.values():
-            job.wait()
-        return {name: gradient for name, (_, gradient) in landed.items()}
+        return _waited_for(self._steps.popleft())
+
+
+class _Landed:
+    """The job of a gradient that a checkpoint had."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Nothing to wait for."""
+
+
+def _waited_for(step: Mapping[str, tuple[Job, Tensor]]) -> dict[str, Tensor]:
+    for job in {id(job): job for job, _ in step.values()}.values():
+        job.wait()
+    return {name: gradient for name, (_, gradient) in step.items()}

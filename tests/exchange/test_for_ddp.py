@@ -163,10 +163,12 @@ def test_other_policies_are_an_error_on_all_workers() -> None:
     run_ranks(2, worker, timeout_s=20)
 
 
-def test_goes_on_after_a_checkpoint() -> None:
-    """What was not sent yet is sent by the next process."""
+@pytest.mark.parametrize(
+    ("wire", "num_unsent"), [(policy(TopK(fraction=0.2)), 70), (policy("fp32", staleness=2), 0)]
+)
+def test_goes_on_after_a_checkpoint(wire: ExchangePolicy, num_unsent: int) -> None:
+    """What was not sent yet is sent by the next process, what is under way arrives there."""
     start, batches = mlp(), torch.randn(12, 2, 3, 5)
-    wire = policy(TopK(fraction=0.2))
 
     def halves(load: bool) -> Callable[[Communicator], dict[str, Tensor]]:
         def worker(comm: Communicator) -> dict[str, Tensor]:
@@ -183,7 +185,7 @@ def test_goes_on_after_a_checkpoint() -> None:
                     ddp(batch).square().mean().backward()
                     step.step()
                 saved = hook.state_dict()
-                assert sum(map(len, saved["unsent"].values())) == 70
+                assert sum(map(len, saved["unsent"].values())) == num_unsent
             return states(model)
 
         return worker
@@ -202,6 +204,53 @@ def test_goes_on_after_a_checkpoint() -> None:
     expected = run_ranks(2, whole)[0]
     assert_same(run_ranks(2, halves(load=True))[0], expected)
     assert differs(run_ranks(2, halves(load=False))[0], expected, by=1e-6)
+
+
+class Either(nn.Module):
+    """Two parameters, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.parts[number](x)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_what_comes_late_arrives_though_the_step_does_not_use_it(
+    set_to_none: bool, finds_unused: bool
+) -> None:
+    def worker(comm: Communicator) -> tuple[list[float], list[bool]]:
+        model = Either()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        step = torch.optim.SGD(model.parameters(), 1.0)
+        hook = ddp_hook(policy("fp32", staleness=1), comm)
+        ddp: nn.Module = DistributedDataParallel(
+            model, process_group=comm.process_group, find_unused_parameters=finds_unused
+        )
+        ddp.register_comm_hook(model, hook)
+        had = []
+        for number in range(8):
+            step.zero_grad(set_to_none=set_to_none)
+            x = torch.full((1, 1), -1.0 - comm.rank)
+            if finds_unused:
+                ddp(x, number % 2).sum().backward()
+            else:
+                sum(ddp(x, i) * (i == number % 2) for i in range(2)).sum().backward()
+            had.append(model.parts[0].weight.grad is not None)
+            step.step()
+        for _ in hook.flush():
+            step.step()
+        return [p.item() for p in model.parameters()], had
+
+    for values, had in run_ranks(2, worker):
+        assert values == [6.0, 6.0]  # each four times, by 1.5
+        if finds_unused and set_to_none:
+            assert had[:4] == [False, True, True, True]
 
 
 def test_a_checkpoint_of_another_policy_is_refused() -> None:

@@ -67,6 +67,17 @@ def work(comm: Communicator) -> dict[str, Any]:
         assert len(saved["unsent"]) == (2 if "int8" in name else 0)  # a module's each
         hook.load_state_dict(saved)
         assert str(hook.state_dict()) == str(saved)
+    for name in ("whole", "resumed", "begun anew"):
+        model = copy.deepcopy(start)
+        fully_shard(model, mesh=mesh["shard"])
+        hook = fsdp_hook(model, replicas, CASES["stale"])
+        train(model, batches[:3])
+        if name != "whole":
+            saved = hook.state_dict()
+            hook = fsdp_hook(model, replicas, CASES["stale"])
+            hook.load_state_dict(saved if name == "resumed" else {**saved, "in_flight": {}})
+        train(model, batches[3:])
+        results[name] = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
     for name in ("fp32", "stale"):
         model = copy.deepcopy(start)
         exchange = attach(model, comm, CASES[name])
@@ -92,6 +103,8 @@ def test_equals_the_exchange_on_four_workers() -> None:
         assert not differs(results[name][1], results[exact][1], by=3e-3)
     assert differs(results["sum"][1], expected, by=1e-3)
     assert [results[name][0][:2] for name in ("fp32", "stale")] == [[True, True], [False, True]]
+    assert_same(results["resumed"], results["whole"], rtol=0)
+    assert differs(results["begun anew"], results["whole"], by=1e-3)
     sent = {name: results[name][2] for name in CASES}
     assert sent["fp16"] * 4 == sent["fp32"]
     assert sent["int8"] < sent["fp32"] / 5  # whose numbers are of 8 bytes here
