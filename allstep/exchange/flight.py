@@ -137,6 +137,7 @@ class Flight:
         failure: why this worker can't take part; the flight then fails for all.
         jobs: the buckets' exchanges, as far as they have been sent.
         block: what `flats` lie in, where workers sum them in place.
+        refunds: what to add to residuals of parameters that nobody has a gradient for.
     """
 
     plan: BucketPlan
@@ -152,6 +153,7 @@ class Flight:
     failure: str | None = None
     jobs: list[Job] = field(default_factory=list)
     block: Block | None = None
+    refunds: dict[str, Tensor] = field(default_factory=dict)
     _undivided: set[str] = field(default_factory=set)
     _unbound: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -179,7 +181,7 @@ class Flight:
 
     def clear(self) -> None:
         """Makes an old flight's memory ready for gradients."""
-        self.touched, self.failure, self.jobs = frozenset(), None, []
+        self.touched, self.failure, self.jobs, self.refunds = frozenset(), None, [], {}
         self._undivided.clear()
         self._unbound.clear()
 

@@ -15,7 +15,7 @@ from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.fixed_point import FixedPointFlight
 from allstep.exchange.flight import BucketPlan
-from allstep.exchange.hooks import Removable, WeakHook
+from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.parameters import Signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.sender import Sender
@@ -107,7 +107,8 @@ class OverlappedExchange(Exchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if not state.get("buckets") or not self._is_active:
+        was_active = self._is_active
+        if not state.get("buckets") or not (was_active or state["states"]):
             return  # a lone worker had none, or needs none
         names = sorted(name for bucket in state["buckets"] for name in bucket)
         if names != sorted(self._parameters.trained):
@@ -115,6 +116,8 @@ class OverlappedExchange(Exchange):
                 "The checkpoint's exchange is of other parameters than the model's; resume with"
                 " the model as it was."
             )
+        if not was_active:
+            self._activate()  # what was not sent yet joins a lone worker's first gradients
         self._bucketing.load_state_dict(state)
         self._last_scale = state["scale"]
         self._set_plan(state["buckets"])
@@ -219,8 +222,8 @@ class OverlappedExchange(Exchange):
             self._missing = []
         flight.seal(index)
         names = flight.plan.layouts[index].names
-        withheld = [name for name in names if name not in self._touched]
-        self._sender.send(flight, index, withheld, self._residual_factor)
+        untouched = [name for name in names if name not in self._touched]
+        self._sender.send(flight, index, untouched, self._residual_factor)
 
     # -- the end of a backward pass --------------------------------------------------------------
 
@@ -260,10 +263,13 @@ class OverlappedExchange(Exchange):
             factor = self._scaler.get_scale() / flight.scale
             if factor != 1:
                 flight.rescale(factor)
-        trained = self._parameters.trained
-        for name in flight.landed_names():
+        trained, landed = self._parameters.trained, flight.landed_names()
+        for name in landed:
             if name in trained and self._failure is None:
                 flight.deliver(name, trained[name])
+        if flight.refunds:
+            in_vain = {name: flight.refunds[name] for name in flight.refunds.keys() - set(landed)}
+            self._sender.refund(in_vain, self._last_scale / flight.scale)
         self._airborne.retire(flight)
         return flight.step
 
@@ -279,6 +285,7 @@ class OverlappedExchange(Exchange):
 
     def _wait_for_all(self) -> None:
         self._airborne.wait()
+        self._sender.wait_for_refunds()
         for job in self._flight.jobs:
             job.wait()
 
@@ -303,7 +310,8 @@ class OverlappedExchange(Exchange):
 
     @property
     def _is_active(self) -> bool:
-        return super()._is_active or self.policy.staleness > 0 or self._sender.is_exact
+        always = self.policy.staleness > 0 or self._sender.is_exact
+        return super()._is_active or always or self._sender.has_residuals
 
     @property
     def loss_scale(self) -> int:
@@ -327,7 +335,7 @@ class OverlappedExchange(Exchange):
         handles = super()._hook(name, p)
         if self._sender.is_exact:
             set_aside = WeakHook(self, lambda exchange, new: exchange._set_aside(name, p, new))
-            handles.append(p.register_hook(set_aside))  # type: ignore[no-untyped-call]
+            handles.append(AccumulationHook(p, set_aside))
         return handles
 
     def _set_aside(self, name: str, p: nn.Parameter, new: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from allstep.errors import CheckpointError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires import WireState
 
-__all__ = ["gather_states", "give_back", "load_states", "residual_pieces", "withheld"]
+__all__ = ["gather_states", "give_back", "load_states", "refundable", "residual_pieces"]
 
 
 def residual_pieces(layout: BucketLayout, state: WireState) -> dict[str, Tensor]:
@@ -42,20 +42,22 @@ def give_back(layout: BucketLayout, state: WireState, residuals: Mapping[str, Te
 
 
 @contextmanager
-def withheld(layout: BucketLayout, state: WireState, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the residuals of some parameters are zero; what they were is added afterwards."""
+def refundable(
+    layout: BucketLayout, state: WireState, names: Sequence[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Afterwards holds what to add to residuals if nothing comes of some parameters' exchange.
+
+    No worker may have a gradient for them. What was sent in vain of their residuals then has not
+    been sent, and what was sent of a `p.grad` that stays as it is leaves nothing to be sent.
+    """
+    refunds: dict[str, Tensor] = {}
     if state.residual is None or not names:
-        yield
+        yield refunds
         return
     pieces = residual_pieces(layout, state)
-    kept = {name: pieces[name].clone() for name in names}
-    for name in names:
-        pieces[name].zero_()
-    try:
-        yield
-    finally:
-        for name in names:
-            pieces[name].add_(kept[name])  # the format may have left a debt there
+    before = {name: pieces[name].clone() for name in names}
+    yield refunds
+    refunds |= {name: before[name].sub_(pieces[name]) for name in names}
 
 
 def gather_states(comm: Communicator, states: Sequence[WireState]) -> list[Any] | None:

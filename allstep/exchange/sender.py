@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from os import getpid
 from time import perf_counter
 from typing import Any
 from weakref import finalize
@@ -21,8 +22,8 @@ from allstep.exchange.residuals import (
     gather_states,
     give_back,
     load_states,
+    refundable,
     residual_pieces,
-    withheld,
 )
 from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
 from allstep.exchange.spans import begin_span, job_span
@@ -66,9 +67,10 @@ class Sender:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
         self._states: list[WireState] = []
+        self._last_refund: Job | None = None
         self._left: MutableMapping[nn.Parameter, Left] = WeakTensorKeyDictionary()
         self.close = finalize(
-            self, _close, self.runner, self.transport, self.comm, comm, self._pending
+            self, _close, getpid(), self.runner, self.transport, self.comm, comm, self._pending
         )
 
     @property
@@ -102,16 +104,20 @@ class Sender:
 
     def set_plan(self, plan: BucketPlan) -> None:
         """Takes other buckets; what was not sent yet of a parameter goes along."""
-        residuals = {
-            name: piece.clone()
-            for layout, state in zip(self.plan.layouts, self._states, strict=True)
-            for name, piece in residual_pieces(layout, state).items()
-        }
+        residuals = {name: piece.clone() for name, piece in self._residuals().items()}
         self.plan = plan
         self._native = self._only_native()
         self._states = [self.wire.new_state(layout) for layout in plan.layouts]
         for layout, state in zip(plan.layouts, self._states, strict=True):
             give_back(layout, state, residuals)
+
+    def _residuals(self) -> dict[str, Tensor]:
+        """name -> what was not sent yet; a view."""
+        return {
+            name: piece
+            for layout, state in zip(self.plan.layouts, self._states, strict=True)
+            for name, piece in residual_pieces(layout, state).items()
+        }
 
     def _only_native(self) -> Native | None:
         """The backend's own sums if all buckets are left to it.
@@ -142,7 +148,7 @@ class Sender:
         self,
         flight: Flight,
         index: int,
-        without: Sequence[str] = (),
+        untouched: Sequence[str] = (),
         residual_factor: float = 1.0,
     ) -> None:
         """Starts the exchange of a bucket.
@@ -150,7 +156,7 @@ class Sender:
         Args:
             flight: whose.
             index: of the bucket; they must be sent in order.
-            without: parameters without a gradient here, whose unsent residual waits for one.
+            untouched: parameters without a gradient here; maybe nobody has one, see `refund`.
             residual_factor: by which gradients are larger than when the residual was left: a
                 GradScaler's scale has changed.
         """
@@ -168,12 +174,35 @@ class Sender:
                 if isinstance(flight, FixedPointFlight):
                     transport.all_reduce(flat)
                 else:
-                    with withheld(layout, state, without):
+                    with refundable(layout, state, untouched) as refunds:
                         self.wire.mean_(flat, layout, state, transport)
+                    flight.refunds |= refunds
             if index == 0:
                 self._compare(flight, self.comm)  # before the others: who disagrees sends none
 
         flight.jobs.append(self.runner.submit(work))
+
+    def refund(self, refunds: Mapping[str, Tensor], factor: float) -> None:
+        """Adds to residuals, after all that was sent before.
+
+        Args:
+            refunds: by parameter.
+            factor: by which gradients are larger than those that were sent.
+        """
+        residuals = self._residuals()
+
+        def work() -> None:
+            for name, refund in refunds.items():
+                if name in residuals:
+                    residuals[name].add_(refund, alpha=factor)
+
+        self._last_refund = self.runner.submit(work)
+
+    def wait_for_refunds(self) -> None:
+        """Until residuals are what they should be."""
+        if self._last_refund is not None:
+            self._last_refund.wait()
+            self._last_refund = None
 
     def _post(self, native: Native, flight: Flight, index: int) -> Job:
         """Hands a bucket to the backend itself, which works on several at once."""
@@ -277,6 +306,7 @@ def _span_name(index: int) -> str:
 
 
 def _close(
+    pid: int,
     runner: Runner,
     transport: Transport,
     channel: Communicator,
@@ -285,7 +315,10 @@ def _close(
 ) -> None:
     """Gives all back. A group waits for its pending calls when it is closed, and holds the
     interpreter's lock meanwhile: where workers disagreed, that would be for a whole timeout.
+    A process that was forked from this one leaves it alone when it exits.
     """
+    if getpid() != pid:
+        return
     runner.close()
     transport.algorithm.close()
     if channel is comm:

@@ -1,5 +1,7 @@
 """Workers that are killed in the middle of an exchange."""
 
+import atexit
+import os
 import time
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from torch import nn
 from allstep.comm import Communicator
 from allstep.errors import CommunicationError
 from allstep.exchange import ExchangePolicy, attach
-from tests.helpers.processes import names_in_dev_shm, start_processes
+from tests.helpers.processes import names_in_dev_shm, run_processes, start_processes
 
 POLICIES = {
     "default": ExchangePolicy(),
@@ -63,3 +65,23 @@ def test_killing_all_leaves_nothing_behind(tmp_path: Path) -> None:
         workers.kill()
         assert workers.join(10) == [-9, -9]
     assert names_in_dev_shm() <= before
+
+
+def exchange_around_a_fork(comm: Communicator) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    attach(model, comm)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 1), float(comm.rank))).sum().backward()
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.waitpid(child, 0)
+    return float(model.weight.grad)
+
+
+@pytest.mark.process
+def test_a_forked_child_that_exits_leaves_the_exchange_alone() -> None:
+    assert run_processes(2, exchange_around_a_fork, timeout_s=30) == [0.5, 0.5]

@@ -1,11 +1,16 @@
 """Error feedback: the accumulated error is one residual, however many steps it took."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from allstep.comm import Communicator
+from allstep.comm.threads import run_ranks
+from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.wires import Int8, PowerSGD, TopK, WireFormat
 from allstep.exchange.wires.base import WireState
 from tests.exchange.wiring import bucket, exchange
@@ -59,3 +64,114 @@ def test_new_state_has_nothing_to_send(name: str) -> None:
     assert state.residual.dtype == torch.float32
     assert not state.residual.any()
     assert replace(LOSSY[name], error_feedback=False).new_state(bucket()).residual is None
+
+
+class Turns(nn.Module):
+    """Two parameters, each the gradient of what its turn is given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size, 8)) for _ in range(2)])
+
+    def forward(self, turn: int, gradient: Tensor) -> Tensor:
+        return (self.parts[turn] * gradient).sum()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_gradient_left_from_an_earlier_turn_is_no_debt(name: str, staleness: int) -> None:
+    """As the discriminator's is in the generator's turn, of which only `zero_grad` is left out."""
+    drawn = torch.randn(40, SIZE, 4, 8)
+
+    def worker(comm: Communicator) -> tuple[Tensor, Tensor]:
+        model, received = Turns(4), torch.zeros(2, 4, 8)
+        policy = ExchangePolicy(wire=LOSSY[name], staleness=staleness, algorithm="native")
+        exchange = attach(model, comm, policy)
+
+        def receive() -> None:
+            for part, total in zip(model.parts, received, strict=True):
+                total += 0 if part.grad is None else part.grad
+                part.grad = None
+
+        for step, gradients in enumerate(drawn):
+            turn = step % 2
+            model.parts[turn].grad = None
+            if step >= 2 and not staleness:
+                model.parts[1 - turn].grad = 100 * drawn[step - 1][comm.rank]  # nobody's by now
+            model(turn, gradients[comm.rank]).backward()
+            if not staleness:
+                received[turn] += model.parts[turn].grad
+            else:
+                receive()
+        for _ in exchange.flush():
+            receive()
+        model.zero_grad()
+        return received, unsent(exchange, model)
+
+    means = drawn.mean(1)
+    expected = torch.stack([means[0::2].sum(0), means[1::2].sum(0)])
+    (received, residual), *others = run_ranks(SIZE, worker)
+    residual = torch.stack([residual, *(other for _, other in others)]).mean(0)
+    torch.testing.assert_close(received + residual, expected)
+    assert differs_by(received, expected) > 1e-3  # so the residual is what explains it
+
+
+@pytest.mark.parametrize("idle", range(3))
+def test_an_owner_without_gradients_repays_what_its_mean_lost(idle: int) -> None:
+    """The owner of a part rounds the mean, also where all gradients are the other workers'."""
+    drawn = torch.randn(3, 40, 8)
+    drawn[idle] = 0
+
+    def worker(comm: Communicator) -> tuple[float, float]:
+        model, received, errors = Turns(40), torch.zeros(40, 8), []
+        attach(model, comm, ExchangePolicy(wire=Int8(block=32), algorithm="native"))
+        for step in range(1, 201):
+            model.zero_grad()
+            model(int(comm.rank == idle), drawn[comm.rank]).backward()
+            received += model.parts[0].grad
+            errors.append(differs_by(received, step * drawn.mean(0)))
+        return max(errors[:20]), max(errors)
+
+    for early, all_along in run_ranks(3, worker):
+        assert 0 < all_along < 2 * early
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lone_worker_gets_what_was_not_sent(name: str) -> None:
+    gradients = torch.randn(SIZE, 4, 8)
+    policy = ExchangePolicy(wire=LOSSY[name], algorithm="native")
+
+    def train(
+        comm: Communicator, num_steps: int, state: dict[str, Any] | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        model, received = Turns(4), torch.zeros(4, 8)
+        exchange = attach(model, comm, policy)
+        if state is not None:
+            exchange.load_state_dict(state)
+            state = exchange.state_dict()  # a checkpoint before the first gradient keeps it
+            exchange.load_state_dict(state)
+        for _ in range(num_steps):
+            model.zero_grad()
+            model(0, gradients[comm.rank] if comm.size > 1 else gradients.mean(0)).backward()
+            received += model.parts[0].grad
+        return received, exchange.state_dict()
+
+    before, state = run_ranks(SIZE, lambda comm: train(comm, 5, None))[0]
+    after, at_end = train(Communicator.lone(), 3, state)
+    torch.testing.assert_close(before + after, 8 * gradients.mean(0), rtol=1e-6, atol=1e-6)
+    without, _ = train(Communicator.lone(), 3, None)
+    assert differs_by(before + without, 8 * gradients.mean(0)) > 1e-3
+    again, _ = train(Communicator.lone(), 3, at_end)
+    torch.testing.assert_close(again, without)  # and once only
+
+
+def unsent(exchange: Exchange, model: Turns) -> Tensor:
+    """[2, 4, 8]: what this worker has not sent of its gradients."""
+    assert isinstance(exchange, OverlappedExchange)
+    exchange.state_dict()  # waits for what is under way
+    residuals = exchange._sender._residuals()
+    return torch.stack([residuals[f"parts.{i}"].view(4, 8).clone() for i in range(2)])
+
+
+def differs_by(x: Tensor, y: Tensor) -> float:
+    return float((x - y).abs().max())

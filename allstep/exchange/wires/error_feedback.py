@@ -21,7 +21,7 @@ from torch import Tensor
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import WireState
 
-__all__ = ["keep_unsent", "new_residual", "with_residual", "working_dtype"]
+__all__ = ["keep_unsent", "new_residual", "send_to_nobody", "with_residual", "working_dtype"]
 
 
 def working_dtype(layout: BucketLayout) -> torch.dtype:
@@ -49,6 +49,19 @@ def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tenso
     if state.residual is None:
         return gradients.to(working_dtype(layout), copy=True)
     return gradients + state.residual
+
+
+def send_to_nobody(flat: Tensor, layout: BucketLayout, state: WireState) -> None:
+    """The mean of a lone worker, with what was not sent when there were others.
+
+    Args:
+        flat: [num_elements + num_tail]; overwritten.
+        layout: the bucket's.
+        state: the bucket's; nothing is left unsent.
+    """
+    if state.residual is not None:
+        flat[: layout.num_elements] += state.residual
+        state.residual.zero_()
 
 
 def keep_unsent(state: WireState, unsent: Tensor) -> None:

@@ -14,6 +14,7 @@ from allstep.exchange.wires.blocks import BlockParts
 from allstep.exchange.wires.error_feedback import (
     keep_unsent,
     new_residual,
+    send_to_nobody,
     with_residual,
 )
 
@@ -68,6 +69,7 @@ class Int8(WireFormat):
     ) -> None:
         """Makes `flat` the mean over the workers; see `WireFormat`."""
         if transport.size == 1:
+            send_to_nobody(flat, layout, state)
             return
         n = layout.num_elements
         parts = BlockParts.of(n, layout.num_tail, transport.size, self.block)

@@ -15,6 +15,7 @@ from allstep.exchange.wires.base import WireFormat, WireState
 from allstep.exchange.wires.error_feedback import (
     keep_unsent,
     new_residual,
+    send_to_nobody,
     with_residual,
     working_dtype,
 )
@@ -74,6 +75,7 @@ class PowerSGD(WireFormat):
     ) -> None:
         """Makes `flat` the mean over the workers; see `WireFormat`."""
         if transport.size == 1:
+            send_to_nobody(flat, layout, state)
             return
         matrices = self._matrices(layout)
         wanted = with_residual(flat, layout, state)

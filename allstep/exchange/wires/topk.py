@@ -11,7 +11,12 @@ from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires.base import WireFormat, WireState
-from allstep.exchange.wires.error_feedback import keep_unsent, new_residual, with_residual
+from allstep.exchange.wires.error_feedback import (
+    keep_unsent,
+    new_residual,
+    send_to_nobody,
+    with_residual,
+)
 
 __all__ = ["TopK"]
 
@@ -62,6 +67,7 @@ class TopK(WireFormat):
     ) -> None:
         """Makes `flat` the mean over the workers; see `WireFormat`."""
         if transport.size == 1:
+            send_to_nobody(flat, layout, state)
             return
         n = layout.num_elements
         wanted = with_residual(flat, layout, state)
