@@ -16,7 +16,7 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree, digest
 from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
-from allstep.exchange.hooks import FunctionHook, Hook, Removable, WeakHook
+from allstep.exchange.hooks import AccumulationHook, FunctionHook, Hook, Removable, WeakHook
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.running_statistics import RunningStatistics
@@ -155,7 +155,8 @@ class Exchange(ABC):
     def sync_buffers(self) -> None:
         """Makes batch norm's running statistics the mean over the workers. Collective.
 
-        With local SGD it ends the round first, so that all workers have one model.
+        With local SGD it ends the round first, so that all workers have one model; call it
+        after the optimizer's step.
 
         Raises:
             UsageError: after `detach`.
@@ -178,7 +179,9 @@ class Exchange(ABC):
         """
         self._refuse_detached("sync_parameters")
         known = {id(tensor) for tensor in self._parameters.tensors.values()}
-        trained = {id(p) for p in self._gradient_hooks}
+        # What starts to be trained may have been changed, and in a round of local SGD it has.
+        is_in_round = self.averaging is not None and not self.averaging.is_synchronized
+        trained = known if is_in_round else {id(p) for p in self._gradient_hooks}
         self._parameters.refresh()
         self.statistics.refresh()
         new = [
@@ -197,7 +200,10 @@ class Exchange(ABC):
         self._hook_lazy_modules()
 
     def detach(self) -> None:
-        """Removes all hooks; the model is as it was before `attach`. May be called again."""
+        """Removes all hooks; the model is as it was before `attach`. May be called again.
+
+        In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it.
+        """
         self._is_detached = True
         for handles in (self._module_hooks, self._lazy_hooks, *self._gradient_hooks.values()):
             _remove_all(handles)
@@ -304,12 +310,15 @@ class Exchange(ABC):
         mark = Hook(self)  # on an event that costs nothing in a step
         self._module_hooks.append(self.model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
         if self._is_active:
-            before = FunctionHook(self, self._before_forward)
-            after = FunctionHook(self, self._after_forward)
-            self._module_hooks.append(self.model.register_forward_pre_hook(before))
-            self._module_hooks.append(self.model.register_forward_hook(after))
-            self._hook_parameters()
+            self._activate()
         self._hook_lazy_modules()
+
+    def _activate(self) -> None:
+        before = FunctionHook(self, self._before_forward)
+        after = FunctionHook(self, self._after_forward)
+        self._module_hooks.append(self.model.register_forward_pre_hook(before))
+        self._module_hooks.append(self.model.register_forward_hook(after))
+        self._hook_parameters()
 
     def _before_forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -359,7 +368,8 @@ class Exchange(ABC):
         if self._scales_gradients:
             # Scaled before it is accumulated, so that the mean over workers is their sum, also
             # where `p.grad` already holds an exchanged gradient.
-            handles.append(p.register_hook(self._scale))  # type: ignore[no-untyped-call]
+            scale = WeakHook(self, lambda exchange, new: exchange._scale(new))
+            handles.append(AccumulationHook(p, scale))
         return handles
 
     def _scale(self, gradient: Tensor | None) -> Tensor | None:

@@ -4,9 +4,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
 from allstep.errors import UsageError
 
-__all__ = ["FunctionHook", "Hook", "Removable", "WeakHook", "is_hooked"]
+__all__ = ["AccumulationHook", "FunctionHook", "Hook", "Removable", "WeakHook", "is_hooked"]
 
 
 class Removable(Protocol):
@@ -78,6 +81,30 @@ class WeakHook(Hook):
                 " keep the model, or what `allstep.attach` returned."
             )
         return self._function(owner, *args)
+
+
+class AccumulationHook:
+    """A hook on a gradient that is about to be added to `p.grad`.
+
+    Unlike a hook on the parameter it leaves `torch.autograd.grad` alone, which adds to nothing.
+
+    Args:
+        p: the parameter.
+        function: given the gradient, or None where autograd knows that it is zero; what it
+            returns is added instead, unless it is None.
+    """
+
+    def __init__(self, p: nn.Parameter, function: Callable[[Tensor | None], Tensor | None]) -> None:
+        def call(gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
+            instead = function(*gradients)
+            return None if instead is None else (instead,)
+
+        self._node = get_gradient_edge(p).node  # there only as long as somebody refers to it
+        self._handle = self._node.register_prehook(call)
+
+    def remove(self) -> None:
+        """Removes it."""
+        self._handle.remove()
 
 
 def _copied_hook() -> Callable[..., None]:

@@ -77,9 +77,19 @@ class ParameterSet:
         """Whether parameters or modules came or went, or some now require gradients; cheap."""
         return (
             tuple(map(len, self._children)) != self._lengths
-            or not all(map(is_, map(dict.get, self._holders, self._keys), self._values))
+            or self._are_replaced()
             or any(map(gt, [p.requires_grad for p in self._parameters], self._requires_grad))
             or not all(map(is_lazy, self.lazy))
+        )
+
+    def _are_replaced(self) -> bool:
+        """Not by `torch.func.functional_call`, which puts tensors there for one forward."""
+        present = tuple(map(dict.get, self._holders, self._keys))
+        if all(map(is_, present, self._values)):
+            return False
+        return any(
+            new is not old and (isinstance(new, nn.Parameter) or not isinstance(new, Tensor))
+            for new, old in zip(present, self._values, strict=True)
         )
 
     def has_frozen(self) -> bool:

@@ -1,6 +1,7 @@
 """Gradients and training equal those of one process on the whole batch."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -282,3 +283,40 @@ def test_lone_worker_exchanges_nothing(policy: ExchangePolicy) -> None:
     is_exact = policy.wire_format.name == "exact"  # its rounding is part of its meaning
     assert_same(gradients(model), gradients(expected), rtol=1e-12 if is_exact else 0)
     assert exchange.stats().num_exchanges == (2 if is_exact else 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_autograd_grad_is_each_workers_own(policy: ExchangePolicy, reduction: str) -> None:
+    """It adds to no `p.grad`: nothing is exchanged, scaled or set aside."""
+    policy = replace(policy, reduction=reduction)
+
+    def worker(comm: Communicator) -> tuple[list[float], list[float], int]:
+        model = nn.Linear(2, 1, bias=False)
+        exchange = attach(model, comm, policy)
+        x = torch.tensor([[1.0, 2.0 + 2 * comm.rank]])
+        model(x).sum().backward()
+        (own,) = torch.autograd.grad(model(x).sum(), [model.weight])
+        model(x).sum().backward()
+        return own.tolist()[0], model.weight.grad.tolist()[0], exchange.num_exchanges
+
+    factor = 2.0 if reduction == "sum" else 1.0
+    for rank, (own, grad, num_exchanges) in enumerate(run_ranks(2, worker)):
+        assert own == [1.0, 2.0 + 2 * rank]
+        assert grad == [2 * factor, 6 * factor]
+        assert num_exchanges == 2
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "recursive_doubling", "shared_memory"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_mean_of_half_precision_gradients_is_finite(algorithm: str, plain: bool) -> None:
+    """Also where their sum is not."""
+    policy = ExchangePolicy(plain=True) if plain else ExchangePolicy(algorithm=algorithm)
+
+    def worker(comm: Communicator) -> list[float]:
+        model = nn.Linear(2, 1, bias=False, dtype=torch.float16)
+        attach(model, comm, policy)
+        x = torch.tensor([[1.0, 1.0 + comm.rank]], dtype=torch.float16)
+        (model(x) * 20000).sum().backward()
+        return model.weight.grad.tolist()[0]
+
+    assert run_ranks(3, worker) == [[20000.0, 40000.0]] * 3

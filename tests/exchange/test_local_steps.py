@@ -214,3 +214,25 @@ def test_the_first_timeout_is_not_that_of_later_rounds() -> None:
         exchange.sync_buffers()
 
     run_ranks(2, worker, timeout_s=20)
+
+
+def test_training_layers_in_turn_loses_nobodys_work() -> None:
+    """As a GAN's critic is frozen in the generator's step, and trained again in its own."""
+
+    def worker(comm: Communicator) -> list[float]:
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        exchange = attach(model, comm, ExchangePolicy(every=4), optimizer=optimizer)
+        for step in range(4):
+            for number, layer in enumerate(model):
+                layer.requires_grad_(number == step % 2)
+            exchange.sync_parameters()
+            optimizer.zero_grad()
+            model[step % 2](torch.full((1, 1), -1.0 * comm.rank)).sum().backward()
+            optimizer.step()
+        return [p.item() for p in model.parameters()]
+
+    assert run_ranks(3, worker) == [[2.0, 2.0]] * 3  # each layer's two steps, of 0, 1 and 2

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
@@ -212,3 +213,21 @@ def test_names_that_move_lose_no_gradient(policy: ExchangePolicy) -> None:
         return model[1].weight.grad.item()
 
     assert run_ranks(3, worker) == [3.0, 3.0, 3.0]
+
+
+def test_a_functional_call_leaves_its_tensors_alone(policy: ExchangePolicy) -> None:
+    """`torch.func.functional_call` lends the model other tensors for one forward."""
+
+    def worker(comm: Communicator) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        attach(model, comm, policy)
+        own = torch.full((1, 1), 1.0 + comm.rank, requires_grad=True)
+        x = torch.ones(1, 1)
+        values = [functional_call(model, {"weight": own}, x).item(), own.item()]
+        adapted = model.weight + own  # MAML: the gradient flows back to the model's parameter
+        functional_call(model, {"weight": adapted}, x).mul(1 + comm.rank).sum().backward()
+        return [*values, model.weight.grad.item()]
+
+    assert run_ranks(2, worker) == [[1.0, 1.0, 1.5], [2.0, 2.0, 1.5]]
