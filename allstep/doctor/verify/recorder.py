@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
 from allstep.exchange import Exchange
-from allstep.exchange.hooks import FunctionHook, Removable
+from allstep.exchange.hooks import AccumulationHook, FunctionHook, Removable
 from allstep.exchange.policy import ExchangePolicy
 
 __all__ = ["Recorder"]
@@ -90,13 +90,15 @@ class Recorder:
     # -- hooks ---------------------------------------------------------------------------------
 
     def _hook_gradient(self, p: nn.Parameter) -> None:
-        def add(gradient: Tensor) -> None:
+        def add(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
             with torch.no_grad():
                 earlier = self._local.get(p)
                 products = torch.tensor(self._sketch(gradient).products, dtype=torch.float64)
                 self._local[p] = products if earlier is None else earlier + products
 
-        self._hooks.append(p.register_hook(add))  # type: ignore[no-untyped-call]
+        self._hooks.append(AccumulationHook(p, add))  # after the exchange's, which may scale it
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self.num_events += 1
