@@ -2,7 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-TEST_PROCESSES ?= logical
+# One more than cores: tests of faults mostly wait.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 # Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1

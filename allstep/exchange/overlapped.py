@@ -267,9 +267,9 @@ class OverlappedExchange(Exchange):
         for name in landed:
             if name in trained and self._failure is None:
                 flight.deliver(name, trained[name])
-        if flight.refunds:
-            in_vain = {name: flight.refunds[name] for name in flight.refunds.keys() - set(landed)}
-            self._sender.refund(in_vain, self._last_scale / flight.scale)
+        if in_vain := flight.refunds.keys() - landed:
+            refunds = {name: flight.refunds[name] for name in in_vain}
+            self._sender.refund(refunds, self._last_scale / flight.scale)
         self._airborne.retire(flight)
         return flight.step
 

@@ -205,7 +205,8 @@ class _Lines:
             self._print(status)
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        # In one piece: another thread may end the process, and flush half a line.
+        print(f"{text}\n", end="", file=self._stream, flush=True)
 
     def _print(self, status: _Status) -> None:
         epoch = _epoch(status, self._epochs)

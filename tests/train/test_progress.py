@@ -53,6 +53,29 @@ def test_the_last_numbers_are_shown_once(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "epoch 1  step 10  loss 0.5000  1 samples/s  1 worker\n"
 
 
+class Pieces(io.StringIO):
+    """Keeps what was written at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+def test_no_line_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread that ends the process between a line and its end."""
+    stream = Pieces()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(2, Communicator.lone()) as progress:
+        progress.update(1, 0, 0.5, 1.0)
+        progress.note("epoch 1")
+    assert stream.getvalue().count("\n") == 2
+    assert all(piece.endswith("\n") for piece in stream.pieces if piece)
+
+
 def on_terminal(
     monkeypatch: pytest.MonkeyPatch, width: int, num_total_steps: int | None = 100
 ) -> str:
