@@ -155,6 +155,7 @@ class Exchange(ABC):
     def sync_buffers(self) -> None:
         """Makes batch norm's running statistics the mean over the workers. Collective.
 
+        Other buffers get rank 0's values, as at `attach`: what changes them is not known.
         With local SGD it ends the round first, so that all workers have one model; call it
         after the optimizer's step.
 

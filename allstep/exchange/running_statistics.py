@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
@@ -120,11 +121,13 @@ class RunningStatistics:
             tracked.leave(share)
 
     def sync(self) -> None:
-        """Makes the buffers the same on all workers: R. Collective."""
+        """Makes the buffers the same on all workers: R; others rank 0's. Collective."""
         if self._tracked:
             if self._comm.size > 1:
                 self._sum_parts()
             self._count_steps()
+        if others := self._other_buffers():
+            self._comm.broadcast(others, root=0)
         for tracked in self._tracked:
             tracked.weight, tracked.num_steps, tracked.num_uses = 1.0, 0, 0
         self._is_local = False
@@ -149,6 +152,18 @@ class RunningStatistics:
         for tracked in self._tracked:
             if tracked.module is module:
                 tracked.before_forward(tracked.module, args)
+
+    def _other_buffers(self) -> tuple[Tensor, ...]:
+        """Those of other modules, which may have moved on their own by a rule of theirs."""
+        tracked = {t.module for t in self._tracked}
+        found = {
+            id(buffer): buffer.detach()
+            for module in self._parameters.modules
+            if module not in tracked
+            for buffer in module._buffers.values()
+            if buffer is not None and not is_lazy(buffer)
+        }
+        return tuple(found.values())
 
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""

@@ -423,3 +423,37 @@ def test_micro_batch_belongs_inside_step() -> None:
         exchange.statistics.micro_batch(1.0),
     ):
         pass
+
+
+class Counter(nn.Module):
+    """Counts what it has seen, in three buffers of different kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("total", torch.zeros(2))
+        self.register_buffer("is_used", torch.tensor(False), persistent=False)
+        self.register_buffer("missing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        self.total += x.detach().sum(0)
+        self.is_used.fill_(True)
+        return x
+
+
+def test_other_buffers_become_rank_0s() -> None:
+    def worker(comm: Communicator) -> tuple[int, list[float], bool, list[float]]:
+        model = nn.Sequential(Counter(), nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1))
+        exchange = attach(model, comm)
+        model(torch.full((2 + comm.rank, 2), float(comm.rank))).sum().backward()
+        exchange.sync_buffers()
+        counter, norm = model[0], model[1]
+        return (
+            int(counter.seen),
+            counter.total.tolist(),
+            bool(counter.is_used),
+            norm.running_mean.tolist(),
+        )
+
+    assert run_ranks(3, worker) == [(2, [0.0, 0.0], True, [1.0, 1.0])] * 3
