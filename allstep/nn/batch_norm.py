@@ -203,7 +203,13 @@ def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
             f"`model`: {name} ({kind}) has modules of its own ({', '.join(norm._modules)}), which"
             " would be lost; take them off first, as by `parametrize.remove_parametrizations`."
         )
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+    hooks = (
+        norm._forward_hooks,
+        norm._forward_pre_hooks,
+        norm._backward_hooks,
+        norm._backward_pre_hooks,
+    )
+    if any(hooks):
         raise UsageError(
             f"`model`: {name} ({kind}) has hooks, which would be lost; convert first, before"
             " `attach` as well, and then register them."

@@ -50,7 +50,7 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
 
     Args:
         model: whose running statistics are replaced; a batch norm that no batch reached keeps
-            its own.
+            its own, and so does one in eval mode in a model that is in training mode (frozen).
         batches: this worker's, on the model's device: inputs, or tuples that begin with them;
             200 micro-batches over all workers are plenty. Workers may have different numbers,
             unless batch norm's groups span several workers.
@@ -67,7 +67,11 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
 
     Source: Wu and Johnson, 2021, arXiv:2105.07576, section 3.
     """
-    norms = [norm for norm in _norms(model) if norm.running_mean is not None]
+    norms = [
+        norm
+        for norm in _norms(model)
+        if norm.running_mean is not None and (norm.training or not model.training)
+    ]
     sums = [_Sums(norm) for norm in norms]
     num_batches = torch.zeros((), dtype=torch.float64)
     with _statistics_alone(model, norms), ExitStack() as hooks:

@@ -360,9 +360,9 @@ class BatchNormReLU(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-def hooked() -> nn.Module:
+def hooked(register: str = "register_forward_hook") -> nn.Module:
     norm = nn.BatchNorm2d(2)
-    norm.register_forward_hook(lambda *_: None)
+    getattr(norm, register)(lambda *_: None)
     return norm
 
 
@@ -377,6 +377,7 @@ def parametrized() -> nn.Module:
     [
         (BatchNormReLU(2), "0 is a BatchNormReLU, whose own `forward` would be lost"),
         (hooked(), r"0 \(BatchNorm2d\) has hooks, which would be lost; convert first"),
+        (hooked("register_full_backward_pre_hook"), r"0 \(BatchNorm2d\) has hooks, which would be"),
         (parametrized(), r"0 \(ParametrizedBatchNorm2d\) has modules of its own"),
     ],
 )
@@ -476,6 +477,17 @@ def test_a_mean_of_variances_would_leave_out_the_variance_of_the_means() -> None
     assert_near(norm.running_var, x.var((0, 2, 3)))
     naive = torch.stack([part.var((0, 2, 3)) for part in x.split(2)]).mean(0)
     assert float((naive / norm.running_var).max()) < 0.7
+
+
+@pytest.mark.parametrize("model_trains", [True, False])
+def test_precise_statistics_leave_frozen_batch_norm_alone(model_trains: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model.train(model_trains)
+    model[0].eval()
+    precise_batch_norm(model, [torch.randn(8, 2) + 5.0], Communicator.lone())
+    assert model[0].running_mean.any() == (not model_trains)
+    assert model[1].running_mean.any()
+    assert model.training == model_trains and not model[0].training
 
 
 def test_precise_statistics_that_are_interrupted_change_nothing() -> None:
