@@ -21,6 +21,7 @@ from allstep.data.random import derive_seed
 from allstep.errors import AllstepError, UsageError
 from allstep.train.devices import to_device
 from allstep.train.evaluator import evaluating
+from allstep.train.hessian import hessian_product
 
 __all__ = ["Sharpness", "sharpness"]
 
@@ -89,7 +90,7 @@ def sharpness(
 
     Raises:
         UsageError: if a number is out of range, or the model has nothing to train.
-        AllstepError: if the loss is not finite, or its second derivative.
+        AllstepError: if the loss is not finite, or has no finite second derivative.
 
     >>> from torch.utils.data import TensorDataset
     >>> import allstep
@@ -182,20 +183,7 @@ class _Objective:
         for share, data in self._parts:
             with torch.enable_grad():
                 loss = self._loss(self._model, data)
-                gradients = torch.autograd.grad(
-                    loss, self.parameters, create_graph=True, allow_unused=True
-                )
-                slope = sum(
-                    (
-                        (g * v).sum()
-                        for g, v in zip(gradients, pieces, strict=True)
-                        if g is not None
-                    ),
-                    start=torch.zeros((), device=loss.device, dtype=loss.dtype),
-                )
-                if not slope.requires_grad:  # the loss is linear in the weights
-                    continue
-                products = torch.autograd.grad(slope, self.parameters, allow_unused=True)
+                products = hessian_product(loss, self.parameters, pieces)
             flat = [
                 torch.zeros_like(p) if product is None else product
                 for product, p in zip(products, self.parameters, strict=True)
@@ -210,17 +198,18 @@ def _top_eigenvalue(
     """(eigenvalue, residual, products).
 
     Half of the products show whether the eigenvalue of largest magnitude is negative; then the
-    other half are of H minus it, whose largest is the top one.
+    other half are of H plus that magnitude, whose largest is the top one. So they are where both
+    signs are so near in magnitude that the vector still holds both.
     """
     begin = _Iteration(_start(objective, seed))
     found = _dominant(
         objective, begin, 0.0, num_products=-(-max_products // 2), tolerance=tolerance
     )
     num_left = max_products - found.num_products
-    if found.eigenvalue < 0:
+    if found.eigenvalue < 0 or found.residual >= 1:
         begin = _Iteration(_start(objective, seed), num_products=found.num_products)
         found = _dominant(
-            objective, begin, found.eigenvalue, num_products=num_left, tolerance=tolerance
+            objective, begin, -found.length, num_products=num_left, tolerance=tolerance
         )
     elif found.residual >= tolerance:
         found = _dominant(objective, found, 0.0, num_products=num_left, tolerance=tolerance)
@@ -229,11 +218,15 @@ def _top_eigenvalue(
 
 @dataclass(frozen=True)
 class _Iteration:
-    """Where a power iteration stands: its unit vector, what that says, and products so far."""
+    """Where a power iteration stands: its unit vector, what that says, and products so far.
+
+    `length` is |H v|, the largest magnitude of an eigenvalue once it has converged.
+    """
 
     vector: Tensor
     eigenvalue: float = math.nan
     residual: float = math.inf
+    length: float = 0.0
     num_products: int = 0
 
 
@@ -262,9 +255,9 @@ def _dominant(
                 " or numbers too large for their type), so that no eigenvalue can be told."
             )
         if not length:  # H is `shift` times the identity
-            return _Iteration(at.vector, shift, 0.0, at.num_products + 1)
+            return _Iteration(at.vector, shift, 0.0, abs(shift), at.num_products + 1)
         vector = at.vector if residual < tolerance else shifted / length
-        at = _Iteration(vector, eigenvalue, residual, at.num_products + 1)
+        at = _Iteration(vector, eigenvalue, residual, float(product.norm()), at.num_products + 1)
         if residual < tolerance:
             break
     return at

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.data import TensorDataset
 
 import allstep
@@ -179,6 +180,111 @@ def test_a_loss_without_a_second_derivative_is_refused() -> None:
     batch = batch_for(comm, samples)
     with pytest.raises(AllstepError, match="no finite second derivative at these weights"):
         sharpness(net, lambda m, d: m.weight.square().sum().sqrt() + d[0].sum(), batch, comm)
+
+
+class SquaredMean(torch.autograd.Function):
+    """As fused losses are: the backward is made of numbers that the forward has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.square().mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * 2 * y / y.numel()
+
+
+class CityBlock(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, self.weight).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "message"),
+    [
+        (
+            nn.Linear(2, 1),
+            lambda m, d: SquaredMean.apply(m(d[0])),
+            "second derivative of `SquaredMean`, which is once_differentiable; put plain",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)),
+            lambda m, d: 0.5 * SquaredMean.apply(m(d[0])),
+            "second derivative of `SquaredMean`",
+        ),
+        (
+            CityBlock(2, 3),
+            lambda m, d: m(d[0]).mean(),
+            r"second derivative \(the derivative for '_cdist_backward'",
+        ),
+        (
+            nn.Embedding(3, 2, sparse=True),
+            lambda m, d: m(d[0].long()).square().mean(),
+            "second derivative of an embedding with `sparse=True`",
+        ),
+    ],
+    ids=["end", "deeper", "cdist", "sparse"],
+)
+def test_what_torch_differentiates_once_is_refused(net: nn.Module, loss: Any, message: str) -> None:
+    comm, samples = Communicator.lone(), TensorDataset(torch.ones(24, 2, dtype=torch.float64))
+    with pytest.raises(AllstepError, match=message):
+        sharpness(net.double(), loss, batch_for(comm, samples), comm)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_signs_may_be_of_nearly_one_magnitude(seed: int) -> None:
+    """Half of the products don't tell which is larger; the vector holds both then."""
+    net = nn.Linear(20, 2, bias=False).double()
+    curvatures = torch.tensor([[1.0], [-1.005]], dtype=torch.float64)
+    comm, samples = Communicator.lone(), TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    measured = sharpness(
+        net,
+        lambda m, d: (curvatures * m.weight.square()).sum() / 2 + 0 * d[0].sum(),
+        batch_for(comm, samples),
+        comm,
+        seed=seed,
+    )
+    assert measured.top_eigenvalue == pytest.approx(1.0, rel=1e-3)
+
+
+def test_what_half_of_the_products_left_open_the_others_find() -> None:
+    few, half = (measure(Communicator.lone(), max_products=n, tolerance=1e-9) for n in (40, 20))
+    assert (few.num_products, half.num_products) == (40, 20)
+    assert few.residual < half.residual
+
+
+def test_attention_has_a_second_derivative() -> None:
+    torch.manual_seed(0)
+    net = nn.MultiheadAttention(4, 2, batch_first=True)
+    samples = TensorDataset(torch.randn(24, 3, 4, dtype=torch.float64))
+    comm = Communicator.lone()
+    measured = sharpness(
+        net.double(),
+        lambda m, d: m(d[0], d[0], d[0], need_weights=False)[0].square().mean(),
+        batch_for(comm, samples),
+        comm,
+    )
+    assert measured.top_eigenvalue > 0
+
+
+def test_noise_is_relative_to_the_root_mean_square() -> None:
+    """The expected rise of |w|**2 is sigma**2 |w|**2, for weights of very different sizes."""
+    net = nn.Linear(1000, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.zero_()[0, :10] = 3.0
+    comm, samples = Communicator.lone(), TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    measured = sharpness(
+        net,
+        lambda m, d: m.weight.square().sum() + 0 * d[0].sum(),
+        batch_for(comm, samples),
+        comm,
+        sigma=0.5,
+        num_draws=100,
+    )
+    assert measured.loss_rise == pytest.approx(0.25 * 90, rel=0.05)
 
 
 @pytest.mark.parametrize(
