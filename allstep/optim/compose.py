@@ -32,7 +32,7 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
 
     Source: Goyal et al., 2017, arXiv:1706.02677, section 2.2.
     """
-    if warmup_steps < 0:
+    if not warmup_steps >= 0:
         raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
     if not 0 <= start <= 1:
         raise UsageError(f"`start` (={start}) must be between 0 and 1, a share of the full rate.")
@@ -104,7 +104,7 @@ def in_samples(
     >>> [round(short(step), 3) for step in range(5)]
     [1.0, 0.6, 0.5, 0.1, 0.0]
     """
-    if global_batch < 1:
+    if not global_batch >= 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be positive.")
     if samples_per_epoch is not None and samples_per_epoch < 1:
         raise UsageError(f"`samples_per_epoch` (={samples_per_epoch}) must be positive.")

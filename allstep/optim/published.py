@@ -35,7 +35,7 @@ class ReferencePoint:
     """What was published for another batch; fields as of `PublishedRecipe`."""
 
     global_batch: int
-    micro_batch: int
+    micro_batch: int | None
     epochs: int
     lr: float
     warmup_epochs: float
@@ -52,7 +52,8 @@ class PublishedRecipe:
         workload: what was trained.
         optimizer, lr, momentum, weight_decay, lr_schedule, warmup_epochs, warmup_start: as in
             `Settings`.
-        global_batch, micro_batch, epochs: samples of a step, samples of a worker, passes.
+        global_batch, micro_batch, epochs: samples of a step, samples of a worker (None if not
+            told), passes.
         lr_rule: how its rate follows the batch, "linear" or "sqrt".
         others: what the same source says of other batches.
         warmup_grows: whether its warm-up's epochs grow as the batch does.
@@ -68,7 +69,7 @@ class PublishedRecipe:
     workload: str
     optimizer: OptimizerName
     global_batch: int
-    micro_batch: int
+    micro_batch: int | None
     epochs: int
     lr: float
     lr_rule: Literal["linear", "sqrt"]
@@ -161,6 +162,7 @@ _LARS = PublishedRecipe(
         ReferencePoint(2048, 64, 39, 8.5, 5, 0.9, 2e-3),
         ReferencePoint(4096, 64, 42, 10.0, 5, 0.9, 2e-3),
         ReferencePoint(8192, 64, 44, 17.0, 5, 0.9, 2e-4),
+        ReferencePoint(13056, None, 47, 12.8, 9, 0.94, 2.5e-5),
         ReferencePoint(65536, 128, 86, 24.699, 31, 0.951807, 1e-4),
     ),
     source="MLPerf v1.0 reference convergence points (variant mlperf)",
@@ -208,6 +210,7 @@ _BERT = PublishedRecipe(
     weight_decay=0.01,
     lr_schedule="linear",
     warmup_epochs=0.2843 * 36,
+    warmup_grows=True,
     exclusions="neither decay nor layer-wise rate for biases and layer norm",
     mixed=MixedBatch(
         epochs_share=1 / 10,
@@ -222,7 +225,8 @@ _BERT = PublishedRecipe(
     sources={
         "epochs": "about 512 million sequences; 7,037 steps of 65,536 and 1,562 of 32,768",
         "lr": "open reimplementations (unverified), scaled with the root of the batch",
-        "warmup_epochs": "0.2843 of the first stage, from open reimplementations (unverified)",
+        "warmup_epochs": "0.2843 of the first stage, from open reimplementations (unverified);"
+        " linear in the batch, the paper's section 4",
     },
     expected="SQuAD v1.1 F1 90.584 after 8,599 steps (AdamW at 512: 90.395)",
     expected_source="You et al., arXiv:1904.00962 version 1, table 1",

@@ -119,7 +119,7 @@ def rescale(
     nearest = published.nearest(global_batch)
     second = None if published.mixed is None else _second_epochs(published.mixed, epochs)
     lr, lr_rule = _rate(nearest, global_batch)
-    warmup_epochs, warmup_rule = _warmup(nearest, global_batch, epochs)
+    warmup_epochs, warmup_rule = _warmup(nearest, global_batch, epochs, second or 0)
     start = min(1.0, nearest.warmup_start * nearest.global_batch / global_batch)
     settings = Settings(
         optimizer=nearest.optimizer,
@@ -129,7 +129,7 @@ def rescale(
         lr_schedule=nearest.lr_schedule,
         warmup_epochs=warmup_epochs,
         warmup_start=start,
-        second=_second_stage(nearest, lr, second),
+        second=_second_stage(nearest, lr, global_batch, second),
     )
     origin = "" if nearest is published else f", from the one at {nearest.global_batch:,}"
     after: dict[str, tuple[object, str]] = {
@@ -213,14 +213,28 @@ def _rate(published: PublishedRecipe, global_batch: int) -> tuple[float, str]:
     return lr, f"{published.lr_rule} in the batch"
 
 
-def _warmup(published: PublishedRecipe, global_batch: int, epochs: int) -> tuple[float, str]:
-    warmup_epochs = published.warmup_epochs * epochs / published.epochs
+def _warmup(
+    published: PublishedRecipe, global_batch: int, epochs: int, second_epochs: int
+) -> tuple[float, str]:
+    """Of the run, or of its first stage if there are two."""
+    mixed, part = published.mixed, "run"
+    published_epochs = float(published.epochs)
+    if mixed is not None:
+        epochs, part = epochs - second_epochs, "first stage"
+        published_epochs *= 1 - mixed.epochs_share
+    share = published.warmup_epochs / published_epochs
+    share, rule = _warmup_share(published, share, global_batch)
+    return share * epochs, f"fraction of the {part}{rule}"
+
+
+def _warmup_share(published: PublishedRecipe, share: float, global_batch: int) -> tuple[float, str]:
+    """The warm-up's share of its stage for another batch, and by which rule."""
     if not published.warmup_grows:
-        return warmup_epochs, "fraction of the run"
-    grown = linear_warmup_epochs(warmup_epochs, published.global_batch, global_batch)
-    if grown > _LONGEST_WARMUP * epochs:
-        return _LONGEST_WARMUP * epochs, "fraction of the run, linear in the batch, at most half"
-    return grown, "fraction of the run, linear in the batch"
+        return share, ""
+    grown = linear_warmup_epochs(share, published.global_batch, global_batch)
+    if grown > _LONGEST_WARMUP:
+        return _LONGEST_WARMUP, ", linear in the batch, at most half"
+    return grown, ", linear in the batch"
 
 
 def _second_epochs(mixed: MixedBatch, epochs: int) -> int:
@@ -230,14 +244,15 @@ def _second_epochs(mixed: MixedBatch, epochs: int) -> int:
 
 
 def _second_stage(
-    published: PublishedRecipe, lr: float, second_epochs: int | None
+    published: PublishedRecipe, lr: float, global_batch: int, second_epochs: int | None
 ) -> SecondStage | None:
     if published.mixed is None or second_epochs is None:
         return None
+    share, _ = _warmup_share(published, published.mixed.warmup_share, global_batch)
     return SecondStage(
         epochs=second_epochs,
         lr=lr * published.mixed.lr_share,
-        warmup_epochs=published.mixed.warmup_share * second_epochs,
+        warmup_epochs=share * second_epochs,
     )
 
 
@@ -250,6 +265,7 @@ def _second_changes(
     epochs = mixed.epochs_share * published.epochs
     batch = round(mixed.batch_share * published.global_batch)
     share = "share of the first stage's"
+    _, warmup_rule = _warmup_share(published, mixed.warmup_share, global_batch)
     half = round(mixed.batch_share * global_batch)
     rows: list[tuple[str, object, object, str]] = [
         ("second_epochs", epochs, second.epochs, "fraction of the run, whole epochs"),
@@ -259,7 +275,7 @@ def _second_changes(
             "second_warmup_epochs",
             mixed.warmup_share * epochs,
             second.warmup_epochs,
-            "fraction of the stage",
+            f"fraction of the stage{warmup_rule}",
         ),
     ]
     return [Change(*row, _source(published, "second")) for row in rows]

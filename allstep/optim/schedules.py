@@ -163,7 +163,7 @@ def slow_start(total_steps: int) -> Schedule:
 
     Source: Akiba et al., 2017, arXiv:1711.04325, section 2.
     """
-    if total_steps < 1:
+    if not total_steps >= 1:
         raise UsageError(f"`total_steps` (={total_steps}) must be positive.")
     parts = ((40, 0.5), (70, 0.075), (85, 0.01), (90, 0.001))
 
@@ -216,7 +216,7 @@ def _decay(
     total_steps: int, warmup_steps: int, final: float, shape: Callable[[float], float]
 ) -> Schedule:
     _check_warmup(warmup_steps)
-    if total_steps <= warmup_steps:
+    if not total_steps > warmup_steps:
         raise UsageError(
             f"`total_steps` (={total_steps}) must exceed `warmup_steps` (={warmup_steps});"
             " train longer or warm up less."
@@ -236,7 +236,7 @@ def _decay(
 
 
 def _check_warmup(warmup_steps: int) -> None:
-    if warmup_steps < 0:
+    if not warmup_steps >= 0:
         raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
 
 
@@ -246,7 +246,7 @@ def check_step(step: int, total_steps: int | None = None) -> None:
     Raises:
         UsageError: naming the step.
     """
-    if step < 0:
+    if not step >= 0:
         raise UsageError(f"`step` (={step}) must be 0 or more; steps count from 0.")
     if total_steps is not None and step > total_steps:
         raise UsageError(

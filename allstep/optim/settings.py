@@ -40,11 +40,25 @@ class SecondStage:
         epochs: the last ones of the run.
         lr: its peak rate.
         warmup_epochs: of these.
+
+    Raises:
+        UsageError: if a number is out of range.
     """
 
     epochs: int
     lr: float
     warmup_epochs: float
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise UsageError(f"`epochs` (={self.epochs}) of the second stage must be at least 1.")
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"`lr` (={self.lr}) of the second stage must be positive and finite.")
+        if not 0 <= self.warmup_epochs <= self.epochs:
+            raise UsageError(
+                f"`warmup_epochs` (={self.warmup_epochs}) of the second stage must be 0 or more,"
+                f" and no more than its `epochs` (={self.epochs})."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +201,27 @@ class Settings:
                 `second_steps_per_epoch`.
 
         Raises:
-            UsageError: if the stages don't fit in the epochs.
+            UsageError: if a number is below 1, or if stages or warm-up don't fit in the epochs.
         """
+        for name, value in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
+            if value < 1:
+                raise UsageError(f"`{name}` (={value}) must be at least 1.")
+        if (self.second is None) != (second_steps_per_epoch is None):
+            raise UsageError(
+                f"`second_steps_per_epoch` (={second_steps_per_epoch}) must be given where there is"
+                f" a second stage, and only there; here `second` is {self.second}."
+            )
         warmup, start = self.warmup_epochs * steps_per_epoch, self.warmup_start
-        if self.second is None:
+        if self.second is None or second_steps_per_epoch is None:
+            self._refuse_long_warmup(epochs)
             return self._one_stage(epochs * steps_per_epoch, warmup, start)
         first_epochs = epochs - self.second.epochs
-        if first_epochs < 1 or self.second.epochs < 1 or second_steps_per_epoch is None:
+        if first_epochs < 1:
             raise UsageError(
                 f"`epochs` (={epochs}) must hold one or more of the first stage and"
-                f" {self.second.epochs} of the second, and `second_steps_per_epoch`"
-                f" (={second_steps_per_epoch}) must be given."
+                f" {self.second.epochs} of the second."
             )
+        self._refuse_long_warmup(first_epochs)
         first_steps = first_epochs * steps_per_epoch
         second_steps = self.second.epochs * second_steps_per_epoch
         second_warmup = self.second.warmup_epochs * second_steps_per_epoch
@@ -206,6 +229,13 @@ class Settings:
         second = self._one_stage(second_steps, second_warmup, 0.0)
         second = scaled(second, self.second.lr / self.lr)
         return chain([(first_steps, first), (second_steps, second)])
+
+    def _refuse_long_warmup(self, epochs: int) -> None:
+        if self.optimizer != "rmsprop_warmup" and self.warmup_epochs > epochs:
+            raise UsageError(
+                f"`warmup_epochs` (={self.warmup_epochs:g}) must be no more than the {epochs}"
+                " epochs that it is part of."
+            )
 
     def _one_stage(self, total_steps: int, warmup: float, start: float) -> Schedule:
         if self.optimizer == "rmsprop_warmup":

@@ -15,6 +15,7 @@ from allstep.optim import (
     LARS,
     PUBLISHED,
     RMSpropWarmup,
+    SecondStage,
     Settings,
     find_published,
     large_batch,
@@ -79,7 +80,8 @@ def test_the_rules_differ() -> None:
         (4096, 4096, 10.0, 0.9, 2e-3, 5 / 42),
         (5000, 4096, 10.0 * 5000 / 4096, 0.9, 2e-3, 5 / 42),
         (8192, 8192, 17.0, 0.9, 2e-4, 5 / 44),
-        (16384, None, None, None, None, None),  # as near to 8,192 as to 32,768
+        (13056, 13056, 12.8, 0.94, 2.5e-5, 9 / 47),
+        (16384, 13056, 12.8 * 16384 / 13056, 0.94, 2.5e-5, 9 / 47),
         (24576, 32768, 21.2 * 0.75, 0.94, 2e-5, 16 / 57),
         (131072, 65536, 24.699 * 2, 0.951807, 1e-4, 31 / 86),
     ],
@@ -89,9 +91,6 @@ def test_lars_goes_from_the_nearest_reference(
 ) -> None:
     rescaled = rescale("lars_32k", global_batch=batch, epochs=10)
     settings, rules = rescaled.settings, {c.name: c.rule for c in rescaled.changes}
-    if origin is None:
-        assert rules["lr"] == "linear in the batch"
-        return
     assert settings.lr == pytest.approx(lr)
     assert (settings.momentum, settings.weight_decay) == (momentum, weight_decay)
     assert settings.warmup_epochs == pytest.approx(10 * warmup)
@@ -124,6 +123,31 @@ def test_fractions_of_the_run_stay_fractions() -> None:
         published = PUBLISHED[name]
         short = rescale(name, global_batch=published.global_batch, epochs=10).settings
         assert short.warmup_epochs / 10 == pytest.approx(published.warmup_epochs / published.epochs)
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 5, 40])
+@pytest.mark.parametrize("batch", [65536, 4096])
+def test_two_stages_warm_up_by_a_share_of_their_own_epochs(epochs: int, batch: int) -> None:
+    """Linear in the batch, as all of LAMB's; see table 2 of the paper's version 5."""
+    settings = rescale("lamb_bert_76min", global_batch=batch, epochs=epochs).settings
+    assert settings.second is not None
+    first_epochs, share = epochs - settings.second.epochs, batch / 65536
+    assert settings.warmup_epochs == pytest.approx(0.2843 * share * first_epochs)
+    assert settings.second.warmup_epochs == pytest.approx(0.128 * share * settings.second.epochs)
+
+
+def test_no_warmup_begins_above_its_peak() -> None:
+    """Below the small batch, whose rate it begins at."""
+    settings = rescale("goyal_1h", global_batch=128, epochs=90).settings
+    assert (settings.lr, settings.warmup_start) == (pytest.approx(0.05), 1.0)
+
+
+def test_the_second_stage_begins_at_nothing() -> None:
+    second = SecondStage(epochs=1, lr=0.5, warmup_epochs=1.0)
+    settings = Settings(lr=1.0, warmup_epochs=1.0, warmup_start=0.5, second=second)
+    schedule = settings.make_schedule(epochs=2, steps_per_epoch=4, second_steps_per_epoch=8)
+    assert schedule(0) == pytest.approx(0.5 + 0.5 / 3)
+    assert schedule(4) == pytest.approx(0.5 / 7)
 
 
 def test_a_warmup_that_grows_stays_within_half_the_run() -> None:
@@ -203,6 +227,51 @@ def test_bad_names_and_numbers() -> None:
         large_batch(
             "lamb_bert_76min", nn.Linear(2, 2), global_batch=64, epochs=2, steps_per_epoch=1
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, r"`epochs` \(=0\) of the second stage must be at least 1"),
+        ({"lr": -1.0}, r"`lr` \(=-1.0\) of the second stage must be positive"),
+        ({"warmup_epochs": -5}, r"`warmup_epochs` \(=-5\) of the second stage must be 0 or more"),
+        ({"warmup_epochs": 1.5}, r"no more than its `epochs` \(=1\)"),
+        ({"warmup_epochs": math.nan}, r"`warmup_epochs` \(=nan\)"),
+    ],
+)
+def test_bad_second_stages(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SecondStage(**{"epochs": 1, "lr": 0.1, "warmup_epochs": 0.5} | changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "message"),
+    [
+        (Settings(), {"epochs": 0}, r"`epochs` \(=0\) must be at least 1"),
+        (Settings(), {"steps_per_epoch": 0}, r"`steps_per_epoch` \(=0\) must be at least 1"),
+        (Settings(warmup_epochs=5), {}, r"`warmup_epochs` \(=5\) must be no more than the 2"),
+        (
+            Settings(warmup_epochs=1.5, second=SecondStage(epochs=1, lr=1.0, warmup_epochs=0.0)),
+            {"second_steps_per_epoch": 2},
+            r"`warmup_epochs` \(=1.5\) must be no more than the 1",
+        ),
+        (
+            Settings(second=SecondStage(epochs=2, lr=1.0, warmup_epochs=0.0)),
+            {"second_steps_per_epoch": 2},
+            r"`epochs` \(=2\) must hold one or more of the first stage and 2 of the second",
+        ),
+        (
+            Settings(),
+            {"second_steps_per_epoch": 3},
+            r"`second_steps_per_epoch` \(=3\) must be given where there is a second stage",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit(
+    settings: Settings, changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        settings.make_schedule(**{"epochs": 2, "steps_per_epoch": 2} | changes)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,10 @@ def test_multipliers_stay_in_bounds_and_fall_after_the_warmup(
         (lambda: constant(warmup_steps=-1), r"`warmup_steps` \(=-1\) must be 0 or more"),
         (lambda: cosine(5, 5), r"`total_steps` \(=5\) must exceed `warmup_steps` \(=5\)"),
         (lambda: cosine(5, -2), r"`warmup_steps` \(=-2\) must be 0 or more"),
+        (lambda: cosine(math.nan), r"`total_steps` \(=nan\) must exceed"),  # type: ignore[arg-type]
+        (lambda: constant(warmup_steps=math.nan), r"`warmup_steps` \(=nan\)"),  # type: ignore[arg-type]
+        (lambda: cosine(5)(math.nan), r"`step` \(=nan\) must be 0 or more"),  # type: ignore[arg-type]
+        (lambda: slow_start(math.nan), r"`total_steps` \(=nan\) must be positive"),  # type: ignore[arg-type]
         (lambda: cosine(5, final=1.5), r"`final` \(=1.5\) must be between 0 and 1"),
         (lambda: poly(0), r"`total_steps` \(=0\) must exceed"),
         (lambda: poly(5, power=0.0), r"`power` \(=0.0\) must be positive"),
