@@ -132,6 +132,7 @@ class LARS(TrustRatioOptimizer):
                 "momentum_correction": momentum_correction,
                 "maximize": maximize,
                 "capturable": capturable,
+                "variant": variant,
             },
             norm=norm,
             ratio_on="update" if of_momentum else "gradient",

@@ -84,6 +84,12 @@ class LayerWise(TrustRatioOptimizer):
         capturable: bool = False,
         nonfinite: Nonfinite = "raise",
     ) -> None:
+        parts = ("slots", "decoupled", "direction")
+        if isinstance(base, type) or not all(hasattr(base, name) for name in parts):
+            raise UsageError(
+                f"`base` (={base!r}) must be a base update, such as `Adam()` or"
+                " `Sgd(momentum=0.9)`."
+            )
         if ratio_on not in get_args(RatioOn):
             raise UsageError(
                 f"`ratio_on` (={ratio_on!r}) must be one of {', '.join(get_args(RatioOn))}."

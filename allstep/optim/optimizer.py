@@ -32,6 +32,8 @@ __all__ = ["LargeBatchOptimizer", "Nonfinite"]
 
 Nonfinite = Literal["raise", "skip", "propagate"]
 
+_WAYS = ("foreach", "fused")
+
 
 class LargeBatchOptimizer(Optimizer, ABC):
     """torch's `Optimizer`, with what its subclasses here have in common.
@@ -102,6 +104,11 @@ class LargeBatchOptimizer(Optimizer, ABC):
         Raises:
             UsageError: if the group is empty, overlaps another or has a bad option.
         """
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise UsageError(
+                f"group {len(self.param_groups)} (={', '.join(map(repr, param_group)) or 'empty'})"
+                " lacks `params`; put its parameters there."
+            )
         if isinstance(param_group, dict) and not isinstance(param_group["params"], set):
             given = param_group["params"]
             listed = [given] if isinstance(given, Tensor) else list(given)
@@ -115,6 +122,12 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         check_group_values(group)
+        for name, value in self._options.items():
+            if group.get(name, value) != value:
+                raise UsageError(
+                    f"`{name}` (={group[name]!r}) of a group must be the optimizer's own"
+                    f" (={value!r}), as it is one for all groups; or make another optimizer."
+                )
         if group["capturable"] and self.nonfinite != "propagate":
             raise UsageError(
                 f"`nonfinite` (={self.nonfinite!r}) looks at numbers on the GPU, which"
@@ -139,27 +152,59 @@ class LargeBatchOptimizer(Optimizer, ABC):
 
         The state of another optimizer that keeps the same may be loaded too, as that of AdamW by
         LAMB, or one of parameters in another precision: options that its groups lack stay as they
-        are here, and parameters of half precision that had no master copy get one.
+        are here, and parameters of half precision that had no master copy get one. What is loaded
+        is what the user's pre-hooks have made of it; post-hooks see all of it loaded.
 
         Raises:
-            UsageError: if it lacks what this optimizer keeps.
+            UsageError: if it lacks what this optimizer keeps, or has options that it can't have.
             ValueError: if the groups differ from those of this optimizer.
         """
+        own = [dict(group) for group in self.param_groups]
+        given: dict[str, Any] = {}
+
+        def check(_: Optimizer, final: dict[str, Any]) -> None:
+            self._check_state_dict(final)
+            given.update(final)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),  # after the user's own ...
+            self.register_load_state_dict_post_hook(  # ... and before them
+                lambda _: self._complete_loaded(given, own), prepend=True
+            ),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         for key, state in state_dict["state"].items():
             self._refuse_foreign(key, state)
-        options = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, options, strict=True):
+        for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            # Which kernels compute is no part of what is computed.
+            kept = {name: value for name, value in saved.items() if name not in _WAYS}
+            try:
+                self._check_group({**own, **kept})
+            except UsageError as error:
+                raise UsageError(f"`state_dict` doesn't fit this optimizer: {error}") from None
+
+    def _complete_loaded(
+        self, state_dict: Mapping[str, Any], own_groups: list[dict[str, Any]]
+    ) -> None:
+        """Gives groups the options, and states the precision, that a state dict had not."""
+        for group, own in zip(self.param_groups, own_groups, strict=True):
             for name, value in own.items():
                 group.setdefault(name, value)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, parameters, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][name] = _loaded(name, value, parameter)
-            if self.state[parameter]:
-                self._complete(self.state[parameter], parameter)
+            state = self.state.get(parameter)
+            if state:
+                for name, value in state_dict["state"][key].items():
+                    if isinstance(value, Tensor):
+                        state[name] = _loaded(name, value, parameter)
+                self._complete(state, parameter)
 
     def _complete(self, state: dict[str, Tensor], parameter: Tensor) -> None:
         """Gives a state the master copy and the precision that one made here would have."""

@@ -91,6 +91,16 @@ class RMSpropWarmup(LargeBatchOptimizer):
             foreach=foreach,
         )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, which is as far in the transition as the first one is.
+
+        Raises:
+            UsageError: if the group is empty, overlaps another or has a bad option.
+        """
+        if self.param_groups and isinstance(param_group, dict):
+            param_group = {"num_steps": self.param_groups[0]["num_steps"], **param_group}
+        super().add_param_group(param_group)
+
     def _check_group(self, group: Mapping[str, Any]) -> None:
         super()._check_group(group)
         sgd_share(0, group["center_steps"], group["period_steps"])

@@ -62,11 +62,13 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
                 **defaults,
                 "adapt": True,
                 "previous_lr": None,
+                "norm": norm,  # the same for all groups; so that a state dict tells
+                "ratio_on": ratio_on,
             },
             nonfinite=nonfinite,
+            **options,
             norm=norm,
             ratio_on=ratio_on,
-            **options,
         )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -164,7 +166,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         if not group["momentum_correction"] or previous is None:
             return 1.0
         if isinstance(previous, Tensor):
-            return torch.where(previous > 0, lr / previous, 1.0)
+            return torch.where(previous > 0, lr / previous, 1.0).reshape(())
         # After a rate of 0 the corrected momentum is 0 and stays so.
         return lr / previous if previous else 1.0
 
@@ -174,8 +176,9 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         if isinstance(correction, float) and correction == 1.0:
             return
         for parameter in group["params"]:
-            if parameter.grad is None and self.state[parameter]:
-                local(self.state[parameter]["momentum_buffer"]).mul_(correction)
+            state = self.state.get(parameter)
+            if parameter.grad is None and state:
+                local(state["momentum_buffer"]).mul_(correction)
 
     def _move(self, batch: Batch, scales: Tensor) -> None:
         if not batch.directions:

@@ -184,6 +184,18 @@ def test_master_follows_a_parameter_that_was_set(make: Make) -> None:
     torch.testing.assert_close(master[1:], kept[1:], rtol=0, atol=0.3)
 
 
+def test_a_master_keeps_its_digits_where_its_parameter_was_left_alone() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = LAMB(params)
+    train(optimizer, params, 2)
+    kept = optimizer.state[params[0]]["master"].clone()
+    params[0].data[0] = 3.0
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(optimizer, params, 1)
+    kept[0] = 3.0
+    assert torch.equal(optimizer.state[params[0]]["master"], kept)
+
+
 @for_all
 def test_master_follows_a_write_that_leaves_no_trace(make: Make) -> None:
     """Through `.data`, as `vector_to_parameters` and averages of weights write."""
@@ -380,6 +392,96 @@ def test_the_state_of_another_kind_is_refused(saved: Any, loading: Any, message:
         loading(parameters()).load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("saved", "loading", "message"),
+    [
+        (
+            lambda params: LARS(params, variant="paper"),
+            lambda params: LARS(params, variant="lamb_paper"),
+            r"doesn't fit this optimizer: `variant` \(='paper'\) of a group must be the",
+        ),
+        (
+            lambda params: LARS(params, variant="mlperf"),
+            LARS,
+            r"`variant` \(='mlperf'\) of a group must be the optimizer's own \(='paper'\)",
+        ),
+        (
+            lambda params: LayerWise(params, Sgd(momentum=0.9), ratio_on="gradient"),
+            lambda params: LayerWise(params, Sgd(momentum=0.9)),
+            r"`ratio_on` \(='gradient'\) of a group must be the",
+        ),
+        (
+            lambda params: LAMB(params, norm="l1"),
+            LAMB,
+            r"`norm` \(='l1'\) of a group must be the optimizer's own \(='l2'\)",
+        ),
+        (
+            lambda params: torch.optim.AdamW(params, capturable=True),
+            LAMB,
+            r"doesn't fit .* `nonfinite` \(='raise'\) looks at numbers on the GPU",
+        ),
+    ],
+)
+def test_a_state_with_other_options_is_refused(saved: Any, loading: Any, message: str) -> None:
+    params = parameters()
+    optimizer = loading(params)
+    train(optimizer, params, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(UsageError, match=message):
+        optimizer.load_state_dict(saved(parameters()).state_dict())
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@for_all
+def test_a_states_bad_numbers_are_refused(make: Make) -> None:
+    state = make(parameters()).state_dict()
+    state["param_groups"][0]["weight_decay"] = -5.0
+    with pytest.raises(UsageError, match=r"`state_dict` doesn't .* `weight_decay` \(=-5.0\) must"):
+        make(parameters()).load_state_dict(state)
+
+
+@for_all
+def test_hooks_see_and_change_what_is_loaded(make: Make) -> None:
+    """As those that find parameters by their names; and after loading."""
+    params = parameters(torch.bfloat16)
+    optimizer = make([(str(i), parameter) for i, parameter in enumerate(params)])
+    train(optimizer, params, 3)
+    backwards = parameters(torch.bfloat16)[::-1]
+    names = [str(i) for i in reversed(range(len(params)))]
+    other = make(list(zip(names, backwards, strict=True)))
+
+    def by_name(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        (own,), (saved,) = optimizer.param_groups, state_dict["param_groups"]
+        place = {name: index for index, name in enumerate(saved["param_names"])}
+        order = [place[name] for name in own["param_names"]]
+        states = {i: state_dict["state"][j] for i, j in enumerate(order)}
+        return {"state": states, "param_groups": [{**saved, "param_names": names}]}
+
+    loaded = []
+    other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(
+        lambda optimizer: loaded.extend(optimizer.state[p]["master"].dtype for p in backwards)
+    )
+    other.load_state_dict(optimizer.state_dict())
+    assert loaded == [torch.float32] * len(params)
+    for mine, theirs in zip(params, reversed(backwards), strict=True):
+        for name, value in optimizer.state[mine].items():
+            assert torch.equal(value, other.state[theirs][name]), name
+    other.load_state_dict(optimizer.state_dict())  # no hook of ours is left to run twice
+    assert len(loaded) == 2 * len(params)
+
+
+@for_all
+def test_parameters_without_a_state_are_loaded_without_one(make: Make) -> None:
+    params = parameters()
+    optimizer = make(params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    other = make(parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert list(optimizer.state_dict()["state"]) == list(other.state_dict()["state"]) == [0]
+
+
 @for_all
 def test_counters_load_to_their_parameters_device(make: Make) -> None:
     """A fused kernel wants them there; checkpoints are read to the CPU."""
@@ -493,7 +595,7 @@ def test_large_finite_gradients_are_fine(make: Make) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("size", [1e-30, 3e-23, 1e30])  # of the second, some digits are left
 def test_norms_neither_overflow_nor_vanish(size: float, way: dict[str, bool]) -> None:
     """Squares of these are infinite or zero in single precision."""
     params, oracle = parameters(torch.float32), parameters(torch.float32)
@@ -597,6 +699,11 @@ def test_bad_options_are_named(make: Make, options: dict[str, Any], message: str
             ),
             r"`period_steps` \(=-3\) must be positive",
         ),
+        (
+            lambda: LayerWise(one(), Adam),
+            r"`base` \(=<class .*Adam'>\) must be a base update, such",
+        ),  # type: ignore[arg-type]
+        (lambda: LayerWise(one(), "adam"), r"`base` \(='adam'\) must be a base update, such as"),  # type: ignore[arg-type]
         (lambda: LayerWise(one(), Adam(), ratio_on="loss"), r"`ratio_on` \(='loss'\) must be"),
         (lambda: LayerWise(one(), Adam(), ratio_on="gradient"), r"must be `Sgd` when the ratio"),
         (lambda: Sgd(momentum=-0.1), r"`momentum` \(=-0.1\)"),
@@ -637,6 +744,10 @@ def test_bad_groups_are_refused(make: Make) -> None:
         make(one()).add_param_group({"params": one(), "lr": -1})
     with pytest.raises(TypeError, match="should be an iterable"):
         make(torch.ones(2))
+    with pytest.raises(UsageError, match=r"group 0 \(='lr'\) lacks `params`"):
+        make([{"lr": 0.1}])
+    with pytest.raises(UsageError, match=r"`nonfinite` \(='skip'\) of a group must be the opt"):
+        make([{"params": one(), "nonfinite": "skip"}])
 
 
 @for_all
@@ -685,6 +796,48 @@ def test_rmsprop_warmup_takes_a_rate_of_one_element(foreach: Any, shape: tuple[i
     found = train(RMSpropWarmup(params, torch.full(shape, 0.1), **options), params, 3)
     expected = train(RMSpropWarmup(twin, 0.1, **options), twin, 3)
     assert largest_difference(found, expected) < 1e-7
+
+
+def test_rmsprop_warmup_needs_no_rate_afterwards() -> None:
+    params = parameters()
+    optimizer = RMSpropWarmup(params, 0.1, center_steps=1, period_steps=2)
+    train(optimizer, params, 4)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [parameter.detach().clone() for parameter in params]
+    assert equal(train(optimizer, params, 1), before)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_group_that_joins_is_as_far_in_the_transition(foreach: Any) -> None:
+    """At its end a new group makes a step of SGD, not one of RMSprop."""
+    params, (late,) = parameters(), one()
+    optimizer = RMSpropWarmup(params, 0.1, center_steps=1, period_steps=2, foreach=foreach)
+    train(optimizer, params, 4)
+    optimizer.add_param_group({"params": [late]})
+    before, late.grad = late.detach().clone(), torch.full_like(late, 3.0)
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), before - 0.1 * 3.0)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_corrected_by_a_rate_of_one_element(
+    way: dict[str, bool], shape: tuple[int, ...], nesterov: bool
+) -> None:
+    """Also from a rate of 0 on, after which the corrected momentum is 0 and stays so."""
+    params, twin = parameters(), parameters()
+    options = {"momentum_correction": True, "nesterov": nesterov, **way}
+    optimizer = LARS(params, torch.full(shape, 0.1), **options)
+    expected = LARS(twin, 0.1, **options)
+    for step, rate in enumerate((0.1, 0.2, 0.0, 0.3, 0.1)):
+        optimizer.param_groups[0]["lr"].fill_(rate)
+        expected.param_groups[0]["lr"] = rate
+        for own, made in ((params, optimizer), (twin, expected)):
+            set_gradients(own, step)
+            made.step()
+    assert largest_difference(params, twin) < 1e-7
 
 
 def test_scheduled_rates_follow_the_schedule() -> None:
