@@ -101,7 +101,9 @@ class GroupedBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if not self.training:
             mean, var = self.running_mean, self.running_var
-            return F.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
+            if mean is None:  # without running statistics evaluation is as training is
+                return self._within(x)
+            return F.batch_norm(x, mean, var, self.weight, self.bias, False, 0.0, self.eps)
         if len(x) > self._micro_batch:
             raise UsageError(
                 f"A training batch has {len(x)} samples, but `micro_batch` of `convert_batch_norm`"
@@ -156,8 +158,9 @@ class GroupedBatchNorm(_BatchNorm):
             if momentum is None:
                 momentum = 1 / max(1, int(self.num_batches_tracked))
         with torch.no_grad():
+            share = (momentum or 0.0) * weight
             for running, last in ((self.running_mean, mean), (self.running_var, var)):
-                running.add_((last - running) * weight, alpha=momentum or 0.0)
+                running.mul_(1 - share).add_(last * share)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -208,6 +211,10 @@ def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
         norm._forward_pre_hooks,
         norm._backward_hooks,
         norm._backward_pre_hooks,
+        norm._state_dict_hooks,
+        norm._state_dict_pre_hooks,
+        norm._load_state_dict_pre_hooks,
+        norm._load_state_dict_post_hooks,
     )
     if any(hooks):
         raise UsageError(

@@ -254,6 +254,38 @@ def test_parameters_settings_and_shared_modules_stay() -> None:
     torch.testing.assert_close(net[2](x[:, :2]).mean(0), torch.zeros(2))  # those of the call
 
 
+def test_without_running_statistics_evaluation_is_as_training() -> None:
+    net = nn.BatchNorm1d(3, affine=False, track_running_stats=False).double()
+    ours = convert_batch_norm(copy.deepcopy(net), Communicator.lone(), 4, micro_batch=8)
+    x = images(12).flatten(1)[:, :3]
+    expected = torch.cat([net(group) for group in x.split(4)])
+    assert_near(ours.train()(x[:8]), expected[:8])
+    assert_near(ours.eval()(x), expected)  # also of more samples than a micro-batch
+    assert ours(x[:1]).isfinite().all()
+
+
+def test_running_statistics_that_are_switched_off_stay() -> None:
+    net = nn.BatchNorm1d(3)
+    net.track_running_stats = False
+    ours = convert_batch_norm(copy.deepcopy(net), Communicator.lone(), 4, micro_batch=4)
+    x = images(4).flatten(1)[:, :3].float()
+    for norm in (net, ours):
+        norm(x)
+    assert_near(ours.running_mean, net.running_mean)
+
+
+def test_a_momentum_of_one_forgets_all_before() -> None:
+    """However large it was; a difference to it would round what is new away."""
+    norm = keep_last_statistics(nn.BatchNorm1d(2).float())
+    ours = convert_batch_norm(norm, Communicator.lone(), 4, micro_batch=4)
+    ours.running_var.fill_(1e12)
+    ours.running_mean.fill_(1e12)
+    x = torch.tensor([[0.0, 1.0], [1.0, 3.0]])
+    ours(x)
+    torch.testing.assert_close(ours.running_var, torch.tensor([0.5, 2.0]))
+    torch.testing.assert_close(ours.running_mean, torch.tensor([0.5, 2.0]))
+
+
 def test_evaluation_is_torchs() -> None:
     net = copy.deepcopy(NET)
     ours = convert_batch_norm(copy.deepcopy(NET), Communicator.lone(), 2, micro_batch=4)
@@ -322,16 +354,18 @@ def test_ghost_groups_of_a_model_in_half_precision(dtype: torch.dtype) -> None:
 def test_half_precision_keeps_its_dtype_and_float_statistics() -> None:
     def work(comm: Communicator) -> tuple[Tensor, Tensor]:
         norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 8, micro_batch=4, global_batch=8)
-        x = (torch.arange(8.0).view(4, 2) + 1000).bfloat16().requires_grad_()
+        x = (torch.arange(8.0).view(4, 2) * 8 + 1000).bfloat16().requires_grad_()
         y = norm(x)
         y.square().sum().backward()
         assert x.grad is not None
         assert y.dtype == x.grad.dtype == torch.bfloat16
         return y, norm.running_mean
 
+    mean = (torch.arange(8.0).view(4, 2) * 8 + 1000).bfloat16().float().mean(0)
     for y, running_mean in run_ranks(2, work):
         assert y.isfinite().all()
         assert running_mean.dtype == torch.float32
+        torch.testing.assert_close(running_mean, 0.1 * mean)  # to more digits than bfloat16's
 
 
 @pytest.mark.parametrize(
@@ -378,6 +412,8 @@ def parametrized() -> nn.Module:
         (BatchNormReLU(2), "0 is a BatchNormReLU, whose own `forward` would be lost"),
         (hooked(), r"0 \(BatchNorm2d\) has hooks, which would be lost; convert first"),
         (hooked("register_full_backward_pre_hook"), r"0 \(BatchNorm2d\) has hooks, which would be"),
+        (hooked("register_state_dict_pre_hook"), r"0 \(BatchNorm2d\) has hooks, which would be"),
+        (hooked("register_load_state_dict_post_hook"), r"0 \(BatchNorm2d\) has hooks"),
         (parametrized(), r"0 \(ParametrizedBatchNorm2d\) has modules of its own"),
     ],
 )
