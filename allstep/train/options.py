@@ -8,6 +8,8 @@ from allstep.exchange import ExchangePolicy
 
 __all__ = ["TrainOptions"]
 
+_SPARSE_WIRES = ("powersgd", "topk")  # what they leave out comes in later steps
+
 _AT_LEAST_ONE = (
     "epochs",
     "global_batch",
@@ -143,6 +145,11 @@ class TrainOptions:
             raise UsageError(
                 f"`noise_scale_every_steps` (={every}) needs the global gradient of the same step,"
                 f" which `{name}` (={getattr(self, name)}) does not give; leave one of them out."
+            )
+        if self.wire in _SPARSE_WIRES:
+            raise UsageError(
+                f"`noise_scale_every_steps` (={every}) needs the whole global gradient, of which"
+                f" `wire` (={self.wire!r}) sends a part at a time; measure it with another one."
             )
         if self.global_batch == self.micro_batch:
             raise UsageError(

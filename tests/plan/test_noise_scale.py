@@ -102,6 +102,13 @@ def test_exact_expectations_give_the_exact_scale():
     assert scale.value == pytest.approx(500 / 2)
 
 
+def test_there_is_no_less_noise_than_none():
+    """Where by chance the micro-batch's gradient is the shorter one."""
+    scale = NoiseScale()
+    scale.update(micro_squared_norm=1.0, global_squared_norm=2.0, micro_batch=16, global_batch=128)
+    assert scale.value == 0.0
+
+
 def test_an_exponential_average_follows_a_change():
     def grown(scale):
         for noise in [100.0] * 100 + [1000.0] * 100:

@@ -1,6 +1,7 @@
 """The noise scale of a run: right, the same on any number of workers, and harmless."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep import Communicator, Task, TrainOptions
+from allstep import Communicator, Stage, Task, TrainOptions
 from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.train.metrics import read_metrics
@@ -186,7 +187,13 @@ def test_gradients_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert all(value is not None for value in bad[step + 1 :])
 
 
-def test_a_gradient_scaler_leaves_the_number_alone(tmp_path: Path) -> None:
+def test_a_gradient_scaler_leaves_the_number_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while its scale grows, with which steps would weigh more and more."""
+    monkeypatch.setattr(
+        torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=1)
+    )
     found = []
     for precision in ("float32", "float16"):
         report, _ = fit(
@@ -196,6 +203,20 @@ def test_a_gradient_scaler_leaves_the_number_alone(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
+def test_a_later_stage_with_other_micro_batches(tmp_path: Path) -> None:
+    task = make_task()
+    stage = Stage(
+        first_epoch=1,
+        train_set=task.train_set,
+        test_set=task.test_set,
+        global_batch=GLOBAL_BATCH,
+        micro_batch=2 * MICRO_BATCH,
+    )
+    task = dataclasses.replace(task, later_stages=[stage])
+    report, _ = fit(Communicator.lone(), tmp_path, task, epochs=2)
+    assert report.mean_noise_scale == pytest.approx(NOISE / SIGNAL, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -203,6 +224,8 @@ def test_a_gradient_scaler_leaves_the_number_alone(tmp_path: Path) -> None:
         ({"staleness": 1}, r"of the same step, which `staleness` \(=1\) does not give"),
         ({"every": 4}, r"of the same step, which `every` \(=4\) does not give"),
         ({"micro_batch": 128}, r"`micro_batch` \(=128\) is all of it"),
+        ({"wire": "topk"}, r"the whole global gradient, of which `wire` \(='topk'\) sends a part"),
+        ({"wire": "powersgd"}, r"of which `wire` \(='powersgd'\) sends a part"),
     ],
 )
 def test_options_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
