@@ -81,6 +81,8 @@ class Text(Recipe):
     """Epochs in which the second stage's rate grows linearly to its peak."""
 
     def __post_init__(self) -> None:
+        if self.second_sequence_length is not None:
+            self._check_second_stage()  # by the names of the flags
         super().__post_init__()
         if self.vocab_size < _MIN_VOCAB_SIZE:
             raise UsageError(
@@ -102,8 +104,6 @@ class Text(Recipe):
             )
         if not 0 <= self.dropout < 1:
             raise UsageError(f"`dropout` (={self.dropout}) must be at least 0 and below 1.")
-        if self.second_sequence_length is not None:
-            self._check_second_stage()
 
     def _check_second_stage(self) -> None:
         if self.longest_sequence <= self.sequence_length:

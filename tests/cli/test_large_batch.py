@@ -82,6 +82,8 @@ def test_bad_flags(
     [
         ({"second_sequence_length": 64}, "`second_sequence_length` (=64) must exceed"),
         ({"second_epochs": 2}, "`second_epochs` (=2) must be at least 1 and below `epochs`"),
+        ({"second_epochs": 0}, "`second_epochs` (=0) must be at least 1 and below `epochs`"),
+        ({"second_warmup_epochs": -1.0}, "`second_warmup_epochs` (=-1.0) must be 0 or more and"),
         ({"second_warmup_epochs": 1.0}, "`second_warmup_epochs` (=1.0) must be 0 or more and"),
         ({"second_lr_share": 0.0}, "`second_lr_share` (=0.0) must be positive"),
         ({"second_global_batch": 6}, "`second_global_batch` (=6) must be a multiple of the second"),
