@@ -280,7 +280,7 @@ def akiba(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
 def text(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
     """LAMB and AdamW on hidden tokens in two stages, at rates that follow the root.
 
-    The smallest batch tries six; the two lowest of them were too low for both there.
+    The smallest batch and the largest try six; between them the two lowest are left out.
 
     Raises:
         LookupError: if no folder with texts was given.
@@ -289,7 +289,7 @@ def text(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
         raise LookupError("give a folder of texts with --texts")
     peaks = {"lamb": 2e-3, "adamw": 1e-3}  # the lowest, at a batch of 1,024
     for batch in (32, 1024, 128, 512):  # the ends first
-        for index in range(6) if batch == 32 else range(2, 6):
+        for index in range(6) if batch in (32, 1024) else range(2, 6):
             for name, lowest in peaks.items():
                 lr = lowest * 2**index * (batch / 1024) ** 0.5
                 settings = {
