@@ -16,7 +16,7 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.recipes import Recipe
 from allstep.train.run import Run
-from allstep.train.sharpness import Sharpness, sharpness
+from allstep.train.sharpness import Sharpness, check_numbers, sharpness
 
 __all__ = ["Request", "run", "sharpness_worker"]
 
@@ -29,8 +29,8 @@ class Request:
 
     samples: int
     sigma: float
-    draws: int
-    products: int
+    num_draws: int
+    max_products: int
 
 
 def run(arguments: list[str]) -> int:
@@ -54,16 +54,17 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--sigma", type=float, default=0.05, help="noise over each tensor's root mean square"
     )
-    parser.add_argument("--draws", metavar="N", type=int, default=8, help="draws of the noise")
+    parser.add_argument("--num-draws", metavar="N", type=int, default=8, help="draws of the noise")
     parser.add_argument(
-        "--products", metavar="N", type=int, default=100, help="most Hessian-vector products"
+        "--max-products", metavar="N", type=int, default=100, help="most Hessian-vector products"
     )
     known = parser.parse_args(arguments)
-    request = Request(known.samples, known.sigma, known.draws, known.products)
+    request = Request(known.samples, known.sigma, known.num_draws, known.max_products)
     recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
     run_folder.check_has_checkpoint(known.run, argument="run")
     if request.samples < 1:
         raise UsageError(f"`samples` (={request.samples}) must be at least 1; 2048 is usual.")
+    check_numbers(request.sigma, request.num_draws, request.max_products)
     recipe.check()
     num_workers = num_workers_to_start(known.workers)
     if num_workers is None or num_workers == 1:
@@ -80,9 +81,10 @@ def sharpness_worker(comm: Communicator, run_dir: Path, request: Request) -> int
     recipe = run_folder.data_parallel(run_folder.recipe_from_plain(comm.broadcast_object(plain)))
     measured, step = _measure(comm, recipe, run_dir, request)
     if comm.rank == 0:
+        _show(measured, step)
         path = run_dir / _FILE
         path.write_text(json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
-        _show(measured, step, path)
+        print_rows([("file", str(path))])
     return 0
 
 
@@ -111,15 +113,15 @@ def _measure(
             lambda model, batch: task.loss(model, precision.prepare_data(batch)),
             next(loader.global_batches()),
             comm,
-            max_products=request.products,
+            max_products=request.max_products,
             sigma=request.sigma,
-            num_draws=request.draws,
+            num_draws=request.num_draws,
             seed=recipe.seed,
         )
     return measured, step
 
 
-def _show(measured: Sharpness, step: int, path: Path) -> None:
+def _show(measured: Sharpness, step: int) -> None:
     rows = [
         ("step", f"{step:,}"),
         ("loss", f"{measured.loss:.4f}, of {measured.num_samples:,} training samples"),
@@ -133,6 +135,5 @@ def _show(measured: Sharpness, step: int, path: Path) -> None:
             f"{measured.loss_rise:.4g} +- {measured.loss_rise_error:.2g} with noise of"
             f" {measured.sigma:g} times each tensor's root mean square",
         ),
-        ("file", str(path)),
     ]
     print_rows(rows)

@@ -23,7 +23,7 @@ from allstep.train.devices import to_device
 from allstep.train.evaluator import evaluating
 from allstep.train.hessian import hessian_product
 
-__all__ = ["Sharpness", "sharpness"]
+__all__ = ["Sharpness", "check_numbers", "sharpness"]
 
 _START, _NOISE = 0x7374617274, 0x6E6F697365
 
@@ -106,7 +106,7 @@ def sharpness(
     Source: Yao et al., 2020, arXiv:1912.07145 (power iteration); the sharp minima of Keskar et
     al., 2017, arXiv:1609.04836.
     """
-    _check(max_products, tolerance, sigma, num_draws)
+    check_numbers(sigma, num_draws, max_products, tolerance)
     objective = _Objective(model, loss, batch, comm)
     with sdpa_kernel(SDPBackend.MATH), evaluating(model):  # the other kernels have one derivative
         at_rest = objective.value()
@@ -284,7 +284,12 @@ def _loss_rises(
     return torch.tensor(rises, dtype=torch.float64)
 
 
-def _check(max_products: int, tolerance: float, sigma: float, num_draws: int) -> None:
+def check_numbers(sigma: float, num_draws: int, max_products: int, tolerance: float = 1e-3) -> None:
+    """Says what is wrong with the arguments of `sharpness`, before any work.
+
+    Raises:
+        UsageError: naming the argument.
+    """
     if max_products < 2:
         raise UsageError(f"`max_products` (={max_products}) must be at least 2; 100 is usual.")
     if not 0 < tolerance < 1:

@@ -113,7 +113,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sharpness_of_a_run_on_any_workers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = Request(samples=200, sigma=0.05, draws=4, products=20)
+    request = Request(samples=200, sigma=0.05, num_draws=4, max_products=20)
     found = []
     for num_workers in (1, 2, 3):
         run_ranks(num_workers, lambda comm: sharpness_worker(comm, trained, request))
@@ -128,8 +128,16 @@ def test_sharpness_of_a_run_on_any_workers(
 
 
 def test_bad_sharpness(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sharpness", str(trained), "--samples", "0"]) == 2
-    assert "`samples` (=0) must be at least 1" in capsys.readouterr().err
+    for flag, value in (
+        ("samples", "0"),
+        ("sigma", "nan"),
+        ("num-draws", "1"),
+        ("max-products", "1"),
+    ):
+        assert main(["sharpness", str(trained), f"--{flag}", value, "--workers", "2"]) == 2
+        printed = capsys.readouterr()
+        assert f"`{flag.replace('-', '_')}` (={value}) must be " in printed.err
+        assert "worker" not in printed.err + printed.out  # none was started
     assert main(["sharpness", str(trained.parent)]) == 2
     assert "has no recipe.json" in capsys.readouterr().err
     assert main(["sharpness", str(trained / "nothing")]) == 2
