@@ -68,9 +68,12 @@ def flats_of(batch: Batch, *slots: str) -> list[list[Tensor]] | None:
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same pieces of flat tensors, each small enough for the cache."""
-    if tensors[0].numel() <= BLOCK_ELEMENTS:
+    size = tensors[0].numel()
+    if size <= BLOCK_ELEMENTS:
         return iter([tensors])
-    return zip(*(torch.split(tensor, BLOCK_ELEMENTS) for tensor in tensors), strict=True)
+    sizes = [min(BLOCK_ELEMENTS, size - begin) for begin in range(0, size, BLOCK_ELEMENTS)]
+    # `torch.split` would be Python once more, for each of them.
+    return zip(*(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
 
 
 def combine(sums: list[float], norm: Norm) -> float:

@@ -157,8 +157,8 @@ class LAMB(TrustRatioOptimizer):
         ):
             of_blocks: list[list[float]] = [[], []]
             for direction, weight, gradient, exp_avg, exp_avg_sq in blocks(*tensors):
+                of_blocks[0].append(power_sum(weight, self._norm))  # reads it into the cache
                 torch.mul(weight, group["weight_decay"], out=direction)
-                of_blocks[0].append(power_sum(weight, self._norm))
                 torch._fused_adam_(
                     [direction], [gradient], [exp_avg], [exp_avg_sq], [], [step], **options
                 )
@@ -176,7 +176,7 @@ class LAMB(TrustRatioOptimizer):
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < sum(sizes):
             memory = self._memory[dtype] = torch.empty(sum(sizes), dtype=dtype)
-        return list(torch.split(memory[: sum(sizes)], sizes))
+        return list(memory[: sum(sizes)].split_with_sizes(sizes))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

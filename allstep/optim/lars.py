@@ -189,17 +189,16 @@ class LARS(TrustRatioOptimizer):
         """
         group = batch.group
         momentum = float(group["momentum"] * self._correction(group))
-        smallest = _SMALLEST_SCALE[weights[0].dtype]
+        smallest, decay = _SMALLEST_SCALE[weights[0].dtype], self._coupled_decay(group)
         # Layers that do not adapt share one scale, and one call.
         num_layers = 1 if adapts(group) else len(weights)
-        for begin in range(0, len(weights), num_layers):
+        for begin, scale in enumerate(scales.tolist()[::num_layers]):
             part = slice(begin, begin + num_layers)
             layers = weights[part], gradients[part], buffers[part]
-            scale = float(scales[begin])
             if momentum and scale >= smallest:
                 torch._fused_sgd_(
                     *layers,
-                    weight_decay=self._coupled_decay(group),
+                    weight_decay=decay,
                     momentum=momentum,
                     lr=1.0,
                     dampening=1.0 - scale,

@@ -78,6 +78,11 @@ class Batch:
         """Where the leaves are."""
         return self.leaves[0].weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the leaves are updated."""
+        return self.leaves[0].weight.dtype
+
 
 def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
     """Consecutive leaves of one group and device, up to so many elements (or one leaf)."""
@@ -140,7 +145,7 @@ def is_sharded(parameter: Tensor) -> bool:
 def flat(tensor: Tensor) -> Tensor | None:
     """A dense tensor's memory as one row, in whatever order its dimensions lie; else None."""
     if tensor.is_contiguous():
-        return tensor.view(-1)
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
     if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return tensor.as_strided((tensor.numel(),), (1,))
     return None

@@ -4,12 +4,14 @@
 be applied. So a batch of layers is first measured (the state moves on, directions and norms come
 out), then moved. Whole layers are measured and moved batch by batch, while the batch is in the
 cache. Sharded layers are all measured first, so that one collective adds up all their norms.
-With the ratio on the gradient, norms of weights and gradients are all that is measured.
+With the ratio on the gradient, norms of weights and gradients are all that is measured; no memory
+is needed in between, and all layers are measured first.
 """
 
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +29,7 @@ __all__ = ["BATCH_ELEMENTS", "RatioOn", "TrustRatioOptimizer", "adapts", "signed
 RatioOn = Literal["update", "gradient"]
 
 # A batch and what is made of it should fit the cache; a larger layer is a batch of its own.
-BATCH_ELEMENTS = 2**20
+BATCH_ELEMENTS = 2**21
 
 
 class TrustRatioOptimizer(LargeBatchOptimizer):
@@ -109,7 +111,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         if not self._tolerates(leaves, self._bad_gradients(leaves)):
             return
         self._count(leaves)
-        for stage in _stages(leaves):
+        for stage in _stages(leaves, at_once=self._on_gradient):
             self._update_stage(stage)
         for group in self.param_groups:
             if group["momentum_correction"]:
@@ -124,10 +126,13 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         leaves = [leaf for batch in stage for leaf in batch.leaves]
         sums = _joined([measure(batch) for batch in stage])
         self._reduce(sums, leaves)
-        if self.nonfinite == "raise" and self._shows_later(leaves[0]):
+        if self.nonfinite == "raise" and any(map(self._shows_later, leaves)):
             self._tolerates(leaves, _not_finite(sums[1]))
-        for batch, part in zip(stage, _parted(sums, stage), strict=True):
-            move(batch, self._scales(batch, part))
+        for run, part in _runs(stage, sums):
+            scales = self._scales(run, part)
+            sizes = [len(batch.leaves) for batch in run]
+            for batch, scales_of_batch in zip(run, scales.split_with_sizes(sizes), strict=True):
+                move(batch, scales_of_batch)
 
     @property
     def _on_gradient(self) -> bool:
@@ -136,9 +141,9 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     def _reduce(self, sums: Tensor, leaves: list[Leaf]) -> None:
         reduce_over_shards(sums, leaves, "max" if self._norm == "linf" else "sum")
 
-    def _scales(self, batch: Batch, sums: Tensor) -> Tensor:
+    def _scales(self, run: list[Batch], sums: Tensor) -> Tensor:
         """Learning rate times ratio, of every leaf; `sums` are of weights and updates."""
-        group = batch.group
+        group = run[0].group
         if not adapts(group):
             ratios = torch.ones_like(sums[0])
         else:
@@ -150,10 +155,10 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
                 eps=group["trust_eps"],
                 clip=group["trust_clip"],
             )
-            self._ratios.append(([leaf.name for leaf in batch.leaves], ratios))
+            self._ratios.append(([leaf.name for batch in run for leaf in batch.leaves], ratios))
         scales: Tensor = ratios * group["lr"]
         # An update that is nearly nothing has a ratio beyond the weights' range of numbers.
-        return scales.clamp_(max=torch.finfo(batch.leaves[0].weight.dtype).max)
+        return scales.clamp_(max=torch.finfo(run[0].dtype).max)
 
     @property
     def _norm(self) -> Norm:
@@ -266,22 +271,31 @@ def _joined(sums: list[Tensor]) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.cat([x.to(sums[0].device) for x in sums], dim=1)
 
 
-def _parted(sums: Tensor, stage: list[Batch]) -> list[Tensor]:
-    """Each batch's sums, on its device."""
-    if len(stage) == 1:
-        return [sums]
-    parts = torch.split(sums, [len(batch.leaves) for batch in stage], dim=1)
-    return [part.to(batch.device) for part, batch in zip(parts, stage, strict=True)]
+def _runs(stage: list[Batch], sums: Tensor) -> Iterator[tuple[list[Batch], Tensor]]:
+    """Consecutive batches of one group, dtype and device, with their sums there."""
+    begin = 0
+    for _, run in groupby(stage, lambda batch: (id(batch.group), batch.device, batch.dtype)):
+        batches_of_run = list(run)
+        end = begin + sum(len(batch.leaves) for batch in batches_of_run)
+        yield batches_of_run, sums[:, begin:end].to(batches_of_run[0].device)
+        begin = end
 
 
 def _not_finite(sums: Tensor) -> list[bool]:
     return [not math.isfinite(total) for total in sums.tolist()]
 
 
-def _stages(leaves: list[Leaf]) -> Iterator[list[Batch]]:
-    """Batches that need not wait for each other one by one, then all sharded ones together."""
-    for batch in batches([leaf for leaf in leaves if not leaf.is_sharded], BATCH_ELEMENTS):
-        yield [batch]
+def _stages(leaves: list[Leaf], *, at_once: bool) -> Iterator[list[Batch]]:
+    """Batches that need not wait for each other one by one, then all sharded ones together.
+
+    All of them together if `at_once`.
+    """
+    whole = list(batches([leaf for leaf in leaves if not leaf.is_sharded], BATCH_ELEMENTS))
     sharded = list(batches([leaf for leaf in leaves if leaf.is_sharded], BATCH_ELEMENTS))
+    if at_once:
+        yield whole + sharded
+        return
+    for batch in whole:
+        yield [batch]
     if sharded:
         yield sharded

@@ -5,7 +5,7 @@ import io
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from allstep.optim import (
     ScheduledLR,
     Sgd,
     constant,
+    strategy,
 )
 from tests.optim.table import (
     OPTIMIZERS,
@@ -512,6 +513,32 @@ def test_a_loaded_momentum_goes_on() -> None:
     )
 
 
+@for_all
+def test_groups_keep_their_own_options_however_they_are_batched(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As optimizers of their own would; groups differ in rate and decay, and one in dtype."""
+    options = [{"lr": 0.1, "weight_decay": 0.01}, {"lr": 0.02}, {"lr": 0.05, "weight_decay": 0.3}]
+    parts = [slice(0, 3), slice(3, 4), slice(4, 5)]
+
+    def mixed() -> list[nn.Parameter]:
+        params = parameters(torch.float32)
+        return [*params[:2], nn.Parameter(params[2].detach().double()), *params[3:]]
+
+    def together() -> list[Tensor]:
+        params = mixed()
+        groups = [{"params": params[part], **o} for part, o in zip(parts, options, strict=True)]
+        return train(make(groups), params, 4)
+
+    expected = []
+    for part, of_group in zip(parts, options, strict=True):
+        params = mixed()
+        expected += train(make(params[part], **of_group), params, 4)[part]
+    for max_elements in (strategy.BATCH_ELEMENTS, 40, 1):
+        monkeypatch.setattr(strategy, "BATCH_ELEMENTS", max_elements)
+        assert equal(together(), expected)
+
+
 # --- gradients that are not finite ------------------------------------------------------------
 
 
@@ -545,6 +572,26 @@ def test_bad_gradients_of_large_layers_are_named(make: Make, norm: str) -> None:
     with pytest.raises(NonfiniteGradientError, match="gradient of param_groups"):
         make([weight], lr=0.1, norm=norm).step()
     assert torch.equal(weight.detach(), torch.ones(2**20 + 5))
+
+
+@pytest.mark.parametrize("variant", ["paper", "mlperf"])
+@pytest.mark.parametrize("fused", [None, False])
+def test_nothing_moves_if_ratios_are_on_gradients_and_one_is_bad(
+    variant: Literal["paper", "mlperf"], fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy, "BATCH_ELEMENTS", 4)
+    params = parameters()
+    optimizer = LARS(params, lr=0.1, variant=variant, fused=fused)
+    train(optimizer, params, 1)
+    set_gradients(params, 9)
+    assert params[-1].grad is not None
+    params[-1].grad[-1] = float("nan")
+    before = [parameter.detach().clone() for parameter in params]
+    momenta = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
+    with pytest.raises(NonfiniteGradientError, match=rf"\[{len(params) - 1}\]"):
+        optimizer.step()
+    assert equal([parameter.detach() for parameter in params], before)
+    assert equal([optimizer.state[p]["momentum_buffer"] for p in params], momenta)
 
 
 def test_bad_gradients_are_named_by_the_given_names() -> None:
