@@ -39,8 +39,9 @@ def reduce_over_shards(
         parts = columns[:, chosen]
         if op == "max":
             parts = parts.nan_to_num(nan=math.inf, posinf=math.inf)  # Gloo's maximum loses NaN
+        parts = parts.to(leaves[indices[0]].weight.device)  # whole ones may be elsewhere
         dist.all_reduce(parts, reduce_op, group=group)
-        columns[:, chosen] = parts
+        columns[:, chosen] = parts.to(columns.device)
 
 
 def _groups_of(parameter: Tensor) -> list[dist.ProcessGroup]:

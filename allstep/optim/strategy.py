@@ -110,7 +110,8 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         self._ratios = []
         if not self._tolerates(leaves, self._bad_gradients(leaves)):
             return
-        self._count(leaves)
+        if not self._on_gradient:
+            self._count(leaves)
         for stage in _stages(leaves, at_once=self._on_gradient):
             self._update_stage(stage)
         for group in self.param_groups:
@@ -128,6 +129,8 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         self._reduce(sums, leaves)
         if self.nonfinite == "raise" and any(map(self._shows_later, leaves)):
             self._tolerates(leaves, _not_finite(sums[1]))
+        if self._on_gradient:
+            self._count(leaves)  # nothing has moved yet, and all are here
         for run, part in _runs(stage, sums):
             scales = self._scales(run, part)
             sizes = [len(batch.leaves) for batch in run]

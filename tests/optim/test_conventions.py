@@ -592,6 +592,7 @@ def test_nothing_moves_if_ratios_are_on_gradients_and_one_is_bad(
         optimizer.step()
     assert equal([parameter.detach() for parameter in params], before)
     assert equal([optimizer.state[p]["momentum_buffer"] for p in params], momenta)
+    assert [optimizer.state[p]["step"].item() for p in params] == [1] * len(params)
 
 
 def test_bad_gradients_are_named_by_the_given_names() -> None:
