@@ -57,7 +57,7 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
         comm: the workers; all of them must call this.
 
     Raises:
-        UsageError: if no worker has a batch.
+        UsageError: if no worker has a batch, or `batches` is one.
 
     >>> norm = nn.BatchNorm1d(1)
     >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
@@ -67,6 +67,11 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
 
     Source: Wu and Johnson, 2021, arXiv:2105.07576, section 3.
     """
+    if isinstance(batches, Tensor):
+        raise UsageError(
+            f"`batches` (a tensor of shape {tuple(batches.shape)}) must be several; pass"
+            " `batches.split(64)`, or [batches]."
+        )
     norms = [
         norm
         for norm in _norms(model)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from allstep.errors import UsageError
-from allstep.optim.schedules import Schedule, check_step, poly
+from allstep.optim.schedules import Schedule, check_schedule, check_step, poly
 
 __all__ = ["chain", "gradual_warmup", "hold", "in_samples", "scaled", "two_stage"]
 
@@ -24,7 +24,7 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
         The schedule with the warm-up.
 
     Raises:
-        UsageError: if `warmup_steps` is negative or `start` is not in 0 to 1.
+        UsageError: if `schedule` is no function, `warmup_steps` negative or `start` not in 0 to 1.
 
     >>> from allstep.optim import constant
     >>> [gradual_warmup(constant(), 4, start=0.5)(step) for step in range(5)]
@@ -32,6 +32,7 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
 
     Source: Goyal et al., 2017, arXiv:1706.02677, section 2.2.
     """
+    check_schedule(schedule)
     if not warmup_steps >= 0:
         raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
     if not 0 <= start <= 1:
@@ -55,10 +56,14 @@ def scaled(schedule: Schedule, factor: float) -> Schedule:
     Returns:
         The scaled schedule.
 
+    Raises:
+        UsageError: if `schedule` is no function.
+
     >>> from allstep.optim import constant
     >>> scaled(constant(), 0.5)(0)
     0.5
     """
+    check_schedule(schedule)
     return lambda step: factor * schedule(step)
 
 
@@ -72,10 +77,14 @@ def hold(schedule: Schedule, total_steps: int) -> Schedule:
     Returns:
         The schedule for all steps.
 
+    Raises:
+        UsageError: if `schedule` is no function.
+
     >>> from allstep.optim import poly
     >>> [hold(poly(2, power=1.0, final=0.5), 2)(step) for step in range(5)]
     [1.0, 0.75, 0.5, 0.5, 0.5]
     """
+    check_schedule(schedule)
     return lambda step: schedule(min(step, total_steps))
 
 
@@ -95,7 +104,7 @@ def in_samples(
         The schedule as a function of the optimizer's step.
 
     Raises:
-        UsageError: if `global_batch` or `samples_per_epoch` is not positive.
+        UsageError: if `schedule` is no function, or a number not positive.
 
     >>> from allstep.optim import poly
     >>> [in_samples(poly(128, power=1.0), 32)(step) for step in range(5)]
@@ -104,6 +113,7 @@ def in_samples(
     >>> [round(short(step), 3) for step in range(5)]
     [1.0, 0.6, 0.5, 0.1, 0.0]
     """
+    check_schedule(schedule)
     if not global_batch >= 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be positive.")
     if samples_per_epoch is not None and samples_per_epoch < 1:
@@ -129,8 +139,8 @@ def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
         The schedule of the whole run.
 
     Raises:
-        UsageError: if there is no stage, or one has no step; from the schedule, if asked beyond
-            the last stage.
+        UsageError: if there is no stage, or one has no step or no function; from the schedule,
+            if asked beyond the last stage.
 
     >>> from allstep.optim import poly
     >>> chained = chain([(2, poly(2, power=1.0)), (4, poly(4, power=1.0))])
@@ -140,6 +150,8 @@ def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
     lengths = [num_steps for num_steps, _ in stages]
     if not lengths or min(lengths) < 1:
         raise UsageError(f"`stages` (of {lengths} steps) must be one or more, of 1 step or more.")
+    for _, schedule in stages:
+        check_schedule(schedule)
     total_steps = sum(lengths)
 
     def multiplier(step: int) -> float:

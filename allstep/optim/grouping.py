@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm
 
 from allstep.errors import UsageError
+from allstep.optim.checks import check_group_values
 
 __all__ = ["groups"]
 
@@ -51,7 +52,8 @@ def groups(
         optimizers (those that adapt nothing ignore `adapt`); one that would be empty is left out.
 
     Raises:
-        UsageError: if nothing in `model` is trainable, or a parameter has not got its shape yet.
+        UsageError: if nothing in `model` is trainable, a parameter has not got its shape yet, or an
+            argument is not what it should be.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     >>> for group in groups(model):
@@ -62,8 +64,14 @@ def groups(
     Source: Jia et al., 2018, arXiv:1807.11205, section 3.2 (no decay of biases and
     normalisation); the skip lists of MLPerf's LARS and of BERT's LAMB.
     """
-    if not isinstance(normalisation, tuple):
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"`model` (a {type(model).__name__}) must be the module itself, not its parameters: its"
+            " modules tell which are which."
+        )
+    if not isinstance(normalisation, tuple) or not all(isinstance(k, type) for k in normalisation):
         raise UsageError(f"`normalisation` (={normalisation!r}) must be a tuple of module classes.")
+    check_group_values({"weight_decay": weight_decay})
     kinds = _NORMALISATION + normalisation
     names: dict[nn.Parameter, str] = {}
     decayed: set[nn.Parameter] = set()

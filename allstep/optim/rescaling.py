@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from allstep.errors import UsageError, nearest_names
 from allstep.optim.published import PUBLISHED, MixedBatch, PublishedRecipe
 from allstep.optim.scaling import linear_scaling, linear_warmup_epochs, sqrt_scaling
-from allstep.optim.schedules import Schedule
+from allstep.optim.schedules import Schedule, check_counts
 from allstep.optim.settings import SecondStage, Settings
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def find_published(name: str) -> PublishedRecipe:
     Raises:
         UsageError: if there is none; with the nearest names.
     """
-    if name not in PUBLISHED:
-        raise UsageError(f"`large_batch` (={name!r}): {nearest_names(name, PUBLISHED)}")
+    if not isinstance(name, str) or name not in PUBLISHED:
+        raise UsageError(f"`large_batch` (={name!r}): {nearest_names(str(name), PUBLISHED)}")
     return PUBLISHED[name]
 
 
@@ -113,9 +113,9 @@ def rescale(
     (0.4, 1.0)
     """
     published = find_published(name)
-    for argument, value in (("global_batch", global_batch), ("epochs", epochs)):
-        if value < 1:
-            raise UsageError(f"`{argument}` (={value}) must be at least 1.")
+    check_counts(global_batch=global_batch, epochs=epochs)
+    if micro_batch is not None:
+        check_counts(micro_batch=micro_batch)
     nearest = published.nearest(global_batch)
     second = None if published.mixed is None else _second_epochs(published.mixed, epochs)
     lr, lr_rule = _rate(nearest, global_batch)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from allstep.optim.schedules import Schedule
+from allstep.optim.schedules import Schedule, check_schedule
 
 __all__ = ["ScheduledLR"]
 
@@ -22,6 +22,9 @@ class ScheduledLR(LRScheduler):
         schedule: a pure function from the step, which counts from 0, to a multiplier.
         last_epoch: the last step made; -1 begins anew.
 
+    Raises:
+        UsageError: if `schedule` is no function.
+
     >>> import torch
     >>> from allstep.optim import cosine
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
@@ -36,6 +39,7 @@ class ScheduledLR(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_epoch: int = -1) -> None:
+        check_schedule(schedule)
         self.schedule = schedule
         super().__init__(optimizer, last_epoch)
 

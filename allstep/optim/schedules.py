@@ -8,6 +8,7 @@ stays at its last value, often 0, would train nothing in silence. `hold` allows 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from allstep.errors import UsageError
 
@@ -238,6 +239,30 @@ def _decay(
 def _check_warmup(warmup_steps: int) -> None:
     if not warmup_steps >= 0:
         raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
+
+
+def check_counts(**counts: object) -> None:
+    """Refuses what is not a whole number of at least 1.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise UsageError(f"`{name}` (={value!r}) must be at least 1, a whole number.")
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuses what can't be called with a step.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not callable(schedule):
+        raise UsageError(
+            f"`schedule` (={schedule!r}) must be a function of the step, such as"
+            " `allstep.optim.constant()`."
+        )
 
 
 def check_step(step: int, total_steps: int | None = None) -> None:

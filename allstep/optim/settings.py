@@ -8,6 +8,7 @@ from allstep.errors import UsageError, nearest_names
 from allstep.optim.compose import chain, gradual_warmup, scaled
 from allstep.optim.schedules import (
     Schedule,
+    check_counts,
     constant,
     cosine,
     poly,
@@ -201,16 +202,17 @@ class Settings:
                 `second_steps_per_epoch`.
 
         Raises:
-            UsageError: if a number is below 1, or if stages or warm-up don't fit in the epochs.
+            UsageError: if a number is below 1 or not whole, or if stages or warm-up don't fit in
+                the epochs.
         """
-        for name, value in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
-            if value < 1:
-                raise UsageError(f"`{name}` (={value}) must be at least 1.")
+        check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
         if (self.second is None) != (second_steps_per_epoch is None):
             raise UsageError(
                 f"`second_steps_per_epoch` (={second_steps_per_epoch}) must be given where there is"
                 f" a second stage, and only there; here `second` is {self.second}."
             )
+        if second_steps_per_epoch is not None:
+            check_counts(second_steps_per_epoch=second_steps_per_epoch)
         warmup, start = self.warmup_epochs * steps_per_epoch, self.warmup_start
         if self.second is None or second_steps_per_epoch is None:
             self._refuse_long_warmup(epochs)

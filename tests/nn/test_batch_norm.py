@@ -541,3 +541,7 @@ def test_precise_statistics_that_are_interrupted_change_nothing() -> None:
 def test_precise_statistics_need_a_batch() -> None:
     with pytest.raises(UsageError, match="`batches` is empty on every worker"):
         precise_batch_norm(nn.BatchNorm1d(2), [], Communicator.lone())
+    with pytest.raises(
+        UsageError, match=r"`batches` \(a tensor of shape \(8, 2\)\) must be several"
+    ):
+        precise_batch_norm(nn.BatchNorm1d(2), torch.randn(8, 2), Communicator.lone())

@@ -167,6 +167,16 @@ def test_parameters_without_a_shape_are_refused() -> None:
 def test_kinds_of_normalisation_are_a_tuple() -> None:
     with pytest.raises(UsageError, match=r"`normalisation` \(=<class .*must be a tuple"):
         groups(nn.Linear(2, 2), normalisation=nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"`normalisation` \(=\(3,\)\) must be a tuple of module"):
+        groups(nn.Linear(2, 2), normalisation=(3,))  # type: ignore[arg-type]
+
+
+def test_parameters_alone_and_negative_decay_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"`model` \(a generator\) must be the module itself"):
+        groups(model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"`weight_decay` \(=-1\)"):
+        groups(model, weight_decay=-1)
 
 
 def test_the_room_leads_to_each_name() -> None:

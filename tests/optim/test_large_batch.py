@@ -221,6 +221,12 @@ def test_bad_names_and_numbers() -> None:
         rescale("goyal_1h", global_batch=0, epochs=1)
     with pytest.raises(UsageError, match=r"`epochs` \(=0\) must be at least 1"):
         rescale("goyal_1h", global_batch=1, epochs=0)
+    with pytest.raises(UsageError, match=r"`large_batch` \(=None\): "):
+        rescale(None, global_batch=1, epochs=1)  # type: ignore[arg-type]
+    for name, value in (("global_batch", 64.5), ("epochs", True), ("micro_batch", -4)):
+        numbers: dict[str, Any] = {"global_batch": 64, "epochs": 2, name: value}
+        with pytest.raises(UsageError, match=rf"`{name}` \(={value}\) must be at least 1, a whole"):
+            rescale("goyal_1h", **numbers)
     with pytest.raises(UsageError, match=r"`epochs` \(=1\) must be at least 2 for two stages"):
         rescale("lamb_bert_76min", global_batch=64, epochs=1)
     with pytest.raises(UsageError, match=r"`second_steps_per_epoch` \(=None\) must be given"):
@@ -249,6 +255,12 @@ def test_bad_second_stages(changes: dict[str, Any], message: str) -> None:
     [
         (Settings(), {"epochs": 0}, r"`epochs` \(=0\) must be at least 1"),
         (Settings(), {"steps_per_epoch": 0}, r"`steps_per_epoch` \(=0\) must be at least 1"),
+        (Settings(), {"steps_per_epoch": 3.5}, r"`steps_per_epoch` \(=3.5\) .* a whole number"),
+        (
+            Settings(second=SecondStage(epochs=1, lr=1.0, warmup_epochs=0.0)),
+            {"second_steps_per_epoch": 0},
+            r"`second_steps_per_epoch` \(=0\) must be at least 1",
+        ),
         (Settings(warmup_epochs=5), {}, r"`warmup_epochs` \(=5\) must be no more than the 2"),
         (
             Settings(warmup_epochs=1.5, second=SecondStage(epochs=1, lr=1.0, warmup_epochs=0.0)),
