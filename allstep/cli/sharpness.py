@@ -21,6 +21,7 @@ from allstep.train.sharpness import Sharpness, check_numbers, sharpness
 __all__ = ["Request", "run", "sharpness_worker"]
 
 _FILE = "sharpness.json"
+_CONVERGED = 0.05
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def _show(measured: Sharpness, step: int) -> None:
         (
             "top eigenvalue",
             f"{measured.top_eigenvalue:.4g}, within {measured.residual:.1%}"
-            f" ({measured.num_products} products)",
+            f" ({measured.num_products} products)"
+            + ("; not converged, raise --max-products" if measured.residual > _CONVERGED else ""),
         ),
         (
             "loss rise",

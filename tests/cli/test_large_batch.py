@@ -127,6 +127,14 @@ def test_sharpness_of_a_run_on_any_workers(
     assert "top eigenvalue: " in shown and "of 192 training samples" in shown
 
 
+def test_too_few_products_are_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for max_products, is_told in ((2, True), (200, False)):
+        request = Request(samples=64, sigma=0.05, num_draws=2, max_products=max_products)
+        sharpness_worker(Communicator.lone(), trained, request)
+        shown = capsys.readouterr().out
+        assert ("not converged, raise --max-products" in shown) == is_told
+
+
 def test_bad_sharpness(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag, value in (
         ("samples", "0"),
