@@ -21,7 +21,7 @@ from allstep.train.sharpness import Sharpness, check_numbers, sharpness
 __all__ = ["Request", "run", "sharpness_worker"]
 
 _FILE = "sharpness.json"
-_CONVERGED = 0.05
+_LARGE_RESIDUAL = 0.05  # beyond, eigenvalues of two runs can't be compared
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,15 @@ def _measure(
 
 
 def _show(measured: Sharpness, step: int) -> None:
+    has_converged = measured.residual <= _LARGE_RESIDUAL
+    advice = "" if has_converged else "; not converged, raise --max-products"
     rows = [
         ("step", f"{step:,}"),
         ("loss", f"{measured.loss:.4f}, of {measured.num_samples:,} training samples"),
         (
             "top eigenvalue",
             f"{measured.top_eigenvalue:.4g}, within {measured.residual:.1%}"
-            f" ({measured.num_products} products)"
-            + ("; not converged, raise --max-products" if measured.residual > _CONVERGED else ""),
+            f" ({measured.num_products} products){advice}",
         ),
         (
             "loss rise",
