@@ -21,6 +21,8 @@ from allstep.optim.trust import Norm, power_sum
 
 __all__ = ["LAMB"]
 
+_ALIGNED_ELEMENTS = 16  # 64 bytes, as torch's allocator aligns, or more
+
 
 class LAMB(TrustRatioOptimizer):
     """Adam's direction plus weight decay, scaled to the norm of every layer's weights.
@@ -168,15 +170,22 @@ class LAMB(TrustRatioOptimizer):
         return torch.tensor(sums, dtype=torch.float64)
 
     def _scratch(self, batch: Batch) -> list[Tensor]:
-        """Where a batch's directions lie: always the same memory, but for sharded batches."""
-        sizes = [weight.numel() for weight in batch.weights]
+        """Where a batch's directions lie: always the same memory, but for sharded batches.
+
+        Each begins where a tensor of its own would: how BLAS adds up depends on the alignment, and
+        no layer's norm should depend on the layers beside it.
+        """
         if batch.leaves[0].is_sharded:
             return [torch.empty_like(weight) for weight in batch.weights]
+        sizes = []
+        for weight in batch.weights:
+            size = weight.numel()
+            sizes += [size, -size % _ALIGNED_ELEMENTS]
         dtype = batch.weights[0].dtype
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < sum(sizes):
             memory = self._memory[dtype] = torch.empty(sum(sizes), dtype=dtype)
-        return list(memory[: sum(sizes)].split_with_sizes(sizes))
+        return list(memory[: sum(sizes)].split_with_sizes(sizes)[::2])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
