@@ -18,6 +18,7 @@ __all__ = [
 ]
 
 _NUM_LISTED = 5
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NonfiniteGradientError(AllstepError, ArithmeticError):
@@ -100,6 +101,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "must be positive, the largest trust ratio, or None.",
     ),
     "trust_eps": (_is_finite, "must be finite and 0 or more."),
+    "center_steps": (_is_finite, "must be 0 or more and finite; 10 epochs are usual."),
+    "period_steps": (
+        lambda value: 0 < value < math.inf,
+        "must be positive and finite; 5 epochs are usual.",
+    ),
 }
 
 
@@ -121,11 +127,11 @@ def check_parameters(group: Mapping[str, Any], group_index: int) -> None:
             " `allstep.optim.groups(model)` does."
         )
     for index, parameter in enumerate(parameters):
-        if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
+        if not isinstance(parameter, Tensor) or parameter.dtype not in _DTYPES:
             kind = parameter.dtype if isinstance(parameter, Tensor) else type(parameter).__name__
             raise UsageError(
                 f"{parameter_name(group, group_index, index)} (={kind}) must be a tensor of real"
-                " floating-point numbers."
+                f" floating-point numbers, of {', '.join(map(str, _DTYPES))}."
             )
 
 

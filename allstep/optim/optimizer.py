@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -54,6 +54,11 @@ class LargeBatchOptimizer(Optimizer, ABC):
         if nonfinite not in get_args(Nonfinite):
             raise UsageError(
                 f"`nonfinite` (={nonfinite!r}) must be one of {', '.join(get_args(Nonfinite))}."
+            )
+        if not isinstance(params, Iterable):
+            raise UsageError(
+                f"`params` (={params!r}) must be parameters or groups of them; pass"
+                " `model.parameters()`."
             )
         params = params if isinstance(params, Tensor) else list(params)
         if not isinstance(params, Tensor) and not params:

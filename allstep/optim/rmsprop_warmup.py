@@ -1,6 +1,5 @@
 """RMSprop warm-up: from RMSprop to momentum SGD, smoothly."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,10 +99,6 @@ class RMSpropWarmup(LargeBatchOptimizer):
         if self.param_groups and isinstance(param_group, dict):
             param_group = {"num_steps": self.param_groups[0]["num_steps"], **param_group}
         super().add_param_group(param_group)
-
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        super()._check_group(group)
-        sgd_share(0, group["center_steps"], group["period_steps"])
 
     def _slots(self) -> tuple[str, ...]:
         return ("square_avg", "delta")

@@ -765,6 +765,14 @@ def test_bad_options_are_named(make: Make, options: dict[str, Any], message: str
             lambda: RMSpropWarmup(one(), 0.1, center_steps=-1, period_steps=1),
             r"`center_steps` \(=-1\) must be 0 or more",
         ),
+        (
+            lambda: RMSpropWarmup(one(), 0.1, center_steps=None, period_steps=1),  # type: ignore[arg-type]
+            r"`center_steps` \(=None\) must be 0 or more",
+        ),
+        (
+            lambda: RMSpropWarmup(one(), 0.1, center_steps=float("inf"), period_steps=1),
+            r"`center_steps` \(=inf\) must be 0 or more",
+        ),
     ],
 )
 def test_bad_options_of_one_are_named(make: Callable[[], Any], message: str) -> None:
@@ -788,6 +796,10 @@ def test_bad_groups_are_refused(make: Make) -> None:
         make([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(UsageError, match=r"\(=int\) must be a tensor of real"):
         make([1])
+    with pytest.raises(UsageError, match=r"\(=torch.float8_e4m3fn\) must be a tensor of real"):
+        make([nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn))])
+    with pytest.raises(UsageError, match=r"`params` \(=None\) must be parameters or groups"):
+        make(None)
     with pytest.raises(UsageError, match=r"`lr` \(=-1\)"):
         make(one()).add_param_group({"params": one(), "lr": -1})
     with pytest.raises(TypeError, match="should be an iterable"):
