@@ -15,6 +15,7 @@ __all__ = ["PARTS", "Plan", "best_settings", "read_results"]
 
 NUM_TRAIN, NUM_HELD_OUT = 60_000, 10_000
 Point = dict[str, Any]
+_LOWEST_TEXT_RATES = {"lamb": 2e-3, "adamw": 1e-3}  # at a batch of 1,024
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Plan:
     width: int = 16
     texts: str | None = None
     text_epochs: int = 10
+    num_text_seeds: int = 2
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -285,31 +287,55 @@ def text(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
     Raises:
         LookupError: if no folder with texts was given.
     """
-    if plan.texts is None:
-        raise LookupError("give a folder of texts with --texts")
-    peaks = {"lamb": 2e-3, "adamw": 1e-3}  # the lowest, at a batch of 1,024
+    for batch, name, index in _text_rates():
+        lr = _LOWEST_TEXT_RATES[name] * 2**index * (batch / 1024) ** 0.5
+        yield _text_point(plan, "text", f"{name}-{batch}-{index}", name, batch, lr)
+
+
+def text_seeds(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
+    """The best rate of each, with other seeds.
+
+    Raises:
+        LookupError: if a rate hasn't been tried, or no folder with texts was given.
+    """
+    tried: dict[tuple[int, str], list[Point]] = {}
+    for batch, name, index in _text_rates():
+        if f"text/{name}-{batch}-{index}" not in results:
+            raise LookupError(f"text/{name}-{batch}-{index} is missing")
+        tried.setdefault((batch, name), []).append(results[f"text/{name}-{batch}-{index}"])
+    for seed in range(1, plan.num_text_seeds):
+        for (batch, name), points in tried.items():
+            done = [point for point in points if point["loss"] is not None]
+            if done:
+                lr = min(done, key=lambda point: point["loss"])["settings"]["lr"]
+                point_name = f"{name}-{batch}-seed{seed}"
+                yield _text_point(plan, "text_seeds", point_name, name, batch, lr, seed)
+
+
+def _text_rates() -> Iterator[tuple[int, str, int]]:
+    """(batch, method, how often the lowest rate is doubled)."""
     for batch in (32, 1024, 128, 512):  # the ends first
         for index in range(6) if batch in (32, 1024) else range(2, 6):
-            for name, lowest in peaks.items():
-                lr = lowest * 2**index * (batch / 1024) ** 0.5
-                settings = {
-                    "optimizer": name,
-                    "lr": lr,
-                    "weight_decay": 0.01,
-                    "lr_schedule": "linear",
-                    "warmup_epochs": 0.2843 * (plan.text_epochs - 1),
-                    "second_lr_share": 4 / 6,
-                    "second_warmup_epochs": 0.128,
-                }
-                yield plan.point(
-                    "text",
-                    f"{name}-{batch}-{index}",
-                    method=name,
-                    batch=batch,
-                    epochs=plan.text_epochs,
-                    texts=plan.texts,
-                    settings=settings,
-                )
+            for name in _LOWEST_TEXT_RATES:
+                yield batch, name, index
+
+
+def _text_point(
+    plan: Plan, part: str, point_name: str, method: str, batch: int, lr: float, seed: int = 0
+) -> Point:
+    if plan.texts is None:
+        raise LookupError("give a folder of texts with --texts")
+    settings = {
+        "optimizer": method,
+        "lr": lr,
+        "weight_decay": 0.01,
+        "lr_schedule": "linear",
+        "warmup_epochs": 0.2843 * (plan.text_epochs - 1),
+        "second_lr_share": 4 / 6,
+        "second_warmup_epochs": 0.128,
+    }
+    fields = {"epochs": plan.text_epochs, "texts": plan.texts, "settings": settings, "seed": seed}
+    return plan.point(part, point_name, method=method, batch=batch, **fields)
 
 
 PARTS = {
@@ -322,6 +348,7 @@ PARTS = {
     "norms": norms,
     "akiba": akiba,
     "text": text,
+    "text_seeds": text_seeds,
 }
 
 

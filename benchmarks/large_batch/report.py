@@ -224,19 +224,21 @@ def _akiba(plan: Plan, results: Results) -> list[str]:
 
 
 def _text(plan: Plan, results: Results) -> list[str]:
-    """The held-out loss at the best of the rates, and at each."""
+    """The held-out loss at the best of the rates, with other seeds there, and at each."""
     rows = []
     keys = dict.fromkeys((p["batch"], p["method"]) for p in _of(results, "text"))
     for batch, method in sorted(keys):
         points = _of(results, "text", batch=batch, method=method)
         losses = [point["loss"] for point in points if point["loss"] is not None]
+        again = _of(results, "text_seeds", batch=batch, method=method)
         each = ", ".join(
             f"{point['settings']['lr']:.2g}: {_loss(point)}"
             for point in sorted(points, key=lambda point: point["settings"]["lr"])
         )
-        rows.append([f"{batch:,}", method, f"{min(losses):.3f}" if losses else "-", each])
+        best = f"{min(losses):.3f}" if losses else "-"
+        rows.append([f"{batch:,}", method, best, ", ".join(map(_loss, again)) or "-", each])
     title = f"**`text`, hidden tokens, two stages, {plan.text_epochs} epochs: held-out loss, nats**"
-    header = ["batch", "method", "best", "rate: loss"]
+    header = ["batch", "method", "best", "another seed", "rate: loss"]
     return [title, "", *_table(header, rows)] if rows else []
 
 
