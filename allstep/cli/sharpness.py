@@ -3,9 +3,16 @@
 import argparse
 import json
 import os
-from contextlib import closing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
 
 from allstep import data
 from allstep.cli import run_folder
@@ -109,17 +116,40 @@ def _measure(
         collate_fn=task.collate_fn,
     )
     with loader:
-        measured = sharpness(
-            task.model,
-            lambda model, batch: task.loss(model, precision.prepare_data(batch)),
-            next(loader.global_batches()),
-            comm,
-            max_products=request.max_products,
-            sigma=request.sigma,
-            num_draws=request.num_draws,
-            seed=recipe.seed,
-        )
+        batch = next(loader.global_batches())
+        most_times = 1 + request.max_products + request.num_draws
+        with _passes_shown(most_times * batch.num_local_micro_batches, comm) as advance:
+
+            def loss(model: nn.Module, micro_batch: Any) -> Tensor:
+                advance()
+                return task.loss(model, precision.prepare_data(micro_batch))
+
+            measured = sharpness(
+                task.model,
+                loss,
+                batch,
+                comm,
+                max_products=request.max_products,
+                sigma=request.sigma,
+                num_draws=request.num_draws,
+                seed=recipe.seed,
+            )
     return measured, step
+
+
+@contextmanager
+def _passes_shown(most_passes: int, comm: Communicator) -> Iterator[Callable[[], None]]:
+    """A bar on rank 0's terminal while it lasts; what it gives is called at every pass."""
+    with Progress(
+        TextColumn("pass {task.completed:,} of at most {task.total:,}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=comm.rank > 0 or not sys.stderr.isatty(),
+    ) as progress:
+        task = progress.add_task("", total=most_passes)
+        yield lambda: progress.advance(task)
 
 
 def _show(measured: Sharpness, step: int) -> None:

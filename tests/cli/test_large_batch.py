@@ -1,6 +1,7 @@
 """`train --large-batch` and `sharpness` from the command line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from allstep.optim import rescale
 from allstep.recipes.digits import Digits
 from allstep.recipes.large_batch import apply_large_batch
 from allstep.recipes.text import Text
+from tests.helpers.terminal import Terminal
 
 
 def test_a_published_recipe_sets_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +127,21 @@ def test_sharpness_of_a_run_on_any_workers(
         assert other["loss_rise"] == pytest.approx(found[0]["loss_rise"], rel=1e-3)
     shown = capsys.readouterr().out
     assert "top eigenvalue: " in shown and "of 192 training samples" in shown
+
+
+def test_passes_are_shown_on_a_terminal(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Request(samples=64, sigma=0.05, num_draws=2, max_products=3)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    sharpness_worker(Communicator.lone(), trained, request)
+    # 4 micro-batches in at most 1 + 3 + 2 sums.
+    assert "of at most 24" in terminal.getvalue()
+    assert "pass" not in capsys.readouterr().out
+    monkeypatch.undo()
+    sharpness_worker(Communicator.lone(), trained, request)
+    assert capsys.readouterr().err == ""
 
 
 def test_too_few_products_are_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,7 @@ from allstep.comm import Communicator
 from allstep.comm.threads import run_ranks
 from allstep.train import progress as progress_module
 from allstep.train.progress import Progress
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from tests.helpers.terminal import Terminal
 
 
 @pytest.fixture
