@@ -235,17 +235,19 @@ def control(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
         )
     middle, factor = plan.batches[-2], plan.large // plan.batches[-2]
     epochs = plan.final_epochs * factor  # as many steps as the middle batch makes
-    for name in ("nesterov", "lamb"):
-        best = _longer(plan, best_settings(plan, results, name, plan.large)[0], epochs)
-        yield plan.point(
-            "control",
-            f"steps-of-{middle}-{name}-{plan.large}",
-            method=name,
-            batch=plan.large,
-            epochs=epochs,
-            settings=best,
-            measures=True,
-        )
+    for seed in range(plan.num_seeds):
+        for name in ("nesterov", "lamb"):
+            best = _longer(plan, best_settings(plan, results, name, plan.large)[0], epochs)
+            yield plan.point(
+                "control",
+                f"steps-of-{middle}-{name}-{plan.large}-seed{seed}",
+                method=name,
+                batch=plan.large,
+                epochs=epochs,
+                settings=best,
+                seed=seed,
+                measures=True,
+            )
 
 
 def norms(plan: Plan, results: Mapping[str, Point]) -> Iterator[Point]:
