@@ -33,8 +33,10 @@ def write_report(plan: Plan, results: Results, folder: Path | None = None) -> No
 def _sections(plan: Plan, results: Results) -> list[str]:
     num_planned = len(plan.batches) * len(plan.methods) * plan.num_points
     num_done = len(_of(results, "search"))
+    num_fashion = sum("texts" not in point for point in results.values())
     lines = [
-        f"{len(results):,} trainings of `fashion` with `--width {plan.width}`, micro-batches of 32."
+        f"{num_fashion:,} trainings of `fashion` with `--width {plan.width}`, micro-batches of 32,"
+        f" and {len(results) - num_fashion:,} of `text`."
         f" The search: {plan.num_points} Sobol points for each method and batch,"
         f" {plan.search_epochs} epochs, judged on 10,000 held-out training samples;"
         f" {num_done} of its {num_planned} points are done.",
