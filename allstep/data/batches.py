@@ -1,10 +1,16 @@
-"""What a loader hands out: global batches, and this worker's micro-batches of them."""
+"""Global batches, this worker's micro-batches of them, and what all their loaders share."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-__all__ = ["GlobalBatch", "MicroBatch"]
+from allstep.comm import Communicator
+from allstep.data.processes import Items, LoaderProcesses
+from allstep.data.sampler import check_batches, check_integer
+from allstep.errors import UsageError
+
+__all__ = ["GlobalBatch", "GlobalBatchLoader", "MicroBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +47,115 @@ class GlobalBatch:
     num_samples: int
     micro_batches: Iterator[MicroBatch]
     num_local_micro_batches: int
+
+
+class GlobalBatchLoader(ABC):
+    """Hands out this worker's part of each global batch; see `allstep.data.loader`.
+
+    Attributes:
+        comm: the workers that share the data.
+        global_batch, micro_batch: samples of a step, and of a pass through the model.
+        seed: start of all random states.
+        step: global batches handed out so far, over all epochs.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        drop_last: bool,
+        processes: LoaderProcesses,
+    ) -> None:
+        check_batches(global_batch, micro_batch)
+        check_integer("seed", seed, -(1 << 63))
+        self.comm = comm
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.step = 0
+        self._drop_last = drop_last
+        self._processes = processes
+        self._items: Items | None = None  # what is being read
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Whole passes over the data so far."""
+
+    def global_batches(self) -> Iterator[GlobalBatch]:
+        """The rest of the current epoch; a batch counts as consumed when it is handed out.
+
+        What is left of a batch when the next one is asked for is thrown away. The loop may be
+        left and begun again: it goes on where it was.
+        """
+        epoch = self.epoch
+        while self.epoch == epoch:
+            batch = self._next_batch()
+            if batch is not None:
+                yield batch
+
+    def __iter__(self) -> Iterator[Any]:
+        """This worker's micro-batches of the rest of the epoch, for a loop without `steps`.
+
+        Each is one step, so there must be one of equal size for every worker.
+
+        Raises:
+            UsageError: if the workers' shares of a global batch would be unequal.
+        """
+        size = self.comm.size
+        if self.global_batch != size * self.micro_batch:
+            raise UsageError(
+                f"`global_batch` (={self.global_batch}) must be {size} workers x `micro_batch`"
+                f" (={self.micro_batch}) = {size * self.micro_batch} for a plain loop, where each"
+                " micro-batch is a step; `allstep.steps` takes any."
+            )
+        if size > 1 and self._may_end_short():
+            raise UsageError(
+                "An epoch's last global batch may be short, so that a plain loop would weigh the"
+                f" {size} workers wrongly; use `allstep.steps`, or `drop_last=True`."
+            )
+        return (micro.data for batch in self.global_batches() for micro in batch.micro_batches)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, int]:
+        """Where the data stands: `samples` consumed and `steps` made since the start."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from a `state_dict`.
+
+        Raises:
+            UsageError: if a key is missing, a value impossible, or the state of other data.
+        """
+
+    def close(self) -> None:
+        """Ends the loader's processes; asked for more, it starts new ones."""
+        if self._items is not None:
+            self._items.close()
+            self._items = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _next_batch(self) -> GlobalBatch | None:
+        """The next batch, or None if the epoch turned out to be over."""
+
+    @abstractmethod
+    def _may_end_short(self) -> bool:
+        """Whether the rest of the epoch may end with an incomplete global batch."""
+
+    @staticmethod
+    def _check_state(state: Mapping[str, int], *keys: str) -> None:
+        for key in keys:
+            if key not in state:
+                raise UsageError(
+                    f"`state` (={dict(state)}) has no `{key}`; give what `state_dict` gave."
+                )
+            check_integer(f'state["{key}"]', state[key], 0)

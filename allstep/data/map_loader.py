@@ -6,8 +6,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from allstep.comm import Communicator
-from allstep.data.base import GlobalBatchLoader
-from allstep.data.batches import GlobalBatch, MicroBatch
+from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import Collate, FetchMicroBatch, Key
 from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.sampler import GlobalBatchPlan, GlobalBatchSampler, local_part
@@ -40,7 +39,14 @@ class MapLoader(GlobalBatchLoader):
         collate_fn: Collate | None,
         processes: LoaderProcesses,
     ) -> None:
-        super().__init__(comm, global_batch=global_batch, micro_batch=micro_batch, seed=seed)
+        super().__init__(
+            comm,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            drop_last=drop_last,
+            processes=processes,
+        )
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 f"`dataset` (a {type(dataset).__name__}) has no `__len__` and `__getitem__`; give"
@@ -54,10 +60,7 @@ class MapLoader(GlobalBatchLoader):
             shuffle=shuffle,
             drop_last=drop_last,
         )
-        self._drop_last = drop_last
         self._fetch = FetchMicroBatch(dataset, seed, collate_fn)
-        self._processes = processes
-        self._items: Items | None = None
         self._rest: Iterator[MicroBatch] = iter(())  # of the batch that was handed out last
         self.position = 0
 
@@ -88,9 +91,7 @@ class MapLoader(GlobalBatchLoader):
     def close(self) -> None:
         """Ends the loader's processes; asked for more, it starts new ones."""
         self._rest = iter(())
-        if self._items is not None:
-            self._items.close()
-            self._items = None
+        super().close()
 
     def _next_batch(self) -> GlobalBatch:
         for _ in self._rest:  # what was not asked for, so that the order is kept

@@ -41,7 +41,7 @@ class LoaderProcesses:
     itself uses CUDA or threads needs `multiprocessing_context="forkserver"`.
 
     Another danger is garbage. A loader process that collected what its parent left in cycles
-    would wait for ever in the destructor of a process group, for threads that a fork doesn't
+    would never return from the destructor of a process group, for threads that a fork doesn't
     copy. So it is born with the collector off, and sets aside all that it inherited before it
     collects (which also keeps that memory shared).
 

@@ -8,24 +8,36 @@ all-reduce of a batch is started one batch ahead, so that no step waits for it.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from allstep.comm import Communicator, Pending
-from allstep.data.base import GlobalBatchLoader
-from allstep.data.batches import GlobalBatch, MicroBatch
-from allstep.data.fetch import Collate
+from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
+from allstep.data.fetch import RANDOM_STATE_LOCK, Collate
 from allstep.data.processes import Items, LoaderProcesses
+from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.sampler import local_part
-from allstep.data.stream_parts import Part, StreamParts
 from allstep.errors import DisagreementError, UsageError
 
 __all__ = ["StreamLoader"]
 
-_NOTHING = Part(0, [])
+
+class _Part(NamedTuple):
+    """What a worker has for one global batch; torch's `pin_memory` looks into tuples.
+
+    Attributes:
+        num_samples: of this worker (sharded), or of the whole global batch (replicated).
+        micro_batches: (index, number of samples, collated samples) of each of this worker's.
+    """
+
+    num_samples: int
+    micro_batches: list[tuple[int, int, Any]]
 
 
 class StreamLoader(GlobalBatchLoader):
@@ -52,7 +64,14 @@ class StreamLoader(GlobalBatchLoader):
         collate_fn: Collate | None,
         processes: LoaderProcesses,
     ) -> None:
-        super().__init__(comm, global_batch=global_batch, micro_batch=micro_batch, seed=seed)
+        super().__init__(
+            comm,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            drop_last=drop_last,
+            processes=processes,
+        )
         num_slots = global_batch // micro_batch
         if is_sharded and num_slots < comm.size:
             raise UsageError(
@@ -60,21 +79,18 @@ class StreamLoader(GlobalBatchLoader):
                 " workers, each with a stream of its own; use"
                 f" {comm.size * micro_batch} or more."
             )
-        self._drop_last = drop_last
         self._is_sharded = is_sharded
-        self._processes = processes
-        self._parts = StreamParts(
-            dataset,
+        self._parts = _StreamParts(
+            dataset=dataset,
             slots=local_part(num_slots, comm.rank, comm.size),
             num_slots=num_slots,
             micro_batch=micro_batch,
             is_sharded=is_sharded,
             drop_last=drop_last,
             seed=seed,
-            collate_fn=collate_fn,
+            collate=collate_fn or default_collate,
         )
-        self._items: Items | None = None
-        self._ahead: tuple[Part, Pending[Tensor]] | None = None
+        self._ahead: tuple[_Part, Pending[Tensor]] | None = None
         self._epoch = 0
         self._epoch_samples = 0
         self._epoch_steps = 0
@@ -120,9 +136,7 @@ class StreamLoader(GlobalBatchLoader):
     def close(self) -> None:
         """Ends the loader's processes; asked for more, it starts new ones."""
         self._ahead = None
-        if self._items is not None:
-            self._items.close()
-            self._items = None
+        super().close()
 
     def _next_batch(self) -> GlobalBatch | None:
         """The next batch; the one after it is read and announced first."""
@@ -140,12 +154,12 @@ class StreamLoader(GlobalBatchLoader):
         micro_batches = _as_micro_batches(part)
         return GlobalBatch(step, self._epoch, num_samples, micro_batches, len(part.micro_batches))
 
-    def _read(self) -> tuple[Part, Pending[Tensor]]:
+    def _read(self) -> tuple[_Part, Pending[Tensor]]:
         """This worker's part of the following batch, and how many samples all of them have."""
         try:
             if self._items is None:
                 self._items = self._open()
-            part = next(self._items, _NOTHING)
+            part = next(self._items, _Part(0, []))
         except BaseException:
             self.close()
             raise
@@ -166,7 +180,7 @@ class StreamLoader(GlobalBatchLoader):
                 next(items, None)
         return items
 
-    def _num_agreed(self, part: Part, counts: Pending[Tensor]) -> int:
+    def _num_agreed(self, part: _Part, counts: Pending[Tensor]) -> int:
         largest, *negated_smallest = counts.wait().tolist()
         if negated_smallest and largest != -negated_smallest[0]:
             found = self.comm.all_gather_object(part.num_samples)
@@ -181,7 +195,108 @@ class StreamLoader(GlobalBatchLoader):
         return not self._drop_last
 
 
-def _as_micro_batches(part: Part) -> Iterator[MicroBatch]:
+def _as_micro_batches(part: _Part) -> Iterator[MicroBatch]:
     last = len(part.micro_batches) - 1
     for order, (index, num_samples, data) in enumerate(part.micro_batches):
         yield MicroBatch(index, num_samples, data, order == last)
+
+
+@dataclass(eq=False, kw_only=True)
+class _StreamParts(IterableDataset[_Part]):
+    """One epoch of a stream, cut.
+
+    Every global batch has the same slots for micro-batches; a worker fills its own. With
+    several loader processes each makes every so many-th part, in turn. A replicated stream is
+    read whole by each of them; a sharded one is split among them by the data set itself, as
+    torch's get_worker_info lets it.
+
+    Args:
+        dataset: the stream.
+        slots: of this worker.
+        num_slots: of all workers.
+        micro_batch: samples of a slot.
+        is_sharded: whether this worker's stream is its own.
+        drop_last: of a sharded stream, leave out the last part if it is incomplete.
+        seed: start of the samples' random states.
+        collate: samples -> micro-batch.
+        epoch: passes over the stream before this one.
+        num_skipped: samples of a replicated stream that are read and thrown away first.
+    """
+
+    dataset: IterableDataset[Any]
+    slots: range
+    num_slots: int
+    micro_batch: int
+    is_sharded: bool
+    drop_last: bool
+    seed: int
+    collate: Collate
+    epoch: int = 0
+    num_skipped: int = 0
+
+    def __iter__(self) -> Iterator[_Part]:
+        info = get_worker_info()
+        reader, num_readers = (0, 1) if info is None else (info.id, info.num_workers)
+        parts = self._sharded(reader) if self.is_sharded else self._replicated(reader, num_readers)
+        return parts if info is not None else _with_own_random_state(parts)
+
+    def _replicated(self, reader: int, num_readers: int) -> Iterator[_Part]:
+        # A data set that splits itself among loader processes must not do so here.
+        torch_worker._worker_info = None
+        samples = islice(self._samples(), self.num_skipped, None)
+        for number in count():
+            is_mine = number % num_readers == reader
+            num_samples, local_samples = 0, []
+            for sample in islice(samples, self.num_slots * self.micro_batch):
+                if is_mine and num_samples // self.micro_batch in self.slots:
+                    local_samples.append(sample)
+                num_samples += 1
+            if num_samples == 0:
+                return
+            if is_mine:
+                yield self._part(num_samples, local_samples)
+
+    def _sharded(self, reader: int) -> Iterator[_Part]:
+        num_wanted = len(self.slots) * self.micro_batch
+        samples = self._samples(self.slots.start, reader)
+        while local_samples := list(islice(samples, num_wanted)):
+            if self.drop_last and len(local_samples) < num_wanted:
+                return
+            yield self._part(len(local_samples), local_samples)
+
+    def _samples(self, *salt: int) -> Iterator[Any]:
+        """The samples, each drawn with a random state of its own."""
+        if hasattr(self.dataset, "set_epoch"):  # streams that shuffle themselves often have it
+            self.dataset.set_epoch(self.epoch)
+        seed_all(derive_seed(self.seed, self.epoch, -1, *salt))
+        stream = iter(self.dataset)
+        for index in count():
+            seed_all(derive_seed(self.seed, self.epoch, index, *salt))
+            try:
+                sample = next(stream)
+            except StopIteration:
+                return
+            except Exception as error:
+                error.add_note(f"while reading sample {index} of the stream")
+                raise
+            yield sample
+
+    def _part(self, num_samples: int, local_samples: list[Any]) -> _Part:
+        cut = (
+            local_samples[start : start + self.micro_batch]
+            for start in range(0, len(local_samples), self.micro_batch)
+        )
+        micro_batches = [
+            (slot, len(samples), self.collate(samples))
+            for slot, samples in zip(self.slots, cut, strict=False)
+        ]
+        return _Part(num_samples, micro_batches)
+
+
+def _with_own_random_state(parts: Iterator[_Part]) -> Iterator[_Part]:
+    while True:
+        with RANDOM_STATE_LOCK, preserved_random_state():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part

@@ -286,6 +286,31 @@ def test_an_error_names_the_place(num_workers: int) -> None:
     assert "while reading sample 1 of the stream" in told
 
 
+class Pinnable:
+    """Notes that its memory was pinned, as a tensor's would be where there is a GPU."""
+
+    is_pinned = False
+
+    def pin_memory(self) -> "Pinnable":
+        self.is_pinned = True
+        return self
+
+
+@pytest.mark.parametrize("stream", ["replicated", "sharded"])
+def test_pin_memory_reaches_the_micro_batches_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu")
+    )
+    loader = make_loader(
+        Communicator.lone(), pin_memory=True, stream=stream, collate_fn=lambda _: Pinnable()
+    )
+    batch = next(loader.global_batches())
+    assert [micro.data.is_pinned for micro in batch.micro_batches] == [True] * 4
+
+
 def test_an_empty_stream_is_an_empty_epoch() -> None:
     assert on_workers(2, Stream(0), num_epochs=2) == {}
 
