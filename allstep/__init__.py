@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from allstep import recipes as recipes
     from allstep import train as train
     from allstep.comm import Communicator as Communicator
-    from allstep.comm import Pending as Pending
+    from allstep.comm import Work as Work
     from allstep.comm import init as init
     from allstep.data import scatter as scatter
     from allstep.errors import AllstepError as AllstepError
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 
 _ROOM_OF = {
     "Communicator": "comm",
-    "Pending": "comm",
+    "Work": "comm",
     "init": "comm",
     "scatter": "data",
     "AllstepError": "errors",

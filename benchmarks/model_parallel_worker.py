@@ -19,7 +19,7 @@ from torch import nn
 
 import allstep
 from allstep import Communicator
-from allstep.comm import Pending
+from allstep.comm import Work
 from allstep.comm.parcels import Parcels
 from allstep.nn import Grid, Stage
 from allstep.nn.windows import own_part
@@ -87,6 +87,19 @@ class Step:
         return sum(parameter.numel() for parameter in self.net.parameters())
 
 
+class _Counted:
+    """A work whose waits are counted."""
+
+    def __init__(self, work: Work[Any], count: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work, self._counted = work, count
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        return self._counted(lambda: self._work.wait(timeout_s))
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class Exposed:
     """Counts the seconds in which windows post messages and wait for them."""
 
@@ -95,8 +108,7 @@ class Exposed:
         exchange = Parcels.exchange
 
         def timed(parcels: Parcels, *args: Any, **options: Any) -> Any:
-            pending = self._count(lambda: exchange(parcels, *args, **options))
-            return Pending(lambda timeout_s: self._count(lambda: pending.wait(timeout_s)))
+            return _Counted(self._count(lambda: exchange(parcels, *args, **options)), self._count)
 
         Parcels.exchange = timed  # type: ignore[method-assign]
 

@@ -2,7 +2,7 @@
 
 from allstep.comm.communicator import Communicator
 from allstep.comm.initialise import init
-from allstep.comm.pending import Pending
 from allstep.comm.reduce_ops import ReduceOp
+from allstep.comm.work import Work
 
-__all__ = ["Communicator", "Pending", "ReduceOp", "init"]
+__all__ = ["Communicator", "ReduceOp", "Work", "init"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from allstep.comm.failures import translated
-from allstep.comm.gloo import PostedMessages, break_connections
+from allstep.comm.failures import is_timeout, translated
 from allstep.comm.roll_call import call_roll
 from allstep.comm.roster import Roster
-from allstep.comm.wire import Posted
+from allstep.comm.work import BackendWork, Work
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 __all__ = ["GroupWire"]
 
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
 _SWAP_TAG = (1 << 31) - 2
+_ABORT_TAG = (1 << 31) - 1
 
 _Start = Callable[[dist.ProcessGroup], dist.Work]
 
@@ -61,7 +62,7 @@ class GroupWire:
         timeout_s: float | None = None,
         *,
         meets: bool = False,
-    ) -> Posted:
+    ) -> Work[None]:
         """Starts calls.
 
         Args:
@@ -78,15 +79,13 @@ class GroupWire:
         with self._explained(verb, None):
             works = [start(group) for start in starts]
 
-        def wait(limit_s: float | None) -> None:
-            with self._explained(verb, limit_s):
-                _finish(works, limit_s)
+        def note_meeting() -> None:
             if meets:
                 self.roster.last_met = verb
 
-        if timeout_s is None:
-            return Posted(wait, works)
-        return PostedMessages(wait, timeout_s, f"`{verb}` on {self.roster.own}")
+        name = f"`{verb}` on {self.roster.own}"
+        explained = partial(self._explained, verb)
+        return BackendWork(works, explained, name, note_meeting, timeout_s)
 
     @contextmanager
     def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
@@ -109,7 +108,7 @@ class GroupWire:
         options.timeout = timedelta(seconds=self.timeout_s)
         return options
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
         options = self._options(dist.AllreduceOptions)
         options.reduceOp = op
         starts: list[_Start] = [lambda group: group.allreduce([tensor], options)]
@@ -117,7 +116,7 @@ class GroupWire:
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
-    ) -> tuple[Tensor, Posted]:
+    ) -> tuple[Tensor, Work[None]]:
         if len({part.numel() for part in parts}) == 1:
             options = self._options(dist.ReduceScatterOptions)
             options.reduceOp = op
@@ -147,7 +146,7 @@ class GroupWire:
 
         return [of(chunk) for chunk in _chunks(buffer)]
 
-    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
         return self._post(verb, self._broadcasts(buffer, root))
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
@@ -203,15 +202,15 @@ class GroupWire:
             starts += _sends(outgoing[dest], dest, _SWAP_TAG)
         self._post(verb, starts, self.timeout_s, meets=True).wait()
 
-    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         return self._post(verb, _sends(buffer, dest, tag), self._limit_s(buffer))
 
-    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         return self._post(verb, _recvs(buffer, source, tag), self._limit_s(buffer))
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
-    ) -> Posted:
+    ) -> Work[None]:
         starts = [*_recvs(incoming, source, tag), *_sends(outgoing, dest, tag)]
         if incoming.device.type == "cpu":
             return self._post(verb, starts, self._limit_s(incoming))
@@ -235,20 +234,10 @@ class GroupWire:
             return
         if abort:
             if "cpu" in self._device_types:
-                break_connections(group)
+                _break_connections(group)
             with suppress(RuntimeError):
                 group.abort()
         self._close()
-
-
-def _finish(works: list[dist.Work], timeout_s: float | None) -> None:
-    """Waits for works and takes the finished off the list."""
-    while works:
-        if timeout_s is None:
-            works[0].wait()
-        else:
-            works[0].wait(timedelta(seconds=timeout_s))
-        works.pop(0)
 
 
 def _sends(buffer: Tensor, dest: int, tag: int) -> list[_Start]:
@@ -268,3 +257,20 @@ def _recvs(buffer: Tensor, source: int, tag: int) -> list[_Start]:
 def _chunks(buffer: Tensor) -> list[Tensor]:
     """Pieces that any backend can send; none if there is nothing to send."""
     return list(torch.split(buffer, _CHUNK_BYTES)) if buffer.numel() else []
+
+
+def _break_connections(group: dist.ProcessGroup) -> None:
+    """Closes a group's connections, so that its other ranks fail at once.
+
+    Gloo closes them itself when nobody holds the group any more, which cannot be known here. So
+    let a call time out: the first that does closes all; on one that is closed already a call
+    fails for that reason.
+    """
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if is_timeout(error):
+                break

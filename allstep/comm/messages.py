@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allstep.comm.wire import Posted, Wire
+from allstep.comm.wire import Wire
+from allstep.comm.work import Work
 from allstep.errors import DisagreementError
 
 __all__ = ["Messages"]
@@ -97,7 +98,7 @@ class Messages:
             call.wait()
         return [start + _to_bytes(rest) for (_, start), rest in zip(opened, rests, strict=True)]
 
-    def send(self, body: bytes, dest: int, tag: int, verb: str) -> list[Posted]:
+    def send(self, body: bytes, dest: int, tag: int, verb: str) -> list[Work[None]]:
         """Posts a body to another rank."""
         parts = (self._seal(body, verb), self._rest(body))
         return [self._wire.send(part, dest, tag, verb) for part in parts]

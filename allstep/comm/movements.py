@@ -8,9 +8,9 @@ from torch import Tensor
 
 from allstep.comm.layout import Layout, Tensors, as_tuple
 from allstep.comm.member import PRIVATE_TAG, Member
-from allstep.comm.pending import Pending
 from allstep.comm.topology import Topology
 from allstep.comm.wire import Wire
+from allstep.comm.work import JoinedWork, Work
 from allstep.errors import DisagreementError, UsageError
 
 __all__ = ["MovementVerbs"]
@@ -184,33 +184,33 @@ class MovementVerbs(Member):
     @overload
     def send(
         self, x: Tensor | Sequence[Tensor], dest: int, tag: int = ..., *, async_op: Literal[True]
-    ) -> Pending[None]: ...
+    ) -> Work[None]: ...
     def send(
         self, x: Tensor | Sequence[Tensor], dest: int, tag: int = 0, *, async_op: bool = False
-    ) -> Pending[None] | None:
+    ) -> Work[None] | None:
         """Sends tensors to another rank, which calls `recv`.
 
         Args:
             x: tensor or tuple of tensors of any shapes and dtypes.
             dest: the rank that receives; not this one.
             tag: tells messages to the same rank apart (on CUDA their order alone does).
-            async_op: return a Pending at once, which must be waited for; leave `x` alone till then.
+            async_op: return a Work at once, which must be waited for; leave `x` alone till then.
         """
         self._check_peer("dest", dest, tag)
-        pending = self._send(x, dest, tag, "send")
-        return pending if async_op else pending.wait()
+        work = self._send(x, dest, tag, "send")
+        return work if async_op else work.wait()
 
     @overload
     def recv(self, source: int, tag: int = ..., *, async_op: Literal[False] = ...) -> Any: ...
     @overload
-    def recv(self, source: int, tag: int = ..., *, async_op: Literal[True]) -> Pending[Any]: ...
+    def recv(self, source: int, tag: int = ..., *, async_op: Literal[True]) -> Work[Any]: ...
     def recv(self, source: int, tag: int = 0, *, async_op: bool = False) -> Any:
         """Receives what another rank sends by `send`.
 
         Args:
             source: the rank that sends; not this one.
             tag: as in `send`.
-            async_op: return a Pending at once.
+            async_op: return a Work at once.
 
         Returns:
             A tensor or a tuple of tensors, as sent, on the communicator's device.
@@ -224,16 +224,11 @@ class MovementVerbs(Member):
             return self._inbox.start(source, tag, receive)
         return self._inbox.receive(source, tag, receive)
 
-    def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Pending[None]:
+    def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Work[None]:
         layout = Layout.of(x)
         posted = self._messages.send(layout.encode(), dest, tag, verb)
         posted.append(self._wire.send(layout.pack(x, self._carrier), dest, tag, verb))
-
-        def finish(timeout_s: float | None) -> None:
-            for call in posted:
-                call.wait(timeout_s)
-
-        return Pending(finish)
+        return JoinedWork(posted, lambda: None)
 
     def _recv(self, source: int, tag: int, verb: str, sent_by: str) -> Tensors:
         layout = Layout.decode(self._messages.recv(source, tag, verb, sent_by))

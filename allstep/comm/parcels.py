@@ -9,9 +9,8 @@ from torch import Tensor
 from allstep.comm.communicator import Communicator
 from allstep.comm.layout import bytes_of
 from allstep.comm.member import PRIVATE_TAG
-from allstep.comm.pending import Pending
 from allstep.comm.shared_memory import Boxes, NotShared
-from allstep.comm.wire import Posted
+from allstep.comm.work import CompletedWork, JoinedWork, Work
 
 __all__ = ["Parcels"]
 
@@ -53,7 +52,7 @@ class Parcels:
         dtype: torch.dtype,
         device: torch.device,
         verb: str,
-    ) -> Pending[dict[int, Tensor]]:
+    ) -> Work[dict[int, Tensor]]:
         """Posts one message to each of some ranks and one from each of some, all at once.
 
         The ranks must agree on who sends what to whom: otherwise they get garbage or a typed
@@ -67,7 +66,7 @@ class Parcels:
             verb: names the call in errors.
 
         Returns:
-            A Pending of rank -> what came from there.
+            A Work of rank -> what came from there.
         """
         rooms = {
             peer: torch.empty(tuple(shape), dtype=dtype, device=self._comm.wire.carrier(device))
@@ -84,28 +83,21 @@ class Parcels:
                 if not is_send and peer in rooms:
                     posted.append(self._receive(rooms[peer], peer, verb))
 
-        def finish(timeout_s: float | None) -> dict[int, Tensor]:
-            while posted:
-                posted[0].wait(timeout_s)
-                posted.pop(0)
-            return {peer: room.to(device) for peer, room in rooms.items()}
+        return JoinedWork(posted, lambda: {peer: room.to(device) for peer, room in rooms.items()})
 
-        return Pending(finish)
-
-    def _send(self, x: Tensor, peer: int, verb: str) -> Posted:
+    def _send(self, x: Tensor, peer: int, verb: str) -> Work[None]:
         boxes = self._boxes_for(x)
         if boxes is not None:
             boxes.post(x.detach(), peer, verb)
-            return Posted()
+            return CompletedWork(None)
         sent = bytes_of(x).to(self._comm.wire.carrier(x.device))
         return self._comm.wire.send(sent, peer, _TAG, verb)
 
-    def _receive(self, room: Tensor, peer: int, verb: str) -> Posted:
+    def _receive(self, room: Tensor, peer: int, verb: str) -> Work[None]:
         boxes = self._boxes_for(room)
         if boxes is None:
             return self._comm.wire.recv(room.view(-1).view(torch.uint8), peer, _TAG, verb)
-        number = boxes.expect(room, peer)
-        return Posted(lambda timeout_s: boxes.wait(peer, number, verb, timeout_s))
+        return boxes.expect(room, peer, verb)
 
     def _boxes_for(self, x: Tensor) -> Boxes | None:
         """Those that a tensor fits; both sides of a message say the same."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from allstep.comm.algorithms import AllReduce, check_algorithm, make_algorithm
 from allstep.comm.layout import Layout, as_tuple
 from allstep.comm.member import Member
-from allstep.comm.pending import Pending
 from allstep.comm.reduce_ops import ReduceOp, check_reduction, torch_op, wire_form, write_back
 from allstep.comm.topology import Topology
 from allstep.comm.wire import Wire
+from allstep.comm.work import CompletedWork, JoinedWork, Work
 from allstep.errors import UsageError, nearest_multiples
 
 __all__ = ["ReductionVerbs"]
@@ -47,7 +47,7 @@ class ReductionVerbs(Member):
         algorithm: str | None = ...,
         check: bool | None = ...,
         async_op: Literal[True],
-    ) -> Pending[X]: ...
+    ) -> Work[X]: ...
     def all_reduce(
         self,
         x: X,
@@ -56,7 +56,7 @@ class ReductionVerbs(Member):
         algorithm: str | None = None,
         check: bool | None = None,
         async_op: bool = False,
-    ) -> X | Pending[X]:
+    ) -> X | Work[X]:
         """Reduces over the ranks, in place, on all of them.
 
         x = reduction of x_r over ranks r; `mean` is the sum divided by `size`.
@@ -73,7 +73,7 @@ class ReductionVerbs(Member):
                 an `algorithm` other than "native" the call still does all the work.
 
         Returns:
-            `x` itself; with `async_op` a Pending of it.
+            `x` itself; with `async_op` a Work of it.
 
         Raises:
             UsageError: if `op` is unknown or means nothing for a dtype, or if `algorithm` is
@@ -91,22 +91,19 @@ class ReductionVerbs(Member):
             self._check_algorithm(algorithm, op)
             self._agree("all_reduce", tensors, f"{op} ({algorithm})", check)
             self._reduce_by(self._algorithm(algorithm), tensors, op)
-            return Pending(lambda timeout_s: x) if async_op else x
+            return CompletedWork(x) if async_op else x
         self._agree("all_reduce", tensors, op, check)
         reduced = [wire_form(tensor, self._wire.carrier(tensor.device), op) for tensor in tensors]
         posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
-        under_way = list(zip(tensors, reduced, posted, strict=True))
         divisor = self.size if op == "mean" else 1
 
-        def finish(timeout_s: float | None) -> X:
-            while under_way:
-                tensor, form, call = under_way[0]
-                call.wait(timeout_s)
+        def finish() -> X:
+            for tensor, form in zip(tensors, reduced, strict=True):
                 write_back(tensor, form, divisor)
-                under_way.pop(0)  # not divided again where a later one is waited for again
             return x
 
-        return Pending(finish) if async_op else finish(None)
+        work = JoinedWork(posted, finish)
+        return work if async_op else work.wait()
 
     def _reduce_by(self, algorithm: AllReduce, tensors: Sequence[Tensor], op: str) -> None:
         """Sums or means of tensors, those of a dtype as one."""
@@ -157,7 +154,7 @@ class ReductionVerbs(Member):
         *,
         check: bool | None = ...,
         async_op: Literal[True],
-    ) -> Pending[Tensor]: ...
+    ) -> Work[Tensor]: ...
     def reduce_scatter(
         self,
         x: Tensor | Sequence[Tensor],
@@ -165,7 +162,7 @@ class ReductionVerbs(Member):
         *,
         check: bool | None = None,
         async_op: bool = False,
-    ) -> Tensor | Pending[Tensor]:
+    ) -> Tensor | Work[Tensor]:
         """Reduces over the ranks and leaves each of them its part; `x` stays as it is.
 
         Args:
@@ -173,7 +170,7 @@ class ReductionVerbs(Member):
                 each rank; equal shapes and dtypes on every rank.
             op: "sum", "mean" (not of integers), "max" or "min".
             check: as of `all_reduce`.
-            async_op: return a Pending at once.
+            async_op: return a Work at once.
 
         Raises:
             UsageError: if `x` cannot be divided, or `op` means nothing for it.
@@ -187,11 +184,8 @@ class ReductionVerbs(Member):
         divisor = self.size if op == "mean" else 1
         result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
 
-        def finish(timeout_s: float | None) -> Tensor:
-            posted.wait(timeout_s)
-            return write_back(result, reduced, divisor)
-
-        return Pending(finish) if async_op else finish(None)
+        work = JoinedWork([posted], lambda: write_back(result, reduced, divisor))
+        return work if async_op else work.wait()
 
     def _parts(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         if not isinstance(x, Tensor):

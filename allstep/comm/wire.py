@@ -3,36 +3,17 @@
 Nothing here knows shapes, structures or objects.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from allstep.comm.roster import Roster
+from allstep.comm.work import CompletedWork, Work
 
-__all__ = ["LoneWire", "Posted", "Wire"]
-
-
-class Posted:
-    """A call under way, and a way to wait for it."""
-
-    def __init__(
-        self,
-        wait: Callable[[float | None], None] = lambda timeout_s: None,
-        works: Sequence[dist.Work] = (),
-    ) -> None:
-        self._wait = wait
-        self._works = works
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for at most `timeout_s`, the wire's if None; on CUDA only the stream waits."""
-        self._wait(timeout_s)
-
-    def future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
-        """Completed by the backend at the end of the call; to be asked for before any wait."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+__all__ = ["LoneWire", "Wire"]
 
 
 class Wire(Protocol):
@@ -47,15 +28,15 @@ class Wire(Protocol):
     def carrier(self, device: torch.device) -> torch.device:
         """The device that a tensor on `device` must travel from."""
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
         """Reduces a contiguous tensor in place."""
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
-    ) -> tuple[Tensor, Posted]:
+    ) -> tuple[Tensor, Work[None]]:
         """Reduces `size` tensors, one a rank, and keeps this rank's."""
 
-    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
         """Fills everyone's buffer with the root's."""
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
@@ -66,15 +47,15 @@ class Wire(Protocol):
     ) -> list[Tensor]:
         """A buffer for each rank against one from each rank, whose sizes are known."""
 
-    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         """Sends bytes to another rank."""
 
-    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         """Receives bytes from another rank."""
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
-    ) -> Posted:
+    ) -> Work[None]:
         """Sends bytes to a rank and receives bytes from one, both at once."""
 
     def close(self, *, abort: bool) -> None:
@@ -95,16 +76,16 @@ class LoneWire:
     def carrier(self, device: torch.device) -> torch.device:
         return device
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
-        return Posted()
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
+        return CompletedWork(None)
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
-    ) -> tuple[Tensor, Posted]:
-        return parts[0].clone(), Posted()
+    ) -> tuple[Tensor, Work[None]]:
+        return parts[0].clone(), CompletedWork(None)
 
-    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
-        return Posted()
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
+        return CompletedWork(None)
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
         return [buffer.clone()]
@@ -114,15 +95,15 @@ class LoneWire:
     ) -> list[Tensor]:
         return [buffers[0].clone()]
 
-    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         raise AssertionError("a lone worker has nobody to send to")
 
-    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         raise AssertionError("a lone worker has nobody to receive from")
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
-    ) -> Posted:
+    ) -> Work[None]:
         raise AssertionError("a lone worker has nobody to exchange with")
 
     def close(self, *, abort: bool) -> None:

@@ -17,7 +17,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from allstep.comm import Communicator, Pending
+from allstep.comm import Communicator, Work
 from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import RANDOM_STATE_LOCK, Collate
 from allstep.data.processes import Items, LoaderProcesses
@@ -90,7 +90,7 @@ class StreamLoader(GlobalBatchLoader):
             seed=seed,
             collate=collate_fn or default_collate,
         )
-        self._ahead: tuple[_Part, Pending[Tensor]] | None = None
+        self._ahead: tuple[_Part, Work[Tensor]] | None = None
         self._epoch = 0
         self._epoch_samples = 0
         self._epoch_steps = 0
@@ -154,7 +154,7 @@ class StreamLoader(GlobalBatchLoader):
         micro_batches = _as_micro_batches(part)
         return GlobalBatch(step, self._epoch, num_samples, micro_batches, len(part.micro_batches))
 
-    def _read(self) -> tuple[_Part, Pending[Tensor]]:
+    def _read(self) -> tuple[_Part, Work[Tensor]]:
         """This worker's part of the following batch, and how many samples all of them have."""
         try:
             if self._items is None:
@@ -180,7 +180,7 @@ class StreamLoader(GlobalBatchLoader):
                 next(items, None)
         return items
 
-    def _num_agreed(self, part: _Part, counts: Pending[Tensor]) -> int:
+    def _num_agreed(self, part: _Part, counts: Work[Tensor]) -> int:
         largest, *negated_smallest = counts.wait().tolist()
         if negated_smallest and largest != -negated_smallest[0]:
             found = self.comm.all_gather_object(part.num_samples)

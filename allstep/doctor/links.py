@@ -7,9 +7,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Work
 from allstep.comm.algorithms.base import Messenger
-from allstep.comm.wire import Posted
 from allstep.doctor.measurements import PairTiming
 from allstep.plan.cluster import Link
 
@@ -125,7 +124,7 @@ def _answer(comm: Communicator, peer: int) -> None:
         messenger.send(x[:1], peer).wait()
 
 
-def _wait_for(posted: Posted, x: Tensor) -> None:
+def _wait_for(posted: Work[None], x: Tensor) -> None:
     posted.wait()
     if x.is_cuda:
         torch.cuda.synchronize(x.device)

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Work
 from allstep.comm.topology import Topology
-from allstep.comm.wire import Posted, Wire
+from allstep.comm.wire import Wire
+from allstep.comm.work import CompletedWork, JoinedWork
 
 __all__ = ["ShapedCommunicator", "TokenBucket"]
 
@@ -99,33 +100,29 @@ class ShapedWire:
     def carrier(self, device: torch.device) -> torch.device:
         return self._wire.carrier(device)
 
-    def _paced(self, num_bytes: float, posted: Posted) -> Posted:
+    def _paced(self, num_bytes: float, work: Work[None]) -> Work[None]:
         """Lets a message end when its last byte would have left."""
         end_s = self._bucket.take(num_bytes)
 
-        def wait(timeout_s: float | None) -> None:
-            posted.wait(timeout_s)
-            self._bucket.wait_until(end_s)
+        return JoinedWork([work], lambda: self._bucket.wait_until(end_s))
 
-        return Posted(wait)
-
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Posted:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
         num_bytes = 2 * (self.size - 1) / self.size * tensor.nbytes
         return self._paced(num_bytes, self._wire.all_reduce(tensor, op, verb))
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
-    ) -> tuple[Tensor, Posted]:
+    ) -> tuple[Tensor, Work[None]]:
         own, posted = self._wire.reduce_scatter(parts, op, verb)
         sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
         return own, self._paced(sent, posted)
 
-    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Posted:
+    def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
         return self._paced(buffer.nbytes, self._wire.broadcast(buffer, root, verb))
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
         pieces = self._wire.all_gather(buffer, sizes_bytes, verb)
-        self._paced((self.size - 1) * buffer.nbytes, Posted()).wait()
+        self._paced((self.size - 1) * buffer.nbytes, CompletedWork(None)).wait()
         return pieces
 
     def all_to_all(
@@ -133,18 +130,18 @@ class ShapedWire:
     ) -> list[Tensor]:
         pieces = self._wire.all_to_all(buffers, sizes_bytes, verb)
         sent = sum(b.nbytes for rank, b in enumerate(buffers) if rank != self.rank)
-        self._paced(sent, Posted()).wait()
+        self._paced(sent, CompletedWork(None)).wait()
         return pieces
 
-    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Posted:
+    def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         return self._paced(buffer.nbytes, self._wire.send(buffer, dest, tag, verb))
 
-    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Posted:
+    def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         return self._wire.recv(buffer, source, tag, verb)
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
-    ) -> Posted:
+    ) -> Work[None]:
         posted = self._wire.exchange(outgoing, dest, incoming, source, tag, verb)
         return self._paced(outgoing.nbytes, posted)
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allstep.comm import Work
 from allstep.comm.algorithms import AllReduce, SharedMemory
 from allstep.comm.shared_memory import Block
 from allstep.exchange.agreement import digest
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
-from allstep.exchange.runner import Job
 from allstep.exchange.tail import check_size, write_check
 
 __all__ = ["BucketPlan", "Flight"]
@@ -151,7 +151,7 @@ class Flight:
     divides_copies: bool = False
     divisor: int = 1
     failure: str | None = None
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[Work[None]] = field(default_factory=list)
     block: Block | None = None
     refunds: dict[str, Tensor] = field(default_factory=dict)
     _undivided: set[str] = field(default_factory=set)

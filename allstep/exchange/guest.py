@@ -10,11 +10,12 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
+from allstep.comm.work import CompletedWork, Work
 from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.residuals import give_back, residual_pieces
-from allstep.exchange.runner import Job, make_runner
+from allstep.exchange.runner import make_runner
 from allstep.exchange.spans import job_span
 from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wires import WireState
@@ -60,7 +61,7 @@ class GuestMeans:
         flat: Tensor,
         layout: BucketLayout,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
-    ) -> Job:
+    ) -> Work[None]:
         """Starts to make `flat` the mean, in place; every worker must start the same.
 
         Args:
@@ -127,13 +128,13 @@ class StaleGradients:
     """
 
     staleness: int
-    _steps: deque[dict[str, tuple[Job, Tensor]]] = field(
+    _steps: deque[dict[str, tuple[Work[None], Tensor]]] = field(
         default_factory=lambda: deque([{}]), init=False
     )
 
-    def add(self, job: Job, gradients: Mapping[str, Tensor]) -> None:
-        """Gradients of this step, that will be their mean when the job has ended."""
-        self._steps[-1] |= {name: (job, gradient) for name, gradient in gradients.items()}
+    def add(self, work: Work[None], gradients: Mapping[str, Tensor]) -> None:
+        """Gradients of this step, that will be their mean when the work has ended."""
+        self._steps[-1] |= {name: (work, gradient) for name, gradient in gradients.items()}
 
     def end_step(self) -> dict[str, Tensor] | None:
         """The means that this step may use, by name; None in the first steps."""
@@ -156,21 +157,16 @@ class StaleGradients:
         """Goes on where `state_dict` was taken."""
         self._steps.clear()
         for means in state:
-            self._steps.append({name: (_Landed(), mean.clone()) for name, mean in means.items()})
+            self._steps.append(
+                {name: (CompletedWork(None), mean.clone()) for name, mean in means.items()}
+            )
         self._steps.append({})
 
     def _land(self) -> dict[str, Tensor]:
         return _waited_for(self._steps.popleft())
 
 
-class _Landed:
-    """The job of a gradient that a checkpoint had."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Nothing to wait for."""
-
-
-def _waited_for(step: Mapping[str, tuple[Job, Tensor]]) -> dict[str, Tensor]:
-    for job in {id(job): job for job, _ in step.values()}.values():
-        job.wait()
+def _waited_for(step: Mapping[str, tuple[Work[None], Tensor]]) -> dict[str, Tensor]:
+    for work in {id(work): work for work, _ in step.values()}.values():
+        work.wait()
     return {name: gradient for name, (_, gradient) in step.items()}

@@ -8,24 +8,17 @@ from typing import Protocol
 
 import torch
 
-from allstep.comm.wire import Posted
-from allstep.errors import CollectiveTimeoutError, UsageError
+from allstep.comm.work import StreamWork, ThreadWork, Work
+from allstep.errors import UsageError
 
-__all__ = ["Job", "PostedJob", "Runner", "StreamRunner", "ThreadRunner", "make_runner"]
-
-
-class Job(Protocol):
-    """Work that was handed to a runner."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for its end, on CUDA in the stream alone; raises what it raised."""
+__all__ = ["Runner", "StreamRunner", "ThreadRunner", "make_runner"]
 
 
 class Runner(Protocol):
-    """Runs jobs one after the other, in the order in which they were submitted."""
+    """Makes calls one after the other, in the order in which they were submitted."""
 
-    def submit(self, work: Callable[[], None]) -> Job:
-        """Takes a job and returns at once.
+    def submit(self, call: Callable[[], None]) -> Work[None]:
+        """Takes a call and returns at once.
 
         Raises:
             UsageError: after `close`.
@@ -33,10 +26,10 @@ class Runner(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent in jobs so far."""
+        """Seconds spent in calls so far."""
 
     def close(self) -> None:
-        """Takes no more jobs."""
+        """Takes no more calls."""
 
 
 def make_runner(device: torch.device) -> Runner:
@@ -44,40 +37,15 @@ def make_runner(device: torch.device) -> Runner:
     return StreamRunner(device) if device.type == "cuda" else ThreadRunner()
 
 
-class _ThreadJob:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self, earlier_error: BaseException | None) -> BaseException | None:
-        """Does the work, unless an earlier job failed; returns the error."""
-        self._error = earlier_error
-        if earlier_error is None:
-            try:
-                with torch.no_grad():
-                    self._work()
-            except BaseException as error:
-                self._error = error
-        self._done.set()
-        return self._error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self._done.wait(timeout_s):
-            raise CollectiveTimeoutError(f"An exchange has not ended after {timeout_s:g} s.")
-        if self._error is not None:
-            raise self._error
-
-
 class ThreadRunner:
-    """A thread that runs the jobs; torch's kernels and collectives leave it free to overlap.
+    """A thread that makes the calls; torch's kernels and collectives leave it free to overlap.
 
-    After a job failed the others fail with the same error: what follows would meet the other
-    workers' earlier calls.
+    After a call failed the others fail with the same error: what follows would meet the other
+    workers' earlier ones.
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_ThreadJob | None] = SimpleQueue()
+        self._queue: SimpleQueue[ThreadWork[None] | None] = SimpleQueue()
         self._busy_s = 0.0
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -86,53 +54,27 @@ class ThreadRunner:
     def busy_s(self) -> float:
         return self._busy_s
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, call: Callable[[], None]) -> Work[None]:
         _refuse_closed(self._is_closed)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="allstep exchange", daemon=True)
             self._thread.start()
-        job = _ThreadJob(work)
-        self._jobs.put(job)
-        return job
+        work = ThreadWork(call, "The exchange of a bucket")
+        self._queue.put(work)
+        return work
 
     def close(self) -> None:
         self._is_closed = True
-        self._jobs.put(None)
+        self._queue.put(None)
 
+    @torch.no_grad()
     def _run(self) -> None:
         error: BaseException | None = None
-        while (job := self._jobs.get()) is not None:
+        while (work := self._queue.get()) is not None:
             start_s = perf_counter()
-            error = job.run(error)
+            error = work.run(error)
             self._busy_s += perf_counter() - start_s
-            del job  # it holds the exchange, which would else live as long as this thread waits
-
-
-class PostedJob:
-    """A call that a backend works on by itself, and what is left to do after it.
-
-    Args:
-        posted: the call.
-        finish: done once, by whoever waits first.
-        count_s: takes the seconds from its start to its end.
-    """
-
-    def __init__(
-        self, posted: Posted, finish: Callable[[], None], count_s: Callable[[float], None]
-    ) -> None:
-        self._posted = posted
-        self._finish: Callable[[], None] | None = finish
-        self._start_s = perf_counter()
-        self._count_s = count_s
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if self._finish is None:
-            return
-        self._posted.wait(timeout_s)
-        self._count_s(self._start_s)
-        finish, self._finish = self._finish, None
-        with torch.no_grad():
-            finish()
+            del work  # it holds the exchange, which would else live as long as this thread waits
 
 
 class StreamRunner:
@@ -148,25 +90,17 @@ class StreamRunner:
     def busy_s(self) -> float:
         return self._busy_s
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, call: Callable[[], None]) -> Work[None]:
         _refuse_closed(self._is_closed)
         start_s = perf_counter()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            work()
+            call()
         self._busy_s += perf_counter() - start_s
-        return _StreamJob(self._stream.record_event())
+        return StreamWork(self._stream.record_event())
 
     def close(self) -> None:
         self._is_closed = True
-
-
-class _StreamJob:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
 
 
 def _refuse_closed(is_closed: bool) -> None:

@@ -8,11 +8,13 @@ from time import perf_counter
 from typing import Any
 from weakref import finalize
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
+from allstep.comm.work import BackendWork, JoinedWork, Work
 from allstep.exchange.fixed_point import FixedPointFlight, Left
 from allstep.exchange.flight import BucketPlan, Flight
 from allstep.exchange.layout import BucketLayout
@@ -25,7 +27,7 @@ from allstep.exchange.residuals import (
     refundable,
     residual_pieces,
 )
-from allstep.exchange.runner import Job, PostedJob, Runner, make_runner
+from allstep.exchange.runner import Runner, make_runner
 from allstep.exchange.spans import begin_span, job_span
 from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.verdict import Verdict, looks_late
@@ -67,7 +69,7 @@ class Sender:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
         self._states: list[WireState] = []
-        self._last_refund: Job | None = None
+        self._last_refund: Work[None] | None = None
         self._left: MutableMapping[nn.Parameter, Left] = WeakTensorKeyDictionary()
         self.close = finalize(
             self, _close, getpid(), self.runner, self.transport, self.comm, comm, self._pending
@@ -132,10 +134,10 @@ class Sender:
         only = used.pop() if len(used) == 1 else None
         return only if type(only) is Native else None
 
-    def start(self, flat: Tensor, layout: BucketLayout, state: WireState) -> Job:
+    def start(self, flat: Tensor, layout: BucketLayout, state: WireState) -> Work[None]:
         """Exchanges a bucket that belongs to no flight, as those of a flight are exchanged."""
         if self._native is not None:
-            return PostedJob(self._native.post(flat), lambda: None, lambda _: None)
+            return self._native.post(flat)
         return self.runner.submit(lambda: self.wire.mean_(flat, layout, state, self.transport))
 
     def new_flight(self) -> Flight:
@@ -204,25 +206,25 @@ class Sender:
             self._last_refund.wait()
             self._last_refund = None
 
-    def _post(self, native: Native, flight: Flight, index: int) -> Job:
+    def _post(self, native: Native, flight: Flight, index: int) -> Work[None]:
         """Hands a bucket to the backend itself, which works on several at once."""
         flat, mark = flight.flats[index], object()
         self._pending.add(mark)
 
+        @torch.no_grad()
         def finish() -> None:
-            if index == 0:
-                self._compare(flight, self._main_comm)  # this sender's own is still busy
-
-        def count(start_s: float) -> None:
             self._pending.discard(mark)
             end_s = perf_counter()
             self._posted_s += end_s - max(start_s, self._last_end_s)
             self._last_end_s = end_s
+            if index == 0:
+                self._compare(flight, self._main_comm)  # this sender's own is still busy
 
-        posted = native.post(flat)
-        if not self._staleness:
-            begin_span(_span_name(index), posted.future)
-        return PostedJob(posted, finish, count)
+        work = native.post(flat)
+        start_s = perf_counter()
+        if not self._staleness and isinstance(work, BackendWork):
+            begin_span(_span_name(index), work.future)
+        return JoinedWork([work], finish)
 
     def _compare(self, flight: Flight, comm: Communicator) -> None:
         """Looks at the workers' comparison, if it is time. [Note: late verdict]"""

@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 
 import torch
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Work
 from allstep.exchange.buckets import (
     ReadyGradient,
     choose_bucket_bytes,
@@ -16,7 +16,6 @@ from allstep.exchange.buckets import (
     split_in_buckets,
 )
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.runner import Job
 from allstep.exchange.sender import NUM_AT_ONCE, Sender
 from allstep.exchange.wires import WireState
 
@@ -135,7 +134,7 @@ def _replay(
         flat: zeros, enough for the largest.
     """
     probes = {num_bytes: _new_probe(sender, num_bytes, flat) for num_bytes, _ in buckets}
-    jobs: list[Job] = []
+    jobs: list[Work[None]] = []
     comm.barrier()
     start_s = perf_counter()
     for num_bytes, ready_s in buckets:
@@ -180,7 +179,7 @@ def _new_probe(sender: Sender, num_bytes: int, flat: torch.Tensor) -> Probe:
     return flat[: layout.num_elements], layout, sender.wire.new_state(layout)
 
 
-def _wait(jobs: Sequence[Job], device: torch.device) -> None:
+def _wait(jobs: Sequence[Work[None]], device: torch.device) -> None:
     for job in jobs:
         job.wait()
     if device.type == "cuda":

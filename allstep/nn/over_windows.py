@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from allstep.errors import UsageError
-from allstep.nn.windows import Grid, Layout, Reach, Window, plan_fetch, start_deliver, start_fetch
+from allstep.nn.windows import (
+    Grid,
+    Layout,
+    Reach,
+    Window,
+    finish_deliver,
+    plan_fetch,
+    start_deliver,
+    start_fetch,
+)
 from allstep.nn.windows.receptive import around
 
 __all__ = ["OverWindows", "check_window"]
@@ -89,7 +98,7 @@ class OverWindows:
         if self.is_local:
             check_window(x, self.own, self.first_dim, "x")
             return compute(self._local_inputs(x, self.outputs), self.outputs)
-        local, pending = start_fetch(
+        local, work = start_fetch(
             self.grid,
             x,
             self.in_layout,
@@ -101,7 +110,7 @@ class OverWindows:
         parts: dict[Window, Tensor] = {}
         if self.inner.num_positions:
             parts[self.inner] = compute(self._local_inputs(local, self.inner), self.inner)
-        for strip, inputs in zip(self.strips, pending.wait(), strict=True):
+        for strip, inputs in zip(self.strips, work.wait(), strict=True):
             parts[strip] = compute(inputs, strip)
         return self._joined(parts)
 
@@ -115,7 +124,7 @@ class OverWindows:
         check_window(y, self.outputs.scaled(self.block), self.first_dim, "y")
         if self.is_local:
             return self._home(compute(y, self.outputs), self.outputs)
-        kept, pending = start_deliver(
+        kept, delivery = start_deliver(
             self.grid,
             [compute(self._part(y, strip), strip) for strip in self.strips],
             self.in_layout,
@@ -125,7 +134,7 @@ class OverWindows:
         )
         if self.inner.num_positions:
             kept = kept + self._home(compute(self._part(y, self.inner), self.inner), self.inner)
-        return pending.wait(kept)
+        return finish_deliver(kept, delivery)
 
     def _local_inputs(self, x: Tensor, outputs: Window) -> Tensor:
         """The inputs of outputs that need no neighbour."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from allstep.comm import Communicator, Pending
+from allstep.comm import Communicator, Work
 
 __all__ = ["StopAgreement"]
 
@@ -18,7 +18,7 @@ class StopAgreement:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._pending: Pending[Tensor] | None = None
+        self._pending: Work[Tensor] | None = None
 
     def __call__(self, signal_number: int | None) -> int | None:
         """Says what this worker was asked; returns what all agreed on a step ago.

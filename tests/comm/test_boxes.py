@@ -42,12 +42,13 @@ def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_
             (peer, message(peer, comm.rank, number)) for number in range(20) for peer in peers
         ]
         rooms = [(peer, x, room_for(x)) for peer, x in expected]
-        numbers = [boxes.expect(room, peer) for peer, _, room in rooms]
+        works = [boxes.expect(room, peer, "fetch") for peer, _, room in rooms]
         for number in range(20):
             for peer in peers:
                 boxes.post(message(comm.rank, peer, number), peer, "fetch")
-        for (peer, _, _), number in zip(reversed(rooms), reversed(numbers), strict=True):
-            boxes.wait(peer, number, "fetch")
+        for arrival in reversed(works):
+            arrival.wait()
+            assert arrival.is_completed()
         return all(torch.equal(room, x) for _, x, room in rooms)
 
     assert run_ranks(4, work, timeout_s=30) == [True] * 4
@@ -63,8 +64,8 @@ def test_what_was_posted_may_change_at_once():
                 x += 1
             return []
         rooms = [torch.empty(10) for _ in range(9)]
-        numbers = [boxes.expect(room, 0) for room in rooms]
-        boxes.wait(0, numbers[-1], "fetch")
+        works = [boxes.expect(room, 0, "fetch") for room in rooms]
+        works[-1].wait()
         return [room.unique().item() for room in rooms]
 
     assert run_ranks(2, work)[1] == list(range(9))
@@ -76,9 +77,9 @@ def test_a_message_of_another_size_is_named():
         if comm.rank == 0:
             boxes.post(torch.ones(3), 1, "deliver")
             return
-        number = boxes.expect(torch.empty(4), 0)
+        arrival = boxes.expect(torch.empty(4), 0, "fetch")
         with pytest.raises(DisagreementError, match=r"`fetch`.* 16 bytes of rank 0, which sent 12"):
-            boxes.wait(0, number, "fetch")
+            arrival.wait()
 
     run_ranks(2, work)
 
@@ -92,10 +93,11 @@ def test_a_rank_that_does_not_send_is_named_in_time_and_may_be_waited_for_again(
             comm.barrier()
             return
         room = torch.empty(2)
-        number = boxes.expect(room, 1)
+        arrival = boxes.expect(room, 1, "fetch")
         with pytest.raises(CollectiveTimeoutError, match=r"`fetch` .* missing: rank 1\."):
-            boxes.wait(1, number, "fetch", timeout_s=0.05)
-        boxes.wait(1, number, "fetch")
+            arrival.wait(timeout_s=0.05)
+        assert not arrival.is_completed()
+        arrival.wait()
         assert room.tolist() == [1, 1]
         comm.barrier()
 
@@ -109,9 +111,9 @@ def test_aborting_ends_the_wait_of_others():
         if comm.rank == 1:
             comm.abort()
             return
-        number = boxes.expect(torch.empty(2), 1)
+        arrival = boxes.expect(torch.empty(2), 1, "fetch")
         with pytest.raises(PeerLostError, match="rank 1 left"):
-            boxes.wait(1, number, "fetch")
+            arrival.wait()
 
     run_ranks(2, work, timeout_s=20)
 
@@ -189,10 +191,10 @@ def wait_for_a_dead_rank(comm, folder):
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    number = boxes.expect(torch.empty(1), 1)
+    arrival = boxes.expect(torch.empty(1), 1, "fetch")
     start_s = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 left"):
-        boxes.wait(1, number, "fetch")
+        arrival.wait()
     (Path(folder) / "seconds").write_text(str(time.monotonic() - start_s))
 
 

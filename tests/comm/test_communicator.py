@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from allstep.comm import Communicator, Pending
+from allstep.comm import Communicator
 from allstep.comm.algorithms import ALGORITHMS
 from allstep.comm.failures import translated
 from allstep.comm.roll_call import call_roll
@@ -185,7 +185,7 @@ def test_every_verb_ends_after_timeout_s(verb, call):
         run_ranks(2, work, timeout_s=0.3)
 
 
-def test_a_pending_reduction_may_be_waited_for_again():
+def test_a_work_reduction_may_be_waited_for_again():
     go = threading.Event()
 
     def work(comm):
@@ -193,12 +193,12 @@ def test_a_pending_reduction_may_be_waited_for_again():
         comm.all_reduce(x)
         if comm.rank == 1:
             go.wait(20)
-        pending = comm.all_reduce(x, async_op=True)
+        work = comm.all_reduce(x, async_op=True)
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeoutError, match=r"within 0\.05 s"):
-                pending.wait(timeout_s=0.05)
+                work.wait(timeout_s=0.05)
             go.set()
-        return pending.wait().tolist()
+        return work.wait().tolist()
 
     assert run_ranks(2, work) == [[4, 4, 4]] * 2
 
@@ -218,18 +218,18 @@ def test_a_mean_that_is_waited_for_again_is_divided_once():
             go.wait(20)
             comm.all_reduce(y, "mean")
             return None
-        pending = comm.all_reduce((x, y), "mean", async_op=True)
+        work = comm.all_reduce((x, y), "mean", async_op=True)
         first_came.wait(20)
         for _ in range(3):
             with pytest.raises(CollectiveTimeoutError, match=r"within 0\.2 s"):
-                pending.wait(timeout_s=0.2)
+                work.wait(timeout_s=0.2)
         go.set()
-        return [z.tolist() for z in pending.wait()]
+        return [z.tolist() for z in work.wait()]
 
     assert run_ranks(2, work)[0] == [[1.5] * 2, [3.5] * 3]
 
 
-def test_a_pending_receive_may_be_waited_for_again():
+def test_a_work_receive_may_be_waited_for_again():
     go = threading.Event()
 
     def work(comm):
@@ -237,16 +237,16 @@ def test_a_pending_receive_may_be_waited_for_again():
             go.wait(20)
             comm.send(torch.ones(1), 0)
             return
-        pending = comm.recv(1, async_op=True)
+        work = comm.recv(1, async_op=True)
         with pytest.raises(CollectiveTimeoutError, match=r"`recv` from rank 1.*0\.05 s.*again"):
-            pending.wait(timeout_s=0.05)
+            work.wait(timeout_s=0.05)
         go.set()
-        assert pending.wait().item() == 1
+        assert work.wait().item() == 1
 
     run_ranks(2, work)
 
 
-def test_a_pending_send_may_be_waited_for_again():
+def test_a_work_send_may_be_waited_for_again():
     """And the connection lives on."""
     go = threading.Event()
 
@@ -257,30 +257,16 @@ def test_a_pending_send_may_be_waited_for_again():
             assert comm.recv(0).sum() == len(x)
             comm.send(x[:1], 0)
             return
-        pending = comm.send(x, 1, async_op=True)
+        work = comm.send(x, 1, async_op=True)
         for timeout_s in (0.05, 0.1):
             with pytest.raises(CollectiveTimeoutError, match=r"`send` on rank 0.*0\.\d+ s.*again"):
-                pending.wait(timeout_s)
+                work.wait(timeout_s)
         go.set()
-        pending.wait(20)
-        pending.wait()
+        work.wait(20)
+        work.wait()
         assert comm.recv(1).item() == 1
 
     run_ranks(2, work)
-
-
-def test_a_pending_gives_its_result_again():
-    calls: list[float | None] = []
-
-    def finish(timeout_s):
-        calls.append(timeout_s)
-        return len(calls)
-
-    pending = Pending(finish)
-    assert [pending.wait(3), pending.wait()] == [1, 1]
-    assert calls == [3]
-    with pytest.raises(UsageError, match=r"`timeout_s` \(=0\) must be a positive number"):
-        pending.wait(timeout_s=0)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, None])

@@ -109,9 +109,9 @@ def test_all_reduce_leaves_gradients_out_of_it():
 def test_async_all_reduces_may_be_waited_for_in_any_order():
     def work(comm):
         xs = [torch.full((1000,), comm.rank + i) for i in range(4)]
-        pending = [comm.all_reduce(x, async_op=True) for x in xs]
-        results = [p.wait() for p in reversed(pending)]
-        assert pending[0].wait() is xs[0]  # again, and not divided or added twice
+        works = [comm.all_reduce(x, async_op=True) for x in xs]
+        results = [p.wait() for p in reversed(works)]
+        assert works[0].wait() is xs[0]  # again, and not divided or added twice
         return [int(r[0]) for r in results]
 
     assert run_ranks(3, work) == [[12, 9, 6, 3]] * 3
@@ -209,9 +209,9 @@ def test_ragged_tensors_and_tuples_travel_by_all_verbs(xs, root):
         assert same(comm.broadcast(xs[root] if comm.rank == root else None, root), xs[root])
         exchanged = comm.all_to_all([xs[(comm.rank + dest) % 3] for dest in range(3)])
         assert all(same(x, xs[(source + comm.rank) % 3]) for source, x in enumerate(exchanged))
-        pending = comm.recv((comm.rank - 1) % 3, async_op=True)
+        works = comm.recv((comm.rank - 1) % 3, async_op=True)
         comm.send(xs[comm.rank], (comm.rank + 1) % 3)
-        assert same(pending.wait(), xs[(comm.rank - 1) % 3])
+        assert same(works.wait(), xs[(comm.rank - 1) % 3])
 
     run_ranks(3, work)
 
@@ -275,12 +275,12 @@ def test_broadcast_refuses_to_fill_what_does_not_fit():
 def test_several_asynchronous_receives_keep_their_order():
     def work(comm):
         other = 1 - comm.rank
-        pending = [comm.recv(other, tag=3, async_op=True) for _ in range(5)]
+        works = [comm.recv(other, tag=3, async_op=True) for _ in range(5)]
         sent = [comm.send(torch.full((i + 1,), i), other, tag=3, async_op=True) for i in range(6)]
         last = comm.recv(other, tag=3)
         for call in sent:
             call.wait()
-        return [len(p.wait()) for p in reversed(pending)] + [len(last)]
+        return [len(p.wait()) for p in reversed(works)] + [len(last)]
 
     assert run_ranks(2, work) == [[5, 4, 3, 2, 1, 6]] * 2
 
@@ -295,9 +295,9 @@ def test_what_was_received_belongs_to_the_caller_alone():
             return 0
         received = []
         for step in range(5):
-            pending = comm.recv(0, tag=step, async_op=True)
-            received.append(weakref.ref(pending.wait()))
-        del pending
+            works = comm.recv(0, tag=step, async_op=True)
+            received.append(weakref.ref(works.wait()))
+        del works
         deadline_s = time.monotonic() + 10  # for the last thread to end
         while any(x() is not None for x in received) and time.monotonic() < deadline_s:
             time.sleep(0.01)

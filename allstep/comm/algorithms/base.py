@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from allstep.comm.wire import Posted
+from allstep.comm.work import Work
 
 if TYPE_CHECKING:
     from allstep.comm.communicator import Communicator
@@ -129,12 +129,12 @@ class Messenger:
         self.sent_bytes = 0
         self.num_messages = 0
 
-    def send(self, x: Tensor, dest: int) -> Posted:
+    def send(self, x: Tensor, dest: int) -> Work[None]:
         """Posts a contiguous flat tensor to another rank."""
         self.count(x.nbytes)
         return self._wire.send(x.view(torch.uint8), dest, _TAG, "all_reduce")
 
-    def recv(self, x: Tensor, source: int) -> Posted:
+    def recv(self, x: Tensor, source: int) -> Work[None]:
         """Posts the receipt of a tensor from another rank."""
         return self._wire.recv(x.view(torch.uint8), source, _TAG, "all_reduce")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.ring import chunks_sent
-from allstep.comm.wire import Posted
+from allstep.comm.work import Work
 
 __all__ = ["Dummy", "Native"]
 
@@ -27,7 +27,7 @@ class Native(AllReduce):
         if on_wire is not flat:
             flat.copy_(on_wire)
 
-    def post(self, flat: Tensor) -> Posted:
+    def post(self, flat: Tensor) -> Work[None]:
         """Starts a sum, in place, and returns at once; several may be under way.
 
         Args:

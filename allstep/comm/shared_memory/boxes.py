@@ -83,10 +83,15 @@ class Boxes:
         slot[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
         self._signals.set(self._sent_to(peer), number, [peer])
 
-    def expect(self, room: Tensor, peer: int) -> int:
-        """Provides room, contiguous, for the next message of a rank; returns its number."""
+    def expect(self, room: Tensor, peer: int, verb: str) -> "Arrival":
+        """Provides room, contiguous, for the next message of a rank; `verb` names it in errors."""
         self._rooms[peer].append(room)
-        return self._num_taken[peer] + len(self._rooms[peer])
+        return Arrival(self, peer, self._num_taken[peer] + len(self._rooms[peer]), verb)
+
+    def has_taken(self, peer: int, number: int) -> bool:
+        """Whether a rank's messages up to a number lie in their rooms."""
+        self._take_arrived()
+        return self._num_taken[peer] >= number
 
     def wait(self, peer: int, number: int, verb: str, timeout_s: float | None = None) -> None:
         """Returns when a rank's messages up to a number lie in their rooms.
@@ -148,6 +153,27 @@ class Boxes:
     def abort(self) -> None:
         """Tells the others that this rank takes no part any more."""
         self._signals.close()
+
+
+class Arrival:
+    """The `Work` of a message that is to come.
+
+    Args:
+        boxes: through which.
+        peer, number: whose message, and which.
+        verb: names the call in errors.
+    """
+
+    def __init__(self, boxes: Boxes, peer: int, number: int, verb: str) -> None:
+        self._boxes, self._peer, self._number, self._verb = boxes, peer, number, verb
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until the message lies in its room."""
+        self._boxes.wait(self._peer, self._number, self._verb, timeout_s)
+
+    def is_completed(self) -> bool:
+        """Whether the message lies in its room."""
+        return self._boxes.has_taken(self._peer, self._number)
 
 
 def _num_words(num_ranks: int) -> int:

@@ -1,10 +1,10 @@
 """Distributed arrays: who owns what, who needs what, and what travels between them."""
 
 from allstep.nn.windows.fetch import (
-    PendingDelivery,
-    PendingFetch,
+    Delivery,
     deliver,
     fetch,
+    finish_deliver,
     redistribute,
     start_deliver,
     start_fetch,
@@ -16,17 +16,17 @@ from allstep.nn.windows.whole import gather_whole, own_part
 from allstep.nn.windows.window import Layout, Window
 
 __all__ = [
+    "Delivery",
     "FetchPlan",
     "FetchStats",
     "Grid",
     "Layout",
     "Parcel",
-    "PendingDelivery",
-    "PendingFetch",
     "Reach",
     "Window",
     "deliver",
     "fetch",
+    "finish_deliver",
     "gather_whole",
     "own_part",
     "plan_fetch",

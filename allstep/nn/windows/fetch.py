@@ -16,12 +16,14 @@ needs no neighbour, and what arrived is added last.
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from allstep.comm import Work
+from allstep.comm.work import JoinedWork
 from allstep.errors import UsageError
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.plan import plan_fetch
@@ -29,10 +31,10 @@ from allstep.nn.windows.trip import Trip
 from allstep.nn.windows.window import Layout, Window
 
 __all__ = [
-    "PendingDelivery",
-    "PendingFetch",
+    "Delivery",
     "deliver",
     "fetch",
+    "finish_deliver",
     "redistribute",
     "start_deliver",
     "start_fetch",
@@ -71,8 +73,8 @@ def fetch(
     >>> fetch(grid, torch.ones(3), layout, [Window((-1,), (5,))], first_dim=0)
     tensor([0., 1., 1., 1., 0., 0.])
     """
-    _, pending = start_fetch(grid, x, layout, input_windows, first_dim=first_dim, fill=fill)
-    return pending.wait()[0]
+    _, work = start_fetch(grid, x, layout, input_windows, first_dim=first_dim, fill=fill)
+    return work.wait()[0]
 
 
 def start_fetch(
@@ -84,7 +86,7 @@ def start_fetch(
     pieces: Sequence[Window] | None = None,
     first_dim: int = -2,
     fill: float = 0.0,
-) -> "tuple[Tensor, PendingFetch]":
+) -> tuple[Tensor, Work[tuple[Tensor, ...]]]:
     """Posts the messages of `fetch`; see [Note: overlap].
 
     Args:
@@ -92,7 +94,7 @@ def start_fetch(
         pieces: parts of this worker's input window that are wanted; None for the whole of it.
 
     Returns:
-        `x` again, for what needs no neighbour; a pending call whose `wait` gives the pieces.
+        `x` again, for what needs no neighbour; a work that gives the pieces.
     """
     windows = tuple(input_windows)
     dims = _dims(x, layout, first_dim)
@@ -100,19 +102,19 @@ def start_fetch(
     trip = Trip(grid, plan_fetch(layout, windows, grid.rank), dims, _pieces(grid, windows, pieces))
     trip.fill = fill
     local, ticket = _StartFetch.apply(trip, x)  # type: ignore[no-untyped-call]
-    return local, PendingFetch(trip, local, ticket)
 
-
-class PendingFetch:
-    """A fetch under way."""
-
-    def __init__(self, trip: Trip, local: Tensor, ticket: Tensor) -> None:
-        self._arguments = (trip, local, ticket)
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Waits for the messages and returns the pieces; call it once."""
-        pieces: tuple[Tensor, ...] = _FinishFetch.apply(*self._arguments)  # type: ignore[no-untyped-call]
+    def assemble() -> tuple[Tensor, ...]:
+        pieces: tuple[Tensor, ...] = _FinishFetch.apply(trip, local, ticket)  # type: ignore[no-untyped-call]
         return pieces
+
+    return local, JoinedWork([trip.arrivals], assemble)
+
+
+class Delivery(NamedTuple):
+    """A delivery under way: its messages, and what puts it in autograd's order."""
+
+    trip: Trip
+    ticket: Tensor
 
 
 def deliver(
@@ -142,8 +144,8 @@ def deliver(
     >>> deliver(grid, torch.ones(6), grid.split((3,)), [Window((-1,), (5,))], first_dim=0)
     tensor([1., 1., 1.])
     """
-    kept, pending = start_deliver(grid, (x,), layout, input_windows, first_dim=first_dim)
-    return pending.wait(kept)
+    kept, delivery = start_deliver(grid, (x,), layout, input_windows, first_dim=first_dim)
+    return finish_deliver(kept, delivery)
 
 
 def start_deliver(
@@ -154,7 +156,7 @@ def start_deliver(
     *,
     pieces: Sequence[Window] | None = None,
     first_dim: int = -2,
-) -> "tuple[Tensor, PendingDelivery]":
+) -> tuple[Tensor, Delivery]:
     """Posts the messages of `deliver`; see [Note: overlap].
 
     Args:
@@ -164,8 +166,7 @@ def start_deliver(
             they are added.
 
     Returns:
-        This worker's own part of the contributions; a pending call whose `wait` takes that, with
-        all that this worker adds to it, and gives the output window.
+        This worker's own part of the contributions; what `finish_deliver` needs beside it.
     """
     windows = tuple(input_windows)
     dims = _dims(xs[0], layout, first_dim)
@@ -174,20 +175,21 @@ def start_deliver(
         _agree(grid, "deliver", x, layout, windows, piece, dims)
     trip = Trip(grid, plan_fetch(layout, windows, grid.rank), dims, cut)
     kept, ticket = _StartDelivery.apply(trip, *xs)  # type: ignore[no-untyped-call]
-    return kept, PendingDelivery(trip, ticket)
+    return kept, Delivery(trip, ticket)
 
 
-class PendingDelivery:
-    """A delivery under way."""
+def finish_deliver(kept: Tensor, delivery: Delivery) -> Tensor:
+    """Waits for the messages of `start_deliver` and adds them up; see [Note: overlap].
 
-    def __init__(self, trip: Trip, ticket: Tensor) -> None:
-        self._arguments = (trip, ticket)
+    Args:
+        kept: what `start_deliver` returned, with all that this worker adds to it.
+        delivery: what it returned beside that.
 
-    def wait(self, kept: Tensor) -> Tensor:
-        """Waits for the messages and returns their sum with `kept`; call it once."""
-        trip, ticket = self._arguments
-        total: Tensor = _FinishDelivery.apply(trip, kept, ticket)  # type: ignore[no-untyped-call]
-        return total
+    Returns:
+        This worker's output window.
+    """
+    total: Tensor = _FinishDelivery.apply(delivery.trip, kept, delivery.ticket)  # type: ignore[no-untyped-call]
+    return total
 
 
 def redistribute(

@@ -5,7 +5,8 @@ from math import prod
 
 from torch import Tensor
 
-from allstep.comm import Pending
+from allstep.comm import Work
+from allstep.comm.work import CompletedWork
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.plan import FetchPlan, FetchStats
 from allstep.nn.windows.window import Window
@@ -33,7 +34,7 @@ class Trip:
         self._dims = tuple(dims)
         self._pieces = tuple(pieces)
         self._verb = ""
-        self._pending: Pending[dict[int, Tensor]] = Pending(lambda timeout_s: {})
+        self.arrivals: Work[dict[int, Tensor]] = CompletedWork({})
 
     def reversed(self, verb: str) -> "Trip":
         """A new trip the other way, whose messages errors call `verb`."""
@@ -55,7 +56,7 @@ class Trip:
         """The pieces, of what is here, what came and padding."""
         plan = self._plan
         parts = [(plan.own, local)]
-        arrived = self._pending.wait()
+        arrived = self.arrivals.wait()
         parts += [(parcel.window, arrived[parcel.peer]) for parcel in plan.receives]
         return tuple(self._assemble(piece, parts, local) for piece in self._pieces)
 
@@ -91,7 +92,7 @@ class Trip:
     def add_arrived(self, kept: Tensor) -> Tensor:
         """What this worker has of its window's sum, and what the others sent, by rank."""
         plan = self._plan
-        arrived = self._pending.wait()
+        arrived = self.arrivals.wait()
         total = kept.clone()
         for parcel in plan.sends:
             self._part(total, plan.own, parcel.window).add_(arrived[parcel.peer])
@@ -101,7 +102,7 @@ class Trip:
         self, like: Tensor, sends: dict[int, Tensor], receives: dict[int, Window], verb: str
     ) -> None:
         """Posts all messages and counts them."""
-        self._pending = self._grid.parcels.exchange(
+        self.arrivals = self._grid.parcels.exchange(
             sends,
             {peer: self._shape(like, window) for peer, window in receives.items()},
             dtype=like.dtype,

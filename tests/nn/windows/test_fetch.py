@@ -16,6 +16,7 @@ from allstep.nn.windows import (
     Window,
     deliver,
     fetch,
+    finish_deliver,
     plan_fetch,
     redistribute,
     start_deliver,
@@ -138,8 +139,8 @@ def test_pieces_of_a_window_are_enough():
             own = part(x, layout.windows[grid.rank]).clone().requires_grad_()
             cut = strips(wanted[grid.rank])
             if in_pieces:
-                local, pending = start_fetch(grid, own, layout, wanted, pieces=cut)
-                pieces = pending.wait()
+                local, work = start_fetch(grid, own, layout, wanted, pieces=cut)
+                pieces = work.wait()
             else:
                 window = fetch(grid, own, layout, wanted)
                 local = own
@@ -149,8 +150,8 @@ def test_pieces_of_a_window_are_enough():
                 )) for p in cut]  # fmt: skip
             loss = (local**2).sum() + sum((i + 2) * (p**3).sum() for i, p in enumerate(pieces))
             loss.backward()
-            home, pending = start_deliver(grid, pieces, layout, wanted, pieces=cut)
-            grads.append((own.grad, pending.wait(home + local).detach()))
+            home, delivery = start_deliver(grid, pieces, layout, wanted, pieces=cut)
+            grads.append((own.grad, finish_deliver(home + local, delivery).detach()))
         return grads
 
     for (grad, home), (expected_grad, expected_home) in on_grid((2, 2), work):
@@ -188,9 +189,9 @@ def test_messages_are_posted_before_the_wait_and_gradients_before_the_local_back
         grid = Grid(comm, (2, 1))
         x = values(4, 4).requires_grad_()
         del order[:]
-        local, pending = start_fetch(grid, x, layout, wanted)
+        local, work = start_fetch(grid, x, layout, wanted)
         y = Computed.apply(local) if comm.rank == 0 else local * 2
-        (window,) = pending.wait()
+        (window,) = work.wait()
         (y.sum() + (window**2).sum()).backward()
 
     run_ranks(2, watched)

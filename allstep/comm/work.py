@@ -1,0 +1,246 @@
+"""`Work`, the handle of every asynchronous call, and the few kinds of it."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from allstep.errors import CollectiveTimeoutError, UsageError
+
+__all__ = ["BackendWork", "CompletedWork", "JoinedWork", "StreamWork", "ThreadWork", "Work"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Work(Protocol[T_co]):
+    """A call that is under way; `wait` gives its result."""
+
+    def wait(self, timeout_s: float | None = None) -> T_co:
+        """Waits until the call has ended; may be called again for the same result.
+
+        On CUDA only the current stream waits, not the host.
+
+        Args:
+            timeout_s: how long to wait at most; the communicator's `timeout_s` if None.
+
+        Raises:
+            CollectiveTimeoutError: if it took longer.
+            PeerLostError: if another worker failed meanwhile.
+            UsageError: if `timeout_s` is not positive.
+        """
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once, with a result or an error."""
+
+
+class CompletedWork(Generic[T]):
+    """A call that has ended already.
+
+    >>> CompletedWork(3).wait()
+    3
+    """
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Returns the result."""
+        return self._result
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+
+class JoinedWork(Generic[T]):
+    """Several works as one, and what is to be done once all of them have ended.
+
+    Args:
+        works: waited for in this order.
+        finish: called once, by whoever waits first; its result is this work's.
+
+    >>> JoinedWork([CompletedWork(1), CompletedWork(2)], lambda: 3).wait()
+    3
+    """
+
+    def __init__(self, works: Iterable[Work[Any]], finish: Callable[[], T]) -> None:
+        self._works = deque(works)
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Waits for the works, for at most `timeout_s` each."""
+        _check(timeout_s)
+        while self._works:
+            self._works[0].wait(timeout_s)
+            self._works.popleft()
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result  # type: ignore[return-value]
+
+    def is_completed(self) -> bool:
+        """Whether all the works have ended."""
+        return all(work.is_completed() for work in self._works)
+
+
+class ThreadWork(Generic[T]):
+    """A call that a thread makes. Whoever stops waiting for it may come back later.
+
+    Args:
+        call: what the thread does by calling `run`.
+        name: of the call, for errors.
+
+    >>> ThreadWork.start(lambda: 3, "three").wait()
+    3
+    """
+
+    def __init__(self, call: Callable[[], T], name: str) -> None:
+        self._call: Callable[[], T] | None = call
+        self._name = name
+        self._future: futures.Future[T] = futures.Future()
+
+    @classmethod
+    def start(cls, call: Callable[[], T], name: str) -> "ThreadWork[T]":
+        """Makes the call in a thread of its own."""
+        work = cls(call, name)
+        threading.Thread(target=work.run, daemon=True, name=name).start()
+        return work
+
+    def run(self, earlier_error: BaseException | None = None) -> BaseException | None:
+        """Makes the call, in the thread that is here, and keeps what came of it.
+
+        Args:
+            earlier_error: fails the work at once, without the call.
+
+        Returns:
+            The error, if there was one.
+        """
+        call, self._call = self._call, None  # it may hold much, and `self` may live long
+        assert call is not None
+        error = earlier_error
+        if error is None:
+            try:
+                self._future.set_result(call())
+            except BaseException as own_error:
+                error = own_error
+        if error is not None:
+            self._future.set_exception(error)
+        return error
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Waits for the call; without `timeout_s` for as long as it takes."""
+        _check(timeout_s)
+        if timeout_s is not None and not futures.wait([self._future], timeout_s).done:
+            raise CollectiveTimeoutError(
+                f"{self._name} did not finish within {timeout_s:g} s; it goes on: wait again, or "
+                "look at what the other rank does."
+            )
+        return self._future.result()
+
+    def join(self) -> None:
+        """Waits for the end of the call, whatever comes of it."""
+        self._future.exception()
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended."""
+        return self._future.done()
+
+
+class BackendWork:
+    """Calls that a process group of torch's works on by itself.
+
+    Gloo closes all its connections when a wait for a message runs out of time. So whoever waits
+    for a message for less than `message_timeout_s` waits for a thread, which goes on.
+
+    Args:
+        works: the group's, in the order in which they were started.
+        explained: the context that turns the group's errors into allstep's; takes the time that
+            the wait may take.
+        name: of the calls, for errors.
+        on_end: called when all of them have ended.
+        message_timeout_s: of messages between CPU ranks; None for calls that end after the
+            timeout of their own options.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        explained: Callable[[float | None], AbstractContextManager[None]],
+        name: str,
+        on_end: Callable[[], None] = lambda: None,
+        message_timeout_s: float | None = None,
+    ) -> None:
+        self._works = deque(works)
+        self._explained = explained
+        self._name = name
+        self._on_end = on_end
+        self._message_timeout_s = message_timeout_s
+        self._thread: ThreadWork[None] | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for the calls; without `timeout_s` for as long as the group allows."""
+        _check(timeout_s)
+        limit_s = self._message_timeout_s
+        if limit_s is None:
+            self._finish(timeout_s)
+        elif self._thread is None and (timeout_s is None or timeout_s >= limit_s):
+            self._finish(timeout_s or limit_s)
+        else:
+            self._in_thread(limit_s).wait(timeout_s)
+
+    def is_completed(self) -> bool:
+        """Whether the group has ended the calls."""
+        if self._message_timeout_s is not None:  # the group learns of a message's end by a wait
+            return not self._works or self._in_thread(self._message_timeout_s).is_completed()
+        return all(work.is_completed() for work in self._works)
+
+    def future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
+        """Completed by the group at the end of the calls; to be asked for before any wait."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def _in_thread(self, limit_s: float) -> ThreadWork[None]:
+        if self._thread is None:
+            self._thread = ThreadWork.start(lambda: self._finish(limit_s), self._name)
+        return self._thread
+
+    def _finish(self, timeout_s: float | None) -> None:
+        with self._explained(timeout_s):
+            while self._works:
+                if timeout_s is None:
+                    self._works[0].wait()
+                else:
+                    self._works[0].wait(timedelta(seconds=timeout_s))
+                self._works.popleft()
+        self._on_end()
+
+
+class StreamWork:
+    """What a CUDA stream does up to an event.
+
+    Args:
+        event: recorded in that stream.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Lets the current stream wait."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Whether the device has come to the event."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+def _check(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise UsageError(f"`timeout_s` (={timeout_s!r}) must be a positive number of seconds.")

@@ -1,0 +1,55 @@
+"""The kinds of `Work`: results, errors and time limits."""
+
+import threading
+
+import pytest
+
+from allstep.comm.work import CompletedWork, JoinedWork, ThreadWork
+from allstep.errors import CollectiveTimeoutError, UsageError
+
+
+def test_joined_work_finishes_once_and_gives_its_result_again():
+    calls: list[int] = []
+    work = JoinedWork([CompletedWork(1), CompletedWork(2)], lambda: calls.append(1) or len(calls))
+    assert work.is_completed()
+    assert [work.wait(3), work.wait()] == [1, 1]
+    assert calls == [1]
+
+
+def test_joined_work_goes_on_where_a_wait_ran_out_of_time():
+    go = threading.Event()
+    first, second = CompletedWork(None), ThreadWork.start(lambda: go.wait(20), "second")
+    work = JoinedWork([first, second], lambda: "all")
+    with pytest.raises(CollectiveTimeoutError, match=r"second did not finish within 0.01 s"):
+        work.wait(0.01)
+    assert not work.is_completed()
+    go.set()
+    assert work.wait(20) == "all"
+
+
+def test_thread_work_gives_its_error_to_everyone_who_waits():
+    work = ThreadWork.start(lambda: 1 / 0, "division")
+    work.join()
+    assert work.is_completed()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            work.wait(1)
+
+
+def test_thread_work_makes_no_call_after_an_earlier_error():
+    calls: list[int] = []
+    work = ThreadWork(lambda: calls.append(1), "call")
+    earlier = ValueError("earlier")
+    assert work.run(earlier) is earlier
+    with pytest.raises(ValueError, match="earlier"):
+        work.wait()
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "work", [JoinedWork([], lambda: None), ThreadWork.start(lambda: None, "nothing")]
+)
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_wait_refuses_a_timeout_that_is_not_positive(work, timeout_s):
+    with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be a positive number"):
+        work.wait(timeout_s)
