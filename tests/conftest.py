@@ -1,9 +1,11 @@
 """What all tests share: one thread each, no leaks, and a reason for every skip."""
 
 import os
+import random
 import shutil
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -18,8 +20,16 @@ settings.register_profile(
 settings.load_profile("allstep")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = _shared_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle-seed", type=int, help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle_seed")
+    if seed is None:
+        items[:] = _shared_out(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    else:
+        random.Random(seed).shuffle(items)
     reasons = {"gpu": _no_gpu(), "net": _no_net()}
     for item in items:
         for marker, reason in reasons.items():
@@ -50,6 +60,14 @@ def _no_net() -> str | None:
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs iproute2's ip and tc"
     return None if os.geteuid() == 0 else "needs root"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws does not depend on the tests before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

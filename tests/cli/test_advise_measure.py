@@ -10,9 +10,9 @@ from allstep.cli import advise_measure, advise_worker
 from allstep.cli.advise_worker import Question, ask_first
 from allstep.cli.main import main
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.doctor import collectives, contention, gemm, links, memory
 from allstep.plan import POLICIES, Workload
+from tests.helpers.ranks import run_ranks
 
 BARE = ("--params", "1000", "--step-ms", "3")
 

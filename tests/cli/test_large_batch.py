@@ -11,11 +11,11 @@ from allstep import Communicator
 from allstep.cli.main import main
 from allstep.cli.sharpness import Request, sharpness_worker
 from allstep.cli.train import _parse
-from allstep.comm.threads import run_ranks
 from allstep.optim import rescale
 from allstep.recipes.digits import Digits
 from allstep.recipes.large_batch import apply_large_batch
 from allstep.recipes.text import Text
+from tests.helpers.ranks import run_ranks
 from tests.helpers.terminal import Terminal
 
 

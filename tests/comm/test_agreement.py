@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from allstep.comm.messages import Messages
-from allstep.comm.threads import run_ranks
 from allstep.errors import CommunicationError, DisagreementError
+from tests.helpers.ranks import run_ranks
 
 
 def agree_on(comm, *dtypes):

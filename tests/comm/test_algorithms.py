@@ -17,9 +17,9 @@ from allstep.comm.algorithms import (
     TwoDimensional,
     make_algorithm,
 )
-from allstep.comm.threads import run_ranks
 from allstep.errors import CommunicationError, DisagreementError, PeerLostError, UsageError
 from allstep.plan.traffic import Group, all_reduce_traffic
+from tests.helpers.ranks import run_ranks
 
 SUMMING = [name for name in ALGORITHMS if name != "dummy"]
 PLACES = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (5, 5)]  # ranks, ranks a node

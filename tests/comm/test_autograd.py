@@ -6,8 +6,8 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.comm import autograd as messages
-from allstep.comm.threads import run_ranks
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
+from tests.helpers.ranks import run_ranks
 
 SIZES = (1, 2, 3, 4)
 ROOT = {1: 0, 2: 1, 3: 1, 4: 2}

@@ -13,9 +13,9 @@ import torch
 
 from allstep.comm.parcels import Parcels
 from allstep.comm.shared_memory import Boxes
-from allstep.comm.threads import run_ranks
 from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 from tests.helpers.processes import run_processes, start_processes
+from tests.helpers.ranks import run_ranks
 
 SLOT_BYTES = 1 << 12
 

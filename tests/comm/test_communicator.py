@@ -12,7 +12,6 @@ from allstep.comm.failures import translated
 from allstep.comm.roll_call import call_roll
 from allstep.comm.roster import Roster
 from allstep.comm.shared_memory import Boxes
-from allstep.comm.threads import run_ranks
 from allstep.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -20,6 +19,7 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
+from tests.helpers.ranks import run_ranks
 
 
 def test_split_orders_by_key_then_rank_and_none_joins_nothing():

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from allstep.comm import Communicator
 from allstep.comm.codec import decode, encode
 from allstep.comm.layout import Layout
-from allstep.comm.threads import run_ranks
 from allstep.errors import CommunicationError, DisagreementError, UsageError
+from tests.helpers.ranks import run_ranks
 
 leaves = (
     st.none()

@@ -5,7 +5,7 @@ import torch
 
 from allstep import UsageError
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -13,7 +13,6 @@ import torch
 from allstep.comm.algorithms import SharedMemory
 from allstep.comm.shared_memory import Block, Boxes, NotShared, Segment
 from allstep.comm.shared_memory.segment import SMALL_BYTES, default_slot_bytes
-from allstep.comm.threads import run_ranks
 from allstep.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -21,6 +20,7 @@ from allstep.errors import (
     PeerLostError,
 )
 from tests.helpers.processes import names_in_dev_shm, run_processes, start_processes
+from tests.helpers.ranks import run_ranks
 
 SLOT_BYTES = 1 << 12
 SIZES = (1, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 16_384, 16_385, 50_001)

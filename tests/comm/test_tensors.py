@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
+from tests.helpers.ranks import run_ranks
 
 SIZES = (1, 2, 3, 5)
 DTYPES = (

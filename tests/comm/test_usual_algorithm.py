@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from allstep.comm.algorithms import usual_algorithm
-from allstep.comm.threads import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

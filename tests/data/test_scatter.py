@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
+from tests.helpers.ranks import run_ranks
 
 
 def parts_of(size: int, dataset: Any, **arguments: Any) -> list[list[Any]]:

@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset
 
 import allstep
 from allstep import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import DisagreementError, UsageError
 from tests.data.sets import (
@@ -23,6 +22,7 @@ from tests.data.sets import (
     samples,
     union,
 )
+from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES = 22
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.doctor import gemm
 from allstep.doctor.gemm import measure_gemm_flops
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture

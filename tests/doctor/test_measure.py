@@ -6,7 +6,6 @@ import pytest
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Native
-from allstep.comm.threads import run_ranks
 from allstep.doctor import collectives, contention, gemm, links, measure, memory
 from allstep.doctor.links import slowest
 from allstep.doctor.measurements import PairTiming, read_measurements
@@ -14,6 +13,7 @@ from allstep.errors import CommunicationError, UsageError
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport
 from allstep.plan import POLICIES, Job, Link, Workload, predict
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.doctor import trial
 from allstep.doctor.timing import runnable_s
 from allstep.doctor.trial import (
@@ -31,6 +30,7 @@ from allstep.doctor.workload import (
 )
 from allstep.plan import POLICIES, Policy, Workload
 from tests.helpers.processes import start_processes
+from tests.helpers.ranks import run_ranks
 
 KINDS = (torch.float32, torch.complex128, torch.bfloat16)
 ASLEEP = Workload(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import allstep
-from allstep.comm.threads import run_ranks
 from allstep.doctor.verify import Diagnosis, Recorder, Run, Suspect, WorkerRecord, diagnose
 from allstep.doctor.verify.removal import Removal
 from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
+from tests.helpers.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"
 

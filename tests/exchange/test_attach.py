@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, Ring
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import Exchange, ExchangePolicy, Nesterov, attach
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.wires import FullPrecision, Int8
 from tests.exchange.nets import Ignoring, assert_same, clone, gradients, mlp, states
+from tests.helpers.ranks import run_ranks
 
 
 def with_buffers() -> nn.Sequential:

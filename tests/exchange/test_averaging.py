@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import CheckpointError, UsageError
 from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.outer import Nesterov
 from tests.exchange.nets import MakeOptimizer, assert_same, differs, mlp, states
+from tests.helpers.ranks import run_ranks
 
 SIZE = 3
 OPTIMIZERS: dict[str, MakeOptimizer] = {

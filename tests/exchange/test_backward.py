@@ -9,9 +9,9 @@ from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.exchange import ExchangePolicy, attach
 from tests.exchange.nets import assert_same, clone, differs, gradients, mlp, shard, states
+from tests.helpers.ranks import run_ranks
 
 
 def test_no_sync_accumulates_until_the_next_exchange(policy: ExchangePolicy) -> None:

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.exchange import Exchange, ExchangePolicy, attach
 from allstep.exchange.wires import Int8, PowerSGD, TopK, WireFormat
+from tests.helpers.ranks import run_ranks
 
 FORMATS: dict[str, tuple[str | WireFormat, float]] = {
     "fp32": ("fp32", 1e-12),

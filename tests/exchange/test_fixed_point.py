@@ -9,10 +9,10 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, attach
 from tests.exchange.nets import Ignoring
+from tests.helpers.ranks import run_ranks
 
 EXACT = ExchangePolicy(algorithm="native", wire="exact")
 

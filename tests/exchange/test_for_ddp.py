@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import CheckpointError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.for_ddp import DDPHook, ddp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
+from tests.helpers.ranks import run_ranks
 
 BUCKET_MB = 200 / 2**20  # several buckets
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.exchange import ExchangePolicy, attach
 from tests.exchange.nets import (
     MakeOptimizer,
@@ -21,6 +20,7 @@ from tests.exchange.nets import (
     shard,
     states,
 )
+from tests.helpers.ranks import run_ranks
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=1e-3),

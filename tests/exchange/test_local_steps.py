@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.exchange import ExchangePolicy, Nesterov, attach
 from tests.exchange.nets import mlp
+from tests.helpers.ranks import run_ranks
 
 SIZE, NUM_BATCHES = 3, 9
 

@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto, Native
-from allstep.comm.threads import run_ranks
 from allstep.errors import (
     CollectiveTimeoutError,
     DisagreementError,
@@ -27,6 +26,8 @@ from allstep.exchange import Exchange, ExchangePolicy, attach, tuning
 from allstep.exchange.sender import NUM_AT_ONCE, Sender
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
 from tests.exchange.nets import clone, mlp, shard
+from tests.helpers.generators import seed_this_thread
+from tests.helpers.ranks import run_ranks
 
 SMALL = ExchangePolicy(algorithm="native", bucket_bytes=64)
 
@@ -176,7 +177,7 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
         return exchange.model.weight.grad.clone()
 
     def worker(comm: Communicator) -> tuple[bool, bool]:
-        torch.manual_seed(0)
+        seed_this_thread(0)
         model = nn.Linear(50, 50, bias=False)
         found: list[Tensor] = []
         state: dict[str, Any] = {}
@@ -592,7 +593,7 @@ def test_every_format_travels_in_buckets(wire: str, staleness: int) -> None:
     scales = torch.randn(4)
 
     def worker(comm: Communicator, policy: ExchangePolicy) -> list[Tensor | None]:
-        torch.manual_seed(3)
+        seed_this_thread(3)
         parts = [nn.Parameter(torch.ones(shape, dtype=torch.float32)) for shape in (5, 0, 3, 300)]
         parts.append(nn.Parameter(torch.ones(2, 3, dtype=torch.float64)))
         parts.append(nn.Parameter(torch.ones(7, dtype=torch.bfloat16)))
@@ -644,12 +645,13 @@ def test_a_parameter_without_a_gradient_keeps_what_it_has_not_sent(wire: Any) ->
         model.zero_grad()
         model[1](x).square().mean().backward()
         assert model[0].weight.grad is None
-        if comm.rank == 0:
-            assert torch.equal(residual("0.weight"), before)
+        if comm.rank == 0:  # sent and given back: adding and subtracting rounds in the last bit
+            torch.testing.assert_close(residual("0.weight"), before, rtol=1e-14, atol=1e-15)
         else:
             exchange.state_dict()
 
-    run_ranks(2, worker)
+    for seed in range(5):
+        run_ranks(2, worker, seed=seed)
 
 
 def test_a_residual_follows_the_scale_of_the_gradients() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.parameters import ParameterSet
 from tests.exchange.nets import assert_same, clone, gradients, mlp, shard, states
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.exchange import Exchange, attach
 from tests.exchange.nets import assert_same, blocks, clone, differs, states
+from tests.helpers.ranks import run_ranks
 
 MICRO_BATCH = 8
 NUM_SAMPLES = 12 * MICRO_BATCH - 5  # 12 micro-batches, the last one short

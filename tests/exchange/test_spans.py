@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Ring
-from allstep.comm.threads import run_ranks
 from allstep.exchange import ExchangePolicy, attach, ddp_hook
 from tests.exchange.nets import mlp
+from tests.helpers.ranks import run_ranks
 
 SLOW_S = 0.02
 

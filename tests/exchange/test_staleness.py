@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import CheckpointError, CommunicationError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.wires import Exact
 from tests.exchange.nets import mlp, shard
+from tests.helpers.ranks import run_ranks
 
 NUM_STEPS = 9
 RATES = [0.1 / (1 + step) for step in range(NUM_STEPS)]

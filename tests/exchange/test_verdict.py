@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.exchange.verdict import Verdict, looks_late
 from tests.exchange.nets import clone, mlp
+from tests.helpers.ranks import run_ranks
 
 POLICIES = (
     ExchangePolicy(bucket_bytes=64),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.exchange import Exchange, ExchangePolicy, attach
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.wires import Int8, PowerSGD, TopK, WireFormat
 from allstep.exchange.wires.base import WireState
 from tests.exchange.wiring import bucket, exchange
+from tests.helpers.ranks import run_ranks
 
 LOSSY: dict[str, WireFormat] = {
     "int8": Int8(block=16),

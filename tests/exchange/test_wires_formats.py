@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires import (
@@ -20,6 +19,7 @@ from allstep.exchange.wires import (
     WireFormat,
 )
 from tests.exchange.wiring import bucket, exchange, gradients, mean, transport, vector
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
-from allstep.comm.threads import run_ranks
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires import WireFormat, WireState
+from tests.helpers.ranks import run_ranks
 
 SHAPES = {
     "conv": (6, 3, 3, 3),

@@ -1,7 +1,7 @@
-"""A random state for each thread, so that ranks as threads can draw dropout masks.
+"""A random state for each thread, since torch's default generator belongs to the process.
 
-torch's default generator belongs to the process. A dispatch mode belongs to a thread: this one
-passes the thread's own generator to every operator that takes one.
+A mode belongs to a thread: these pass the thread's own generator to what draws random numbers, so
+that what a rank draws depends on its seed and not on which thread draws first.
 """
 
 import threading
@@ -10,9 +10,41 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _own = threading.local()
+
+_DRAWING = {
+    *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
+    *(torch.bernoulli, torch.multinomial, torch.poisson),
+    *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_, Tensor.uniform_),
+    *(Tensor.random_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_),
+}
+
+
+class RankGenerator(TorchFunctionMode):
+    """Within it, calls that draw use this thread's generator; a cheap mode for every rank.
+
+    It does not see what operators draw inside, such as dropout: `ThreadGenerator` does.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        seed_this_thread(seed)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWING and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": _own.generator}
+        elif func is torch.randn_like:
+            return torch.empty_like(*args, **kwargs).normal_(generator=_own.generator)
+        elif func is torch.rand_like:
+            return torch.empty_like(*args, **kwargs).uniform_(generator=_own.generator)
+        return func(*args, **kwargs)
 
 
 class ThreadGenerator(TorchDispatchMode):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.nn.windows import Grid, Layout, Window
+from tests.helpers.ranks import run_ranks
 
 GRIDS = ((1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (4, 2))
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, TrainOptions
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.nn import convert_batch_norm, keep_last_statistics, precise_batch_norm
 from tests.helpers import same_model
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
 
 TOLERANCE = 1e-10
 Result = dict[str, Tensor]

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from allstep.comm.threads import run_ranks
 from tests.helpers.processes import run_script
+from tests.helpers.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -3,11 +3,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allstep.comm.algorithms import Hierarchical, Ring, TwoDimensional, make_algorithm
-from allstep.comm.threads import run_ranks
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.cost import all_reduce_s, collective_s, encode_s, stages
 from allstep.plan.traffic import ALGORITHMS, Group
 from allstep.plan.wire import WIRES, wire_traffic
+from tests.helpers.ranks import run_ranks
 
 ALPHA, BETA = 2e-5, 8 / 10e9
 GAMMA = 1.5 / 20e9

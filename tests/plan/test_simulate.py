@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.exchange import ExchangePolicy, attach
 from allstep.plan.activity import Activity
@@ -17,6 +16,7 @@ from allstep.plan.simulate import exchange_traffic, simulate
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.traffic import Group
 from allstep.plan.workload import Workload
+from tests.helpers.ranks import run_ranks
 
 LINK = Link(bandwidth_bps=1e9, latency_s=1e-4)
 MIB = 2**20

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from allstep.comm.algorithms import ALGORITHMS, make_algorithm
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.plan import traffic
 from allstep.plan.traffic import Group, Traffic, all_reduce_traffic, split_evenly
+from tests.helpers.ranks import run_ranks
 
 SIZES = (1, 2, 3, 4, 7, 1000, 1001, 4099)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

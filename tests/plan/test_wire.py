@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from allstep.comm.algorithms import make_algorithm
-from allstep.comm.threads import run_ranks
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires import WIRES as FORMATS
 from allstep.exchange.wires import make_wire
 from allstep.plan.traffic import Group
 from allstep.plan.wire import WIRES, wire_traffic
+from tests.helpers.ranks import run_ranks
 
 SIDES = (1, 5, 64)  # a bucket is one square matrix: what the planner takes PowerSGD's to be
 

@@ -7,13 +7,13 @@ import torch
 
 from allstep.cli import run_folder
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.nn import Grid
 from allstep.recipes import DividedRecipe
 from allstep.recipes.cots import Cots
 from allstep.recipes.cots_net import NETS
 from tests.helpers.launched import Launched
+from tests.helpers.ranks import run_ranks
 from tests.nn.grids import on_grid
 
 TINY = {"steps": 3, "patches": 40, "batch": 8, "precision": "float64", "log_every_steps": 1}

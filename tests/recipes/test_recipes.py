@@ -12,11 +12,11 @@ from torch.utils.data import default_collate
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.comm.threads import run_ranks
 from allstep.recipes import REGISTRY
 from allstep.recipes.digits import Digits, load_digits
 from allstep.recipes.fashion import Fashion
 from allstep.recipes.images import Images
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 import allstep
 from allstep import Communicator, DataError, UsageError
-from allstep.comm.threads import run_ranks
 from allstep.recipes.text import Text
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
 
 OBJECTIVES = ["masked", "causal"]
 

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import CheckpointError, UsageError
 from allstep.train import checkpoint_files
 from allstep.train.checkpoint import (
@@ -35,6 +34,7 @@ from allstep.train.checkpoint import (
     write_checkpoint,
 )
 from allstep.train.state_tree import flatten
+from tests.helpers.ranks import run_ranks
 
 DTYPES = [
     torch.bool,

@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError, UsageError
 from allstep.train.devices import map_tensors, num_cores, to_device
 from allstep.train.evaluator import Evaluator
+from tests.helpers.ranks import run_ranks
 
 
 class Samples(Dataset[tuple[Tensor, int]]):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Task, TrainOptions
-from allstep.comm.threads import run_ranks
 from allstep.errors import DisagreementError
 from allstep.optim import LAMB
 from allstep.train import meter as meter_module
@@ -23,6 +22,7 @@ from allstep.train.agreement import StopAgreement
 from allstep.train.meter import Meter
 from allstep.train.metrics import read_metrics
 from tests.helpers import same_model
+from tests.helpers.ranks import run_ranks
 
 
 def options_for(**changes: Any) -> TrainOptions:

@@ -11,9 +11,9 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.train.metrics import MetricsLog, read_metrics
+from tests.helpers.ranks import run_ranks
 
 
 def write(run_dir: Path, *steps: int, loss: float = 0.5) -> None:

@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, Stage, Task, TrainOptions
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
 from allstep.train.metrics import read_metrics
 from allstep.train.report import RunReport
+from tests.helpers.ranks import run_ranks
 
 DIM = 50
 NUM_SAMPLES = 4096

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from allstep.comm import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.train import progress as progress_module
 from allstep.train.progress import Progress
+from tests.helpers.ranks import run_ranks
 from tests.helpers.terminal import Terminal
 
 

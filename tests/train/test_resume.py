@@ -14,10 +14,10 @@ from torch import Tensor
 
 import allstep
 from allstep import Communicator, TrainOptions
-from allstep.comm.threads import run_ranks
 from allstep.errors import CheckpointError, UsageError
 from tests.helpers import same_model
 from tests.helpers.processes import Workers, run_processes, start_processes
+from tests.helpers.ranks import run_ranks
 
 NUM_PARTS = 4
 NUM_KILLS = 20 // NUM_PARTS

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import allstep
 from allstep import Communicator, TrainOptions
-from allstep.comm.threads import run_ranks
 from allstep.data.random import derive_seed
 from tests.helpers import same_model
 from tests.helpers.generators import ThreadGenerator, seed_this_thread, thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
 
 TOLERANCE = 1e-10
 NUM_WORKERS = (1, 2, 3, 4, 5, 6)

@@ -12,9 +12,9 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.comm.threads import run_ranks
 from allstep.errors import AllstepError
 from allstep.train.sharpness import Sharpness, sharpness
+from tests.helpers.ranks import run_ranks
 
 # torch.func.hessian's, on its first use
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allstep
 from allstep import Communicator
-from allstep.comm.threads import run_ranks
 from allstep.errors import UsageError
+from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES = 22
 

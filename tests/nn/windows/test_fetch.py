@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from allstep.comm import Communicator
 from allstep.comm.group_wire import GroupWire
-from allstep.comm.threads import run_ranks
 from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, UsageError
 from allstep.nn.windows import (
     FetchStats,
@@ -22,6 +21,7 @@ from allstep.nn.windows import (
     start_deliver,
     start_fetch,
 )
+from tests.helpers.ranks import run_ranks
 from tests.nn.grids import GRIDS, on_grid, part, values, whole
 
 SHAPE = (11, 7)
