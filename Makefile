@@ -8,14 +8,25 @@ TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: train test lint docs clean
+.PHONY: train test test-slow test-many lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
 
 test: $(VENV)/test.stamp
 	scripts/install_test_packages
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(TEST_PROCESSES) --dist worksteal
+
+# Real clusters and long random runs.
+test-slow: $(VENV)/test.stamp
+	scripts/install_test_packages
+	$(BIN)/python -m pytest -m slow --timeout 1200
+
+# N runs in random order on a busy machine; counts the failures of each test.
+N ?= 10
+test-many: $(VENV)/test.stamp
+	scripts/install_test_packages
+	$(BIN)/python scripts/test_many.py $(N) --processes $(TEST_PROCESSES)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
