@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+HISTORY = RESULTS / "history.jsonl"
 
 
 @dataclass(frozen=True)
@@ -134,5 +135,11 @@ def write_results(name: str, results: Mapping[str, Any]) -> Path:
 
 
 def print_headline(**numbers: float) -> None:
-    """The last line: one JSON object with the numbers that the benchmark is about."""
-    print(json.dumps({name: round(value, 4) for name, value in numbers.items()}), flush=True)
+    """The last line: one JSON object with the numbers that the benchmark is about.
+
+    They are also appended to `results/history.jsonl`, which `history.py` plots.
+    """
+    rounded = {name: round(value, 4) for name, value in numbers.items()}
+    with HISTORY.open("a") as history:
+        history.write(json.dumps({**circumstances(), "headline": rounded}) + "\n")
+    print(json.dumps(rounded), flush=True)
