@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import print_headline, write_results
-
-from allstep.plan.backcasts import Backcast, backcasts
+from published_runs import Backcast, backcasts
 
 TABLE = Path(__file__).parents[1] / "docs" / "tables" / "backcasts.md"
 

@@ -5,13 +5,17 @@ from collections.abc import Callable
 
 from common import estimate, print_headline, write_results
 
-from allstep.plan.cluster import Cluster, Link
-from allstep.plan.job import Job
-from allstep.plan.policy import POLICIES, Policy
-from allstep.plan.scaling import predict
-from allstep.plan.simulate import simulate
-from allstep.plan.stragglers import Stragglers
-from allstep.plan.workload import Workload
+from allstep.plan import (
+    POLICIES,
+    Cluster,
+    Link,
+    PolicySpec,
+    Stragglers,
+    TrainingSpec,
+    Workload,
+    predict,
+    simulate,
+)
 
 REPEATS = 7
 LINK = Link(bandwidth_bps=10e9, latency_s=30e-6)
@@ -31,13 +35,13 @@ COUNTS = [1 << exponent for exponent in range(15)]
 
 def simulate_all_workers() -> None:
     """22 steps of 100 buckets on 16,384 workers, each with its own clock."""
-    policy = Policy(name="", algorithm="ring", staleness=1, bucket_bytes=1_000_000)
+    policy = PolicySpec(name="", algorithm="ring", staleness=1, bucket_bytes=1_000_000)
     simulate(MICRO, CLUSTER, policy, STRAGGLERS)
 
 
 def predict_a_table() -> None:
     """Six policies on 1 to 16,384 workers, with algorithm and bucket size chosen for each."""
-    predict(Job(micro=MICRO), CLUSTER, POLICIES, COUNTS, STRAGGLERS)
+    predict(TrainingSpec(micro=MICRO), CLUSTER, POLICIES, COUNTS, STRAGGLERS)
 
 
 def seconds(run: Callable[[], None]) -> list[float]:

@@ -30,7 +30,7 @@ from rich.table import Table
 import allstep
 from allstep import ExchangePolicy
 from allstep.exchange.outer import Nesterov
-from allstep.plan.policy import POLICIES
+from allstep.plan import POLICIES
 from allstep.recipes.fashion import Fashion
 
 NUM_WORKERS, EPOCHS = 2, 5

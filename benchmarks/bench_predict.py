@@ -42,11 +42,8 @@ from rich.console import Console
 from rich.table import Table
 
 from allstep.doctor.measurements import measurements_of
-from allstep.plan.job import Job
-from allstep.plan.policy import Policy
+from allstep.plan import PolicySpec, TrainingSpec, predict, read_workload
 from allstep.plan.recommend import simplest_fast
-from allstep.plan.scaling import predict
-from allstep.plan.workload import read_workload
 
 HOSTS = (2, 4, 8)
 MODELS_MB = (2, 8, 25, 100)
@@ -75,12 +72,12 @@ def compare(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """A network's steps as predicted from its constants, beside what they were measured to take."""
     network = Network(**measured["network"])
     cluster = measurements_of(measured["measurements"]).cluster(network.name)
-    policies = [Policy(**fields) for fields in measured["policies"]]
+    policies = [PolicySpec(**fields) for fields in measured["policies"]]
     rows = []
     for model_mb, model in measured["models"].items():
-        job = Job(micro=read_workload(model["workload"]))
+        job = TrainingSpec(micro=read_workload(model["workload"]))
         predictions = predict(job, cluster, policies, [network.num_hosts])
-        choice = simplest_fast([p for p in predictions if p.policy.every == 1]).policy.name
+        choice = simplest_fast([p for p in predictions if p.policy.sync_every == 1]).policy.name
         rows += [
             {
                 "link": network.link,

@@ -35,8 +35,8 @@ from allstep.doctor.trial import (
 )
 from allstep.doctor.workload import TimedStep, make_workload
 from allstep.exchange.wires import make_wire
-from allstep.plan.policy import DDP, MIB, Policy
-from allstep.plan.workload import Workload
+from allstep.plan import Workload
+from allstep.plan.policies import DDP, MIB, PolicySpec
 
 __all__ = ["LINKS", "Network"]
 
@@ -81,17 +81,17 @@ class Network:
         return min(0.6, max(0.03, self.wire_s(model_mb)))
 
 
-def compared_policies(comm: Communicator) -> list[Policy]:
+def compared_policies(comm: Communicator) -> list[PolicySpec]:
     """What is compared, with the algorithms that allstep takes on such hosts by itself."""
-    own = Policy(name="fp32", bucket_bytes=8 * MIB, first_bucket_bytes=MIB)
+    own = PolicySpec(name="fp32", bucket_bytes=8 * MIB, first_bucket_bytes=MIB)
     policies = (
         own,
-        replace(own, name="fp16", wire="fp16"),
-        replace(own, name="int8", wire="int8"),
-        replace(own, name="fp16 + staleness 1", wire="fp16", staleness=1),
-        Policy(name="local SGD, H = 4", bucket_bytes=None, every=4),
+        replace(own, name="fp16", compression="fp16"),
+        replace(own, name="int8", compression="int8"),
+        replace(own, name="fp16 + staleness 1", compression="fp16", staleness=1),
+        PolicySpec(name="local SGD, H = 4", bucket_bytes=None, sync_every=4),
     )
-    return [DDP, *(replace(p, algorithm=_usual_algorithm(comm, p.wire)) for p in policies)]
+    return [DDP, *(replace(p, algorithm=_usual_algorithm(comm, p.compression)) for p in policies)]
 
 
 def _usual_algorithm(comm: Communicator, wire: str) -> str:
@@ -114,7 +114,7 @@ def run_rank(file: Path) -> None:
 
 
 def measure_model(
-    comm: Communicator, network: Network, model_mb: int, policies: Sequence[Policy]
+    comm: Communicator, network: Network, model_mb: int, policies: Sequence[PolicySpec]
 ) -> dict[str, Any]:
     """The model's compute, and seconds of its steps under each policy."""
     num_elements, compute_s = model_mb * 250_000, network.compute_s(model_mb)
@@ -141,7 +141,7 @@ def measure_model(
 
 def _time_in_turn(
     runs: Sequence[RunSteps],
-    policies: Sequence[Policy],
+    policies: Sequence[PolicySpec],
     time_alone: Callable[[], list[TimedStep]],
     num_repeats: int,
     repeat_s: float,
@@ -152,7 +152,7 @@ def _time_in_turn(
     In turn, since a shared machine is slower for seconds.
     """
     for run, policy in zip(runs, policies, strict=True):
-        run(max(2, policy.every))  # buckets are made anew after the first
+        run(max(2, policy.sync_every))  # buckets are made anew after the first
     numbers = [whole_rounds(run, p, repeat_s) for run, p in zip(runs, policies, strict=True)]
     timed: list[TimedStep] = []
     for _ in range(num_repeats):
@@ -160,8 +160,8 @@ def _time_in_turn(
         for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
             if policy.staleness:
                 continue
-            if num_steps > policy.every:
-                run(policy.every)  # fills caches
+            if num_steps > policy.sync_every:
+                run(policy.sync_every)  # fills caches
             seconds.setdefault(policy.name, []).extend(run(num_steps))
     for run, policy, num_steps in zip(runs, policies, numbers, strict=True):
         if policy.staleness:  # a wire that can't keep up is late by and by

@@ -11,14 +11,17 @@ from allstep.cli.advise_output import Advice, show
 from allstep.cli.advise_subject import Subject, read_command_line, read_subject
 from allstep.cli.quantities import parse_count
 from allstep.env import read_launch
-from allstep.plan.accuracy import measured_accuracy
-from allstep.plan.cluster import Cluster
-from allstep.plan.job import Job
-from allstep.plan.policy import POLICIES
-from allstep.plan.recommend import recommend
-from allstep.plan.scaling import Prediction, predict
-from allstep.plan.stragglers import Stragglers
-from allstep.plan.time_to_target import Target
+from allstep.plan import (
+    POLICIES,
+    Cluster,
+    Prediction,
+    Stragglers,
+    Target,
+    TrainingSpec,
+    measured_accuracy,
+    predict,
+    recommend,
+)
 
 if TYPE_CHECKING:
     from allstep.cli.advise_worker import Answer
@@ -77,7 +80,7 @@ def _measure(known: Namespace, subject: Subject) -> int:
 
 def _advise(
     known: Namespace,
-    job: Job,
+    job: TrainingSpec,
     cluster: Cluster,
     predictions: Sequence[Prediction],
     noise_scale: int | None,

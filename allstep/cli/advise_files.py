@@ -12,8 +12,7 @@ from typing import Any
 
 from allstep.cli.advise_output import Advice
 from allstep.errors import UsageError
-from allstep.plan.describe import plain_data
-from allstep.plan.scaling import Prediction
+from allstep.plan import Prediction, plain_data
 
 __all__ = ["check_files", "write_files"]
 
@@ -99,7 +98,7 @@ def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
     cost, target = advice.accuracy.cost(prediction.policy), advice.target
     samples = time = None
     if target is not None:
-        batches = prediction.global_batch, prediction.lone_batch
+        batches = prediction.global_batch, prediction.single_worker_batch
         samples = target.samples(batches[0]) / target.samples(batches[1])
         time = 1 / target.speed_up(prediction)
     return {

@@ -7,8 +7,14 @@ from pathlib import Path
 from allstep.cli.quantities import parse_bandwidth, parse_counts
 from allstep.doctor.measurements import read_measurements
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link, check_not_negative, check_positive
-from allstep.plan.cluster_files import preset_names, read_cluster
+from allstep.plan import (
+    Cluster,
+    Link,
+    check_not_negative,
+    check_positive,
+    preset_names,
+    read_cluster,
+)
 
 __all__ = ["DTYPE_BYTES", "check_numbers", "make_parser", "read_machines"]
 

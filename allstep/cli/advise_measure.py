@@ -130,7 +130,11 @@ def _against_lone(found: Sequence[Answer]) -> list[Answer]:
         replace(
             one,
             predictions=[
-                replace(p, lone_batch=lone.lone_batch, lone_samples_per_s=lone.lone_samples_per_s)
+                replace(
+                    p,
+                    single_worker_batch=lone.single_worker_batch,
+                    single_worker_samples_per_s=lone.single_worker_samples_per_s,
+                )
                 for p in one.predictions
             ],
         )

@@ -7,13 +7,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from allstep.plan.accuracy import AccuracyTable
-from allstep.plan.cluster import Cluster
-from allstep.plan.describe import chart, seconds_text, timeline
-from allstep.plan.job import Job
-from allstep.plan.recommend import Recommendation
-from allstep.plan.scaling import Prediction
-from allstep.plan.time_to_target import Target
+from allstep.plan import (
+    AccuracyTable,
+    Cluster,
+    Prediction,
+    Recommendation,
+    Target,
+    TrainingSpec,
+    chart,
+    seconds_text,
+    timeline,
+)
 
 __all__ = ["Advice", "show"]
 
@@ -33,7 +37,7 @@ class Advice:
         assumption: what else the predictions rest on, in words.
     """
 
-    job: Job
+    job: TrainingSpec
     cluster: Cluster
     target: Target | None
     accuracy: AccuracyTable
@@ -158,7 +162,7 @@ def _beside(advice: Advice) -> Table:
     lone = advice.lone
     for p in (p for p in advice.predictions if p.num_workers > 1 or p is lone):
         step_s, measured_s = p.report.step_s, advice.measured_s[p.policy.name, p.num_workers]
-        speed = p.global_batch / measured_s / p.lone_samples_per_s
+        speed = p.global_batch / measured_s / p.single_worker_samples_per_s
         table.add_row(
             f"{p.num_workers:,}",
             seconds_text(step_s),
@@ -180,7 +184,7 @@ def _to_target(advice: Advice, target: Target) -> Table:
         table.add_row(
             f"{p.num_workers:,}",
             f"{p.global_batch:,}",
-            f"{target.samples(p.global_batch) / target.samples(p.lone_batch):.2f}x",
+            f"{target.samples(p.global_batch) / target.samples(p.single_worker_batch):.2f}x",
             f"{target.speed_up(p):.1f}x",
             "one worker" if p is lone else p.policy.name,
         )

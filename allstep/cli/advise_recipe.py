@@ -12,7 +12,7 @@ from allstep import data
 from allstep.cli.run_folder import data_parallel, find_recipe
 from allstep.comm import Communicator
 from allstep.doctor.trial import Training, measure_workload
-from allstep.plan.workload import Workload
+from allstep.plan import Workload
 from allstep.recipes import AnyRecipe, Recipe
 from allstep.train.devices import map_tensors
 from allstep.train.precision import Precision

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.quantities import parse_count
 from allstep.errors import UsageError, nearest_names
-from allstep.plan.cluster import Cluster, check_positive
-from allstep.plan.job import Job
-from allstep.plan.workload import Workload
+from allstep.plan import Cluster, TrainingSpec, Workload, check_positive
 
 if TYPE_CHECKING:
     from allstep.cli.advise_worker import Question
@@ -23,7 +21,7 @@ _MICRO_BATCH = 32
 class Subject(Protocol):
     """A training that somebody wants to scale."""
 
-    def job(self, cluster: Cluster) -> Job:
+    def job(self, cluster: Cluster) -> TrainingSpec:
         """Its numbers, measured here if they have to be."""
 
     def question(self) -> "Question":
@@ -87,11 +85,11 @@ class _BareNumbers:
     def __init__(self, known: Namespace) -> None:
         self._known = known
 
-    def job(self, cluster: Cluster) -> Job:
+    def job(self, cluster: Cluster) -> TrainingSpec:
         step_s = None
         if cluster.samples_per_s is not None:
             step_s = self._micro_batch / cluster.samples_per_s
-        return Job(micro=self._workload(step_s), global_batch=self._known.global_batch)
+        return TrainingSpec(micro=self._workload(step_s), global_batch=self._known.global_batch)
 
     def question(self) -> "Question":
         from allstep.cli.advise_worker import Question
@@ -142,10 +140,10 @@ class _NamedRecipe:
                 flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
         self._recipe = read_recipe_flags(name, flags)
 
-    def job(self, cluster: Cluster) -> Job:
+    def job(self, cluster: Cluster) -> TrainingSpec:
         from allstep.cli.advise_recipe import measure
 
-        return Job(micro=measure(self._recipe), global_batch=self._recipe.global_batch)
+        return TrainingSpec(micro=measure(self._recipe), global_batch=self._recipe.global_batch)
 
     def question(self) -> "Question":
         from allstep.cli.advise_worker import Question
@@ -169,7 +167,7 @@ class _Script:
             raise UsageError(f"`script` (={path}) is no file.")
         self._known, self._path, self._arguments = known, path, arguments
 
-    def job(self, cluster: Cluster) -> Job:
+    def job(self, cluster: Cluster) -> TrainingSpec:
         return self._job()
 
     def question(self) -> "Question":
@@ -178,7 +176,7 @@ class _Script:
         job = self._job()
         return Question(workload=job.micro, global_batch=job.global_batch)
 
-    def _job(self) -> Job:
+    def _job(self) -> TrainingSpec:
         from allstep.cli import advise_script
 
         found = advise_script.profile(self._path, self._arguments, self._known.timeout_s)

@@ -14,10 +14,7 @@ from allstep.comm import Communicator
 from allstep.doctor.measure import measure
 from allstep.doctor.measurements import Measurements, read_measurements
 from allstep.doctor.trial import Training, measure_policy, measure_workload, sleeping_training
-from allstep.plan.job import Job
-from allstep.plan.policy import POLICIES
-from allstep.plan.scaling import Prediction, predict
-from allstep.plan.workload import Workload, read_workload
+from allstep.plan import POLICIES, Prediction, TrainingSpec, Workload, predict, read_workload
 
 __all__ = [
     "Answer",
@@ -59,7 +56,7 @@ class Answer:
         measured_s: seconds of a step by policy name.
     """
 
-    job: Job
+    job: TrainingSpec
     measurements: Measurements
     predictions: Sequence[Prediction]
     measured_s: dict[str, float]
@@ -82,7 +79,7 @@ def write_question(folder: Path, question: Question) -> list[str]:
 def read_answer(folder: Path) -> Answer:
     """What rank 0 has left."""
     table = json.loads((folder / _ANSWER).read_text(encoding="utf-8"))
-    job = Job(micro=read_workload(table["workload"]), global_batch=table["global_batch"])
+    job = TrainingSpec(micro=read_workload(table["workload"]), global_batch=table["global_batch"])
     measurements = read_measurements(folder / _MEASUREMENTS)
     return Answer(
         job=job,
@@ -131,7 +128,7 @@ def answer(comm: Communicator, question: Question) -> Answer:
     """Measures these workers, predicts every policy from that, and runs each. Collective."""
     make_training, num_samples = _training(comm, question)
     micro = measure_workload(comm, make_training(), num_samples=num_samples)
-    job = Job(micro=micro, global_batch=question.global_batch)
+    job = TrainingSpec(micro=micro, global_batch=question.global_batch)
     measurements = measure(comm)
     predictions = _predict(job, measurements)
     num_micro_batches = job.num_micro_batches(comm.size)
@@ -160,6 +157,6 @@ def _training(comm: Communicator, question: Question) -> tuple[Callable[[], Trai
     return partial(sleeping_training, question.workload), question.workload.num_samples
 
 
-def _predict(job: Job, measurements: Measurements) -> list[Prediction]:
+def _predict(job: TrainingSpec, measurements: Measurements) -> list[Prediction]:
     cluster = measurements.cluster()
     return predict(job, cluster, POLICIES, [cluster.num_workers])

@@ -8,7 +8,7 @@ from allstep.cli.rows import print_rows
 from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
 from allstep.doctor.gemm import measure_gemm_flops
-from allstep.plan.advice import RunNumbers, next_step
+from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
 from allstep.train.devices import num_cores
 from allstep.train.report import RunReport
@@ -46,7 +46,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     numbers = RunNumbers(
         workers=comm.size,
         samples_per_s=report.samples_per_s,
-        lone_samples_per_s=report.lone_samples_per_s,
+        single_worker_samples_per_s=report.lone_samples_per_s,
         data_share=report.data_share,
         exchange_share=report.exchange_share,
         mfu=mfu,

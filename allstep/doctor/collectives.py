@@ -26,7 +26,7 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wires import make_wire
-from allstep.plan.collective import Collective
+from allstep.plan import MeasuredCollective
 
 __all__ = ["BucketExchange", "measure_burst_s", "measure_collectives"]
 
@@ -93,7 +93,7 @@ def measure_collectives(
     *,
     sizes_bytes: Sequence[int] | None = None,
     num_rounds: int = 5,
-) -> tuple[Collective, ...]:
+) -> tuple[MeasuredCollective, ...]:
     """Times exchanges of buckets of growing sizes. See [Note: timed collectives]. Collective.
 
     Args:
@@ -149,15 +149,15 @@ class _Timing:
             seconds.append(self._run(index))
         self.slowdowns.append(self._contention())
 
-    def finish(self) -> Collective:
+    def finish(self) -> MeasuredCollective:
         """What the rounds have shown; nothing can be timed afterwards."""
         self.runner.close()
         for transport in self.transports:
             _disconnect(transport, self.comm)
         wire, algorithm = self.kind
         compute, communication = zip(*self.slowdowns, strict=True)
-        return Collective(
-            wire=wire,
+        return MeasuredCollective(
+            compression=wire,
             algorithm=algorithm,
             num_elements=tuple(bucket.num_elements for bucket in self.buckets),
             seconds=tuple(statistics.median(seconds) for seconds in self.seconds),
@@ -186,7 +186,7 @@ def _disconnect(transport: Transport, comm: Communicator) -> None:
         transport.comm.close()
 
 
-def measure_burst_s(comm: Communicator, timed: Collective) -> float:
+def measure_burst_s(comm: Communicator, timed: MeasuredCollective) -> float:
     """By how much an exchange is faster after a pause than right after another. Collective.
 
     Args:
@@ -201,7 +201,7 @@ def measure_burst_s(comm: Communicator, timed: Collective) -> float:
     sizes = zip(timed.num_elements, timed.seconds, strict=True)
     num_elements = next((n for n, s in sizes if s > _PAUSE_S / 3), timed.num_elements[-1])
     transport = _connect(comm, timed.algorithm)
-    bucket = BucketExchange(transport, timed.wire, 4 * num_elements)
+    bucket = BucketExchange(transport, timed.compression, 4 * num_elements)
     bucket.run()
     paused: list[float] = []
     busy: list[float] = []

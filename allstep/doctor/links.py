@@ -10,7 +10,7 @@ from torch import Tensor
 from allstep.comm import Communicator, Work
 from allstep.comm.algorithms.base import Messenger
 from allstep.doctor.measurements import PairTiming
-from allstep.plan.cluster import Link
+from allstep.plan import Link
 
 __all__ = ["measure_pairs", "slowest"]
 

@@ -16,7 +16,7 @@ from allstep.doctor.timing import slowest_s, synchronize
 from allstep.exchange import ExchangePolicy
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.wires import make_wire
-from allstep.plan.collective import Collective
+from allstep.plan import MeasuredCollective
 
 __all__ = ["WIRES", "measure"]
 
@@ -61,7 +61,7 @@ def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
     )
 
 
-def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[Collective, ...]:
+def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[MeasuredCollective, ...]:
     usual = [(wire, usual_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
     kinds = list(dict.fromkeys([("fp32", "native"), *usual]))  # DistributedDataParallel's first
     return measure_collectives(comm, kinds)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link, check_positive
-from allstep.plan.collective import Collective, read_collective
+from allstep.plan import Cluster, Link, MeasuredCollective, check_positive, read_measured_collective
 
 __all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
 
@@ -59,7 +58,7 @@ class Measurements:
     inter: Link | None
     burst_s: float
     pairs: tuple[PairTiming, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[MeasuredCollective, ...]
 
     def __post_init__(self) -> None:
         check_positive("copy_bytes_per_s", self.copy_bytes_per_s, "10e9 is 10 GB/s")
@@ -129,5 +128,7 @@ def measurements_of(table: Mapping[str, Any]) -> Measurements:
         )
         for pair in values["pairs"]
     )
-    values["collectives"] = tuple(read_collective(timed) for timed in values["collectives"])
+    values["collectives"] = tuple(
+        read_measured_collective(timed) for timed in values["collectives"]
+    )
     return Measurements(**values)

@@ -13,8 +13,7 @@ from allstep.doctor.user_script import frames_of_user, run_as_main
 from allstep.doctor.verify.watchdog import Watchdog
 from allstep.doctor.workload import element_bytes_of, make_workload
 from allstep.errors import UsageError
-from allstep.plan.job import Job
-from allstep.plan.workload import Workload, read_workload
+from allstep.plan import TrainingSpec, Workload, read_workload
 
 __all__ = ["NUM_UPDATES", "ScriptProfile", "profile_script", "read_profile"]
 
@@ -36,7 +35,7 @@ class ScriptProfile:
     num_micro_batches: int
     global_batch: int | None
 
-    def job(self, global_batch: int | None = None) -> Job:
+    def job(self, global_batch: int | None = None) -> TrainingSpec:
         """The script for the planner, with another global batch if one is given.
 
         >>> micro = Workload(num_params=1, forward_s=1.0, backward_s=2.0, num_samples=16)
@@ -46,9 +45,11 @@ class ScriptProfile:
         """
         fixed = self.global_batch if global_batch is None else global_batch
         if fixed is not None:
-            return Job(micro=self.micro, global_batch=fixed)
-        lone_batch = self.num_micro_batches * self.micro.num_samples
-        return Job(micro=Job(micro=self.micro, global_batch=lone_batch).workload(1))
+            return TrainingSpec(micro=self.micro, global_batch=fixed)
+        single_worker_batch = self.num_micro_batches * self.micro.num_samples
+        return TrainingSpec(
+            micro=TrainingSpec(micro=self.micro, global_batch=single_worker_batch).workload(1)
+        )
 
 
 class _EnoughSteps(BaseException):

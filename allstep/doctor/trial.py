@@ -16,8 +16,7 @@ from allstep.comm import Communicator
 from allstep.doctor.timing import slowest_s, synchronize
 from allstep.doctor.workload import TimedStep, element_bytes_of, make_workload, time_step
 from allstep.exchange import Exchange, ExchangePolicy, attach
-from allstep.plan.policy import Policy
-from allstep.plan.workload import Workload
+from allstep.plan import PolicySpec, Workload
 
 __all__ = [
     "RunSteps",
@@ -108,16 +107,16 @@ def _slowest(comm: Communicator, timed: TimedStep) -> TimedStep:
     )
 
 
-def exchange_policy(policy: Policy) -> ExchangePolicy:
+def exchange_policy(policy: PolicySpec) -> ExchangePolicy:
     """What a settled policy of the planner is in a program."""
     everything = 1 << 62  # one bucket
     bucket_bytes = policy.bucket_bytes if isinstance(policy.bucket_bytes, int) else everything
     return ExchangePolicy(
-        wire=policy.wire,
+        wire=policy.compression,
         staleness=policy.staleness,
         algorithm=policy.algorithm,
         bucket_bytes=bucket_bytes,
-        every=policy.every,
+        every=policy.sync_every,
         overlap=policy.bucket_bytes is not None,
     )
 
@@ -125,7 +124,7 @@ def exchange_policy(policy: Policy) -> ExchangePolicy:
 def measure_policy(
     comm: Communicator,
     make_training: Callable[[], Training],
-    policy: Policy,
+    policy: PolicySpec,
     *,
     num_micro_batches: int = 1,
     num_repeats: int = 5,
@@ -147,7 +146,7 @@ def measure_policy(
         Seconds of a step of the slowest worker, one for each repeat.
     """
     with steps_under(comm, make_training(), policy, num_micro_batches=num_micro_batches) as run:
-        num_warm = -(-_WARM_STEPS // policy.every) * policy.every
+        num_warm = -(-_WARM_STEPS // policy.sync_every) * policy.sync_every
         run(num_warm + policy.staleness)
         num_steps = whole_rounds(run, policy, seconds)
         return run(num_steps, num_repeats)
@@ -155,7 +154,7 @@ def measure_policy(
 
 @contextmanager
 def steps_under(
-    comm: Communicator, training: Training, policy: Policy, *, num_micro_batches: int = 1
+    comm: Communicator, training: Training, policy: PolicySpec, *, num_micro_batches: int = 1
 ) -> Iterator[RunSteps]:
     """Steps of a training under a policy, as many as one wants and when one wants. Collective.
 
@@ -196,14 +195,14 @@ def steps_under(
         exchange.detach()
 
 
-def whole_rounds(run: RunSteps, policy: Policy, seconds: float) -> int:
+def whole_rounds(run: RunSteps, policy: PolicySpec, seconds: float) -> int:
     """Steps that take about so long, and end with an exchange; a round is run to know it."""
-    (step_s,) = run(policy.every)
-    return max(1, round(seconds / (step_s * policy.every))) * policy.every
+    (step_s,) = run(policy.sync_every)
+    return max(1, round(seconds / (step_s * policy.sync_every))) * policy.sync_every
 
 
 def _attached(
-    comm: Communicator, training: Training, policy: Policy
+    comm: Communicator, training: Training, policy: PolicySpec
 ) -> tuple[nn.Module, Exchange | None]:
     if comm.size == 1:
         return training.model, None

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.doctor.timing import runnable_s, synchronize
-from allstep.plan.wire import FLOAT32_BYTES
-from allstep.plan.workload import Workload
+from allstep.plan import Workload
 
 __all__ = ["TimedStep", "element_bytes_of", "make_workload", "num_elements_of", "time_step"]
 
@@ -100,9 +99,7 @@ def element_bytes_of(parameters: Iterable[Tensor]) -> int:
     return max(num_elements, key=num_elements.__getitem__)
 
 
-def make_workload(
-    steps: Sequence[TimedStep], num_samples: int, element_bytes: int = FLOAT32_BYTES
-) -> Workload:
+def make_workload(steps: Sequence[TimedStep], num_samples: int, element_bytes: int = 4) -> Workload:
     """The planner's workload, from several equal steps.
 
     Each part is the mean that lasts over many steps, small hiccups included; large ones are not

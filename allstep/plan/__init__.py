@@ -1,33 +1,57 @@
 """What scaling would bring, from numbers alone: nothing here needs torch."""
 
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
+from allstep.plan.cluster import Cluster, Link, check_not_negative, check_positive
 from allstep.plan.cluster_files import preset_names, read_cluster
+from allstep.plan.describe import chart, plain_data, seconds_text, timeline
 from allstep.plan.fit import Fit, Timing, fit_link
-from allstep.plan.job import Job
+from allstep.plan.measured_collective import MeasuredCollective, read_measured_collective
+from allstep.plan.next_step import RunNumbers, next_step
 from allstep.plan.noise_scale import NoiseScale
-from allstep.plan.policy import POLICIES, Policy
-from allstep.plan.scaling import Prediction, predict
+from allstep.plan.policies import DDP, POLICIES, PolicySpec
+from allstep.plan.predict import WORTH_ADDING, Prediction, predict
+from allstep.plan.recommend import Recommendation, recommend
+from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.time_to_target import Target
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload, read_workload
 
 __all__ = [
-    "Cluster",
-    "Link",
-    "preset_names",
-    "read_cluster",
-    "Fit",
-    "Timing",
-    "fit_link",
-    "Job",
-    "Workload",
+    "DDP",
     "POLICIES",
-    "Policy",
+    "WORTH_ADDING",
+    "AccuracyCost",
+    "AccuracyTable",
+    "Cluster",
+    "Fit",
+    "Link",
+    "MeasuredCollective",
+    "NoiseScale",
+    "PolicySpec",
     "Prediction",
+    "Recommendation",
+    "RunNumbers",
     "StepReport",
     "Stragglers",
-    "predict",
-    "NoiseScale",
     "Target",
+    "Timing",
+    "TrainingSpec",
+    "Workload",
+    "chart",
+    "check_not_negative",
+    "check_positive",
+    "fit_link",
+    "measured_accuracy",
+    "next_step",
+    "plain_data",
+    "predict",
+    "preset_names",
+    "read_cluster",
+    "read_measured_collective",
+    "read_workload",
+    "recommend",
+    "seconds_text",
+    "simulate",
+    "timeline",
 ]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from allstep.plan.policy import Policy
-from allstep.plan.wire import WIRES
+from allstep.plan.compression import COMPRESSIONS
+from allstep.plan.policies import PolicySpec
 
 __all__ = ["AccuracyCost", "AccuracyTable", "measured_accuracy"]
 
@@ -47,13 +47,13 @@ class AccuracyTable:
     num_workers: int
     points_lost: Mapping[str, AccuracyCost]
 
-    def cost(self, policy: Policy) -> AccuracyCost | None:
+    def cost(self, policy: PolicySpec) -> AccuracyCost | None:
         """The cost of a policy: none by its nature, as measured, or None if not measured."""
         if is_lossless(policy):
             return AccuracyCost(0.0, 0.0)
         return self.points_lost.get(policy.name)
 
-    def describe(self, policy: Policy) -> str:
+    def describe(self, policy: PolicySpec) -> str:
         """The cost in a few words."""
         if is_lossless(policy):
             return "none"
@@ -61,9 +61,13 @@ class AccuracyTable:
         return "not measured" if cost is None else str(cost)
 
 
-def is_lossless(policy: Policy) -> bool:
+def is_lossless(policy: PolicySpec) -> bool:
     """Whether every update uses the mean of this step's gradients, up to rounding."""
-    return WIRES[policy.wire].is_lossless and policy.staleness == 0 and policy.every == 1
+    return (
+        COMPRESSIONS[policy.compression].is_lossless
+        and policy.staleness == 0
+        and policy.sync_every == 1
+    )
 
 
 @cache

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 
 from allstep.errors import UsageError
-from allstep.plan.collective import Collective
+from allstep.plan.measured_collective import MeasuredCollective
 
 __all__ = ["Cluster", "Link"]
 
@@ -89,7 +89,7 @@ class Cluster:
     burst_s: float = 0.0
     bucketing_s_per_byte: float = 0.0
     gradient_s: float = 0.0
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "workers_per_node"):
@@ -155,10 +155,10 @@ class Cluster:
             )
         return replace(part, num_nodes=num_workers // per_node)
 
-    def measured(self, wire: str, algorithm: str) -> Collective | None:
+    def measured(self, compression: str, algorithm: str) -> MeasuredCollective | None:
         """What was measured of a format and an algorithm, if anything was."""
-        fitting = (c for c in self.collectives if (c.wire, c.algorithm) == (wire, algorithm))
-        return next(fitting, None)
+        wanted = (compression, algorithm)
+        return next((c for c in self.collectives if (c.compression, c.algorithm) == wanted), None)
 
 
 def check_positive(name: str, value: float, example: str) -> None:

@@ -15,9 +15,9 @@ from functools import cache
 import numpy as np
 
 from allstep.plan.cluster import Cluster, Link
+from allstep.plan.compression import COMPRESSIONS, FLOAT32_BYTES
 from allstep.plan.sums import num_sums
 from allstep.plan.traffic import ALGORITHMS
-from allstep.plan.wire import FLOAT32_BYTES, WIRES
 
 __all__ = [
     "BucketCost",
@@ -241,14 +241,14 @@ def all_reduce_s(algorithm: str, cluster: Cluster, num_bytes: float) -> float:
 
 
 def collective_s(
-    wire_name: str,
+    compression: str,
     algorithm: str,
     cluster: Cluster,
     num_elements: int,
     element_bytes: int = FLOAT32_BYTES,
 ) -> float:
     """Seconds in which the sum of `num_elements` of `element_bytes` each is on the wire."""
-    wire = WIRES[wire_name]
+    wire = COMPRESSIONS[compression]
     sent_bytes = wire.sent_bytes(element_bytes)
     if cluster.num_workers == 1:
         return 0.0
@@ -283,13 +283,13 @@ def _quantised_s(block: int, code_bytes: int, cluster: Cluster, num_elements: in
 
 
 def encode_s(
-    wire_name: str, cluster: Cluster, num_elements: int, element_bytes: int = FLOAT32_BYTES
+    compression: str, cluster: Cluster, num_elements: int, element_bytes: int = FLOAT32_BYTES
 ) -> float:
     """Seconds to encode and decode `num_elements`, at the memory's speed.
 
     A copy reads and writes each byte, so that n bytes touched take the time of copying n / 2.
     """
-    touched_bytes = WIRES[wire_name].touched_bytes(element_bytes) * num_elements
+    touched_bytes = COMPRESSIONS[compression].touched_bytes(element_bytes) * num_elements
     return touched_bytes / (2 * cluster.copy_bytes_per_s)
 
 
@@ -311,7 +311,7 @@ class BucketCost:
 
 
 def bucket_cost(
-    wire_name: str,
+    compression: str,
     algorithm: str,
     cluster: Cluster,
     num_elements: int,
@@ -321,7 +321,7 @@ def bucket_cost(
     """The cost of a bucket as measured on these workers, else by the formulas.
 
     Args:
-        wire_name: format.
+        compression: format.
         algorithm: one of `ALGORITHMS`.
         cluster: all of it takes part.
         num_elements: of the bucket.
@@ -332,16 +332,16 @@ def bucket_cost(
         return BucketCost(
             seconds=0.0, latency_s=0.0, compute_slowdown=0.0, communication_slowdown=0.0
         )
-    timed = cluster.measured(wire_name, algorithm)
+    timed = cluster.measured(compression, algorithm)
     if timed is None:
-        seconds = collective_s(wire_name, algorithm, cluster, num_elements, element_bytes)
+        seconds = collective_s(compression, algorithm, cluster, num_elements, element_bytes)
         return BucketCost(
-            seconds=seconds + encode_s(wire_name, cluster, num_elements, element_bytes),
-            latency_s=collective_s(wire_name, algorithm, cluster, 0),
+            seconds=seconds + encode_s(compression, cluster, num_elements, element_bytes),
+            latency_s=collective_s(compression, algorithm, cluster, 0),
             compute_slowdown=core_share * cluster.compute_slowdown,
             communication_slowdown=core_share * cluster.communication_slowdown,
         )
-    wire = WIRES[wire_name]
+    wire = COMPRESSIONS[compression]
     ratio = wire.sent_bytes(element_bytes) / wire.sent_bytes(FLOAT32_BYTES)
     return BucketCost(
         seconds=timed.seconds_of(round(ratio * num_elements)),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from allstep.plan.scaling import Prediction
+from allstep.plan.predict import Prediction
 from allstep.plan.step_report import Span
 
 __all__ = ["chart", "plain_data", "seconds_text", "timeline"]
@@ -32,11 +32,11 @@ def plain_data(prediction: Prediction) -> dict[str, Any]:
     report, policy = prediction.report, prediction.policy
     return {
         "policy": policy.name,
-        "wire": policy.wire,
+        "compression": policy.compression,
         "algorithm": policy.algorithm,
         "bucket_bytes": policy.bucket_bytes,
         "staleness": policy.staleness,
-        "every": policy.every,
+        "sync_every": policy.sync_every,
         "workers": prediction.num_workers,
         "global_batch": prediction.global_batch,
         "step_s": report.step_s,
@@ -45,7 +45,7 @@ def plain_data(prediction: Prediction) -> dict[str, Any]:
         "straggler_s": report.straggler_s,
         "wire_s": report.wire_s,
         "samples_per_s": prediction.samples_per_s,
-        "lone_samples_per_s": prediction.lone_samples_per_s,
+        "single_worker_samples_per_s": prediction.single_worker_samples_per_s,
         "speed_up": prediction.speed_up,
         "efficiency": prediction.efficiency,
         **asdict(report.traffic),

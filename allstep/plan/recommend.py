@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allstep.plan.accuracy import AccuracyTable, is_lossless
+from allstep.plan.bottlenecks import growing_bottleneck, largest_bottleneck
 from allstep.plan.cluster import check_not_negative
-from allstep.plan.losses import growing_loss, largest_loss
-from allstep.plan.policy import Policy
-from allstep.plan.scaling import WORTH_ADDING, Prediction, worth_adding
+from allstep.plan.policies import PolicySpec
+from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 
 __all__ = ["Recommendation", "recommend", "simplest_fast"]
@@ -89,13 +89,13 @@ def _is_allowed(prediction: Prediction, accuracy: AccuracyTable, max_points_lost
     policy = prediction.policy
     cost = accuracy.cost(policy)
     if cost is None:
-        return policy.every == 1
+        return policy.sync_every == 1
     return cost.mean <= max_points_lost and not _is_beyond(prediction, accuracy)
 
 
 def _is_beyond(prediction: Prediction, accuracy: AccuracyTable) -> bool:
     """Whether more workers train alone for some steps than when that was measured."""
-    return prediction.policy.every > 1 and prediction.num_workers > accuracy.num_workers
+    return prediction.policy.sync_every > 1 and prediction.num_workers > accuracy.num_workers
 
 
 def simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
@@ -116,8 +116,8 @@ def _gain(prediction: Prediction, target: Target | None) -> float:
 def _do(choice: Prediction, target: Target | None) -> str:
     workers = f"{choice.num_workers:,} workers with {choice.policy.name}"
     batch = ""
-    if choice.global_batch != choice.lone_batch:
-        batch = f"; the batch grows from {choice.lone_batch:,} to {choice.global_batch:,}"
+    if choice.global_batch != choice.single_worker_batch:
+        batch = f"; the batch grows from {choice.single_worker_batch:,} to {choice.global_batch:,}"
     if target is None:
         gain = f"{choice.speed_up:,.1f}x one worker, {choice.efficiency:.0%} efficient"
     else:
@@ -130,7 +130,7 @@ def _do(choice: Prediction, target: Target | None) -> str:
 
 def _batch_note(choice: Prediction, target: Target | None) -> str:
     """Samples per second are not all: large batches may need more of them."""
-    if target is not None or choice.global_batch <= max(_LARGE_BATCH, choice.lone_batch):
+    if target is not None or choice.global_batch <= max(_LARGE_BATCH, choice.single_worker_batch):
         return ""
     return (
         "Whether every sample of so large a batch still counts is not in these numbers: a noise"
@@ -151,7 +151,7 @@ def _instead_of(choice: Prediction, simplest: Prediction) -> str:
     )
 
 
-def _accuracy_note(policy: Policy, accuracy: AccuracyTable) -> str:
+def _accuracy_note(policy: PolicySpec, accuracy: AccuracyTable) -> str:
     if is_lossless(policy):
         return ""
     cost = accuracy.cost(policy)
@@ -165,7 +165,7 @@ def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None
     following = next((p for p in best if p.num_workers > choice.num_workers), None)
     if following is None:
         return ""
-    loss = growing_loss(choice, following, target)
+    loss = growing_bottleneck(choice, following, target)
     return (
         f"More workers don't pay: {following.num_workers:,} would be"
         f" {_gain(following, target):,.1f}x one worker with {following.policy.name}, as"
@@ -177,7 +177,7 @@ def _dont(best: Sequence[Prediction], target: Target | None) -> str:
     if not best:
         return "don't: none of these may be recommended."
     fastest = max(best, key=lambda p: _gain(p, target))
-    loss = largest_loss(fastest, target)
+    loss = largest_bottleneck(fastest, target)
     way = "" if target is None else " on the way to the target"
     return (
         f"don't: {fastest.num_workers:,} workers with {fastest.policy.name}, the best that may be"

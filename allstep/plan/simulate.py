@@ -8,7 +8,7 @@ communication while workers still have work that doesn't wait for it. Copying gr
 buckets is compute; so is copying means back, where gradients lie elsewhere. After a pause a link
 with a token bucket is ahead of its bandwidth. With staleness k a worker begins step t + 1 when it
 is done with step t and the collectives of step t - k have ended. Local SGD exchanges parameters
-after the last of `every` updates, and nobody computes meanwhile.
+after the last of `sync_every` updates, and nobody computes meanwhile.
 
 The first rounds fill the pipeline; what is reported is the mean over the later ones. If workers
 differ, these drew a little more or less compute than there is in the long run, which is taken off.
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from allstep.errors import UsageError
 from allstep.plan.activity import Activity
 from allstep.plan.cluster import Cluster
+from allstep.plan.compression import FLOAT32_BYTES, wire_traffic
 from allstep.plan.cost import BucketCost, bucket_cost
-from allstep.plan.policy import Policy
+from allstep.plan.policies import PolicySpec
 from allstep.plan.step_report import Span, StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.traffic import Group, Traffic
-from allstep.plan.wire import FLOAT32_BYTES, wire_traffic
 from allstep.plan.workload import Workload
 
 __all__ = ["exchange_traffic", "simulate"]
@@ -40,7 +40,7 @@ _MOST_CLOCKS = 1 << 20
 def simulate(
     workload: Workload,
     cluster: Cluster,
-    policy: Policy,
+    policy: PolicySpec,
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> StepReport:
     """Simulates training on all workers of a cluster. See [Note: simulated step].
@@ -68,23 +68,23 @@ def simulate(
     return _Simulation(workload, cluster, policy, stragglers).run()
 
 
-def exchange_traffic(workload: Workload, policy: Policy, group: Group) -> Traffic:
+def exchange_traffic(workload: Workload, policy: PolicySpec, group: Group) -> Traffic:
     """What the worker at `group.rank` sends in one exchange, to the byte."""
     element_bytes = _element_bytes(workload, policy)
     sent = (
-        wire_traffic(policy.wire, policy.algorithm, group, size, element_bytes)
+        wire_traffic(policy.compression, policy.algorithm, group, size, element_bytes)
         for size in _bucket_sizes(workload, policy)
     )
     return sum(sent, start=Traffic())
 
 
-def _element_bytes(workload: Workload, policy: Policy) -> int:
+def _element_bytes(workload: Workload, policy: PolicySpec) -> int:
     """Of what is exchanged: gradients in their own dtype, parameters in float32 or more."""
-    least_bytes = FLOAT32_BYTES if policy.every > 1 else 1
+    least_bytes = FLOAT32_BYTES if policy.sync_every > 1 else 1
     return max(least_bytes, workload.element_bytes)
 
 
-def _bucket_sizes(workload: Workload, policy: Policy) -> list[int]:
+def _bucket_sizes(workload: Workload, policy: PolicySpec) -> list[int]:
     assert not isinstance(policy.bucket_bytes, str)
     num_buckets = workload.gradient_bytes // (policy.bucket_bytes or workload.gradient_bytes)
     if num_buckets > _MOST_BUCKETS and not workload.gradients:
@@ -100,7 +100,7 @@ class _Simulation:
     """The state between steps: where each worker's clock and the wire stand."""
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, policy: Policy, stragglers: Stragglers
+        self, workload: Workload, cluster: Cluster, policy: PolicySpec, stragglers: Stragglers
     ) -> None:
         self.workload, self.cluster, self.policy = workload, cluster, policy
         # A lone worker waits for nobody: in the long run it takes its mean.
@@ -125,7 +125,7 @@ class _Simulation:
         self.spans: list[Span] = []
 
     def exchange_cost(self, num_elements: int) -> BucketCost:
-        wire, algorithm = self.policy.wire, self.policy.algorithm
+        wire, algorithm = self.policy.compression, self.policy.algorithm
         return bucket_cost(
             wire,
             algorithm,
@@ -177,7 +177,7 @@ class _Simulation:
         for _ in range(num_rounds):
             self.spans, round_s = [], self.last_s
             self.round()
-        num_steps = num_rounds * self.policy.every
+        num_steps = num_rounds * self.policy.sync_every
         compute_s = self.workload.compute_s * self.stragglers.mean_factor
         surplus_s = self.drawn_s / num_steps - compute_s if self.stragglers.is_active else 0.0
         group = Group(
@@ -201,10 +201,10 @@ class _Simulation:
 
     def round(self) -> None:
         """The steps from one exchange to the next."""
-        if self.policy.every == 1:
+        if self.policy.sync_every == 1:
             self.synchronous_step()
         else:
-            for _ in range(self.policy.every):
+            for _ in range(self.policy.sync_every):
                 self.compute("local step", self.workload.compute_s * self.draw())
             self.average_parameters()
         self.wire.forget_before(float(self.progress.min()))
@@ -241,7 +241,7 @@ class _Simulation:
         copy_s = self.cluster.bucketing_s_per_byte * num_bytes
         if self.cluster.num_workers == 1:
             copy_s = 0.0
-        wire, algorithm = self.policy.wire, self.policy.algorithm
+        wire, algorithm = self.policy.compression, self.policy.algorithm
         is_shared = algorithm == "shared_memory" and self.cluster.num_nodes == 1
         is_measured = self.cluster.measured(wire, algorithm) is not None
         num_copies = 2 if is_shared and is_measured else 1

@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """A step in the long run; of local SGD the mean over `every` steps.
+    """A step in the long run; of local SGD the mean over `sync_every` steps.
 
     Attributes:
         step_s: seconds from step to step.

@@ -8,7 +8,7 @@ for S steps and E samples: at the batch B_crit = E_min / S_min both are twice th
 from dataclasses import dataclass
 
 from allstep.plan.cluster import check_positive
-from allstep.plan.scaling import Prediction
+from allstep.plan.predict import Prediction
 
 __all__ = ["Target"]
 
@@ -68,5 +68,7 @@ class Target:
 
     def speed_up(self, prediction: Prediction) -> float:
         """How many times sooner than by one worker the target is reached."""
-        lone_s = self.samples(prediction.lone_batch) / prediction.lone_samples_per_s
+        lone_s = (
+            self.samples(prediction.single_worker_batch) / prediction.single_worker_samples_per_s
+        )
         return lone_s / self.seconds(prediction)

@@ -1,16 +1,17 @@
-"""One worker's part of a training step as numbers: seconds, gradients and when they are ready."""
+"""A training as numbers: what a worker computes in a step, and how the batch is shared out."""
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, nearest_multiples
 from allstep.plan.cluster import check_positive
-from allstep.plan.wire import FLOAT32_BYTES
+from allstep.plan.compression import FLOAT32_BYTES
 
-__all__ = ["Bucket", "Workload", "read_workload"]
+__all__ = ["Bucket", "TrainingSpec", "Workload", "read_workload"]
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,55 @@ class Workload:
                 sizes.append(filling)
                 filling = 0
         return [*sizes, filling] if filling else sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """A model, its micro-batch, and the global batch if that is fixed.
+
+    Args:
+        micro: a worker's step of one micro-batch of `micro.num_samples`.
+        global_batch: samples of a step whatever the workers; None for one micro-batch a worker,
+            so that the batch grows with the workers.
+
+    Raises:
+        UsageError: if the global batch is no multiple of the micro-batch.
+
+    >>> micro = Workload(num_params=10, forward_s=1.0, backward_s=2.0, num_samples=32)
+    >>> TrainingSpec(micro=micro).batch(4), TrainingSpec(micro=micro, global_batch=256).batch(4)
+    (128, 256)
+    >>> TrainingSpec(micro=micro, global_batch=256).workload(4).compute_s  # two micro-batches each
+    6.0
+    """
+
+    micro: Workload
+    global_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        batch, micro_batch = self.global_batch, self.micro.num_samples
+        if batch is not None and (batch < 1 or batch % micro_batch):
+            raise UsageError(
+                f"`global_batch` (={batch}) must be a multiple of `micro_batch` (={micro_batch});"
+                f" nearest: {nearest_multiples(batch, micro_batch)}."
+            )
+
+    def batch(self, num_workers: int) -> int:
+        """Samples of a step."""
+        return self.global_batch or num_workers * self.micro.num_samples
+
+    def num_micro_batches(self, num_workers: int) -> int:
+        """Micro-batches of a step of the busiest of the workers."""
+        return ceil(self.batch(num_workers) / (num_workers * self.micro.num_samples))
+
+    def workload(self, num_workers: int) -> Workload:
+        """What the busiest of the workers does in a step; the last micro-batch is exchanged."""
+        micro, most = self.micro, self.num_micro_batches(num_workers)
+        earlier_s = (most - 1) * (micro.forward_s + micro.backward_s)
+        return replace(
+            micro,
+            forward_s=earlier_s + micro.forward_s,
+            num_samples=most * micro.num_samples,
+        )
 
 
 def read_workload(table: Mapping[str, Any]) -> Workload:

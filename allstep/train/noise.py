@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.exchange import Exchange
-from allstep.plan.noise_scale import NoiseScale
+from allstep.plan import NoiseScale
 from allstep.train.batch import Batch
 from allstep.train.precision import Precision
 

@@ -11,7 +11,7 @@ from allstep.cli import advise
 from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.doctor.measure import measure
-from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
+from allstep.plan import AccuracyCost, AccuracyTable, measured_accuracy
 
 BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")
 
@@ -168,7 +168,7 @@ def test_a_fixed_batch_is_cut(say):
 
 def test_more_points_may_be_spared_or_none(say, monkeypatch):
     from allstep.cli import advise
-    from allstep.plan.accuracy import AccuracyCost, AccuracyTable
+    from allstep.plan import AccuracyCost, AccuracyTable
 
     table = AccuracyTable(
         "fashion",

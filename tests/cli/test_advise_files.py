@@ -8,7 +8,7 @@ import pytest
 
 from allstep.cli import advise, advise_files
 from allstep.cli.main import main
-from allstep.plan.accuracy import AccuracyTable, measured_accuracy
+from allstep.plan import AccuracyTable, measured_accuracy
 
 BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")
 

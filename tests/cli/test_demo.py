@@ -37,8 +37,7 @@ from allstep.comm.algorithms import make_algorithm
 from allstep.doctor import shaped_hosts
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
-from allstep.plan import Workload
-from allstep.plan.collective import Collective
+from allstep.plan import MeasuredCollective, Workload
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
@@ -342,7 +341,7 @@ FOUND = {
     ),
     "collectives": [
         asdict(
-            Collective(
+            MeasuredCollective(
                 wire=wire,
                 algorithm=algorithm,
                 num_elements=(2**16, 2**18, 2**20),

@@ -12,7 +12,7 @@ from allstep.doctor.measurements import PairTiming, read_measurements
 from allstep.errors import CommunicationError, UsageError
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport
-from allstep.plan import POLICIES, Job, Link, Workload, predict
+from allstep.plan import POLICIES, Link, TrainingSpec, Workload, predict
 from tests.helpers.ranks import run_ranks
 
 
@@ -47,13 +47,13 @@ def test_it_has_everything_that_the_planner_needs(kept):
     found = kept[0]
     assert (found.num_nodes, found.workers_per_node, found.device) == (2, 2, "cpu")
     assert found.gemm_flops > 0 and found.copy_bytes_per_s > 0 and found.gradient_s >= 0
-    assert [(c.wire, c.algorithm) for c in found.collectives] == [
+    assert [(c.compression, c.algorithm) for c in found.collectives] == [
         ("fp32", "native"),
         ("fp16", "native"),
         ("int8", "native"),
     ]
     predictions = predict(
-        Job(micro=Workload.from_step(num_params=10_000, step_s=0.1)),
+        TrainingSpec(micro=Workload.from_step(num_params=10_000, step_s=0.1)),
         found.cluster("here"),
         POLICIES,
         [2, 4],
@@ -114,7 +114,7 @@ def test_a_lone_worker_has_only_itself():
 
 def test_workers_of_one_host_share_memory():
     found = run_ranks(2, lambda comm: measure.measure(comm, ("fp32", "fp16")))[0]
-    assert [(c.wire, c.algorithm) for c in found.collectives] == [
+    assert [(c.compression, c.algorithm) for c in found.collectives] == [
         ("fp32", "native"),
         ("fp32", "shared_memory"),
         ("fp16", "shared_memory"),

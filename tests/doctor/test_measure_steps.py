@@ -28,7 +28,7 @@ from allstep.doctor.workload import (
     num_elements_of,
     time_step,
 )
-from allstep.plan import POLICIES, Policy, Workload
+from allstep.plan import POLICIES, PolicySpec, Workload
 from tests.helpers.processes import start_processes
 from tests.helpers.ranks import run_ranks
 
@@ -147,7 +147,7 @@ def test_steps_without_an_exchange_leave_no_trace():
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p.name != "DDP"])
 def test_every_policy_runs(policy):
-    policy = policy.with_choice("ring", None if policy.every > 1 else 64)
+    policy = policy.with_choice("ring", None if policy.sync_every > 1 else 64)
     make = partial(sleeping_training, ASLEEP)
     seconds = run_ranks(
         2,
@@ -171,7 +171,7 @@ def test_nothing_happens_between_repeats(monkeypatch):
 
     model = nn.Linear(3, 2)
     training = Training(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
-    policy = Policy(name="fp16", wire="fp16", staleness=1, bucket_bytes=64)
+    policy = PolicySpec(name="fp16", compression="fp16", staleness=1, bucket_bytes=64)
     with steps_under(Communicator.lone(), training, policy) as run:
         assert run(2, 3) == [1.0] * 3
     assert events == ["step"] * 6 + ["compare"] * 3
@@ -179,17 +179,17 @@ def test_nothing_happens_between_repeats(monkeypatch):
 
 def test_a_policy_of_the_planner_becomes_one_of_the_exchange():
     made = exchange_policy(
-        Policy(name="", wire="fp16", staleness=1, algorithm="ring", bucket_bytes=4 << 20)
+        PolicySpec(name="", compression="fp16", staleness=1, algorithm="ring", bucket_bytes=4 << 20)
     )
     assert (made.wire, made.staleness, made.algorithm) == ("fp16", 1, "ring")
     assert (made.bucket_bytes, made.overlap) == (4 << 20, True)
-    whole = exchange_policy(Policy(name="", algorithm="ring", bucket_bytes=None))
+    whole = exchange_policy(PolicySpec(name="", algorithm="ring", bucket_bytes=None))
     assert not whole.overlap
     assert whole.bucket_bytes > 1 << 40
 
 
 def test_a_lone_worker_needs_no_exchange():
-    policy = Policy(name="fp16", wire="fp16", algorithm="ring", bucket_bytes=64)
+    policy = PolicySpec(name="fp16", compression="fp16", algorithm="ring", bucket_bytes=64)
     make = partial(sleeping_training, ASLEEP)
     seconds = measure_policy(Communicator.lone(), make, policy, num_repeats=1, seconds=0.01)
     assert seconds[0] >= ASLEEP.compute_s

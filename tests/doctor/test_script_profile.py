@@ -8,8 +8,7 @@ from torch import nn
 
 from allstep.doctor.script_profile import profile_script, read_profile
 from allstep.errors import UsageError
-from allstep.plan import Link, Policy, predict
-from allstep.plan.cluster import Cluster
+from allstep.plan import Cluster, Link, PolicySpec, predict
 
 # Each script defines `model`, of float32 unless it says otherwise, and what a step does.
 BEGIN = """
@@ -115,7 +114,7 @@ def test_workers_beyond_the_micro_batches_are_idle(profiled):
     """The planner's own rule, which a batch taken for one micro-batch would escape."""
     link = Link(bandwidth_bps=1e15)
     cluster = Cluster(name="", num_nodes=9, workers_per_node=1, intra=link, inter=link)
-    policy = Policy(name="fp32", algorithm="ring", bucket_bytes=None)
+    policy = PolicySpec(name="fp32", algorithm="ring", bucket_bytes=None)
 
     def speed_ups(job):
         return [p.speed_up for p in predict(job, cluster, [policy], [1, 3, 9])]

@@ -4,9 +4,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allstep.comm.algorithms import Hierarchical, Ring, TwoDimensional, make_algorithm
 from allstep.plan.cluster import Cluster, Link
+from allstep.plan.compression import COMPRESSIONS, wire_traffic
 from allstep.plan.cost import all_reduce_s, collective_s, encode_s, stages
 from allstep.plan.traffic import ALGORITHMS, Group
-from allstep.plan.wire import WIRES, wire_traffic
 from tests.helpers.ranks import run_ranks
 
 ALPHA, BETA = 2e-5, 8 / 10e9
@@ -159,7 +159,7 @@ def test_the_busiest_worker_adds_as_often_as_it_really_does(name, nodes, local):
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", COMPRESSIONS)
 def test_one_worker_pays_nothing(algorithm, wire):
     assert stages(algorithm, hosts(1), K) == []
     assert collective_s(wire, algorithm, hosts(1), 1000) == 0
@@ -192,7 +192,7 @@ def test_small_factors_and_few_elements_send_little():
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", COMPRESSIONS)
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 def test_seconds_follow_the_bytes_on_a_wire_without_latency(wire, nodes, element_bytes):
     link = Link(bandwidth_bps=10e9)

@@ -4,11 +4,10 @@ import pytest
 
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.describe import chart, plain_data, seconds_text, timeline
-from allstep.plan.job import Job
-from allstep.plan.policy import DDP, POLICIES, Policy
-from allstep.plan.scaling import predict
+from allstep.plan.policies import DDP, POLICIES, PolicySpec
+from allstep.plan.predict import predict
 from allstep.plan.simulate import simulate
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload
 
 LINK = Link(bandwidth_bps=1e9, latency_s=3e-5)
 CLUSTER = Cluster(name="", num_nodes=32, workers_per_node=1, intra=LINK, inter=LINK)
@@ -35,7 +34,7 @@ def test_what_rounds_up_to_the_next_unit_takes_it(seconds, text):
 
 
 def test_every_policy_has_its_letter_in_every_column():
-    lines = chart(predict(Job(micro=MICRO), CLUSTER, POLICIES, [1, 2, 32]))
+    lines = chart(predict(TrainingSpec(micro=MICRO), CLUSTER, POLICIES, [1, 2, 32]))
     plot = [line.split("|")[1].ljust(21) for line in lines if "|" in line]
     for column in range(3):
         letters = "".join(row[7 * column : 7 * column + 7] for row in plot)
@@ -45,7 +44,7 @@ def test_every_policy_has_its_letter_in_every_column():
 
 
 def test_the_timeline_is_as_wide_as_asked():
-    policy = Policy(name="p", algorithm="ring", bucket_bytes=1 << 20)
+    policy = PolicySpec(name="p", algorithm="ring", bucket_bytes=1 << 20)
     for width in (20, 50, 120):
         compute, wire, key = timeline(simulate(MICRO, CLUSTER, policy).timeline, width)
         assert len(wire) <= width
@@ -56,14 +55,14 @@ def test_the_timeline_is_as_wide_as_asked():
 
 
 def test_local_steps_are_drawn():
-    policy = Policy(name="p", algorithm="ring", bucket_bytes=None, every=4)
+    policy = PolicySpec(name="p", algorithm="ring", bucket_bytes=None, sync_every=4)
     compute, wire, _ = timeline(simulate(MICRO, CLUSTER, policy).timeline, 60)
     assert "l" in compute
     assert wire.endswith("0")
 
 
 def test_plain_data_holds_every_number():
-    (found,) = predict(Job(micro=MICRO), CLUSTER, [replace(DDP, name="x")], [8])
+    (found,) = predict(TrainingSpec(micro=MICRO), CLUSTER, [replace(DDP, name="x")], [8])
     data = plain_data(found)
     assert data["policy"] == "x"
     assert data["workers"] == 8

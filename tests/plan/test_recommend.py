@@ -4,12 +4,11 @@ import pytest
 
 from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
 from allstep.plan.cluster import Cluster, Link
-from allstep.plan.job import Job
-from allstep.plan.policy import POLICIES, Policy
+from allstep.plan.policies import POLICIES, PolicySpec
+from allstep.plan.predict import predict
 from allstep.plan.recommend import recommend
-from allstep.plan.scaling import predict
 from allstep.plan.time_to_target import Target
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload
 
 NOTHING = AccuracyTable(None, 0, {})
 MEASURED = AccuracyTable(
@@ -28,7 +27,7 @@ def predictions(gbit_s, counts, num_params=25_000_000, global_batch=None):
     link = Link(bandwidth_bps=gbit_s * 1e9, latency_s=30e-6)
     cluster = Cluster(name="", num_nodes=512, workers_per_node=1, intra=link, inter=link)
     micro = Workload.from_step(num_params=num_params, step_s=0.11, num_samples=32)
-    return predict(Job(micro=micro, global_batch=global_batch), cluster, POLICIES, counts)
+    return predict(TrainingSpec(micro=micro, global_batch=global_batch), cluster, POLICIES, counts)
 
 
 def of(found, policy, num_workers):
@@ -167,7 +166,7 @@ def test_only_what_may_be_recommended_is_the_best():
     cells = predictions(1, [1, 2, 4, 8])
     found = recommend(cells, MEASURED, max_points_lost=0.0)
     assert {p.policy.name for p in found.best} <= {"DDP", "fp32"}
-    none = recommend([p for p in cells if p.policy.every > 1], NOTHING)
+    none = recommend([p for p in cells if p.policy.sync_every > 1], NOTHING)
     assert (none.choice, none.best) == (None, ())
     assert none.sentence == (
         "don't: none of these may be recommended. On 8 workers local SGD, H = 16 would come to"
@@ -189,11 +188,11 @@ def test_without_one_worker_in_the_table_it_is_still_compared_with_one():
 @pytest.mark.parametrize(
     ("policy", "lossless"),
     [
-        (Policy(name="a"), True),
-        (Policy(name="a", wire="exact"), True),
-        (Policy(name="a", wire="fp16"), False),
-        (Policy(name="a", staleness=1), False),
-        (Policy(name="a", every=4), False),
+        (PolicySpec(name="a"), True),
+        (PolicySpec(name="a", compression="exact"), True),
+        (PolicySpec(name="a", compression="fp16"), False),
+        (PolicySpec(name="a", staleness=1), False),
+        (PolicySpec(name="a", sync_every=4), False),
     ],
 )
 def test_only_full_precision_in_step_costs_nothing(policy, lossless):

@@ -11,7 +11,7 @@ from allstep.exchange import ExchangePolicy, attach
 from allstep.plan.activity import Activity
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.cost import collective_s
-from allstep.plan.policy import Policy
+from allstep.plan.policies import PolicySpec
 from allstep.plan.simulate import exchange_traffic, simulate
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.traffic import Group
@@ -31,8 +31,8 @@ def hosts(num_nodes, **changes):
 WORKLOAD = Workload(
     num_params=5_000_000, forward_s=0.04, backward_s=0.08, optimizer_s=0.01, num_samples=32
 )
-AT_THE_END = Policy(name="at the end", algorithm="ring", bucket_bytes=None)
-OVERLAPPED = Policy(name="overlapped", algorithm="ring", bucket_bytes=4 * MIB)
+AT_THE_END = PolicySpec(name="at the end", algorithm="ring", bucket_bytes=None)
+OVERLAPPED = PolicySpec(name="overlapped", algorithm="ring", bucket_bytes=4 * MIB)
 
 
 def wire_s(cluster, num_elements=WORKLOAD.num_params):
@@ -79,7 +79,7 @@ def test_stale_gradients_take_the_longer_of_compute_and_wire(staleness, bandwidt
 
 def test_local_sgd_pays_once_in_a_while():
     cluster = hosts(4)
-    report = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=5))
+    report = simulate(WORKLOAD, cluster, replace(AT_THE_END, sync_every=5))
     assert report.step_s == pytest.approx(WORKLOAD.compute_s + wire_s(cluster) / 5)
     assert report.exposed_s == pytest.approx(wire_s(cluster) / 5)
 
@@ -111,11 +111,11 @@ def test_an_update_is_never_hidden_without_staleness():
     assert fresh - stale == pytest.approx(min(WORKLOAD.compute_s, wire_s(cluster)))
 
 
-@pytest.mark.parametrize(("staleness", "every"), [(0, 1), (1, 1), (2, 1), (0, 3)])
-def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
+@pytest.mark.parametrize(("staleness", "sync_every"), [(0, 1), (1, 1), (2, 1), (0, 3)])
+def test_stragglers_follow_a_simulation_worker_by_worker(staleness, sync_every):
     """An oracle of plain loops over workers, buckets and steps."""
     cluster, stragglers = hosts(5), Stragglers(spread=0.3, slow_probability=0.1, slow_factor=3)
-    policy = replace(OVERLAPPED, staleness=staleness, every=every)
+    policy = replace(OVERLAPPED, staleness=staleness, sync_every=sync_every)
     report = simulate(WORKLOAD, cluster, policy, stragglers)
 
     buckets = WORKLOAD.buckets(WORKLOAD.bucket_sizes(4 * MIB))
@@ -124,12 +124,12 @@ def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
     free = (staleness + 1) * WORKLOAD.compute_s if staleness else 0.0  # it can't keep up
     assert sum(seconds) > WORKLOAD.compute_s
     num_warm, num_rounds = 2 * staleness + 1, 20
-    for step in range((num_warm + num_rounds) * every):
+    for step in range((num_warm + num_rounds) * sync_every):
         factors = stragglers.draw(step + 1, 5)
         drawn += [factors.mean()]
-        if every > 1:
+        if sync_every > 1:
             clocks = [c + f * WORKLOAD.compute_s for c, f in zip(clocks, factors, strict=True)]
-            if step % every == every - 1:
+            if step % sync_every == sync_every - 1:
                 clocks = [max(clocks) + sum(seconds)] * 5
         else:
             now = [c + f * WORKLOAD.forward_s for c, f in zip(clocks, factors, strict=True)]
@@ -143,8 +143,8 @@ def test_stragglers_follow_a_simulation_worker_by_worker(staleness, every):
                 for n, f in zip(now, factors, strict=True)
             ]
         marks.append(max(clocks))
-    first = marks[num_warm * every - 1]
-    num_steps = num_rounds * every
+    first = marks[num_warm * sync_every - 1]
+    num_steps = num_rounds * sync_every
     surplus_s = (sum(drawn[-num_steps:]) / num_steps - 1.2) * WORKLOAD.compute_s
     assert report.step_s == pytest.approx((marks[-1] - first) / num_steps - surplus_s)
     assert report.compute_s == pytest.approx(1.2 * WORKLOAD.compute_s)
@@ -180,7 +180,7 @@ def test_fewer_meetings_even_stragglers_out():
     cluster = replace(hosts(64), inter=Link(bandwidth_bps=1e15))
     stragglers = Stragglers(spread=0.2)
     every_step = simulate(WORKLOAD, cluster, AT_THE_END, stragglers).step_s
-    rarely = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=16), stragglers).step_s
+    rarely = simulate(WORKLOAD, cluster, replace(AT_THE_END, sync_every=16), stragglers).step_s
     assert WORKLOAD.compute_s < rarely < every_step
 
 
@@ -244,7 +244,7 @@ def test_communication_slows_down_beside_compute():
 def test_encoding_is_part_of_the_exchange():
     cheap = hosts(2, copy_bytes_per_s=1e15)
     dear = hosts(2, copy_bytes_per_s=1e9)
-    policy = replace(AT_THE_END, wire="fp16")
+    policy = replace(AT_THE_END, compression="fp16")
     lost = simulate(WORKLOAD, dear, policy).step_s - simulate(WORKLOAD, cheap, policy).step_s
     encode_s = 12 * WORKLOAD.num_params / 2e9
     sum_s = 1.5 * WORKLOAD.num_params / 1e9  # half of the two-byte elements
@@ -295,7 +295,7 @@ def test_parameters_are_averaged_in_float32_or_more(dtype, monkeypatch):
         return all_reduce_for_real(comm, tensor, *args, **options)
 
     monkeypatch.setattr(Communicator, "all_reduce", all_reduce)
-    averaged = replace(AT_THE_END, every=2)
+    averaged = replace(AT_THE_END, sync_every=2)
 
     def expected(comm):
         exchange, workload = trained(comm, dtype, 2)
@@ -324,12 +324,12 @@ def test_sixteen_thousand_workers():
 
 def test_an_open_policy_is_refused():
     with pytest.raises(UsageError, match=r'`policy` \(open\) leaves "auto" open'):
-        simulate(WORKLOAD, hosts(2), Policy(name="open"))
+        simulate(WORKLOAD, hosts(2), PolicySpec(name="open"))
 
 
 def test_more_buckets_than_can_be_simulated_are_refused():
     """At once, before a list of them is made."""
-    policy = Policy(name="tiny", algorithm="ring", bucket_bytes=4)
+    policy = PolicySpec(name="tiny", algorithm="ring", bucket_bytes=4)
     many = replace(WORKLOAD, num_params=10**15)
     with pytest.raises(UsageError, match=r"1,000,000,000,000,000 buckets with tiny, whose"):
         simulate(many, hosts(2), policy)
@@ -338,7 +338,7 @@ def test_more_buckets_than_can_be_simulated_are_refused():
 
 
 def test_more_stragglers_than_there_is_memory_for_are_refused():
-    policy = Policy(name="p", algorithm="ring", bucket_bytes=None)
+    policy = PolicySpec(name="p", algorithm="ring", bucket_bytes=None)
     with pytest.raises(UsageError, match=r"at most 1,048,576 `workers` \(=1,000,000,000\)"):
         simulate(WORKLOAD, hosts(10**9), policy, Stragglers(spread=0.1))
     assert simulate(WORKLOAD, hosts(10**9), policy).step_s > 0
@@ -347,18 +347,21 @@ def test_more_stragglers_than_there_is_memory_for_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"wire": "fp17"}, r"`wire` \(='fp17'\).*did you mean `fp16`"),
+        ({"compression": "fp17"}, r"`compression` \(='fp17'\).*did you mean `fp16`"),
         ({"algorithm": "rings"}, r"`algorithm` \(='rings'\).*did you mean `ring`"),
         ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\) must be at least 1"),
         ({"bucket_bytes": "big"}, r"`bucket_bytes` \(='big'\)"),
         ({"staleness": -1}, r"`staleness` \(=-1\) must be 0 or more"),
-        ({"every": 0}, r"`every` \(=0\) must be at least 1"),
-        ({"every": 2, "staleness": 1}, r"`every` \(=2\) and `staleness` \(=1\) don't go together"),
+        ({"sync_every": 0}, r"`sync_every` \(=0\) must be at least 1"),
+        (
+            {"sync_every": 2, "staleness": 1},
+            r"`sync_every` \(=2\) and `staleness` \(=1\) don't go together",
+        ),
     ],
 )
 def test_wrong_policies_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):
-        Policy(name="wrong", **changes)
+        PolicySpec(name="wrong", **changes)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 
 from allstep.errors import UsageError
-from allstep.plan.job import Job
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload
 
 MICRO = Workload(num_params=1000, forward_s=1.0, backward_s=2.0, optimizer_s=0.5, num_samples=8)
 
@@ -66,14 +65,14 @@ def test_wrong_numbers_are_refused(changes, message):
 
 
 def test_a_growing_batch_keeps_each_workers_step():
-    job = Job(micro=MICRO)
+    job = TrainingSpec(micro=MICRO)
     assert [job.batch(n) for n in (1, 3)] == [8, 24]
     assert job.workload(3) == job.workload(1) == MICRO
 
 
 @pytest.mark.parametrize(("num_workers", "most"), [(1, 6), (2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
 def test_a_fixed_batch_is_shared_in_whole_micro_batches(num_workers, most):
-    job = Job(micro=MICRO, global_batch=48)
+    job = TrainingSpec(micro=MICRO, global_batch=48)
     workload = job.workload(num_workers)
     assert job.batch(num_workers) == 48
     assert workload.compute_s == pytest.approx(3.0 * most + 0.5)
@@ -83,4 +82,4 @@ def test_a_fixed_batch_is_shared_in_whole_micro_batches(num_workers, most):
 @pytest.mark.parametrize("global_batch", [50, 4, -8])
 def test_a_batch_that_cannot_be_cut_is_refused(global_batch):
     with pytest.raises(UsageError, match=r"`global_batch` .* multiple of `micro_batch` \(=8\)"):
-        Job(micro=MICRO, global_batch=global_batch)
+        TrainingSpec(micro=MICRO, global_batch=global_batch)

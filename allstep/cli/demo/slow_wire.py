@@ -16,20 +16,26 @@ from allstep.cli.demo.slow_wire_runs import (
     run_steps_shaped,
 )
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
-from allstep.plan import Cluster, Link, Policy
-from allstep.plan.collective import read_collective
-from allstep.plan.policy import DDP
-from allstep.plan.simulate import simulate
-from allstep.plan.workload import read_workload
+from allstep.plan import (
+    DDP,
+    Cluster,
+    Link,
+    PolicySpec,
+    read_measured_collective,
+    read_workload,
+    simulate,
+)
 
 __all__ = ["measure"]
 
 _RATE_BPS = 200e6
 _NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 Mbit/s."
 
-_FP16 = Policy(name="fp16", wire="fp16", algorithm=dict(KINDS)["fp16"], bucket_bytes=BUCKET_BYTES)
+_FP16 = PolicySpec(
+    name="fp16", compression="fp16", algorithm=dict(KINDS)["fp16"], bucket_bytes=BUCKET_BYTES
+)
 _POLICIES = {
-    "plain": Policy(name="plain", algorithm="native", bucket_bytes=None),
+    "plain": PolicySpec(name="plain", algorithm="native", bucket_bytes=None),
     "DDP": DDP,
     "fp16": _FP16,
     "fp16 + staleness 1": replace(_FP16, name="fp16 + staleness 1", staleness=1),
@@ -62,7 +68,7 @@ def _run_on(hosts: ShapedHosts, crew: Crew, file: Path) -> dict[str, Any]:
 
 def _predict(found: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step each way, from exchanges as timed and the step without any."""
-    collectives = tuple(read_collective(table) for table in found["collectives"])
+    collectives = tuple(read_measured_collective(table) for table in found["collectives"])
     link = Link(bandwidth_bps=_RATE_BPS)
     cluster = Cluster(
         name="slow wire",

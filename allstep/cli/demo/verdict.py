@@ -10,7 +10,7 @@ import torch
 from allstep.cli.demo.crew import Crew
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.comm import Communicator
-from allstep.plan.scaling import WORTH_ADDING
+from allstep.plan import WORTH_ADDING
 from allstep.recipes.digits import Digits
 from allstep.train import fit
 from allstep.train.devices import num_cores

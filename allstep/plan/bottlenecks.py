@@ -5,14 +5,14 @@ num_workers / speed-up = product of the losses' factors
 
 from dataclasses import dataclass
 
-from allstep.plan.scaling import Prediction
+from allstep.plan.predict import Prediction
 from allstep.plan.time_to_target import Target
 
-__all__ = ["Loss", "growing_loss", "largest_loss", "losses"]
+__all__ = ["Bottleneck", "bottlenecks", "growing_bottleneck", "largest_bottleneck"]
 
 
 @dataclass(frozen=True)
-class Loss:
+class Bottleneck:
     """One of the reasons.
 
     Attributes:
@@ -26,7 +26,7 @@ class Loss:
     cure: str
 
 
-def losses(prediction: Prediction, target: Target | None = None) -> list[Loss]:
+def bottlenecks(prediction: Prediction, target: Target | None = None) -> list[Bottleneck]:
     """All that keeps workers from being as fast as they are many, always in the same order.
 
     Args:
@@ -42,29 +42,31 @@ def losses(prediction: Prediction, target: Target | None = None) -> list[Loss]:
     return found if target is None else [*found, _larger_batch(prediction, target)]
 
 
-def largest_loss(prediction: Prediction, target: Target | None = None) -> Loss:
+def largest_bottleneck(prediction: Prediction, target: Target | None = None) -> Bottleneck:
     """What costs most."""
-    return max(losses(prediction, target), key=lambda loss: loss.factor)
+    return max(bottlenecks(prediction, target), key=lambda bottleneck: bottleneck.factor)
 
 
-def growing_loss(few: Prediction, many: Prediction, target: Target | None = None) -> Loss:
+def growing_bottleneck(
+    few: Prediction, many: Prediction, target: Target | None = None
+) -> Bottleneck:
     """What costs `many` workers most, against `few`."""
-    pairs = zip(losses(few, target), losses(many, target), strict=True)
+    pairs = zip(bottlenecks(few, target), bottlenecks(many, target), strict=True)
     return max(pairs, key=lambda pair: pair[1].factor / pair[0].factor)[1]
 
 
-def _exchange(prediction: Prediction) -> Loss:
+def _exchange(prediction: Prediction) -> Bottleneck:
     report = prediction.report
-    return Loss(
+    return Bottleneck(
         (report.step_s - report.straggler_s) / report.compute_s,
         f"the exchange takes {report.exchange_share:.0%} of a step",
         "a faster link, or more compute for each exchange",
     )
 
 
-def _idle_workers(prediction: Prediction) -> Loss:
+def _idle_workers(prediction: Prediction) -> Bottleneck:
     num, idle = prediction.num_micro_batches, prediction.idle_share
-    return Loss(
+    return Bottleneck(
         1 / (1 - idle),
         f"a step has {num:,} micro-batch{'es' * (num > 1)} for {prediction.num_workers:,} workers,"
         f" which idle {idle:.0%} of it",
@@ -72,33 +74,33 @@ def _idle_workers(prediction: Prediction) -> Loss:
     )
 
 
-def _slower_compute(prediction: Prediction) -> Loss:
+def _slower_compute(prediction: Prediction) -> Bottleneck:
     """Workers that share cores are slower than a lone one, and each makes the whole update."""
     num_busy = prediction.num_workers * (1 - prediction.idle_share)
-    lone_s = prediction.global_batch / prediction.lone_samples_per_s
+    lone_s = prediction.global_batch / prediction.single_worker_samples_per_s
     factor = num_busy * prediction.report.compute_s / lone_s
-    return Loss(
+    return Bottleneck(
         factor,
         f"together they compute {factor:.1f}x as long as one worker for the same samples",
         "a faster machine",
     )
 
 
-def _stragglers(prediction: Prediction) -> Loss:
+def _stragglers(prediction: Prediction) -> Bottleneck:
     report = prediction.report
-    return Loss(
+    return Bottleneck(
         report.step_s / (report.step_s - report.straggler_s),
         f"they wait for slower ones in {report.straggler_s / report.step_s:.0%} of a step",
         "workers that are equally fast",
     )
 
 
-def _larger_batch(prediction: Prediction, target: Target) -> Loss:
-    batch, lone_batch = prediction.global_batch, prediction.lone_batch
-    factor = target.samples(batch) / target.samples(lone_batch)
-    return Loss(
+def _larger_batch(prediction: Prediction, target: Target) -> Bottleneck:
+    batch, single_worker_batch = prediction.global_batch, prediction.single_worker_batch
+    factor = target.samples(batch) / target.samples(single_worker_batch)
+    return Bottleneck(
         factor,
-        f"a batch of {batch:,} takes {factor:.1f}x the samples of one of {lone_batch:,} at a noise"
-        f" scale of {target.critical_batch:,}",
+        f"a batch of {batch:,} takes {factor:.1f}x the samples of one of {single_worker_batch:,} at"
+        f" a noise scale of {target.critical_batch:,}",
         "a faster machine; a larger batch would not",
     )

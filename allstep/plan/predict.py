@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from allstep.plan.cluster import Cluster
-from allstep.plan.job import Job
-from allstep.plan.policy import Policy
+from allstep.plan.policies import PolicySpec
 from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
+from allstep.plan.workload import TrainingSpec
 
 __all__ = ["WORTH_ADDING", "Prediction", "predict", "predict_one", "worth_adding"]
 
@@ -31,17 +31,17 @@ class Prediction:
         global_batch: samples of a step.
         num_micro_batches: of a step, over all workers.
         report: of a step.
-        lone_batch: samples of a step of one worker alone.
-        lone_samples_per_s: what it reaches.
+        single_worker_batch: samples of a step of one worker alone.
+        single_worker_samples_per_s: what it reaches.
     """
 
-    policy: Policy
+    policy: PolicySpec
     num_workers: int
     global_batch: int
     num_micro_batches: int
     report: StepReport
-    lone_batch: int
-    lone_samples_per_s: float
+    single_worker_batch: int
+    single_worker_samples_per_s: float
 
     @property
     def samples_per_s(self) -> float:
@@ -51,7 +51,7 @@ class Prediction:
     @property
     def speed_up(self) -> float:
         """Samples per second over those of one worker."""
-        return self.samples_per_s / self.lone_samples_per_s
+        return self.samples_per_s / self.single_worker_samples_per_s
 
     @property
     def idle_share(self) -> float:
@@ -66,9 +66,9 @@ class Prediction:
 
 
 def predict(
-    job: Job,
+    job: TrainingSpec,
     cluster: Cluster,
-    policies: Iterable[Policy],
+    policies: Iterable[PolicySpec],
     worker_counts: Sequence[int],
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> list[Prediction]:
@@ -91,8 +91,8 @@ def predict(
     >>> from allstep.plan.workload import Workload
     >>> micro = Workload.from_step(num_params=25_000_000, step_s=0.11, num_samples=32)
     >>> plain, stale = predict(
-    ...     Job(micro=micro), read_cluster("ethernet-10g"),
-    ...     [Policy(name="fp32"), Policy(name="stale", wire="fp16", staleness=1)], [32])
+    ...     TrainingSpec(micro=micro), read_cluster("ethernet-10g"),
+    ...     [PolicySpec(name="fp32"), PolicySpec(name="stale", staleness=1)], [32])
     >>> plain.efficiency < stale.efficiency
     True
     """
@@ -104,9 +104,9 @@ def predict(
 
 
 def predict_one(
-    job: Job,
+    job: TrainingSpec,
     cluster: Cluster,
-    policy: Policy,
+    policy: PolicySpec,
     num_workers: int,
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
@@ -122,25 +122,25 @@ def predict_one(
         global_batch=job.batch(num_workers),
         num_micro_batches=ceil(job.batch(num_workers) / job.micro.num_samples),
         report=simulate(workload, part, best, stragglers),
-        lone_batch=job.batch(1),
-        lone_samples_per_s=job.batch(1) / job.workload(1).compute_s,
+        single_worker_batch=job.batch(1),
+        single_worker_samples_per_s=job.batch(1) / job.workload(1).compute_s,
     )
 
 
-def _choices(policy: Policy, cluster: Cluster, gradient_bytes: int) -> Iterator[Policy]:
+def _choices(policy: PolicySpec, cluster: Cluster, gradient_bytes: int) -> Iterator[PolicySpec]:
     sizes: list[int | None] = [
         size for size in _BUCKET_BYTES if size is None or gradient_bytes / size <= _MOST_BUCKETS
     ]
-    if policy.every > 1 or cluster.num_workers == 1:
+    if policy.sync_every > 1 or cluster.num_workers == 1:
         sizes = [None]
-    for algorithm in _algorithms(cluster, policy.wire):
+    for algorithm in _algorithms(cluster, policy.compression):
         for size in sizes:
             yield policy.with_choice(algorithm, size)
 
 
-def _algorithms(cluster: Cluster, wire: str) -> list[str]:
+def _algorithms(cluster: Cluster, compression: str) -> list[str]:
     """What was measured, or is worth a try: schemes for several nodes where there are several."""
-    timed = [c.algorithm for c in cluster.collectives if c.wire == wire]
+    timed = [c.algorithm for c in cluster.collectives if c.compression == compression]
     if timed:
         return timed
     names = ["ring", "halving_doubling", "recursive_doubling"]

@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 from allstep.errors import UsageError, nearest_names
+from allstep.plan.compression import COMPRESSIONS
 from allstep.plan.traffic import ALGORITHMS
-from allstep.plan.wire import WIRES
 
-__all__ = ["Collective", "read_collective"]
+__all__ = ["MeasuredCollective", "read_measured_collective"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class MeasuredCollective:
     """Seconds of encoding, summing and decoding buckets, as timed on all workers at once.
 
     Between two sizes time grows in proportion. Beyond the largest it grows as between the last two,
@@ -22,7 +22,7 @@ class Collective:
     of the two was disturbed.
 
     Args:
-        wire: format of what crosses the wire.
+        compression: format of what crosses the network.
         algorithm: how the sum is taken.
         num_elements: of the timed buckets, increasing.
         seconds: of each, one after the other without a pause.
@@ -32,13 +32,13 @@ class Collective:
     Raises:
         UsageError: for unknown names, fewer than two sizes, or numbers out of range.
 
-    >>> timed = Collective(
-    ...     wire="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
+    >>> timed = MeasuredCollective(
+    ...     compression="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
     >>> round(timed.seconds_of(500), 3), round(timed.seconds_of(4000), 3)
     (0.15, 0.5)
     """
 
-    wire: str
+    compression: str
     algorithm: str
     num_elements: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -46,7 +46,7 @@ class Collective:
     communication_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, known in (("wire", WIRES), ("algorithm", ALGORITHMS)):
+        for name, known in (("compression", COMPRESSIONS), ("algorithm", ALGORITHMS)):
             value = getattr(self, name)
             if value not in known:
                 raise UsageError(f"`{name}` (={value!r}): {nearest_names(str(value), known)}")
@@ -89,14 +89,14 @@ class Collective:
         return (0, *self.num_elements), (empty_s, *rising)
 
 
-def read_collective(table: Mapping[str, Any]) -> Collective:
+def read_measured_collective(table: Mapping[str, Any]) -> MeasuredCollective:
     """The inverse of `dataclasses.asdict`, also after a trip through JSON.
 
     >>> from dataclasses import asdict
-    >>> timed = Collective(
-    ...     wire="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
-    >>> read_collective(asdict(timed)) == timed
+    >>> timed = MeasuredCollective(
+    ...     compression="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
+    >>> read_measured_collective(asdict(timed)) == timed
     True
     """
     lists = {name: tuple(table[name]) for name in ("num_elements", "seconds")}
-    return Collective(**{**table, **lists})
+    return MeasuredCollective(**{**table, **lists})

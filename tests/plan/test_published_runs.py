@@ -1,6 +1,6 @@
 import pytest
 
-from allstep.plan.backcasts import RESNET50_READY, backcasts
+from benchmarks.published_runs import RESNET50_READY, backcasts
 
 ALL = backcasts()
 

@@ -4,15 +4,14 @@ import pytest
 
 from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
-from allstep.plan.collective import Collective
-from allstep.plan.job import Job
-from allstep.plan.policy import Policy
-from allstep.plan.scaling import predict_one
+from allstep.plan.measured_collective import MeasuredCollective
+from allstep.plan.policies import PolicySpec
+from allstep.plan.predict import predict_one
 from allstep.plan.simulate import simulate
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload
 
-TIMED = Collective(
-    wire="fp32",
+TIMED = MeasuredCollective(
+    compression="fp32",
     algorithm="native",
     num_elements=(1000, 2000, 4000, 8000),
     seconds=(0.01, 0.02, 0.06, 0.14),
@@ -24,7 +23,7 @@ CLUSTER = Cluster(
 WORKLOAD = Workload(
     num_params=8000, forward_s=0.1, backward_s=0.2, optimizer_s=0.05, gradients=(1000, 3000, 4000)
 )
-AT_THE_END = Policy(name="", algorithm="native", bucket_bytes=None)
+AT_THE_END = PolicySpec(name="", algorithm="native", bucket_bytes=None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_more_never_takes_less():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"wire": "fp33"}, "`wire` \\(='fp33'\\): did you mean `fp32`"),
+        ({"compression": "fp33"}, "`compression` \\(='fp33'\\): did you mean `fp32`"),
         ({"algorithm": "rong"}, "`algorithm` \\(='rong'\\): did you mean `ring`"),
         ({"num_elements": (1,), "seconds": (1.0,)}, "must be two or more that increase"),
         ({"num_elements": (2, 1, 3)}, "must be two or more that increase"),
@@ -84,8 +83,8 @@ def test_what_was_measured_in_float32_counts_by_its_bytes(element_bytes, num_flo
     workload = replace(WORKLOAD, element_bytes=element_bytes)
     report = simulate(workload, CLUSTER, AT_THE_END)
     assert report.wire_s == pytest.approx(TIMED.seconds_of(num_float32))
-    half = replace(CLUSTER, collectives=(replace(TIMED, wire="fp16"),))
-    report = simulate(workload, half, replace(AT_THE_END, wire="fp16"))
+    half = replace(CLUSTER, collectives=(replace(TIMED, compression="fp16"),))
+    report = simulate(workload, half, replace(AT_THE_END, compression="fp16"))
     assert report.wire_s == pytest.approx(TIMED.seconds_of(8000))  # two bytes each, whatever
 
 
@@ -97,7 +96,7 @@ def test_it_is_forgotten_for_other_numbers_of_workers():
 
 
 def test_only_what_was_measured_is_tried():
-    prediction = predict_one(Job(micro=WORKLOAD), CLUSTER, Policy(name="fp32"), 2)
+    prediction = predict_one(TrainingSpec(micro=WORKLOAD), CLUSTER, PolicySpec(name="fp32"), 2)
     assert prediction.policy.algorithm == "native"
 
 
@@ -129,7 +128,7 @@ def test_averaged_parameters_are_copied_to_and_from_shared_memory():
     """A sum of gradients there is measured without copies."""
     fields = {"num_nodes": 1, "workers_per_node": 2, "inter": None, "bucketing_s_per_byte": 1e-6}
     cluster = replace(CLUSTER, **fields)
-    local = replace(AT_THE_END, every=4)
+    local = replace(AT_THE_END, sync_every=4)
     by_network = simulate(WORKLOAD, cluster, local)
     shared = replace(cluster, collectives=(replace(TIMED, algorithm="shared_memory"),))
     by_memory = simulate(WORKLOAD, shared, replace(local, algorithm="shared_memory"))
@@ -144,7 +143,7 @@ def test_copies_to_buckets_and_back_are_compute():
     for copies_back, num_copies in ((False, 1), (True, 2)):
         report = simulate(WORKLOAD, cluster, replace(AT_THE_END, copies_back=copies_back))
         assert report.step_s == pytest.approx(0.35 + 0.14 + num_copies * copy_s + 3e-3)
-    local = simulate(WORKLOAD, cluster, replace(AT_THE_END, every=4))
+    local = simulate(WORKLOAD, cluster, replace(AT_THE_END, sync_every=4))
     assert local.step_s == pytest.approx(0.35 + (0.14 + 3 * copy_s) / 4)
     assert simulate(WORKLOAD, cluster.of(1), AT_THE_END).step_s == pytest.approx(0.35)
 

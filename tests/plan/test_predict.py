@@ -5,12 +5,11 @@ import pytest
 import allstep
 from allstep.errors import UsageError
 from allstep.plan.cluster import Cluster, Link
-from allstep.plan.job import Job
-from allstep.plan.policy import DDP, POLICIES, Policy
-from allstep.plan.scaling import predict, predict_one, worth_adding
+from allstep.plan.policies import DDP, POLICIES, PolicySpec
+from allstep.plan.predict import predict, predict_one, worth_adding
 from allstep.plan.simulate import simulate
 from allstep.plan.time_to_target import Target
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload
 
 MICRO = Workload.from_step(num_params=25_000_000, step_s=0.11, num_samples=32)
 ETHERNET = Link(bandwidth_bps=9.4e9, latency_s=30e-6)
@@ -26,7 +25,7 @@ NODES = Cluster(
 
 
 def test_every_policy_meets_every_number_of_workers():
-    found = predict(Job(micro=MICRO), HOSTS, POLICIES, [1, 2, 4])
+    found = predict(TrainingSpec(micro=MICRO), HOSTS, POLICIES, [1, 2, 4])
     assert len(found) == len(POLICIES) * 3
     for prediction in found:
         assert prediction.global_batch == 32 * prediction.num_workers
@@ -36,8 +35,8 @@ def test_every_policy_meets_every_number_of_workers():
 
 
 def test_what_is_left_open_is_the_best_of_all():
-    open_policy = Policy(name="open")
-    best = predict_one(Job(micro=MICRO), NODES, open_policy, 64)
+    open_policy = PolicySpec(name="open")
+    best = predict_one(TrainingSpec(micro=MICRO), NODES, open_policy, 64)
     for algorithm in ("ring", "halving_doubling", "hierarchical", "two_dimensional"):
         for bucket_bytes in (1 << 20, 16 << 20, None):
             settled = open_policy.with_choice(algorithm, bucket_bytes)
@@ -45,22 +44,27 @@ def test_what_is_left_open_is_the_best_of_all():
 
 
 def test_what_is_said_is_kept():
-    policy = Policy(name="p", algorithm="halving_doubling", bucket_bytes=1000_000)
-    assert predict_one(Job(micro=MICRO), HOSTS, policy, 8).policy == policy
-    partly = Policy(name="p", algorithm="halving_doubling")
-    assert predict_one(Job(micro=MICRO), HOSTS, partly, 8).policy.algorithm == "halving_doubling"
+    policy = PolicySpec(name="p", algorithm="halving_doubling", bucket_bytes=1000_000)
+    assert predict_one(TrainingSpec(micro=MICRO), HOSTS, policy, 8).policy == policy
+    partly = PolicySpec(name="p", algorithm="halving_doubling")
+    assert (
+        predict_one(TrainingSpec(micro=MICRO), HOSTS, partly, 8).policy.algorithm
+        == "halving_doubling"
+    )
 
 
 def test_a_ring_is_not_for_thousands_of_hosts():
-    small = Job(micro=Workload.from_step(num_params=100_000, step_s=0.11, num_samples=32))
-    assert predict_one(small, HOSTS, Policy(name="p"), 4096).policy.algorithm == "halving_doubling"
+    small = TrainingSpec(micro=Workload.from_step(num_params=100_000, step_s=0.11, num_samples=32))
+    assert (
+        predict_one(small, HOSTS, PolicySpec(name="p"), 4096).policy.algorithm == "halving_doubling"
+    )
 
 
 def test_workers_of_a_node_share_its_link():
     """Halving and doubling from all eight workers at once loses to one ring through the node."""
     ring, halving = (
         predict_one(
-            Job(micro=MICRO), NODES, Policy(name=a, algorithm=a, bucket_bytes=None), 64
+            TrainingSpec(micro=MICRO), NODES, PolicySpec(name=a, algorithm=a, bucket_bytes=None), 64
         ).report.step_s
         for a in ("ring", "halving_doubling")
     )
@@ -75,22 +79,22 @@ def test_shared_memory_is_tried_where_there_is_some():
         intra=Link(bandwidth_bps=8e9, latency_s=1e-4),
         has_shared_memory=True,
     )
-    assert predict_one(Job(micro=MICRO), node, Policy(name="p"), 4).policy.algorithm == (
-        "shared_memory"
-    )
+    assert predict_one(
+        TrainingSpec(micro=MICRO), node, PolicySpec(name="p"), 4
+    ).policy.algorithm == ("shared_memory")
 
 
 def test_a_fixed_batch_scales_worse_than_a_growing_one():
-    growing = predict_one(Job(micro=MICRO), HOSTS, DDP, 8)
-    fixed = predict_one(Job(micro=MICRO, global_batch=256), HOSTS, DDP, 8)
+    growing = predict_one(TrainingSpec(micro=MICRO), HOSTS, DDP, 8)
+    fixed = predict_one(TrainingSpec(micro=MICRO, global_batch=256), HOSTS, DDP, 8)
     assert growing.report.step_s == pytest.approx(fixed.report.step_s)  # one micro-batch each
-    few = predict_one(Job(micro=MICRO, global_batch=256), HOSTS, DDP, 2)
+    few = predict_one(TrainingSpec(micro=MICRO, global_batch=256), HOSTS, DDP, 2)
     assert few.efficiency > fixed.efficiency
 
 
 def test_more_workers_than_there_are_is_refused():
     with pytest.raises(UsageError, match=r"exceeds the 512 of cluster n"):
-        predict(Job(micro=MICRO), NODES, POLICIES, [1024])
+        predict(TrainingSpec(micro=MICRO), NODES, POLICIES, [1024])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_steps_and_samples_lie_on_the_hyperbola(batch):
 
 def test_time_to_target_stops_falling_beyond_the_critical_batch():
     target = Target(critical_batch=256, num_samples=1e6, known_batch=32)
-    found = predict(Job(micro=MICRO), HOSTS, [POLICIES[4]], [1, 8, 64, 512])
+    found = predict(TrainingSpec(micro=MICRO), HOSTS, [POLICIES[4]], [1, 8, 64, 512])
     seconds = [target.seconds(prediction) for prediction in found]
     assert seconds[0] == pytest.approx(1e6 / 32 * 0.11)
     gains = [early / late for early, late in itertools.pairwise(seconds)]
@@ -139,5 +143,5 @@ def test_what_is_recommended_can_be_written(policy):
     """Every policy of the exchange is one that `ExchangePolicy` takes."""
     code = policy.in_code.split("or ")[-1]
     found = eval(code, {"allstep": allstep})
-    expected = (policy.wire, policy.staleness, policy.every)
+    expected = (policy.compression, policy.staleness, policy.sync_every)
     assert (found.wire, found.staleness, found.every) == expected

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 
 from allstep.errors import UsageError, nearest_names
+from allstep.plan.compression import COMPRESSIONS
 from allstep.plan.traffic import ALGORITHMS
-from allstep.plan.wire import WIRES
 
-__all__ = ["DDP", "POLICIES", "Policy"]
+__all__ = ["DDP", "POLICIES", "PolicySpec"]
 
 MIB = 2**20
 # allstep's own first bucket, where others are larger.
@@ -14,18 +14,18 @@ FIRST_BUCKET_BYTES = MIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class PolicySpec:
     """An exchange; names are those of `ExchangePolicy`.
 
     Args:
         name: for tables.
-        wire: format of what crosses the wire.
+        compression: format of what crosses the network.
         algorithm: one of the all-reduce algorithms, or "auto" for the fastest of them.
         bucket_bytes: of a bucket; None for a single one at the end of backward,
             "auto" for the fastest of several.
         first_bucket_bytes: a smaller first bucket; None for one like the others.
         staleness: the age of the gradients in steps; 0 waits for this step's.
-        every: steps between exchanges; beyond 1 workers train alone and average parameters.
+        sync_every: steps between exchanges; above 1 it is local SGD, which averages parameters.
         copies_back: whether means are copied from buckets to gradients that lie elsewhere.
 
     Raises:
@@ -33,17 +33,18 @@ class Policy:
     """
 
     name: str
-    wire: str = "fp32"
+    compression: str = "fp32"
     algorithm: str = "auto"
     bucket_bytes: int | str | None = "auto"
     first_bucket_bytes: int | None = None
     staleness: int = 0
-    every: int = 1
+    sync_every: int = 1
     copies_back: bool = False
 
     def __post_init__(self) -> None:
-        if self.wire not in WIRES:
-            raise UsageError(f"`wire` (={self.wire!r}): {nearest_names(self.wire, WIRES)}")
+        if self.compression not in COMPRESSIONS:
+            names = nearest_names(self.compression, COMPRESSIONS)
+            raise UsageError(f"`compression` (={self.compression!r}): {names}")
         if self.algorithm not in (*ALGORITHMS, "auto"):
             names = nearest_names(self.algorithm, [*ALGORITHMS, "auto"])
             raise UsageError(f"`algorithm` (={self.algorithm!r}): {names}")
@@ -53,12 +54,12 @@ class Policy:
             raise UsageError(f"`bucket_bytes` (={self.bucket_bytes}) must be at least 1.")
         if self.staleness < 0:
             raise UsageError(f"`staleness` (={self.staleness}) must be 0 or more.")
-        if self.every < 1:
-            raise UsageError(f"`every` (={self.every}) must be at least 1.")
-        if self.every > 1 and self.staleness:
+        if self.sync_every < 1:
+            raise UsageError(f"`sync_every` (={self.sync_every}) must be at least 1.")
+        if self.sync_every > 1 and self.staleness:
             raise UsageError(
-                f"`every` (={self.every}) and `staleness` (={self.staleness}) don't go together:"
-                " parameters that are averaged have no age."
+                f"`sync_every` (={self.sync_every}) and `staleness` (={self.staleness}) don't go"
+                " together: parameters that are averaged have no age."
             )
 
     @property
@@ -70,18 +71,18 @@ class Policy:
     def in_code(self) -> str:
         """What a user writes for it.
 
-        >>> print(Policy(name="", wire="fp16", staleness=1).in_code)
+        >>> print(PolicySpec(name="", compression="fp16", staleness=1).in_code)
         allstep.ExchangePolicy(wire="fp16", staleness=1, algorithm="auto", bucket_bytes="auto")
         """
-        if self.every > 1:
-            return f"allstep.ExchangePolicy(every={self.every})"
+        if self.sync_every > 1:
+            return f"allstep.ExchangePolicy(every={self.sync_every})"
         if self.algorithm == "native":
             return "torch.nn.parallel.DistributedDataParallel, or allstep.ExchangePolicy()"
-        wire = "" if self.wire == "fp32" else f'wire="{self.wire}", '
+        wire = "" if self.compression == "fp32" else f'wire="{self.compression}", '
         stale = f"staleness={self.staleness}, " if self.staleness else ""
         return f'allstep.ExchangePolicy({wire}{stale}algorithm="auto", bucket_bytes="auto")'
 
-    def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "Policy":
+    def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "PolicySpec":
         """This policy with what was left to choose settled; the first bucket is a small one."""
         settled = replace(self, algorithm=algorithm) if self.algorithm == "auto" else self
         if self.bucket_bytes != "auto":
@@ -91,7 +92,7 @@ class Policy:
 
 
 # torch's DistributedDataParallel as it is: without `gradient_as_bucket_view`.
-DDP = Policy(
+DDP = PolicySpec(
     name="DDP",
     algorithm="native",
     bucket_bytes=25 * MIB,
@@ -102,9 +103,9 @@ DDP = Policy(
 # The simplest first: of two that are as fast, the earlier is recommended.
 POLICIES = (
     DDP,
-    Policy(name="fp32"),
-    Policy(name="fp16", wire="fp16"),
-    Policy(name="int8", wire="int8"),
-    Policy(name="fp16 + staleness 1", wire="fp16", staleness=1),
-    Policy(name="local SGD, H = 16", every=16),
+    PolicySpec(name="fp32"),
+    PolicySpec(name="fp16", compression="fp16"),
+    PolicySpec(name="int8", compression="int8"),
+    PolicySpec(name="fp16 + staleness 1", compression="fp16", staleness=1),
+    PolicySpec(name="local SGD, H = 16", sync_every=16),
 )

@@ -25,7 +25,7 @@ class RunNumbers:
     Args:
         workers: how many trained together.
         samples_per_s: of all workers together.
-        lone_samples_per_s: what one worker with the machine to itself would reach, if known.
+        single_worker_samples_per_s: of one worker with the machine to itself, if known.
         data_share, exchange_share: share of a step spent waiting for data, for the exchange.
         mfu: share of the machine's measured matrix-multiply peak, if known.
         global_batch, micro_batch: samples of a step, and at once through the model.
@@ -36,7 +36,7 @@ class RunNumbers:
 
     workers: int
     samples_per_s: float
-    lone_samples_per_s: float | None
+    single_worker_samples_per_s: float | None
     data_share: float
     exchange_share: float
     mfu: float | None
@@ -50,9 +50,9 @@ class RunNumbers:
     @property
     def speed_up(self) -> float | None:
         """How many times faster than one worker alone; None if that isn't known."""
-        if self.workers == 1 or not self.lone_samples_per_s:
+        if self.workers == 1 or not self.single_worker_samples_per_s:
             return None
-        return self.samples_per_s / self.lone_samples_per_s
+        return self.samples_per_s / self.single_worker_samples_per_s
 
     @property
     def num_micro_batches(self) -> int:
@@ -70,7 +70,7 @@ def next_step(numbers: RunNumbers) -> str:
         A sentence for the end of the run's summary.
 
     >>> next_step(RunNumbers(
-    ...     workers=2, samples_per_s=600, lone_samples_per_s=1000, data_share=0.0,
+    ...     workers=2, samples_per_s=600, single_worker_samples_per_s=1000, data_share=0.0,
     ...     exchange_share=0.6, mfu=0.1, global_batch=128, micro_batch=32, loader_workers=0,
     ...     num_cores=2, num_gpus=0))
     "2 workers are slower than 1 here (0.6x): don't; use `--workers 1`."

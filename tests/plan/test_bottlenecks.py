@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from allstep.plan.bottlenecks import bottlenecks, growing_bottleneck, largest_bottleneck
 from allstep.plan.cluster import Cluster, Link
-from allstep.plan.job import Job
-from allstep.plan.losses import growing_loss, largest_loss, losses
-from allstep.plan.policy import Policy
-from allstep.plan.scaling import predict_one
+from allstep.plan.policies import PolicySpec
+from allstep.plan.predict import predict_one
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.time_to_target import Target
-from allstep.plan.workload import Workload
+from allstep.plan.workload import TrainingSpec, Workload
 
-DDP = Policy(name="DDP", algorithm="ring", bucket_bytes=25 << 20)
+DDP = PolicySpec(name="DDP", algorithm="ring", bucket_bytes=25 << 20)
 FAST = 1e15
 
 
@@ -32,7 +31,7 @@ def predicted(
         compute_slowdown=slowdown,
     )
     micro = Workload.from_step(num_params=25_000_000, step_s=0.1, num_samples=32)
-    job = Job(micro=replace(micro, optimizer_s=optimizer_s), global_batch=batch)
+    job = TrainingSpec(micro=replace(micro, optimizer_s=optimizer_s), global_batch=batch)
     stragglers = Stragglers(spread=spread) if spread else NO_STRAGGLERS
     return predict_one(job, cluster, DDP, num_workers, stragglers)
 
@@ -54,27 +53,27 @@ def test_the_product_of_all_losses_is_all_that_is_lost(changes, noise_scale):
     if noise_scale is not None:
         target = Target(critical_batch=noise_scale, known_batch=32)
         speed_up = target.speed_up(found)
-    product = math.prod(loss.factor for loss in losses(found, target))
+    product = math.prod(loss.factor for loss in bottlenecks(found, target))
     assert product == pytest.approx(6 / speed_up)
 
 
 @pytest.mark.parametrize(("reason", "changes"), CASES.items())
 def test_each_cause_is_told_from_the_others(reason, changes):
-    assert largest_loss(predicted(6, **changes)).reason.startswith(reason)
+    assert largest_bottleneck(predicted(6, **changes)).reason.startswith(reason)
 
 
 def test_nothing_is_lost_on_a_wire_without_end():
-    for loss in losses(predicted(6), Target(critical_batch=1e12)):
+    for loss in bottlenecks(predicted(6), Target(critical_batch=1e12)):
         assert loss.factor == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_batch_beyond_the_noise_scale_is_blamed_as_soon_as_it_costs_most():
     slow = predicted(6, bandwidth_bps=10e9)
-    factors = [loss.factor for loss in losses(slow)]
+    factors = [loss.factor for loss in bottlenecks(slow)]
     for noise_scale in (1, 30, 100, 300, 1000, 10_000):
         target = Target(critical_batch=noise_scale)
         samples = target.samples(6 * 32) / target.samples(32)
-        blamed = largest_loss(slow, target)
+        blamed = largest_bottleneck(slow, target)
         assert (f"at a noise scale of {noise_scale:,}" in blamed.reason) == (samples > max(factors))
         assert ("a larger batch would not" in blamed.cure) == (samples > max(factors))
 
@@ -83,7 +82,7 @@ def test_what_grows_is_what_stops_more_workers():
     """Not what was large before: a slow wire is as slow for four workers as for eight."""
     target = Target(critical_batch=200)
     few, many = (predicted(n, bandwidth_bps=1e9) for n in (8, 32))
-    assert largest_loss(few, target).reason.startswith("the exchange")
-    assert growing_loss(few, many, target).reason == (
+    assert largest_bottleneck(few, target).reason.startswith("the exchange")
+    assert growing_bottleneck(few, many, target).reason == (
         "a batch of 1,024 takes 5.3x the samples of one of 32 at a noise scale of 200"
     )

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from allstep.plan.advice import RunNumbers, next_step
+from allstep.plan.next_step import RunNumbers, next_step
 
 WELL = RunNumbers(
     workers=2,
     samples_per_s=1800.0,
-    lone_samples_per_s=1000.0,
+    single_worker_samples_per_s=1000.0,
     data_share=0.01,
     exchange_share=0.05,
     mfu=0.5,
@@ -24,7 +24,7 @@ WELL = RunNumbers(
     [
         ({}, "2 workers give 1.8x; scaling pays."),
         (
-            {"workers": 1, "lone_samples_per_s": None},
+            {"workers": 1, "single_worker_samples_per_s": None},
             "nothing stands out: train longer, or on more machines.",
         ),
         (
@@ -64,7 +64,7 @@ WELL = RunNumbers(
         ),
         ({"num_gpus": 8, "num_cores": 64}, "6 GPUs idle: try `--workers 8`."),
         (
-            {"workers": 1, "lone_samples_per_s": None, "mfu": 0.12},
+            {"workers": 1, "single_worker_samples_per_s": None, "mfu": 0.12},
             "1 worker reaches only 12% of the machine's peak: try `--workers 2`.",
         ),
         ({"num_cores": 8}, "2 workers give 1.8x and cores are left: try `--workers 4`."),

@@ -9,15 +9,15 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires import WIRES as FORMATS
 from allstep.exchange.wires import make_wire
+from allstep.plan.compression import COMPRESSIONS, wire_traffic
 from allstep.plan.traffic import Group
-from allstep.plan.wire import WIRES, wire_traffic
 from tests.helpers.ranks import run_ranks
 
 SIDES = (1, 5, 64)  # a bucket is one square matrix: what the planner takes PowerSGD's to be
 
 
 def test_the_planner_knows_every_format():
-    assert set(WIRES) == set(FORMATS)
+    assert set(COMPRESSIONS) == set(FORMATS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from allstep.plan.cluster import Cluster, Link
-from allstep.plan.cluster_files import read_cluster
+from allstep.plan import Cluster, Link, PolicySpec, Workload, read_cluster, simulate
 from allstep.plan.cost import collective_s
-from allstep.plan.policy import Policy
-from allstep.plan.simulate import simulate
-from allstep.plan.workload import Workload
 
 __all__ = ["Backcast", "backcasts"]
 
@@ -71,19 +67,21 @@ def _resnet50(compute_s: float, num_samples: int) -> Workload:
     )
 
 
-def _at_the_end(name: str, wire: str = "fp32", staleness: int = 0) -> Policy:
+def _at_the_end(name: str, compression: str = "fp32", staleness: int = 0) -> PolicySpec:
     """ChainerMN packs everything and reduces it with NCCL's ring after the backward pass."""
-    return Policy(name=name, wire=wire, algorithm="ring", bucket_bytes=None, staleness=staleness)
+    return PolicySpec(
+        name=name, compression=compression, algorithm="ring", bucket_bytes=None, staleness=staleness
+    )
 
 
 def _samples_per_s(
-    cluster: Cluster, policy: Policy, num_workers: int, *, base: float, batch: int
+    cluster: Cluster, policy: PolicySpec, num_workers: int, *, base: float, batch: int
 ) -> float:
     """Samples per second on `num_workers` from those of one full node."""
     node = cluster.of(cluster.workers_per_node)
     compute_s = batch * node.num_workers / base
     if not policy.staleness:
-        compute_s -= collective_s(policy.wire, policy.algorithm, node, RESNET50_PARAMS)
+        compute_s -= collective_s(policy.compression, policy.algorithm, node, RESNET50_PARAMS)
     step_s = simulate(_resnet50(compute_s, batch), cluster.of(num_workers), policy).step_s
     return batch * num_workers / step_s
 
@@ -127,7 +125,7 @@ def _chainermn() -> Iterator[Backcast]:
         guesses="bandwidth from the published row of 16 GPUs",
         source=_CHAINERMN,
     )
-    buffered = _at_the_end("fp16, double buffering", wire="fp16", staleness=1)
+    buffered = _at_the_end("fp16, double buffering", compression="fp16", staleness=1)
     for num_workers, published in ((16, 1870.0), (32, 4230.0)):
         yield Backcast(
             run="ChainerMN, 10 GbE, fp16 + double buffering",
@@ -152,7 +150,7 @@ def _achieved_ethernet(line_rate: Cluster) -> Cluster:
 
 def _aws() -> Iterator[Backcast]:
     cluster = replace(read_cluster("ethernet-25g"), copy_bytes_per_s=600e9)
-    buffered = _at_the_end("fp16, double buffering", wire="fp16", staleness=1)
+    buffered = _at_the_end("fp16, double buffering", compression="fp16", staleness=1)
     for num_workers, published in ((16, 3820.0), (32, 7740.0)):
         yield Backcast(
             run="ChainerMN, AWS 25 Gbit/s, fp16 + double buffering",
@@ -169,7 +167,7 @@ def _goyal() -> Iterator[Backcast]:
     """Overlapped layer by layer; 120 ms of backward pass."""
     ethernet = Link(bandwidth_bps=0.94 * 50e9, latency_s=20e-6)
     cluster = replace(read_cluster("mn-1"), name="Big Basin", inter=ethernet)
-    policy = Policy(name="overlapped", algorithm="two_dimensional", bucket_bytes=4 << 20)
+    policy = PolicySpec(name="overlapped", algorithm="two_dimensional", bucket_bytes=4 << 20)
     workload = _resnet50(0.18, 32)
     steps_s = {n: simulate(workload, cluster.of(n), policy).step_s for n in (8, 256)}
     yield Backcast(
@@ -185,7 +183,7 @@ def _goyal() -> Iterator[Backcast]:
 
 def _akiba() -> Iterator[Backcast]:
     cluster = read_cluster("mn-1")
-    policy = _at_the_end("fp16", wire="fp16")
+    policy = _at_the_end("fp16", compression="fp16")
     step_s, efficiency = 0.255, 0.80
     node = cluster.of(8)
     compute_s = efficiency * step_s - collective_s("fp16", "ring", node, RESNET50_PARAMS)
@@ -214,7 +212,7 @@ def _baidu() -> Iterator[Backcast]:
         guesses="latencies; published is the middle of both ranges, added (A)",
         source=source,
     )
-    overlapped = Policy(name="fp32", algorithm="ring", bucket_bytes=16 << 20)
+    overlapped = PolicySpec(name="fp32", algorithm="ring", bucket_bytes=16 << 20)
     yield Backcast(
         run="Baidu, 5 x 8 GPUs, overlapped",
         what="ms a step",

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from allstep.plan.traffic import Group, Traffic, all_reduce_traffic
 
-__all__ = ["FLOAT32_BYTES", "WIRES", "Wire", "wire_traffic"]
+__all__ = ["COMPRESSIONS", "FLOAT32_BYTES", "Compression", "wire_traffic"]
 
 FLOAT32_BYTES = 4  # of a gradient's element, where nobody says otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class Compression:
     """A format in which gradients travel.
 
     Args:
@@ -38,7 +38,7 @@ class Wire:
     def sent_bytes(self, element_bytes: int) -> int:
         """Bytes on the wire of an element that has `element_bytes` as a gradient.
 
-        >>> WIRES["fp32"].sent_bytes(8), WIRES["fp16"].sent_bytes(8)
+        >>> COMPRESSIONS["fp32"].sent_bytes(8), COMPRESSIONS["fp16"].sent_bytes(8)
         (8, 2)
         """
         if self.element_bytes is not None:
@@ -64,14 +64,14 @@ class Wire:
 # scale and again to round, writes codes and residual, decodes a sum and encodes it again. Top-k
 # reads the gradient about three times to select. PowerSGD reads it twice for its factors, and
 # writes the product and the residual. What keeps a residual works in float32 or more.
-WIRES: Mapping[str, Wire] = {
-    "fp32": Wire(is_lossless=True),
-    "bf16": Wire(element_bytes=2, num_passes=2, num_code_passes=2),
-    "fp16": Wire(element_bytes=2, num_passes=2, num_code_passes=2),
-    "int8": Wire(element_bytes=1, least_bytes=4, num_passes=8, num_code_passes=4, block=256),
-    "powersgd": Wire(least_bytes=4, num_passes=8, rank=4),
-    "topk": Wire(least_bytes=4, num_passes=8, keep=0.01),
-    "exact": Wire(element_bytes=8, num_passes=2, num_code_passes=2, is_lossless=True),
+COMPRESSIONS: Mapping[str, Compression] = {
+    "fp32": Compression(is_lossless=True),
+    "bf16": Compression(element_bytes=2, num_passes=2, num_code_passes=2),
+    "fp16": Compression(element_bytes=2, num_passes=2, num_code_passes=2),
+    "int8": Compression(element_bytes=1, least_bytes=4, num_passes=8, num_code_passes=4, block=256),
+    "powersgd": Compression(least_bytes=4, num_passes=8, rank=4),
+    "topk": Compression(least_bytes=4, num_passes=8, keep=0.01),
+    "exact": Compression(element_bytes=8, num_passes=2, num_code_passes=2, is_lossless=True),
 }
 
 
@@ -83,7 +83,7 @@ def _row_bytes(block: int, code_bytes: int, num_elements: int, size: int) -> int
 
 
 def wire_traffic(
-    wire_name: str,
+    compression: str,
     algorithm: str,
     group: Group,
     num_elements: int,
@@ -102,7 +102,7 @@ def wire_traffic(
     >>> wire_traffic("int8", "ring", group, 1024).sent_bytes
     1560
     """
-    wire, size = WIRES[wire_name], group.size
+    wire, size = COMPRESSIONS[compression], group.size
     sent_bytes = wire.sent_bytes(element_bytes)
     if size == 1:
         return Traffic()
