@@ -44,7 +44,7 @@ class Launch:
         job_id: unlike for jobs that run at the same time.
     """
 
-    launcher: Literal["torchrun", "slurm", "openmpi", "lone"]
+    launcher: Literal["torchrun", "slurm", "openmpi", "none"]
     rank: int
     size: int
     local_rank: int
@@ -66,7 +66,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         UsageError: if the variables contradict each other.
 
     >>> read_launch({}).launcher
-    'lone'
+    'none'
     >>> read_launch({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
     1
     """
@@ -77,7 +77,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         return _read_openmpi(variables)
     if _is_slurm_step(variables):
         return _read_slurm(variables)
-    return Launch("lone", 0, 1, 0, 1, 0, 1, None, None, "lone")
+    return Launch("none", 0, 1, 0, 1, 0, 1, None, None, "none")
 
 
 def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:

@@ -249,7 +249,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.repeats = arguments.repeats or (7 if arguments.quick else 15)
     arguments.sizes = arguments.sizes or (QUICK_SIZES_BYTES if arguments.quick else SIZES_BYTES)
-    if read_launch().launcher == "lone":
+    if read_launch().launcher == "none":
         compare(arguments)
     else:
         work(arguments)

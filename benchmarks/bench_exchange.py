@@ -68,7 +68,7 @@ def agreement_pct(repeats: int) -> list[float]:
         flight.action = f"exchange gradients {time.perf_counter()}"
         flight.write_check(rank=0)
         flight.plan.check(flight.flats).zero_()  # what the sum over workers that agree is
-        Verdict.of(flight).settle(allstep.Communicator.lone())
+        Verdict.of(flight).settle(allstep.Communicator.single_process())
 
     def step() -> None:
         task.loss(model, batch).backward()

@@ -86,7 +86,7 @@ def load(
     """An epoch of the recipe's pipeline, batch by batch."""
     loader = allstep.data.loader(
         ImageFolder(images, size=SIZE, crop=crop),
-        Communicator.lone(),
+        Communicator.single_process(),
         global_batch=BATCH,
         micro_batch=BATCH,
         num_workers=num_workers,

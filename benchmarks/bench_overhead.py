@@ -62,7 +62,7 @@ def fashion_task(num_samples: int) -> Task:
             labels = torch.randint(0, 10, (num_samples,), dtype=torch.uint8)
             write_idx(Path(folder) / f"{part}-labels-idx1-ubyte", labels)
         recipe = Fashion(folder=Path(folder), global_batch=GLOBAL_BATCH)
-        return recipe.task(allstep.Communicator.lone())
+        return recipe.task(allstep.Communicator.single_process())
 
 
 def write_idx(path: Path, x: Tensor) -> None:
@@ -87,7 +87,7 @@ def bare_loop(task: Task, model: nn.Module, epoch: Callable[[], Iterable]) -> It
 def allstep_loop(task: Task, model: nn.Module, loader: object) -> Iterator[None]:
     """The same with `attach` and `steps`."""
     optimizer = task.optimizer(model)
-    exchange = allstep.attach(model, allstep.Communicator.lone())
+    exchange = allstep.attach(model, allstep.Communicator.single_process())
     while True:
         for batch in allstep.steps(loader, exchange):
             for part in batch:
@@ -115,7 +115,10 @@ def measure(
     batches = [parts[i : i + num_parts] for i in range(0, len(parts), num_parts)]
     torch_loader = DataLoader(samples, micro_batch, shuffle=True)
     loader = allstep.data.loader(
-        samples, allstep.Communicator.lone(), global_batch=GLOBAL_BATCH, micro_batch=micro_batch
+        samples,
+        allstep.Communicator.single_process(),
+        global_batch=GLOBAL_BATCH,
+        micro_batch=micro_batch,
     )
 
     def model() -> nn.Module:

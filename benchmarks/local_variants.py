@@ -68,7 +68,7 @@ class Ours:
     """The layer, its input and the gradient of its output."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu"):
-        grid = Grid(allstep.Communicator.lone(device))
+        grid = Grid(allstep.Communicator.single_process(device))
         layout = grid.split((shape.size, shape.size))
         self.layer = LocallyConnected2d(
             grid,

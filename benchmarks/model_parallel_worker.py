@@ -131,7 +131,7 @@ def _measure_net(
     comm: Communicator, exposed: Exposed, repeats: int, *net: Any
 ) -> dict[str, list[float] | int]:
     split = Step(Grid(comm), *net)
-    alone = Step(Grid(Communicator.lone()), *net) if comm.rank == 0 else None
+    alone = Step(Grid(Communicator.single_process()), *net) if comm.rank == 0 else None
     row: dict[str, Any] = {
         "alone_forward_s": [], "alone_backward_s": [], "forward_s": [], "backward_s": [],
         "exposed_s": [],

@@ -22,7 +22,7 @@ from torch import nn
 
 import allstep
 from allstep.comm import Communicator
-from allstep.comm.algorithms import usual_algorithm
+from allstep.comm.algorithms import default_algorithm
 from allstep.doctor.measure import measure
 from allstep.doctor.trial import (
     RunSteps,
@@ -91,11 +91,11 @@ def compared_policies(comm: Communicator) -> list[PolicySpec]:
         replace(own, name="fp16 + staleness 1", compression="fp16", staleness=1),
         PolicySpec(name="local SGD, H = 4", bucket_bytes=None, sync_every=4),
     )
-    return [DDP, *(replace(p, algorithm=_usual_algorithm(comm, p.compression)) for p in policies)]
+    return [DDP, *(replace(p, algorithm=_default_algorithm(comm, p.compression)) for p in policies)]
 
 
-def _usual_algorithm(comm: Communicator, wire: str) -> str:
-    return usual_algorithm(comm, make_wire(wire).dtype)
+def _default_algorithm(comm: Communicator, wire: str) -> str:
+    return default_algorithm(comm, make_wire(wire).dtype)
 
 
 def run_rank(file: Path) -> None:

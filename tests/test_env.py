@@ -58,7 +58,7 @@ MPIRUN = {  # mpirun -n 2, Open MPI 4.1, rank 1
     "PMIX_NAMESPACE": "1211498497",
     "PMIX_RANK": "1",
 }
-LONE = Launch("lone", 0, 1, 0, 1, 0, 1, None, None, "lone")
+LONE = Launch("none", 0, 1, 0, 1, 0, 1, None, None, "none")
 
 
 def test_torchrun():

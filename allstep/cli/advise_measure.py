@@ -61,7 +61,7 @@ def worker_counts(known: Namespace) -> list[int]:
     """
     asked = None if known.workers is None else parse_counts("workers", known.workers)
     launch = read_launch()
-    if launch.launcher != "lone":
+    if launch.launcher != "none":
         if asked not in (None, [launch.size]):
             raise UsageError(
                 f"`workers` (={known.workers}) contradicts {launch.launcher}, which started"
@@ -93,7 +93,7 @@ def measure_here(
     Returns:
         The exit code; the worker of a launcher doesn't return.
     """
-    if read_launch().launcher != "lone":
+    if read_launch().launcher != "none":
         return run_here(lambda comm: _work(comm, ask, finish))
     question, found = ask(), []
     for num_workers in counts:

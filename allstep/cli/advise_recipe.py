@@ -35,7 +35,7 @@ def read_recipe_flags(name: str, flags: Sequence[str]) -> Recipe:
 
 def measure(recipe: Recipe) -> Workload:
     """Times one micro-batch: forward, backward with the gradients' order, and the update."""
-    with closing(Communicator.lone()) as comm:
+    with closing(Communicator.single_process()) as comm:
         training = recipe_training(recipe, comm)()
         return measure_workload(comm, training, num_samples=recipe.micro_batch)
 

@@ -28,7 +28,7 @@ def num_workers_to_start(requested: int | None) -> int | None:
         UsageError: if `requested` is out of range or contradicts the launcher.
     """
     launch = read_launch()
-    if launch.launcher != "lone":
+    if launch.launcher != "none":
         if requested not in (None, launch.size):
             raise UsageError(
                 f"`workers` (={requested}) contradicts {launch.launcher}, which started"

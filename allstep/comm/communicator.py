@@ -17,14 +17,14 @@ from allstep.comm.reductions import ReductionVerbs
 from allstep.comm.roster import Roster
 from allstep.comm.rows import RowVerbs
 from allstep.comm.topology import Topology
-from allstep.comm.wire import LoneWire
+from allstep.comm.wire import SingleProcessWire
 from allstep.errors import UsageError
 
 __all__ = ["Communicator"]
 
 
 class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
-    """One worker's end of a group of workers; made by `init`, `split` or `lone`.
+    """One worker's end of a group of workers; made by `init`, `split` or `single_process`.
 
     Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`
     with CollectiveTimeoutError, or at once with PeerLostError when another rank failed.
@@ -35,18 +35,20 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         node_rank, num_nodes: this node's number and how many there are.
         device: where this worker computes, and where new tensors arrive.
         timeout_s: how long a call may take.
-        process_group: torch's group beneath; None for a lone worker.
+        process_group: torch's group beneath; None for a single process.
 
-    >>> with Communicator.lone() as comm:
+    >>> with Communicator.single_process() as comm:
     ...     comm.all_gather(torch.ones(2))
     (tensor([1., 1.]),)
     """
 
     @classmethod
-    def lone(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> "Communicator":
+    def single_process(
+        cls, device: torch.device | str = "cpu", timeout_s: float = 300.0
+    ) -> "Communicator":
         """The communicator of the only worker; needs no server."""
         check_timeout(timeout_s)
-        return cls(LoneWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
+        return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
 
     @classmethod
     def over(
@@ -89,7 +91,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         Returns:
             The new group's communicator, or None where `color` is None.
 
-        >>> Communicator.lone().split(color=0).size
+        >>> Communicator.single_process().split(color=0).size
         1
         """
         for name, value in (("color", color), ("key", key)):
@@ -105,7 +107,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         if color is None:
             return None
         if store is None:
-            return Communicator.lone(self.device, self.timeout_s)
+            return Communicator.single_process(self.device, self.timeout_s)
         ranks = [rank for rank in range(self.size) if entries[rank][0] == color]
         ranks.sort(key=lambda rank: entries[rank][1])
         new_rank = ranks.index(self.rank)

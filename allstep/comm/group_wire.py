@@ -48,7 +48,7 @@ class GroupWire:
             if device.type == "cpu" or group._get_backend(device).name() != "gloo"
         }
 
-    def carrier(self, device: torch.device) -> torch.device:
+    def transport_device(self, device: torch.device) -> torch.device:
         if device.type in self._device_types:
             return device
         if device.type == "cuda" or not torch.cuda.is_available():

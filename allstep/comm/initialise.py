@@ -27,10 +27,10 @@ def init(
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
 ) -> Communicator:
-    """The communicator of all workers that torchrun, srun or mpirun started, or of a lone one.
+    """The communicator of all workers that torchrun, srun or mpirun started, or of one process.
 
     A process group that a framework has made is used as it is. Otherwise torch.distributed is
-    initialised, so that torch's own calls work too; a lone process needs no server.
+    initialised, so that torch's own calls work too; a single process needs no server.
 
     Args:
         process_group: the workers, where another library has made their group; a DeviceMesh of
@@ -56,8 +56,8 @@ def init(
         comm = _join_group(_group_of(process_group), device, timeout_s)
     else:
         launch = read_launch()
-        if launch.launcher == "lone":
-            comm = Communicator.lone(choose_device(device, 0, 1), timeout_s)
+        if launch.launcher == "none":
+            comm = Communicator.single_process(choose_device(device, 0, 1), timeout_s)
         else:
             comm = _join_launch(launch, device, timeout_s)
     _set_up_logging(comm.rank)

@@ -40,12 +40,12 @@ class Member:
         self.timeout_s = wire.timeout_s
         self._wire = wire
         self._dependents: WeakList[Dependent] = WeakList()
-        self._messages = Messages(wire, wire.carrier(torch.device("cpu")))
+        self._messages = Messages(wire, wire.transport_device(torch.device("cpu")))
         self._inbox = Inbox(wire.roster)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """torch's group beneath; None for a lone worker and after `close`."""
+        """torch's group beneath; None for a single process and after `close`."""
         return self._wire.group
 
     @property

@@ -23,7 +23,7 @@ class MovementVerbs(Member):
 
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
         super().__init__(wire, topology, device)
-        self._carrier = wire.carrier(device)
+        self._transport_device = wire.transport_device(device)
 
     def all_gather(self, x: Tensor | Sequence[Tensor], *, check: bool = False) -> tuple[Any, ...]:
         """Every rank's `x`, on all ranks.
@@ -41,7 +41,9 @@ class MovementVerbs(Member):
         headers = self._messages.all_gather(layout.encode(), "all_gather")
         layouts = [Layout.decode(header) for header in headers]
         sizes_bytes = [other.num_bytes for other in layouts]
-        buffers = self._wire.all_gather(layout.pack(x, self._carrier), sizes_bytes, "all_gather")
+        buffers = self._wire.all_gather(
+            layout.pack(x, self._transport_device), sizes_bytes, "all_gather"
+        )
         device = _device_of(x, self.device)
         return _unpack_all(layouts, buffers, device)
 
@@ -63,7 +65,7 @@ class MovementVerbs(Member):
             self._compare("all_to_all(check=True)", "", "arguments")
         headers = self._messages.all_to_all([layout.encode() for layout in own], "all_to_all")
         layouts = [Layout.decode(header) for header in headers]
-        packed = [layout.pack(x, self._carrier) for layout, x in zip(own, xs, strict=True)]
+        packed = [layout.pack(x, self._transport_device) for layout, x in zip(own, xs, strict=True)]
         sizes_bytes = [layout.num_bytes for layout in layouts]
         buffers = self._wire.all_to_all(packed, sizes_bytes, "all_to_all")
         return _unpack_all(layouts, buffers, _device_of(xs[0], self.device))
@@ -157,9 +159,9 @@ class MovementVerbs(Member):
         if check:
             self._compare("broadcast(check=True)", str(own or layout), "shapes and dtypes")
         if self.rank == root:
-            self._wire.broadcast(layout.pack(x, self._carrier), root, "broadcast").wait()
+            self._wire.broadcast(layout.pack(x, self._transport_device), root, "broadcast").wait()
             return x
-        buffer = layout.empty_buffer(self._carrier)
+        buffer = layout.empty_buffer(self._transport_device)
         self._wire.broadcast(buffer, root, "broadcast").wait()
         if own is None:
             return _to(layout.unpack(buffer), self.device)
@@ -227,12 +229,12 @@ class MovementVerbs(Member):
     def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Work[None]:
         layout = Layout.of(x)
         posted = self._messages.send(layout.encode(), dest, tag, verb)
-        posted.append(self._wire.send(layout.pack(x, self._carrier), dest, tag, verb))
+        posted.append(self._wire.send(layout.pack(x, self._transport_device), dest, tag, verb))
         return JoinedWork(posted, lambda: None)
 
     def _recv(self, source: int, tag: int, verb: str, sent_by: str) -> Tensors:
         layout = Layout.decode(self._messages.recv(source, tag, verb, sent_by))
-        buffer = layout.empty_buffer(self._carrier)
+        buffer = layout.empty_buffer(self._transport_device)
         self._wire.recv(buffer, source, tag, verb).wait()
         return layout.unpack(buffer)
 

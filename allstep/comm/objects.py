@@ -22,7 +22,7 @@ class ObjectVerbs(Member):
         """The root's object, on all ranks; `obj` of the others is ignored.
 
         >>> from allstep.comm import Communicator
-        >>> Communicator.lone().broadcast_object({"lr": 0.1})
+        >>> Communicator.single_process().broadcast_object({"lr": 0.1})
         {'lr': 0.1}
         """
         self._check_root(root)
@@ -88,7 +88,7 @@ class ObjectVerbs(Member):
             DisagreementError: if ranks pass dicts of other keys, or what cannot be added.
 
         >>> from allstep.comm import Communicator
-        >>> Communicator.lone().all_reduce_object({"correct": 3, "total": 4})
+        >>> Communicator.single_process().all_reduce_object({"correct": 3, "total": 4})
         {'correct': 3, 'total': 4}
         """
         everyone = self.all_gather_object(obj)

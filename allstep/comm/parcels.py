@@ -69,7 +69,9 @@ class Parcels:
             A Work of rank -> what came from there.
         """
         rooms = {
-            peer: torch.empty(tuple(shape), dtype=dtype, device=self._comm.wire.carrier(device))
+            peer: torch.empty(
+                tuple(shape), dtype=dtype, device=self._comm.wire.transport_device(device)
+            )
             for peer, shape in incoming.items()
         }
         if not self._has_met:  # also where this rank has nothing to send
@@ -90,7 +92,7 @@ class Parcels:
         if boxes is not None:
             boxes.post(x.detach(), peer, verb)
             return CompletedWork(None)
-        sent = bytes_of(x).to(self._comm.wire.carrier(x.device))
+        sent = bytes_of(x).to(self._comm.wire.transport_device(x.device))
         return self._comm.wire.send(sent, peer, _TAG, verb)
 
     def _receive(self, room: Tensor, peer: int, verb: str) -> Work[None]:

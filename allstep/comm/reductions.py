@@ -82,7 +82,7 @@ class ReductionVerbs(Member):
                 `op` or `algorithm`, or call another verb with `check`.
 
         >>> from allstep.comm import Communicator
-        >>> Communicator.lone().all_reduce(torch.tensor([1.0, 2.0]))
+        >>> Communicator.single_process().all_reduce(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
         """
         tensors = as_tuple(x)
@@ -93,7 +93,9 @@ class ReductionVerbs(Member):
             self._reduce_by(self._algorithm(algorithm), tensors, op)
             return CompletedWork(x) if async_op else x
         self._agree("all_reduce", tensors, op, check)
-        reduced = [wire_form(tensor, self._wire.carrier(tensor.device), op) for tensor in tensors]
+        reduced = [
+            wire_form(tensor, self._wire.transport_device(tensor.device), op) for tensor in tensors
+        ]
         posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
         divisor = self.size if op == "mean" else 1
 
@@ -107,7 +109,9 @@ class ReductionVerbs(Member):
 
     def _reduce_by(self, algorithm: AllReduce, tensors: Sequence[Tensor], op: str) -> None:
         """Sums or means of tensors, those of a dtype as one."""
-        forms = [wire_form(tensor, self._wire.carrier(tensor.device), op) for tensor in tensors]
+        forms = [
+            wire_form(tensor, self._wire.transport_device(tensor.device), op) for tensor in tensors
+        ]
         divisor = self.size if op == "mean" else 1
         for kind in dict.fromkeys((form.dtype, form.device) for form in forms):
             chosen = [i for i, form in enumerate(forms) if (form.dtype, form.device) == kind]
@@ -179,7 +183,7 @@ class ReductionVerbs(Member):
         parts = self._parts(x)
         check_reduction(parts, op)
         self._agree("reduce_scatter", parts, op, check)
-        forms = [wire_form(part, self._wire.carrier(part.device), op) for part in parts]
+        forms = [wire_form(part, self._wire.transport_device(part.device), op) for part in parts]
         reduced, posted = self._wire.reduce_scatter(forms, torch_op(op), "reduce_scatter")
         divisor = self.size if op == "mean" else 1
         result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)

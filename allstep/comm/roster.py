@@ -39,7 +39,7 @@ class Roster:
         numbers: rank -> its number.
         rank: this one.
         size: of the first group.
-        store: of the first group; None for a lone worker.
+        store: of the first group; None for a single process.
 
     Attributes:
         own: this rank, for messages.

@@ -17,7 +17,7 @@ class RowVerbs(Member):
     code that has made sure of them before, or passes `check`.
     """
 
-    def all_gather_rows(self, x: Tensor, *, check: bool = False) -> Tensor:
+    def all_gather_into_tensor(self, x: Tensor, *, check: bool = False) -> Tensor:
         """Everyone's tensor, stacked.
 
         Args:
@@ -28,21 +28,21 @@ class RowVerbs(Member):
             [size, *shape]; row r is rank r's.
 
         >>> from allstep.comm import Communicator
-        >>> Communicator.lone().all_gather_rows(torch.ones(2))
+        >>> Communicator.single_process().all_gather_into_tensor(torch.ones(2))
         tensor([[1., 1.]])
         """
         if check:
-            self._compare("all_gather_rows(check=True)", _spec(x), "shapes and dtypes")
-        raw = _bytes_of(x).to(self._wire.carrier(x.device))
-        parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_rows")
+            self._compare("all_gather_into_tensor(check=True)", _spec(x), "shapes and dtypes")
+        raw = _bytes_of(x).to(self._wire.transport_device(x.device))
+        parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_into_tensor")
         return _rows(parts, x, (self.size, *x.shape))
 
-    def all_to_all_rows(self, x: Tensor, *, check: bool = False) -> Tensor:
+    def all_to_all_single(self, x: Tensor, *, check: bool = False) -> Tensor:
         """Row r of every rank's tensor goes to rank r.
 
         Args:
             x: [size, *shape], of the same shape and dtype on every rank.
-            check: as of `all_gather_rows`.
+            check: as of `all_gather_into_tensor`.
 
         Returns:
             [size, *shape]; row r came from rank r.
@@ -53,12 +53,12 @@ class RowVerbs(Member):
         if not x.dim() or x.shape[0] != self.size:
             raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
         if check:
-            self._compare("all_to_all_rows(check=True)", _spec(x), "shapes and dtypes")
-        raw = _bytes_of(x).to(self._wire.carrier(x.device)).chunk(self.size)
+            self._compare("all_to_all_single(check=True)", _spec(x), "shapes and dtypes")
+        raw = _bytes_of(x).to(self._wire.transport_device(x.device)).chunk(self.size)
         if not x.numel():
             return x.clone()
         sizes_bytes = [piece.numel() for piece in raw]
-        return _rows(self._wire.all_to_all(raw, sizes_bytes, "all_to_all_rows"), x, x.shape)
+        return _rows(self._wire.all_to_all(raw, sizes_bytes, "all_to_all_single"), x, x.shape)
 
 
 def _spec(x: Tensor) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from allstep.comm.roster import Roster
 from allstep.comm.work import CompletedWork, Work
 
-__all__ = ["LoneWire", "Wire"]
+__all__ = ["SingleProcessWire", "Wire"]
 
 
 class Wire(Protocol):
@@ -25,7 +25,7 @@ class Wire(Protocol):
     group: dist.ProcessGroup | None
     roster: Roster
 
-    def carrier(self, device: torch.device) -> torch.device:
+    def transport_device(self, device: torch.device) -> torch.device:
         """The device that a tensor on `device` must travel from."""
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
@@ -62,7 +62,7 @@ class Wire(Protocol):
         """Leaves the group; with `abort` so that peers in a call fail at once."""
 
 
-class LoneWire:
+class SingleProcessWire:
     """The wire of the only worker."""
 
     rank = 0
@@ -73,7 +73,7 @@ class LoneWire:
         self.timeout_s = timeout_s
         self.roster = Roster([0], 0, 1)
 
-    def carrier(self, device: torch.device) -> torch.device:
+    def transport_device(self, device: torch.device) -> torch.device:
         return device
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
@@ -96,15 +96,15 @@ class LoneWire:
         return [buffers[0].clone()]
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
-        raise AssertionError("a lone worker has nobody to send to")
+        raise AssertionError("a single process has nobody to send to")
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
-        raise AssertionError("a lone worker has nobody to receive from")
+        raise AssertionError("a single process has nobody to receive from")
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
-        raise AssertionError("a lone worker has nobody to exchange with")
+        raise AssertionError("a single process has nobody to exchange with")
 
     def close(self, *, abort: bool) -> None:
         pass

@@ -66,7 +66,7 @@ def loader(
         >>> from torch.utils.data import TensorDataset
         >>> samples = TensorDataset(torch.arange(6))
         >>> batches = loader(
-        ...     samples, Communicator.lone(), global_batch=4, micro_batch=2, shuffle=False
+        ...     samples, Communicator.single_process(), global_batch=4, micro_batch=2, shuffle=False
         ... ).global_batches()
         >>> [[micro_batch.data for micro_batch in batch.micro_batches] for batch in batches]
         [[[tensor([0, 1])], [tensor([2, 3])]], [[tensor([4, 5])]]]

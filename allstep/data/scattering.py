@@ -41,7 +41,7 @@ def scatter(
     Raises:
         UsageError: if the data set is empty or has no length, or `root` is no rank.
 
-    >>> len(scatter(range(10), Communicator.lone()))
+    >>> len(scatter(range(10), Communicator.single_process()))
     10
     """
     if root is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import usual_algorithm
+from allstep.comm.algorithms import default_algorithm
 from allstep.doctor.collectives import measure_burst_s, measure_collectives
 from allstep.doctor.gemm import measure_gemm_flops
 from allstep.doctor.links import measure_pairs, slowest
@@ -35,7 +35,7 @@ def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
     Returns:
         What was measured, the same on every worker.
 
-    >>> found = measure(Communicator.lone())
+    >>> found = measure(Communicator.single_process())
     >>> found.copy_bytes_per_s > 0, found.pairs, found.collectives
     (True, (), ())
     """
@@ -62,7 +62,7 @@ def measure(comm: Communicator, wires: tuple[str, ...] = WIRES) -> Measurements:
 
 
 def _collectives(comm: Communicator, wires: tuple[str, ...]) -> tuple[MeasuredCollective, ...]:
-    usual = [(wire, usual_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
+    usual = [(wire, default_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
     kinds = list(dict.fromkeys([("fp32", "native"), *usual]))  # DistributedDataParallel's first
     return measure_collectives(comm, kinds)
 

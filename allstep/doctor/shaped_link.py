@@ -97,8 +97,8 @@ class ShapedWire:
     def timeout_s(self, timeout_s: float) -> None:
         self._wire.timeout_s = timeout_s
 
-    def carrier(self, device: torch.device) -> torch.device:
-        return self._wire.carrier(device)
+    def transport_device(self, device: torch.device) -> torch.device:
+        return self._wire.transport_device(device)
 
     def _paced(self, num_bytes: float, work: Work[None]) -> Work[None]:
         """Lets a message end when its last byte would have left."""

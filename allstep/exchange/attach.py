@@ -60,7 +60,7 @@ def attach(
     Example:
         >>> import torch, allstep
         >>> model = torch.nn.Linear(2, 1)
-        >>> exchange = allstep.attach(model, allstep.Communicator.lone())
+        >>> exchange = allstep.attach(model, allstep.Communicator.single_process())
         >>> model(torch.ones(3, 2)).mean().backward()  # p.grad is exchanged when it returns
         >>> exchange.detach()
     """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import usual_algorithm
+from allstep.comm.algorithms import default_algorithm
 from allstep.errors import CheckpointError, UsageError
 from allstep.exchange.hooks import FunctionHook, Removable
 from allstep.exchange.outer import Nesterov
@@ -42,7 +42,7 @@ class ParameterAveraging:
         outer: how a round's mean is used; None takes it as it is.
         average_optimizer_state: whether the optimizer's moments, too, become their mean.
         algorithm: how sums are taken, a name as of `Communicator.all_reduce`, or what tells it of
-            their bytes; None for what suits the machines: see `usual_algorithm`.
+            their bytes; None for what suits the machines: see `default_algorithm`.
 
     Raises:
         UsageError: if `every` or `after` is out of range.
@@ -52,7 +52,7 @@ class ParameterAveraging:
 
     Example:
         >>> import torch, allstep
-        >>> model, comm = torch.nn.Linear(2, 1), allstep.Communicator.lone()
+        >>> model, comm = torch.nn.Linear(2, 1), allstep.Communicator.single_process()
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> averaging = ParameterAveraging(model, comm, optimizer, every=16)
         >>> model(torch.ones(3, 2)).mean().backward()
@@ -83,7 +83,7 @@ class ParameterAveraging:
         self._model, self._comm, self._optimizer = model, comm, optimizer
         self._every, self._after, self._outer = every, after, outer
         self._average_optimizer_state = average_optimizer_state
-        self._algorithm = algorithm or usual_algorithm(comm)
+        self._algorithm = algorithm or default_algorithm(comm)
         self._is_driven = False  # whether somebody calls `count_batch`
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
         self._in_round: set[str] = set()  # parameters that were trained in this round

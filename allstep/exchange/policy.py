@@ -27,7 +27,7 @@ class ExchangePolicy:
         algorithm: how sums are taken: "native" (torch's), "ring", "halving_doubling",
             "recursive_doubling", "hierarchical", "two_dimensional", "shared_memory", "dummy",
             "auto" (the fastest as measured at `attach`), what makes one of a communicator (for
-            gradients alone), or None for what suits the machines: see `usual_algorithm`.
+            gradients alone), or None for what suits the machines: see `default_algorithm`.
         bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
             still makes others; "auto" measures the first steps and chooses; None for 8 MiB, and
             32 MiB where fp32 is summed in shared memory.

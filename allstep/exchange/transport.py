@@ -65,7 +65,7 @@ class Transport:
             [size, n]: row r came from worker r.
         """
         self._moved_bytes += payload.nbytes // self.size * (self.size - 1)
-        return self.comm.all_to_all_rows(payload)
+        return self.comm.all_to_all_single(payload)
 
     def all_gather(self, payload: Tensor) -> Tensor:
         """Everyone's payload.
@@ -77,7 +77,7 @@ class Transport:
             [size, n]: row r came from worker r.
         """
         self._moved_bytes += payload.nbytes * (self.size - 1)
-        return self.comm.all_gather_rows(payload)
+        return self.comm.all_gather_into_tensor(payload)
 
 
 def channel_of(comm: Communicator) -> Communicator:

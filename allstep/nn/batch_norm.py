@@ -54,7 +54,7 @@ def convert_batch_norm(
     Call it before `attach`.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    >>> convert_batch_norm(model, Communicator.lone(), span=16, micro_batch=32)[1].span
+    >>> convert_batch_norm(model, Communicator.single_process(), span=16, micro_batch=32)[1].span
     16
 
     Source: Hoffer et al., 2017, arXiv:1705.08741 (ghost batch norm).

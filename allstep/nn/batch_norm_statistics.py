@@ -61,7 +61,7 @@ def precise_batch_norm(model: nn.Module, batches: Iterable[Any], comm: Communica
 
     >>> norm = nn.BatchNorm1d(1)
     >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0]])]
-    >>> precise_batch_norm(norm, batches, Communicator.lone())
+    >>> precise_batch_norm(norm, batches, Communicator.single_process())
     >>> norm.running_mean, norm.running_var
     (tensor([4.]), tensor([6.6667]))
 

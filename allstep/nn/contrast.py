@@ -71,7 +71,7 @@ class SubtractiveNorm(_LocalMean):
         UsageError: if `kernel_size` has no centre.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> norm = SubtractiveNorm(grid, grid.split((8, 8)), 5)
     >>> norm(torch.ones(1, 3, 8, 8)).abs().max() < 1e-6
     tensor(True)
@@ -98,7 +98,7 @@ class DivisiveNorm(_LocalMean):
         UsageError: if `kernel_size` has no centre, or `floor` isn't positive.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> norm = DivisiveNorm(grid, grid.split((8, 8)), 5)
     >>> (norm(torch.full((1, 3, 8, 8), 7.0)) - 1).abs().max() < 1e-6
     tensor(True)
@@ -144,7 +144,7 @@ class LocalContrastNorm(nn.Sequential):
         UsageError: if `kernel_size` has no centre, or `floor` isn't positive.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> norm = LocalContrastNorm(grid, grid.split((8, 8)), 5)
     >>> norm(torch.ones(1, 3, 8, 8)).abs().max() < 1e-4
     tensor(True)

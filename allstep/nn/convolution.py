@@ -41,7 +41,7 @@ class Conv2d(nn.Conv2d):
         DisagreementError: if workers pass other arguments.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> conv = Conv2d(grid, grid.split((6, 6)), 3, 8, kernel_size=3, padding=1)
     >>> conv(torch.ones(2, 3, 6, 6)).shape
     torch.Size([2, 8, 6, 6])

@@ -104,7 +104,7 @@ class LocallyConnected2d(_Blocks):
         DisagreementError: if workers pass other arguments.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 2, 2))
     >>> layer(torch.ones(8, 3, 9, 9)).shape, layer.weight.shape
     (torch.Size([8, 4, 6, 6]), torch.Size([3, 3, 16, 75]))
@@ -199,7 +199,7 @@ class LocallyConnectedTranspose2d(_Blocks):
         in_layout, out_layout: the encoder's out_layout and in_layout.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> encoder = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 1, 1))
     >>> decoder = LocallyConnectedTranspose2d(encoder, tied=True)
     >>> decoder(encoder(torch.ones(8, 3, 9, 9))).shape, decoder.weight is encoder.weight

@@ -86,7 +86,7 @@ class MaxPool2d(_Pool2d):
         out_layout: who owns what of the output: an even split.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> MaxPool2d(grid, grid.split((6, 4)), 2)(torch.ones(1, 3, 6, 4)).shape
     torch.Size([1, 3, 3, 2])
     """
@@ -187,7 +187,7 @@ class L2Pool2d(_Pool2d):
         out_layout: who owns what of the output: an even split.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> L2Pool2d(grid, grid.split((2, 2)), 2, eps=0.0)(torch.tensor([[[[1.0, 1.0], [1.0, 1.0]]]]))
     tensor([[[[2.]]]])
 

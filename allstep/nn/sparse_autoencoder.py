@@ -36,7 +36,7 @@ class Stage(nn.Module):
         out_layout: who owns what of the output.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> stage = Stage(
     ...     grid, grid.split((9, 9)), 3, 5, 2, (4, 2, 2), pool_size=2, pool_stride=2, norm_size=3
     ... )
@@ -120,7 +120,7 @@ class SparseAutoencoder(nn.Module):
         scale: one number, learned, the same on all workers.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> stage = Stage(
     ...     grid, grid.split((6, 6)), 1, 3, 1, (4, 1, 1), pool_size=2, pool_stride=2, norm_size=3
     ... )
@@ -184,7 +184,7 @@ class StageTraining:
         optimizer: a `torch.optim.SGD`.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> stage = Stage(
     ...     grid, grid.split((6, 6)), 1, 3, 1, (4, 1, 1), pool_size=2, pool_stride=2, norm_size=3
     ... )

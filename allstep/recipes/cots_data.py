@@ -152,7 +152,7 @@ def contrast_normalised(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
         dtype: of the result.
         size: rows and columns of a place's neighbourhood; odd.
     """
-    grid = allstep.nn.Grid(Communicator.lone())
+    grid = allstep.nn.Grid(Communicator.single_process())
     norm = allstep.nn.LocalContrastNorm(grid, grid.split(x.shape[2:]), size, floor=0.1)
     parts = [norm(normalise(some, dtype)).contiguous() for some in torch.split(x, 256)]
     return torch.cat(parts)

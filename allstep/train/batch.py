@@ -59,7 +59,7 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
     Example:
         >>> import torch, allstep
         >>> from torch.utils.data import TensorDataset
-        >>> comm = allstep.Communicator.lone()
+        >>> comm = allstep.Communicator.single_process()
         >>> model = torch.nn.Linear(3, 1)
         >>> exchange = allstep.attach(model, comm)
         >>> samples = TensorDataset(torch.randn(10, 3), torch.randn(10, 1))

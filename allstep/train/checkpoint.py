@@ -55,7 +55,7 @@ class Checkpoints:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpoints = Checkpoints(folder, Communicator.lone())
+        ...     checkpoints = Checkpoints(folder, Communicator.single_process())
         ...     path = checkpoints.save(120, {"lr": 0.1})
         ...     path.name, checkpoints.load_latest()
         ('step-00000120', (120, {'lr': 0.1}))

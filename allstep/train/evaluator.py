@@ -51,7 +51,7 @@ class Evaluator:
     >>> samples = TensorDataset(torch.tensor([1.0, 2.0, 6.0]))
     >>> def metrics(model, batch):
     ...     return {"mean": (model(batch[0]).sum(), len(batch[0]))}
-    >>> evaluator = Evaluator(metrics, samples, Communicator.lone(), micro_batch=2)
+    >>> evaluator = Evaluator(metrics, samples, Communicator.single_process(), micro_batch=2)
     >>> evaluator(nn.Identity())
     {'mean': 3.0}
     >>> evaluator.totals

@@ -60,7 +60,7 @@ def run_worker(body: Callable[[Communicator], int], *, launcher_pid: int | None 
             guard.meet(comm)
             code = body(comm)
             comm.barrier()
-        if launch.launcher != "lone":
+        if launch.launcher != "none":
             _exit(code)
         return code
     except SystemExit:
@@ -190,7 +190,7 @@ class _Guard:
                 for number in numbers:
                     if number in SIGNALS:
                         self._react(signal.Signals(number))
-            elif self._launch.launcher != "lone" and os.getppid() != self._launcher_pid:
+            elif self._launch.launcher != "none" and os.getppid() != self._launcher_pid:
                 self._leave(PEER_LOST)  # the launcher is gone
 
     def _react(self, number: signal.Signals) -> None:

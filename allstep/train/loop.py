@@ -66,7 +66,7 @@ def fit(
         ... )
         >>> options = TrainOptions(epochs=2, global_batch=4, micro_batch=2)
         >>> with tempfile.TemporaryDirectory() as run_dir:
-        ...     report = fit(task, options, Communicator.lone(), run_dir)
+        ...     report = fit(task, options, Communicator.single_process(), run_dir)
         >>> report.num_steps, list(report.metrics)
         (4, ['error'])
     """

@@ -96,7 +96,7 @@ def sharpness(
     >>> import allstep
     >>> model = nn.Linear(2, 1, bias=False)  # loss w[0]**2 + 4 * w[1]**2
     >>> samples = TensorDataset(torch.tensor([[2.0**0.5, 0.0], [0.0, 8.0**0.5]]))
-    >>> comm = Communicator.lone()
+    >>> comm = Communicator.single_process()
     >>> loader = allstep.data.loader(samples, comm, global_batch=2, micro_batch=1)
     >>> batch = next(loader.global_batches())
     >>> measured = sharpness(model, lambda m, data: m(data[0]).square().mean(), batch, comm)

@@ -94,7 +94,7 @@ def train(point: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     recipe = _text(point) if "texts" in point else _fashion(point)
     start_s = time.perf_counter()
-    with contextlib.closing(Communicator.lone()) as comm:
+    with contextlib.closing(Communicator.single_process()) as comm:
         task = recipe.task(comm)
         result = _fit(task, recipe, comm)
         if point["measures"] and result["accuracy"] is not None:

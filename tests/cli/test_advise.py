@@ -259,7 +259,7 @@ def test_a_cluster_file(say, tmp_path):
 
 
 def test_measurements_are_a_cluster(say, refuse, tmp_path):
-    measure(Communicator.lone(), ()).write(tmp_path / "here.json")
+    measure(Communicator.single_process(), ()).write(tmp_path / "here.json")
     text = say("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
     assert "measured here: " in text
     (tmp_path / "here.json").write_text("{}")
@@ -273,7 +273,7 @@ def test_measurements_are_a_cluster(say, refuse, tmp_path):
     [("copy_bytes_per_s", "fast"), ("burst_s", None), ("gradient_s", [1]), ("num_nodes", None)],
 )
 def test_measurements_that_are_no_numbers_are_named(refuse, tmp_path, field, value):
-    measure(Communicator.lone(), ()).write(tmp_path / "here.json")
+    measure(Communicator.single_process(), ()).write(tmp_path / "here.json")
     table = json.loads((tmp_path / "here.json").read_text())
     (tmp_path / "here.json").write_text(json.dumps(table | {field: value}))
     message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")

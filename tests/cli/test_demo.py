@@ -308,7 +308,7 @@ class TestSameModel:
     @pytest.mark.process
     def test_two_workers_train_what_one_does_and_as_usual_they_do_not(self, tmp_path):
         one, two = str(tmp_path / "one"), str(tmp_path / "two")
-        lone = Communicator.lone()
+        lone = Communicator.single_process()
         same = functools.partial(same_model_runs.train_the_same, wire="exact", resume=False)
         found = [same(lone, one), run_processes(2, same, two, timeout_s=100)[0]]
         models = [same_model._load(path) for path in found]
@@ -473,7 +473,7 @@ class TestVerdict:
         assert list(verdict._teams()) == ["1 worker, 1 thread", verdict._PAIR]
 
     def test_a_training_tells_speed_and_noise(self, tmp_path):
-        found = verdict.train(Communicator.lone(), str(tmp_path), 2, 1, 1)
+        found = verdict.train(Communicator.single_process(), str(tmp_path), 2, 1, 1)
         assert found["samples_per_s"] > 0
         assert found["noise_scale"] > 0
         assert "useful up to about B" in found["useful_batch"]

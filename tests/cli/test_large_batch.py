@@ -43,9 +43,9 @@ def test_flags_win(capsys: pytest.CaptureFixture[str]) -> None:
 def test_akibas_batch_norm_comes_along() -> None:
     _, recipe = _parse("digits", "--large-batch", "akiba_15min")
     assert recipe.last_statistics
-    model = recipe.task(Communicator.lone()).model
+    model = recipe.task(Communicator.single_process()).model
     assert model.features[1].momentum == 1.0
-    assert Digits().task(Communicator.lone()).model.features[1].momentum != 1.0
+    assert Digits().task(Communicator.single_process()).model.features[1].momentum != 1.0
 
 
 def test_mixed_batches_make_two_stages() -> None:
@@ -107,7 +107,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_folder.write_recipe(run_dir, recipe)
     import allstep
 
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     allstep.fit(recipe.task(comm), recipe, comm, run_dir)
     return run_dir
 
@@ -135,19 +135,19 @@ def test_passes_are_shown_on_a_terminal(
     request = Request(samples=64, sigma=0.05, num_draws=2, max_products=3)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    sharpness_worker(Communicator.lone(), trained, request)
+    sharpness_worker(Communicator.single_process(), trained, request)
     # 4 micro-batches in at most 1 + 3 + 2 sums.
     assert "of at most 24" in terminal.getvalue()
     assert "pass" not in capsys.readouterr().out
     monkeypatch.undo()
-    sharpness_worker(Communicator.lone(), trained, request)
+    sharpness_worker(Communicator.single_process(), trained, request)
     assert capsys.readouterr().err == ""
 
 
 def test_too_few_products_are_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for max_products, is_told in ((2, True), (200, False)):
         request = Request(samples=64, sigma=0.05, num_draws=2, max_products=max_products)
-        sharpness_worker(Communicator.lone(), trained, request)
+        sharpness_worker(Communicator.single_process(), trained, request)
         shown = capsys.readouterr().out
         assert ("not converged, raise --max-products" in shown) == is_told
 

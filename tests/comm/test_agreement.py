@@ -60,8 +60,8 @@ UNLIKE_MOVEMENTS = {
     "broadcast into": lambda c: c.broadcast([x_of(c), None, x_of(c).double()][c.rank], check=True),
     "gather": lambda c: c.gather(x_of(c), root=c.rank % 2, check=True),
     "scatter": lambda c: c.scatter([x_of(c)] * 3, root=c.rank % 2, check=True),
-    "rows": lambda c: c.all_gather_rows(torch.ones(3 + c.rank % 2), check=True),
-    "rows' dtype": lambda c: c.all_to_all_rows(
+    "rows": lambda c: c.all_gather_into_tensor(torch.ones(3 + c.rank % 2), check=True),
+    "rows' dtype": lambda c: c.all_to_all_single(
         torch.ones(3, dtype=[torch.int32, torch.float32][c.rank % 2]), check=True
     ),
     "verb": lambda c: (
@@ -95,8 +95,8 @@ def test_check_lets_ranks_that_agree_pass():
         everyone = [[1.0] * 4, [2.0] * 4, [3.0] * 4]
         ragged = comm.all_gather(x[: comm.rank], check=True)
         assert [len(y) for y in ragged] == [0, 1, 2]
-        assert comm.all_gather_rows(x, check=True).tolist() == everyone
-        assert comm.all_to_all_rows(x[:3], check=True).tolist() == [1.0, 2.0, 3.0]
+        assert comm.all_gather_into_tensor(x, check=True).tolist() == everyone
+        assert comm.all_to_all_single(x[:3], check=True).tolist() == [1.0, 2.0, 3.0]
         assert [y.tolist() for y in comm.all_to_all([x] * 3, check=True)] == everyone
         assert len(comm.gather(x, root=1, check=True) or ()) == (3 if comm.rank == 1 else 0)
         assert comm.scatter([x] * 3 if comm.rank == 1 else None, root=1, check=True)[0] == 2

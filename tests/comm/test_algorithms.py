@@ -197,7 +197,7 @@ def test_auto_chooses_alike_and_says_what(n):
 
 
 def test_auto_takes_the_choice_of_the_nearest_size():
-    auto = Auto(Communicator.lone())
+    auto = Auto(Communicator.single_process())
     small, large = Native(auto.comm), Ring(auto.comm)
     auto._algorithms = {"native": small, "ring": large}
     auto.choices = {1 << 10: "native", 1 << 20: "ring"}
@@ -246,7 +246,7 @@ def test_auto_goes_on_with_its_choices(monkeypatch):
         return auto.choices == before and _sum(auto, torch.ones(2)).tolist()
 
     assert run_ranks(2, elsewhere) == [[2.0, 2.0]] * 2  # others choose for themselves
-    assert elsewhere(Communicator.lone()) == [1.0, 1.0]
+    assert elsewhere(Communicator.single_process()) == [1.0, 1.0]
 
 
 def test_auto_measures_with_the_dtype_that_travels(monkeypatch):
@@ -335,7 +335,7 @@ def test_the_verb_makes_an_algorithm_once_and_dummy_differs():
 
 
 def test_bad_arguments():
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     with pytest.raises(
         UsageError, match=r"`algorithm` \(='rong'\) is unknown; did you mean `ring`"
     ):
@@ -372,14 +372,14 @@ def test_an_instance_comes_from_whatever_makes_one():
         ).tolist()
 
     assert run_ranks(3, work) == [[3.0, 3.0]] * 3
-    assert isinstance(make_algorithm(Dummy, Communicator.lone()), Dummy)
+    assert isinstance(make_algorithm(Dummy, Communicator.single_process()), Dummy)
 
 
 def test_without_a_name_ranks_of_one_host_share_memory():
     assert run_ranks(2, lambda comm: make_algorithm(None, comm).name) == ["shared_memory"] * 2
     names = run_ranks(2, lambda comm: make_algorithm(None, comm).name, local_size=1)
     assert names == ["native"] * 2
-    assert make_algorithm(None, Communicator.lone()).name == "native"
+    assert make_algorithm(None, Communicator.single_process()).name == "native"
 
 
 @pytest.mark.parametrize("name", SUMMING)

@@ -368,4 +368,4 @@ def test_a_rank_that_stays_away_from_a_collective_backward_is_named(name):
 )
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(UsageError, match=message):
-        call(Communicator.lone(), torch.ones(2, requires_grad=True))
+        call(Communicator.single_process(), torch.ones(2, requires_grad=True))

@@ -60,7 +60,7 @@ def test_split_by_node():
 
 
 def test_split_of_a_lone_worker():
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     assert comm.split(None) is None
     assert comm.split(3).all_reduce(torch.ones(1)).item() == 1
 
@@ -68,7 +68,7 @@ def test_split_of_a_lone_worker():
 @pytest.mark.parametrize("arguments", [("red",), (0, "first"), (0, None)])
 def test_split_refuses_what_is_no_number(arguments):
     with pytest.raises(UsageError, match=r"`(color|key)` \(=.*\) must be an int"):
-        Communicator.lone().split(*arguments)
+        Communicator.single_process().split(*arguments)
 
 
 def test_close_ends_a_communicator():
@@ -272,7 +272,7 @@ def test_a_work_send_may_be_waited_for_again():
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, None])
 def test_timeout_s_must_be_positive(timeout_s):
     with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be a positive number"):
-        Communicator.lone(timeout_s=timeout_s)
+        Communicator.single_process(timeout_s=timeout_s)
 
 
 def test_other_errors_of_a_backend_pass_as_they_are():

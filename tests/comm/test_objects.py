@@ -153,7 +153,7 @@ def test_all_reduce_object_of_unlike_values(values, message):
 
 
 def test_a_lone_worker_and_objects():
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     obj = {"x": [1, (2, 3)]}
     assert comm.all_gather_object(obj) == comm.gather_object(obj) == [obj]
     assert comm.broadcast_object(obj) == comm.scatter_object([obj]) == obj

@@ -319,7 +319,7 @@ def test_tags_tell_messages_apart():
 
 
 def test_a_lone_worker_gets_what_one_worker_would_get():
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce(x, "mean") is x
     assert comm.reduce_scatter(x).tolist() == [1.0, 2.0]

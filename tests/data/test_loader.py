@@ -318,4 +318,4 @@ def test_state_messages(state: dict[str, Any], message: str) -> None:
 def test_length() -> None:
     assert len(make_loader()) == 3
     assert len(make_loader(drop_last=True)) == 2
-    assert len(make_loader(Communicator.lone(), range(8))) == 1
+    assert len(make_loader(Communicator.single_process(), range(8))) == 1

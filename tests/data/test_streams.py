@@ -52,7 +52,7 @@ def test_replicated_is_the_same_on_any_number_of_workers(size: int, drop_last: b
 
 @pytest.mark.parametrize("dataset", [Stream(NUM_SAMPLES), SplitStream(NUM_SAMPLES)])
 def test_replicated_is_the_same_from_loader_processes(dataset: Stream) -> None:
-    lone = Communicator.lone()
+    lone = Communicator.single_process()
     with make_loader(lone, dataset, num_workers=2) as loader:
         found = union([contents(loader), contents(loader)])
     assert equal(found, on_workers(1, num_epochs=2))
@@ -73,7 +73,7 @@ def test_random_state_around_is_left_alone() -> None:
         expected = [draw(), draw()]
         seed_all(4)
         found = [draw()]
-        contents(make_loader(Communicator.lone()))
+        contents(make_loader(Communicator.single_process()))
         found.append(draw())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -107,7 +107,7 @@ def test_replicated_resumes_anywhere(num_steps: int, size: int) -> None:
 
 
 def test_replicated_resumes_with_another_global_batch() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     loader = make_loader(comm)
     next(loader.global_batches())
     smaller = make_loader(comm, global_batch=4)
@@ -116,7 +116,7 @@ def test_replicated_resumes_with_another_global_batch() -> None:
 
 
 def test_a_loop_may_be_left_and_begun_again() -> None:
-    loader = make_loader(Communicator.lone())
+    loader = make_loader(Communicator.single_process())
     for _ in loader.global_batches():
         break
     assert indices(contents(loader)) == [[i, i + 1] for i in range(8, NUM_SAMPLES, 2)]
@@ -193,7 +193,7 @@ def test_a_shard_draws_its_own_numbers() -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_sharded_stream_that_splits_itself_among_processes(drop_last: bool) -> None:
-    lone = Communicator.lone()
+    lone = Communicator.single_process()
     changes = {"stream": "sharded", "num_workers": 2, "drop_last": drop_last}
     with make_loader(lone, SplitStream(27), **changes) as loader:
         seen = samples(contents(loader))
@@ -204,7 +204,7 @@ def test_sharded_stream_that_splits_itself_among_processes(drop_last: bool) -> N
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_sharded_resumes_within_an_epoch(num_steps: int, num_workers: int) -> None:
-    lone = Communicator.lone()
+    lone = Communicator.single_process()
 
     def make() -> Any:
         stream = Skewed(30) if num_workers else Stream(30)
@@ -278,7 +278,7 @@ class Broken(Stream):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_names_the_place(num_workers: int) -> None:
     with (
-        make_loader(Communicator.lone(), Broken(9), num_workers=num_workers) as loader,
+        make_loader(Communicator.single_process(), Broken(9), num_workers=num_workers) as loader,
         pytest.raises(OSError, match="connection lost") as caught,
     ):
         contents(loader)
@@ -305,7 +305,10 @@ def test_pin_memory_reaches_the_micro_batches_of_a_stream(
         torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu")
     )
     loader = make_loader(
-        Communicator.lone(), pin_memory=True, stream=stream, collate_fn=lambda _: Pinnable()
+        Communicator.single_process(),
+        pin_memory=True,
+        stream=stream,
+        collate_fn=lambda _: Pinnable(),
     )
     batch = next(loader.global_batches())
     assert [micro.data.is_pinned for micro in batch.micro_batches] == [True] * 4
@@ -320,13 +323,17 @@ def test_plain_loop() -> None:
         return [len(y) for _, y in make_loader(comm, micro_batch=4, drop_last=True)]
 
     assert run_ranks(2, read) == [[4, 4], [4, 4]]
-    assert [len(y) for _, y in make_loader(Communicator.lone(), micro_batch=8)] == [8, 8, 6]
+    assert [len(y) for _, y in make_loader(Communicator.single_process(), micro_batch=8)] == [
+        8,
+        8,
+        6,
+    ]
     with pytest.raises(UsageError, match=r"may be short.*2 workers"):
         run_ranks(2, lambda comm: iter(make_loader(comm, micro_batch=4)))
 
 
 def test_messages() -> None:
-    lone = Communicator.lone()
+    lone = Communicator.single_process()
     with pytest.raises(UsageError, match=r"`shuffle` \(=True\) needs a map-style.*in.* the stream"):
         make_loader(lone, shuffle=True)
     with pytest.raises(TypeError, match="has no len"):
@@ -340,7 +347,7 @@ def test_messages() -> None:
 
 
 def test_sharded_state_of_other_workers() -> None:
-    lone = Communicator.lone()
+    lone = Communicator.single_process()
     loader = make_loader(lone, stream="sharded")
     next(loader.global_batches())
     state = loader.state_dict()

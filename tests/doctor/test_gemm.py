@@ -15,7 +15,7 @@ def slow_products(monkeypatch):
 
 
 def test_the_rate_is_the_work_over_the_time(slow_products):
-    lone = Communicator.lone()
+    lone = Communicator.single_process()
     assert measure_gemm_flops(lone, torch.float32, seconds=0.0) == slow_products
 
 
@@ -27,4 +27,4 @@ def test_workers_add_up_and_agree(slow_products):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_real_product_is_measured(dtype, monkeypatch):
     monkeypatch.setattr(gemm, "_CPU_SIZE", 64)
-    assert measure_gemm_flops(Communicator.lone(), dtype, seconds=0.001) > 1e6
+    assert measure_gemm_flops(Communicator.single_process(), dtype, seconds=0.001) > 1e6

@@ -106,7 +106,7 @@ def test_files_that_do_not_work(kept, tmp_path):
 
 
 def test_a_lone_worker_has_only_itself():
-    found = measure.measure(Communicator.lone())
+    found = measure.measure(Communicator.single_process())
     assert found.pairs == found.collectives == ()
     assert found.intra is found.inter is None
     assert found.cluster().num_workers == 1
@@ -199,7 +199,7 @@ def test_a_burst_is_what_a_pause_saves(monkeypatch, paused_s, busy_s, burst_s):
     monkeypatch.setattr(collectives, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(collectives, "_seconds_of", lambda comm, bucket, num_runs: next(busy))
     timed = replace(alone, seconds=(0.01, 0.02, 0.03))
-    found_s = collectives.measure_burst_s(Communicator.lone(), timed)
+    found_s = collectives.measure_burst_s(Communicator.single_process(), timed)
     assert found_s == pytest.approx(burst_s)
 
 

@@ -172,7 +172,7 @@ def test_nothing_happens_between_repeats(monkeypatch):
     model = nn.Linear(3, 2)
     training = Training(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
     policy = PolicySpec(name="fp16", compression="fp16", staleness=1, bucket_bytes=64)
-    with steps_under(Communicator.lone(), training, policy) as run:
+    with steps_under(Communicator.single_process(), training, policy) as run:
         assert run(2, 3) == [1.0] * 3
     assert events == ["step"] * 6 + ["compare"] * 3
 
@@ -191,7 +191,9 @@ def test_a_policy_of_the_planner_becomes_one_of_the_exchange():
 def test_a_lone_worker_needs_no_exchange():
     policy = PolicySpec(name="fp16", compression="fp16", algorithm="ring", bucket_bytes=64)
     make = partial(sleeping_training, ASLEEP)
-    seconds = measure_policy(Communicator.lone(), make, policy, num_repeats=1, seconds=0.01)
+    seconds = measure_policy(
+        Communicator.single_process(), make, policy, num_repeats=1, seconds=0.01
+    )
     assert seconds[0] >= ASLEEP.compute_s
 
 
@@ -210,7 +212,7 @@ def test_it_sleeps_in_the_models_own_dtype(element_bytes, dtype):
     asleep = replace(ASLEEP, element_bytes=element_bytes)
     training = sleeping_training(asleep)
     assert {p.dtype for p in training.model.parameters()} == {dtype}
-    found = measure_workload(Communicator.lone(), training, num_samples=1, num_steps=2)
+    found = measure_workload(Communicator.single_process(), training, num_samples=1, num_steps=2)
     assert found.element_bytes == element_bytes
     whole = replace(asleep, num_params=1000, gradients=(), ready=((0, 0), (1, 1)))
     sizes = [p.numel() for p in sleeping_training(whole).model.parameters()]

@@ -38,7 +38,7 @@ from allstep.doctor.verify.watchdog import Watchdog
 
 def train_once(model: nn.Module, x: torch.Tensor, optimizer=None, **forward) -> WorkerRecord:
     recorder = Recorder(0, 1, lambda: None)
-    exchange = allstep.attach(model, allstep.Communicator.lone())
+    exchange = allstep.attach(model, allstep.Communicator.single_process())
     recorder.watch(exchange)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     model(x, **forward).square().mean().backward()
@@ -93,7 +93,7 @@ def test_samples_are_told_apart_also_by_a_second_tensor():
     x, y = torch.ones(4, 3), torch.ones(4, 3)
     y[2] = 7
     recorder = Recorder(0, 1, lambda: None)
-    recorder.watch(allstep.attach(model, allstep.Communicator.lone()))
+    recorder.watch(allstep.attach(model, allstep.Communicator.single_process()))
     optimizer = torch.optim.SGD(model.parameters())
     with torch.no_grad():
         model(x, y)  # no training: not recorded
@@ -117,7 +117,7 @@ def test_models_of_several_are_told_apart():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     recorder = Recorder(0, 2, lambda: None)
     for model in models:
-        recorder.watch(allstep.attach(model, allstep.Communicator.lone()))
+        recorder.watch(allstep.attach(model, allstep.Communicator.single_process()))
     for model in models:
         model(torch.ones(3, 2)).sum().backward()
         torch.optim.SGD(model.parameters()).step()
@@ -431,7 +431,7 @@ def test_data_of_a_loaders_processes_lose_their_random_changes():
     made_before = torch.rand(2)
     removal = Removal(["random loader"], WorkerRecord(rank=0))
     with contextlib.closing(removal):
-        exchange = allstep.attach(nn.Linear(1, 1), allstep.Communicator.lone())
+        exchange = allstep.attach(nn.Linear(1, 1), allstep.Communicator.single_process())
         removal.apply(exchange)
         assert torch.rand(2).unique().numel() == made_before.numel()  # data made after attach
         loader = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="fork")

@@ -168,7 +168,7 @@ def test_a_copy_is_not_attached(how: str) -> None:
 
 
 def test_refuses_a_model_twice() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     model = mlp()
     exchange = attach(model, comm)
     with pytest.raises(UsageError, match=r"`model` is attached already; call `detach\(\)`"):
@@ -190,7 +190,7 @@ def test_refuses_parameters_of_an_attached_model() -> None:
 
 
 def test_refuses_what_is_no_model() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"`model` is a SGD; pass the nn\.Module .* optimizer"):
         attach(optimizer, comm)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_refuses_what_is_no_model() -> None:
 
 def test_refuses_a_global_batch_below_one() -> None:
     with pytest.raises(UsageError, match=r"`global_batch` \(=0\) must be at least 1"):
-        attach(mlp(), Communicator.lone(), global_batch=0)
+        attach(mlp(), Communicator.single_process(), global_batch=0)
 
 
 def test_refuses_an_unknown_reduction() -> None:
@@ -356,7 +356,7 @@ def test_an_attached_model_can_be_collected() -> None:
     import weakref
 
     model = mlp()
-    attach(model, Communicator.lone())
+    attach(model, Communicator.single_process())
     reference = weakref.ref(model)
     del model
     gc.collect()

@@ -244,7 +244,9 @@ def test_low_precision_parameters_keep_small_outer_steps() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(p)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    averaging = ParameterAveraging(model, Communicator.lone(), optimizer, every=1, outer=outer)
+    averaging = ParameterAveraging(
+        model, Communicator.single_process(), optimizer, every=1, outer=outer
+    )
     for _ in range(20):
         model.weight.grad = torch.ones_like(p)
         optimizer.step()
@@ -255,7 +257,7 @@ def test_low_precision_parameters_keep_small_outer_steps() -> None:
 def test_detach_leaves_no_hook() -> None:
     model = mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    averaging = ParameterAveraging(model, Communicator.lone(), optimizer, every=2)
+    averaging = ParameterAveraging(model, Communicator.single_process(), optimizer, every=2)
     copied = copy.deepcopy(model)
     averaging.detach()
     train(model, optimizer, torch.randn(3, 4, 5))
@@ -279,7 +281,9 @@ def test_wrong_parameters(make: Callable[[], object], message: str) -> None:
 
 def _made(**rounds: int) -> ParameterAveraging:
     model = mlp()
-    return ParameterAveraging(model, Communicator.lone(), OPTIMIZERS["sgd"](model), **rounds)
+    return ParameterAveraging(
+        model, Communicator.single_process(), OPTIMIZERS["sgd"](model), **rounds
+    )
 
 
 def test_checkpoint_of_another_model() -> None:

@@ -143,7 +143,7 @@ def train(comm: Communicator, policy: ExchangePolicy, between: Action | None) ->
 @pytest.mark.parametrize("between", [None, clip], ids=["untouched", "clipped"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_two_global_batches_an_update(name: str, between: Action | None, reduction: str) -> None:
-    expected = train(Communicator.lone(), ExchangePolicy(), between)
+    expected = train(Communicator.single_process(), ExchangePolicy(), between)
     assert not torch.allclose(expected[1], 2 * expected[0], rtol=0.1)
     wire, bound = FORMATS[name]
     policy = ExchangePolicy(algorithm="native", wire=wire, bucket_bytes=16, reduction=reduction)

@@ -112,7 +112,7 @@ def test_equals_the_exchange_on_four_workers() -> None:
 
 def test_model_that_is_not_sharded() -> None:
     with pytest.raises(UsageError, match="`model` is a Sequential that FSDP2 has not sharded"):
-        fsdp_hook(mlp(), Communicator.lone())
+        fsdp_hook(mlp(), Communicator.single_process())
 
 
 def test_format_that_needs_matrices() -> None:
@@ -124,4 +124,4 @@ def test_format_that_needs_matrices() -> None:
 
     policy = ExchangePolicy(wire="powersgd")
     with pytest.raises(UsageError, match=r"`wire` \(='powersgd'\) needs matrices, .* use \"int8\""):
-        fsdp_hook(Sharded(2, 2), Communicator.lone(), policy)
+        fsdp_hook(Sharded(2, 2), Communicator.single_process(), policy)

@@ -275,7 +275,7 @@ def test_lone_worker_exchanges_nothing(policy: ExchangePolicy) -> None:
     model, batch = mlp(), torch.randn(4, 5)
     expected = copy.deepcopy(model)
     expected(batch).mean().backward()
-    exchange = attach(model, Communicator.lone(), policy)
+    exchange = attach(model, Communicator.single_process(), policy)
     model(batch).mean().backward()
     exchange.synchronize()
     exchange.sync_buffers()

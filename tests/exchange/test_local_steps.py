@@ -134,7 +134,7 @@ def test_parameters_are_averaged_by_what_was_measured(monkeypatch: pytest.Monkey
 
 def test_local_steps_need_their_optimizer() -> None:
     with pytest.raises(UsageError, match=r"`optimizer` \(=None\) must be given.*every` is 4"):
-        attach(mlp(), Communicator.lone(), ExchangePolicy(every=4))
+        attach(mlp(), Communicator.single_process(), ExchangePolicy(every=4))
     with pytest.raises(UsageError, match="exclude each other"):
         ExchangePolicy(every=4, staleness=1)
 
@@ -163,7 +163,7 @@ def test_says_what_travels_when(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy = ExchangePolicy(wire=wire, every=4, after=after)
     with caplog.at_level(logging.INFO, "allstep"):
-        attach(model, Communicator.lone(), policy, optimizer=optimizer)
+        attach(model, Communicator.single_process(), policy, optimizer=optimizer)
     assert caplog.messages[0].startswith(said)
 
 

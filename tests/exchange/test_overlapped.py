@@ -244,7 +244,7 @@ def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
 
 
 def test_a_lone_workers_checkpoint_goes_on_with_others() -> None:
-    alone = attach(mlp(), Communicator.lone(), SMALL).state_dict()
+    alone = attach(mlp(), Communicator.single_process(), SMALL).state_dict()
 
     def worker(comm: Communicator) -> int:
         model = mlp()

@@ -244,7 +244,7 @@ def test_frozen_batch_norm_stays_as_it_is() -> None:
 
 def test_evaluating_inside_a_micro_batch_sees_the_running_statistics() -> None:
     model, x = conv_net(), images(1)[0, :8]
-    exchange = attach(model, Communicator.lone())
+    exchange = attach(model, Communicator.single_process())
     frozen = copy.deepcopy(model).eval()
     with exchange.statistics.step():
         with exchange.statistics.micro_batch(1.0):
@@ -308,7 +308,7 @@ def test_lazy_batch_norm_counts_from_its_first_forward() -> None:
 
 def test_a_failed_forward_leaves_the_module_whole() -> None:
     model = conv_net()
-    exchange = attach(model, Communicator.lone())
+    exchange = attach(model, Communicator.single_process())
     before = states(model)
     with (
         pytest.raises(ValueError, match="expected 4D input"),
@@ -410,14 +410,14 @@ def test_statistics_of_nan_may_be_left_out(momentum: float, size: int) -> None:
 
 def test_a_step_of_nan_alone_changes_no_statistics() -> None:
     batches = images(2)[:, : 10 * MICRO_BATCH]
-    expected = statistics_beside_nan(Communicator.lone(), batches[:1], 1.0)
+    expected = statistics_beside_nan(Communicator.single_process(), batches[:1], 1.0)
     batches[1] = torch.nan
     for found in run_ranks(2, lambda comm: statistics_beside_nan(comm, batches, 1.0)):
         torch.testing.assert_close(found, expected)
 
 
 def test_micro_batch_belongs_inside_step() -> None:
-    exchange = attach(conv_net(), Communicator.lone())
+    exchange = attach(conv_net(), Communicator.single_process())
     with (
         pytest.raises(UsageError, match=r"`micro_batch` belongs inside"),
         exchange.statistics.micro_batch(1.0),

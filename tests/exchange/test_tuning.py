@@ -58,7 +58,7 @@ class Sent:
 def tuned(link: Link, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(tuning, "perf_counter", lambda: link.now_s)
     monkeypatch.setattr(tuning, "sleep", lambda s: link.wait_until(link.now_s + s))
-    return tuned_bucket_bytes(Communicator.lone(), link, GRADIENTS, BACKWARD_S)  # type: ignore[arg-type]
+    return tuned_bucket_bytes(Communicator.single_process(), link, GRADIENTS, BACKWARD_S)  # type: ignore[arg-type]
 
 
 def test_a_link_as_modelled_gets_what_the_model_finds(monkeypatch: pytest.MonkeyPatch) -> None:

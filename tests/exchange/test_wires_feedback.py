@@ -157,11 +157,11 @@ def test_a_lone_worker_gets_what_was_not_sent(name: str) -> None:
         return received, exchange.state_dict()
 
     before, state = run_ranks(SIZE, lambda comm: train(comm, 5, None))[0]
-    after, at_end = train(Communicator.lone(), 3, state)
+    after, at_end = train(Communicator.single_process(), 3, state)
     torch.testing.assert_close(before + after, 8 * gradients.mean(0), rtol=1e-6, atol=1e-6)
-    without, _ = train(Communicator.lone(), 3, None)
+    without, _ = train(Communicator.single_process(), 3, None)
     assert differs_by(before + without, 8 * gradients.mean(0)) > 1e-3
-    again, _ = train(Communicator.lone(), 3, at_end)
+    again, _ = train(Communicator.single_process(), 3, at_end)
     torch.testing.assert_close(again, without)  # and once only
 
 

@@ -185,7 +185,7 @@ def trained(
 
 def test_training_with_the_linear_rule_of_running_statistics() -> None:
     batches = [images(n, seed=i) for i, n in enumerate((16, 16, 15))]  # the last group is short
-    expected = trained(Communicator.lone(), 8, None, batches)
+    expected = trained(Communicator.single_process(), 8, None, batches)
     for size, micro_batch in ((1, 16), (2, 16), (4, 4), (2, 8)):
         for found in run_ranks(size, lambda comm, m=micro_batch: trained(comm, m, 8, batches)):
             for name, value in expected.items():
@@ -202,7 +202,7 @@ def trained_in_one_group(comm: Communicator) -> Result:
 @pytest.mark.process
 def test_processes() -> None:
     """Beside the exchange, which is under way in the same backward pass."""
-    expected = trained_in_one_group(Communicator.lone())
+    expected = trained_in_one_group(Communicator.single_process())
     for found in run_processes(2, trained_in_one_group, timeout_s=60):
         assert same_model.largest_difference(found, expected) < TOLERANCE
 
@@ -238,7 +238,7 @@ def test_parameters_settings_and_shared_modules_stay() -> None:
     net = nn.ModuleList([norm, nn.Sequential(norm), nn.BatchNorm1d(2, track_running_stats=False)])
     net[2].eval()
     state = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
-    converted = convert_batch_norm(net, Communicator.lone(), 2, micro_batch=4)
+    converted = convert_batch_norm(net, Communicator.single_process(), 2, micro_batch=4)
     assert converted is net
     assert net[0] is net[1][0]
     assert (net[0].eps, net[0].momentum, net[0].weight) == (0.1, None, None)
@@ -256,7 +256,7 @@ def test_parameters_settings_and_shared_modules_stay() -> None:
 
 def test_without_running_statistics_evaluation_is_as_training() -> None:
     net = nn.BatchNorm1d(3, affine=False, track_running_stats=False).double()
-    ours = convert_batch_norm(copy.deepcopy(net), Communicator.lone(), 4, micro_batch=8)
+    ours = convert_batch_norm(copy.deepcopy(net), Communicator.single_process(), 4, micro_batch=8)
     x = images(12).flatten(1)[:, :3]
     expected = torch.cat([net(group) for group in x.split(4)])
     assert_near(ours.train()(x[:8]), expected[:8])
@@ -267,7 +267,7 @@ def test_without_running_statistics_evaluation_is_as_training() -> None:
 def test_running_statistics_that_are_switched_off_stay() -> None:
     net = nn.BatchNorm1d(3)
     net.track_running_stats = False
-    ours = convert_batch_norm(copy.deepcopy(net), Communicator.lone(), 4, micro_batch=4)
+    ours = convert_batch_norm(copy.deepcopy(net), Communicator.single_process(), 4, micro_batch=4)
     x = images(4).flatten(1)[:, :3].float()
     for norm in (net, ours):
         norm(x)
@@ -277,7 +277,7 @@ def test_running_statistics_that_are_switched_off_stay() -> None:
 def test_a_momentum_of_one_forgets_all_before() -> None:
     """However large it was; a difference to it would round what is new away."""
     norm = keep_last_statistics(nn.BatchNorm1d(2).float())
-    ours = convert_batch_norm(norm, Communicator.lone(), 4, micro_batch=4)
+    ours = convert_batch_norm(norm, Communicator.single_process(), 4, micro_batch=4)
     ours.running_var.fill_(1e12)
     ours.running_mean.fill_(1e12)
     x = torch.tensor([[0.0, 1.0], [1.0, 3.0]])
@@ -288,7 +288,7 @@ def test_a_momentum_of_one_forgets_all_before() -> None:
 
 def test_evaluation_is_torchs() -> None:
     net = copy.deepcopy(NET)
-    ours = convert_batch_norm(copy.deepcopy(NET), Communicator.lone(), 2, micro_batch=4)
+    ours = convert_batch_norm(copy.deepcopy(NET), Communicator.single_process(), 2, micro_batch=4)
     x = images(9)
     assert torch.equal(ours.eval()(x), net.eval()(x))
 
@@ -344,7 +344,7 @@ def test_a_group_of_one_value_is_its_own_mean(span: int) -> None:
 def test_ghost_groups_of_a_model_in_half_precision(dtype: torch.dtype) -> None:
     x = images(8)[:, :, 0, 0].to(dtype)
     plain = nn.BatchNorm1d(2).to(dtype)
-    norm = convert_batch_norm(copy.deepcopy(plain), Communicator.lone(), 4, micro_batch=8)
+    norm = convert_batch_norm(copy.deepcopy(plain), Communicator.single_process(), 4, micro_batch=8)
     y = norm(x)
     assert y.dtype == norm.running_mean.dtype == dtype
     expected = torch.cat([plain(group) for group in x.split(4)])
@@ -419,13 +419,13 @@ def parametrized() -> nn.Module:
 )
 def test_nothing_that_a_batch_norm_has_is_lost(norm: nn.Module, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        convert_batch_norm(nn.Sequential(norm), Communicator.lone(), 4, micro_batch=4)
+        convert_batch_norm(nn.Sequential(norm), Communicator.single_process(), 4, micro_batch=4)
 
 
 def test_other_kinds_of_torchs_batch_norms_convert_and_again() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm3d(2))
     for span in (4, 2):
-        convert_batch_norm(model, Communicator.lone(), span, micro_batch=4)
+        convert_batch_norm(model, Communicator.single_process(), span, micro_batch=4)
         assert [norm.span for norm in model] == [span, span]
 
 
@@ -446,7 +446,7 @@ def test_copies_share_their_peers_and_pickles_are_refused() -> None:
 
 
 def test_wrong_inputs() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 2, micro_batch=2)
     with pytest.raises(UsageError, match="has 3 samples, but `micro_batch`"):
         norm(torch.randn(3, 2))
@@ -509,7 +509,7 @@ def test_a_mean_of_variances_would_leave_out_the_variance_of_the_means() -> None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 3, 1, 1, generator=generator, dtype=torch.float64).expand(-1, -1, 5, 5)
     norm = nn.BatchNorm2d(3).double()
-    precise_batch_norm(norm, list(x.split(2)), Communicator.lone())
+    precise_batch_norm(norm, list(x.split(2)), Communicator.single_process())
     assert_near(norm.running_var, x.var((0, 2, 3)))
     naive = torch.stack([part.var((0, 2, 3)) for part in x.split(2)]).mean(0)
     assert float((naive / norm.running_var).max()) < 0.7
@@ -520,7 +520,7 @@ def test_precise_statistics_leave_frozen_batch_norm_alone(model_trains: bool) ->
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     model.train(model_trains)
     model[0].eval()
-    precise_batch_norm(model, [torch.randn(8, 2) + 5.0], Communicator.lone())
+    precise_batch_norm(model, [torch.randn(8, 2) + 5.0], Communicator.single_process())
     assert model[0].running_mean.any() == (not model_trains)
     assert model[1].running_mean.any()
     assert model.training == model_trains and not model[0].training
@@ -533,15 +533,15 @@ def test_precise_statistics_that_are_interrupted_change_nothing() -> None:
 
     norm = nn.BatchNorm1d(2)
     with pytest.raises(KeyboardInterrupt):
-        precise_batch_norm(norm, batches(), Communicator.lone())
+        precise_batch_norm(norm, batches(), Communicator.single_process())
     assert torch.equal(norm.running_mean, torch.zeros(2))
     assert torch.equal(norm.running_var, torch.ones(2))
 
 
 def test_precise_statistics_need_a_batch() -> None:
     with pytest.raises(UsageError, match="`batches` is empty on every worker"):
-        precise_batch_norm(nn.BatchNorm1d(2), [], Communicator.lone())
+        precise_batch_norm(nn.BatchNorm1d(2), [], Communicator.single_process())
     with pytest.raises(
         UsageError, match=r"`batches` \(a tensor of shape \(8, 2\)\) must be several"
     ):
-        precise_batch_norm(nn.BatchNorm1d(2), torch.randn(8, 2), Communicator.lone())
+        precise_batch_norm(nn.BatchNorm1d(2), torch.randn(8, 2), Communicator.single_process())

@@ -58,7 +58,7 @@ def check_layer(grid_shape, make, oracle, x: Tensor, weights=()):
 
 
 def check_conv(grid_shape, x, *arguments):
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     alone = Conv2d(grid, grid.split(x.shape[2:]), *arguments, seed=3).double()
     weights = [p.detach().requires_grad_() for p in alone.parameters()]
     reference = nn.Conv2d(*arguments).double()
@@ -188,7 +188,7 @@ def test_local_contrast_normalisation(grid_shape, size, floor):
 
 
 def test_normalisation_where_nothing_varies_is_zero_and_has_a_gradient():
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     for floor in (0.01, None):
         x = torch.ones(1, 2, 6, 6, dtype=torch.float64, requires_grad=True)
         y = LocalContrastNorm(grid, grid.split((6, 6)), 3, floor)(x)
@@ -207,7 +207,7 @@ def test_normalisation_where_nothing_varies_is_zero_and_has_a_gradient():
     ],
 )
 def test_two_derivatives_by_differences(make):
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     layer = make(grid, grid.split((5, 4)))
     x = values(2, 2, 5, 4).requires_grad_()
     assert torch.autograd.gradcheck(layer, x)
@@ -272,7 +272,7 @@ def test_initial_weights_are_torchs_and_the_same_on_every_worker():
 
 
 def test_a_net_can_be_copied():
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     conv = Conv2d(grid, grid.split((4, 4)), 1, 1, 3, seed=0)
     x = torch.ones(1, 1, 4, 4)
     assert torch.equal(copy.deepcopy(conv)(x), conv(x))
@@ -299,7 +299,7 @@ LAYOUT = Layout.split((8, 8), (1, 1))
 )
 def test_bad_arguments_are_named(make, message):
     with pytest.raises(UsageError, match=message):
-        make(Grid(Communicator.lone()))
+        make(Grid(Communicator.single_process()))
 
 
 def test_a_grid_larger_than_the_output_is_named_on_every_rank():

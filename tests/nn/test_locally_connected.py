@@ -50,7 +50,7 @@ def check(grid_shape, size, channels, kernel, step, block):
             grid, layout, channels, kernel, step, block, seed=7, dtype=torch.float64
         )
 
-    alone = make(Grid(Communicator.lone()))
+    alone = make(Grid(Communicator.single_process()))
     x.requires_grad_()
     weight, bias = (p.detach().clone().requires_grad_() for p in (alone.weight, alone.bias))
     y = oracle(x, weight, bias, kernel, step, block)
@@ -162,7 +162,7 @@ def test_tiles_of_any_size_give_the_same(monkeypatch, buffer_bytes):
 
 def test_memory_stays_batch_last_from_layer_to_layer():
     """[Note: batch last]: what one layer gives the next takes without a copy."""
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     layer = LocallyConnected2d(grid, grid.split((6, 6)), 2, 3, 1, (2, 1, 1), seed=0)
     y = layer(torch.ones(5, 2, 6, 6))
     assert y.shape == (5, 2, 4, 4) and y.permute(2, 3, 1, 0).is_contiguous()
@@ -241,7 +241,7 @@ def test_no_halo_gradients_differ():
     ],
 )
 def test_bad_arguments_are_named(change, message):
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     arguments = {"kernel_size": 3, "step": 1, "block": (2, 1, 1), **change}
     with pytest.raises(UsageError, match=message):
         LocallyConnected2d(grid, grid.split((8, 8)), 1, **arguments)
@@ -267,7 +267,7 @@ def test_a_weight_that_does_not_fit_is_named_on_every_rank():
 
 
 def test_a_wrong_number_of_channels_is_named():
-    grid = Grid(Communicator.lone())
+    grid = Grid(Communicator.single_process())
     layer = LocallyConnected2d(grid, grid.split((8, 8)), 2, 3, 1, (2, 1, 1), seed=0)
     with pytest.raises(UsageError, match=r"`x` has shape \[1, 1, 8, 8\]; pass \[batch, 2, height"):
         layer(torch.ones(1, 1, 8, 8))

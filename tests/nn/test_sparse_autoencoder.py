@@ -46,7 +46,7 @@ def batch(grid: Grid, step: int) -> Tensor:
 
 
 def lone() -> Grid:
-    return Grid(Communicator.lone())
+    return Grid(Communicator.single_process())
 
 
 def reference(stage: Stage, decoder: Tensor, scale: Tensor, x: Tensor, sparsity: float) -> Tensor:

@@ -84,7 +84,7 @@ def test_a_run_goes_on_where_it_was(alone, tmp_path, num_done, monkeypatch):
     recipe = Cots(**TINY)
     with monkeypatch.context() as patch:
         patch.setattr(GreedyTraining, "run", stop_early)
-        assert recipe.run(Communicator.lone(), tmp_path, resume=False) == 128 + 15
+        assert recipe.run(Communicator.single_process(), tmp_path, resume=False) == 128 + 15
     assert json.loads((tmp_path / "report.json").read_text())["neurons"] == []
     report = run(recipe, tmp_path, resume=True)
     assert report["costs"] == alone[1]["costs"]  # to the bit
@@ -93,7 +93,7 @@ def test_a_run_goes_on_where_it_was(alone, tmp_path, num_done, monkeypatch):
 
 def test_what_a_run_refuses(alone, tmp_path):
     run_dir, _ = alone
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     with pytest.raises(UsageError, match="holds a run's checkpoints; resume that run"):
         Cots(**TINY).run(comm, run_dir, resume=False)
     with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=None\)"):

@@ -35,7 +35,7 @@ def test_digits_split() -> None:
 
 
 def test_the_seed_decides_the_initial_weights() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
 
     def weights(seed: int) -> torch.Tensor:
         return next(Digits(seed=seed).task(comm).model.parameters())
@@ -107,7 +107,7 @@ def test_fashion_reads_its_folder(tmp_path: Path) -> None:
             header += b"".join(n.to_bytes(4, "big") for n in values.shape)
             content = header + values.astype(np.uint8).tobytes()
             (tmp_path / f"{part}-{kind}-ubyte").write_bytes(content)
-    task = Fashion(folder=tmp_path).task(Communicator.lone())
+    task = Fashion(folder=tmp_path).task(Communicator.single_process())
     assert (len(task.train_set), len(task.test_set)) == (20, 10)  # type: ignore[arg-type]
     assert task.loss(task.model, task.train_set[:4]).isfinite()  # type: ignore[index]
 
@@ -143,7 +143,7 @@ def small_images(folder: Path, **changes: Any) -> Images:
 
 def test_images_learn_and_are_held_out_by_name(pictures: Path, tmp_path: Path) -> None:
     recipe = small_images(pictures)
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     task = recipe.task(comm)
     sizes = len(task.train_set), len(task.test_set)  # type: ignore[arg-type]
     assert sum(sizes) == 48
@@ -163,7 +163,7 @@ def test_images_learn_and_are_held_out_by_name(pictures: Path, tmp_path: Path) -
 def test_an_unreadable_picture_counts_as_a_sample_without_loss(pictures: Path) -> None:
     path = next((pictures / "dark").glob("*.jpg"))
     path.write_bytes(path.read_bytes()[:200])
-    task = small_images(pictures, on_bad_image="skip").task(Communicator.lone())
+    task = small_images(pictures, on_bad_image="skip").task(Communicator.single_process())
     readable = torch.randint(0, 255, (3, 3, 8, 8), dtype=torch.uint8)
     images = torch.cat([readable, readable[:1]])
     model = task.model.eval()
@@ -209,5 +209,5 @@ def test_nothing_held_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["lars", "lamb", "rmsprop_warmup"])
 def test_optimizers_leave_bad_gradients_to_the_step(name: Any) -> None:
     """Else `--nonfinite propagate` would raise, and each gradient be looked at twice."""
-    task = Digits(optimizer=name, warmup_epochs=1.0).task(Communicator.lone())
+    task = Digits(optimizer=name, warmup_epochs=1.0).task(Communicator.single_process())
     assert task.optimizer(task.model).nonfinite == "propagate"

@@ -62,7 +62,7 @@ def assert_same(states: list[dict[str, torch.Tensor]], expected: dict[str, torch
 
 def test_two_threads_learn_what_one_does(folder: Path, tmp_path: Path) -> None:
     recipe = small(folder, objective="causal")
-    lone_comm = Communicator.lone()
+    lone_comm = Communicator.single_process()
     initial = recipe.task(lone_comm).model.state_dict()  # threads share the random state
 
     lone = train(lone_comm, recipe, tmp_path / "lone", initial)
@@ -76,7 +76,7 @@ def test_two_threads_learn_what_one_does(folder: Path, tmp_path: Path) -> None:
 def test_two_processes_learn_what_one_does(folder: Path, tmp_path: Path, dropout: float) -> None:
     """Even though tokens are hidden and features dropped at random."""
     recipe = small(folder, objective="masked", dropout=dropout)
-    lone = train(Communicator.lone(), recipe, tmp_path / "lone")
+    lone = train(Communicator.single_process(), recipe, tmp_path / "lone")
     assert_same(run_processes(2, train, recipe, tmp_path / "both", timeout_s=100), lone)
 
 
@@ -115,7 +115,7 @@ def test_all_ranks_have_the_tokenizer_of_the_first(
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_metrics_are_sums_over_the_targets(folder: Path, objective: str) -> None:
-    task = small(folder, objective=objective).task(Communicator.lone())
+    task = small(folder, objective=objective).task(Communicator.single_process())
     model = task.model.double().eval()
     batch = next(iter(DataLoader(task.test_set, batch_size=5)))
     metrics = task.metrics(model, batch)
@@ -134,13 +134,13 @@ def test_metrics_are_sums_over_the_targets(folder: Path, objective: str) -> None
 
 
 def _causal_samples(folder: Path) -> Any:
-    train_set = small(folder, objective="causal").task(Communicator.lone()).train_set
+    train_set = small(folder, objective="causal").task(Communicator.single_process()).train_set
     return [train_set[index] for index in range(len(train_set))]  # type: ignore[arg-type]
 
 
 def test_the_model_is_causal_or_not(folder: Path) -> None:
     for objective in OBJECTIVES:
-        model = small(folder, objective=objective).task(Communicator.lone()).model
+        model = small(folder, objective=objective).task(Communicator.single_process()).model
         one, other = torch.zeros(2, 1, 16, dtype=torch.int64)
         other[0, -1] = 5
         is_blind = torch.equal(model(one)[:, :-1], model(other)[:, :-1])
@@ -150,7 +150,7 @@ def test_the_model_is_causal_or_not(folder: Path) -> None:
 def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("a " * 900 + "z " * 100)
     recipe = small(tmp_path, objective="causal", vocab_size=258)
-    task = recipe.task(Communicator.lone())
+    task = recipe.task(Communicator.single_process())
     train_tokens = torch.cat([task.train_set[i][0] for i in range(len(task.train_set))])  # type: ignore[arg-type]
     test_tokens = torch.cat([task.test_set[i][0] for i in range(len(task.test_set))])  # type: ignore[arg-type]
     assert len(train_tokens.unique()) == len(test_tokens.unique()) == 2
@@ -188,13 +188,13 @@ def test_few_tokens_in_many_bytes(tmp_path: Path) -> None:
     recipe = small(tmp_path, sequence_length=80)
     recipe.check()
     with pytest.raises(UsageError, match=r"too little text: \d+ tokens held out"):
-        recipe.task(Communicator.lone())
+        recipe.task(Communicator.single_process())
 
 
 def test_a_file_that_is_no_text(folder: Path) -> None:
     (folder / "picture.txt").write_bytes(b"\x89PNG\xff")
     with pytest.raises(DataError, match=r"picture\.txt is not UTF-8"):
-        small(folder).task(Communicator.lone())
+        small(folder).task(Communicator.single_process())
 
 
 def test_without_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def a_state(step: int) -> dict[str, Any]:
 
 
 def saved(folder: Path, *steps: int, keep: int = 3) -> Checkpoints:
-    checkpoints = Checkpoints(folder, Communicator.lone(), keep=keep)
+    checkpoints = Checkpoints(folder, Communicator.single_process(), keep=keep)
     for step in steps:
         checkpoints.save(step, a_state(step))
     return checkpoints
@@ -200,7 +200,7 @@ def saved(folder: Path, *steps: int, keep: int = 3) -> Checkpoints:
 
 def loaded_step(folder: Path) -> int | None:
     """The newest whole checkpoint's step, its contents checked."""
-    loaded = Checkpoints(folder, Communicator.lone()).load_latest()
+    loaded = Checkpoints(folder, Communicator.single_process()).load_latest()
     if loaded is None:
         return None
     step, state = loaded
@@ -214,7 +214,7 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
     assert loaded_step(tmp_path) == 40
     with pytest.raises(UsageError, match=r"`keep` \(=0\)"):
-        Checkpoints(tmp_path, Communicator.lone(), keep=0)
+        Checkpoints(tmp_path, Communicator.single_process(), keep=0)
 
 
 def test_the_same_step_again(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_manifest_that_does_not_fit_its_tensors(tmp_path: Path) -> None:
 def test_a_damaged_one_stays_until_a_newer_one_is_complete(tmp_path: Path) -> None:
     saved(tmp_path, 80, 100, 120, keep=3)
     flip(tmp_path / "step-00000120" / "tensors.safetensors", -1)
-    checkpoints = Checkpoints(tmp_path, Communicator.lone(), keep=2)
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process(), keep=2)
     assert checkpoints.load_latest() is not None
     checkpoints.save(110, a_state(110))
     assert checkpoints.saved_steps() == [120, 110, 100]  # it does not push out a whole one
@@ -351,7 +351,7 @@ def test_a_damaged_one_stays_until_a_newer_one_is_complete(tmp_path: Path) -> No
 def test_a_damaged_one_is_replaced_when_the_run_comes_to_its_step_again(tmp_path: Path) -> None:
     saved(tmp_path, 100, 120)
     flip(tmp_path / "step-00000120" / "tensors.safetensors", -1)
-    checkpoints = Checkpoints(tmp_path, Communicator.lone())
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
     assert checkpoints.load_latest() is not None
     checkpoints.save(120, a_state(120))
     assert loaded_step(tmp_path) == 120

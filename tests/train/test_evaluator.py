@@ -90,7 +90,7 @@ def test_mean_of_the_workers_means_differs() -> None:
 
     def naive(comm: Communicator) -> float:
         own = TensorDataset(samples.x[comm.rank :: 3], samples.y[comm.rank :: 3])
-        evaluator = Evaluator(metrics, own, Communicator.lone(), micro_batch=8)
+        evaluator = Evaluator(metrics, own, Communicator.single_process(), micro_batch=8)
         mean = torch.tensor(evaluator(make_model())["accuracy"], dtype=torch.float64)
         return float(comm.all_reduce(mean, "mean"))
 
@@ -100,7 +100,7 @@ def test_mean_of_the_workers_means_differs() -> None:
 @pytest.mark.process
 def test_loader_processes_give_the_same() -> None:
     samples = Samples(30, augment=True)
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     results = [
         Evaluator(metrics, samples, comm, micro_batch=4, num_workers=n)(make_model())
         for n in (0, 2)
@@ -112,7 +112,7 @@ def test_random_transforms_belong_to_the_sample() -> None:
     samples = Samples(30, augment=True)
 
     def evaluate(seed: int = 0, micro_batch: int = 4) -> float:
-        comm = Communicator.lone()
+        comm = Communicator.single_process()
         evaluator = Evaluator(metrics, samples, comm, micro_batch=micro_batch, seed=seed)
         return evaluator(make_model())["loss"]
 
@@ -134,7 +134,9 @@ def test_global_random_states_are_not_disturbed() -> None:
         draws()
         return metrics(model, batch)
 
-    evaluator = Evaluator(noisy, Samples(9, augment=True), Communicator.lone(), micro_batch=4)
+    evaluator = Evaluator(
+        noisy, Samples(9, augment=True), Communicator.single_process(), micro_batch=4
+    )
     model = make_model()
     seed()
     undisturbed = draws()
@@ -155,7 +157,7 @@ def test_modes_are_restored_module_by_module() -> None:
 
     before = [module.training for module in model.modules()]
     assert before == [True, True, True, True, False]
-    Evaluator(look, Samples(5), Communicator.lone(), micro_batch=5)(model)
+    Evaluator(look, Samples(5), Communicator.single_process(), micro_batch=5)(model)
     assert seen == [[False] * 5]
     assert (
         [module.training for module in model.modules()] == before == [True, True, True, True, False]
@@ -165,7 +167,7 @@ def test_modes_are_restored_module_by_module() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        Evaluator(fail, Samples(5), Communicator.lone(), micro_batch=5)(model)
+        Evaluator(fail, Samples(5), Communicator.single_process(), micro_batch=5)(model)
     assert [module.training for module in model.modules()] == before
     assert torch.is_grad_enabled()
 
@@ -211,7 +213,7 @@ def test_the_names_order_does_not_matter() -> None:
 
 
 def test_nothing_counted_is_nan_and_nothing_measured_is_empty() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     evaluator = Evaluator(lambda model, batch: {"f1": (0, 0)}, Samples(3), comm, micro_batch=2)
     assert math.isnan(evaluator(make_model())["f1"])
     assert Evaluator(lambda model, batch: {}, Samples(3), comm, micro_batch=2)(make_model()) == {}
@@ -224,7 +226,7 @@ def test_own_collate() -> None:
     evaluator = Evaluator(
         count,
         TensorDataset(torch.arange(5)),
-        Communicator.lone(),
+        Communicator.single_process(),
         micro_batch=2,
         collate_fn=lambda samples: {"n": len(samples)},
     )
@@ -242,7 +244,9 @@ def test_own_collate() -> None:
     ],
 )
 def test_wrong_metrics(value: Any, words: str) -> None:
-    evaluator = Evaluator(lambda m, b: {"m": value}, Samples(3), Communicator.lone(), micro_batch=2)
+    evaluator = Evaluator(
+        lambda m, b: {"m": value}, Samples(3), Communicator.single_process(), micro_batch=2
+    )
     with pytest.raises(UsageError, match=words):
         evaluator(make_model())
 
@@ -253,7 +257,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_wrong_arguments() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     with pytest.raises(UsageError, match=r"`micro_batch` \(=0\)"):
         Evaluator(metrics, Samples(3), comm, micro_batch=0)
     with pytest.raises(UsageError, match=r"`num_workers` \(=-1\)"):

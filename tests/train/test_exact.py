@@ -31,7 +31,7 @@ def differing(state: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.process
 def test_the_same_bits_on_one_to_five_workers(tmp_path: Path) -> None:
-    alone = train_digits(Communicator.lone(), str(tmp_path / "1"), "exact")
+    alone = train_digits(Communicator.single_process(), str(tmp_path / "1"), "exact")
     for size in (2, 3, 4, 5):
         train = functools.partial(train_digits, run_dir=str(tmp_path / str(size)), wire="exact")
         for state in run_processes(size, train, timeout_s=100):

@@ -90,7 +90,7 @@ def test_clipping_bounds_the_global_gradient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])
 def test_lower_precision_is_close_and_different(precision: Any, tmp_path: Path) -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     exact = train(comm, tmp_path / "exact")
     found = train(comm, tmp_path / "found", precision=precision)
     difference = same_model.largest_difference(exact, found)
@@ -99,7 +99,7 @@ def test_lower_precision_is_close_and_different(precision: Any, tmp_path: Path) 
 
 
 def test_channels_last_changes_the_layout_alone(tmp_path: Path) -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     plain = train(comm, tmp_path / "plain")
     found = train(comm, tmp_path / "found", channels_last=True)
     assert same_model.largest_difference(plain, found) < 1e-12
@@ -109,7 +109,7 @@ def test_channels_last_changes_the_layout_alone(tmp_path: Path) -> None:
 def test_compiled_model_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend="aot_eager"))
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     plain = train(comm, tmp_path / "plain")
     assert same_model.largest_difference(plain, train(comm, tmp_path / "c", compile=True)) < 1e-12
 
@@ -163,7 +163,7 @@ def test_trust_ratios_are_logged(tmp_path: Path) -> None:
         return made[0]
 
     task = replace(task, optimizer=optimizer)
-    allstep.fit(task, options_for(log_every_steps=1), Communicator.lone(), tmp_path)
+    allstep.fit(task, options_for(log_every_steps=1), Communicator.single_process(), tmp_path)
     last = [record for record in read_metrics(tmp_path) if "loss" in record][-1]
     ratios = sorted(made[0].trust_ratios().values())
     found = [last[f"trust_ratio/{name}"] for name in ("min", "median", "max")]
@@ -183,7 +183,7 @@ def test_interrupted_run_has_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
         return same_model.loss_of(model, data)
 
     interrupted = Task(**{**vars(task), "loss": interrupting_loss})
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     report = allstep.fit(interrupted, options_for(), comm, tmp_path)
     assert report.interrupted == signal.SIGINT
     assert report.num_steps == 2  # all agree one step later

@@ -17,14 +17,14 @@ from tests.helpers.ranks import run_ranks
 
 
 def write(run_dir: Path, *steps: int, loss: float = 0.5) -> None:
-    log = MetricsLog(run_dir, Communicator.lone())
+    log = MetricsLog(run_dir, Communicator.single_process())
     for step in steps:
         log.write(step, 0, loss=loss)
     log.close()
 
 
 def test_written_and_read(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "run", Communicator.lone())
+    log = MetricsLog(tmp_path / "run", Communicator.single_process())
     log.write(1, 0, loss=torch.tensor(0.25), samples_per_s=10)
     log.write(2, 0, loss=0.125)
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")  # flushed before it is closed
@@ -36,7 +36,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 
 def test_not_finite(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, Communicator.lone())
+    log = MetricsLog(tmp_path, Communicator.single_process())
     log.write(1, 0, loss=float("nan"), largest=math.inf, smallest=-math.inf, rate=1.0)
     log.close()
 
@@ -68,7 +68,7 @@ def test_every_torn_line(tmp_path: Path) -> None:
 
 def test_after_a_resumption_later_lines_win(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, loss=1.0)
-    log = MetricsLog(tmp_path, Communicator.lone())
+    log = MetricsLog(tmp_path, Communicator.single_process())
     log.write(2, 0, loss=2.0)
     log.write(2, 1, accuracy=0.5)
     log.close()
@@ -98,7 +98,7 @@ def test_tensorboard_shows_what_a_resumed_run_has_written(tmp_path: Path) -> Non
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, Communicator.lone())
+    log = MetricsLog(tmp_path, Communicator.single_process())
     with pytest.raises(UsageError, match="`non_finite` is one of the record's own names"):
         log.write(1, 0, non_finite=1.0)
     with pytest.raises(UsageError, match=r"`path` .* does not exist"):

@@ -69,7 +69,7 @@ def fit(
 
 @pytest.mark.parametrize("wire", ["fp32", "exact"])
 def test_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> None:
-    report, _ = fit(Communicator.lone(), tmp_path, epochs=3, wire=wire)
+    report, _ = fit(Communicator.single_process(), tmp_path, epochs=3, wire=wire)
     assert report.noise_scale == pytest.approx(NOISE / SIGNAL, rel=0.1)
     assert report.useful_batch is not None
     assert report.useful_batch.startswith("useful up to about B = ")
@@ -78,7 +78,7 @@ def test_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> Non
 
 def test_the_mean_over_a_run_weighs_its_beginning_like_its_end(tmp_path: Path) -> None:
     """A signal that fades: of late there is more noise in it than there was on the whole."""
-    report, _ = fit(Communicator.lone(), tmp_path, make_task(lr=0.005), epochs=5)
+    report, _ = fit(Communicator.single_process(), tmp_path, make_task(lr=0.005), epochs=5)
     assert report.noise_scale is not None and report.mean_noise_scale is not None
     signals = [
         SIGNAL * (1 - 0.005) ** (2 * step) for step in range(5 * NUM_SAMPLES // GLOBAL_BATCH)
@@ -147,7 +147,7 @@ def test_measuring_changes_neither_the_model_nor_the_number_of_calls(tmp_path: P
 
 
 def test_a_resumed_run_goes_on_with_the_estimate(tmp_path: Path) -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     whole, _ = fit(comm, tmp_path / "whole", make_task(300, lr=0.1), epochs=2)
     fit(comm, tmp_path / "parts", make_task(300, lr=0.1), epochs=1)
     resumed, _ = fit(comm, tmp_path / "parts", make_task(300, lr=0.1), epochs=2, resume=True)
@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_with_the_estimate(tmp_path: Path) -> None:
 
 
 def test_every_few_steps(tmp_path: Path) -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     task = make_task(4 * GLOBAL_BATCH)
     report, _ = fit(comm, tmp_path, task, noise_scale_every_steps=4, log_every_steps=1)
     records = [r["noise_scale"] for r in read_metrics(tmp_path) if "noise_scale" in r]
@@ -177,7 +177,7 @@ def test_gradients_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
         task.train_set.tensors[0][7] = bad_sample
         task = dataclasses.replace(task, optimizer=lambda model: Still(model.parameters()))
         options = {"log_every_steps": 1, "nonfinite": "propagate"}
-        fit(Communicator.lone(), tmp_path / name, task, **options)
+        fit(Communicator.single_process(), tmp_path / name, task, **options)
         return [record.get("noise_scale") for record in read_metrics(tmp_path / name)][:4]
 
     good, bad = run("good", 0.0), run("bad", float("nan"))
@@ -197,7 +197,7 @@ def test_a_gradient_scaler_leaves_the_number_alone(
     found = []
     for precision in ("float32", "float16"):
         report, _ = fit(
-            Communicator.lone(), tmp_path / precision, make_task(256), precision=precision
+            Communicator.single_process(), tmp_path / precision, make_task(256), precision=precision
         )
         found.append(report.noise_scale)
     assert found[1] == pytest.approx(found[0], rel=1e-4)
@@ -213,7 +213,7 @@ def test_a_later_stage_with_other_micro_batches(tmp_path: Path) -> None:
         micro_batch=2 * MICRO_BATCH,
     )
     task = dataclasses.replace(task, later_stages=[stage])
-    report, _ = fit(Communicator.lone(), tmp_path, task, epochs=2)
+    report, _ = fit(Communicator.single_process(), tmp_path, task, epochs=2)
     assert report.mean_noise_scale == pytest.approx(NOISE / SIGNAL, rel=0.1)
 
 

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
-    with Progress(300, Communicator.lone(), epochs=3) as progress:
+    with Progress(300, Communicator.single_process(), epochs=3) as progress:
         for step in range(1, 301):
             progress.advance(step)
             clock[0] += 0.3
@@ -42,7 +42,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[float]) -> 
 
 
 def test_the_last_numbers_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(None, Communicator.lone()) as progress:
+    with Progress(None, Communicator.single_process()) as progress:
         progress.update(10, 0, 0.5, 1.0)
     assert capsys.readouterr().err == "epoch 1  step 10  loss 0.5000  1 samples/s  1 worker\n"
 
@@ -63,7 +63,7 @@ def test_no_line_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread that ends the process between a line and its end."""
     stream = Pieces()
     monkeypatch.setattr(sys, "stderr", stream)
-    with Progress(2, Communicator.lone()) as progress:
+    with Progress(2, Communicator.single_process()) as progress:
         progress.update(1, 0, 0.5, 1.0)
         progress.note("epoch 1")
     assert stream.getvalue().count("\n") == 2
@@ -77,7 +77,7 @@ def on_terminal(
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
-    with Progress(num_total_steps, Communicator.lone(), epochs=2) as progress:
+    with Progress(num_total_steps, Communicator.single_process(), epochs=2) as progress:
         progress.update(40, 0, 0.125, 5000)
         progress.note("epoch 1: [accuracy] 0.9")
         progress.advance(50)
@@ -111,7 +111,7 @@ def test_steps_before_a_resumption_do_not_shorten_the_rest(
     monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
-    with Progress(1000, Communicator.lone()) as progress:
+    with Progress(1000, Communicator.single_process()) as progress:
         for step in range(901, 911):
             progress.advance(step)
             clock[0] += 1.0
@@ -128,7 +128,7 @@ def test_log_lines_appear_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None
     logger = logging.getLogger("allstep")
     logger.addHandler(handler)
     try:
-        with Progress(10, Communicator.lone()) as progress:
+        with Progress(10, Communicator.single_process()) as progress:
             progress.update(1, 0, 0.5, 1.0)
             logger.warning("step-00000120: damaged")
         assert handler.stream is terminal

@@ -146,7 +146,9 @@ def test_resumed_on_another_number_of_workers(
 
 def resume_with(changes: dict[str, Any], run_dir: Path) -> None:
     options = options_for(**changes)
-    allstep.fit(same_model.make_task("adamw"), options, Communicator.lone(), run_dir, resume=True)
+    allstep.fit(
+        same_model.make_task("adamw"), options, Communicator.single_process(), run_dir, resume=True
+    )
 
 
 def test_resume_of_nothing(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_resume_of_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_with_another_meaning(tmp_path: Path) -> None:
-    train(Communicator.lone(), str(tmp_path), {"epochs": 1})
+    train(Communicator.single_process(), str(tmp_path), {"epochs": 1})
     with pytest.raises(
         CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"
     ):
@@ -163,9 +165,11 @@ def test_resume_with_another_meaning(tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
-    train(Communicator.lone(), str(tmp_path), {"epochs": 1})
+    train(Communicator.single_process(), str(tmp_path), {"epochs": 1})
     with pytest.raises(UsageError, match=r"holds a run's checkpoints .* step 4"):
-        allstep.fit(same_model.make_task("adamw"), options_for(), Communicator.lone(), tmp_path)
+        allstep.fit(
+            same_model.make_task("adamw"), options_for(), Communicator.single_process(), tmp_path
+        )
 
 
 def test_every_rank_hears_that_there_is_nothing_to_resume(tmp_path: Path) -> None:

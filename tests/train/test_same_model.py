@@ -66,7 +66,7 @@ def assert_same(
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
     run_dir = str(tmp_path_factory.mktemp("reference"))
-    return train_both_ways(Communicator.lone(), run_dir, loader_workers=0)
+    return train_both_ways(Communicator.single_process(), run_dir, loader_workers=0)
 
 
 def test_fit_is_the_users_loop(reference: dict[str, dict[str, Tensor]]) -> None:
@@ -100,7 +100,7 @@ def test_same_model_as_threads(
         with thread_generators():
             return same_model.train_with_steps(comm, optimizer, augment=False)
 
-    reference = train(Communicator.lone())
+    reference = train(Communicator.single_process())
     for num_workers in NUM_WORKERS[1:]:
         for result in run_ranks(num_workers, train):
             assert same_model.largest_difference(result, reference) < TOLERANCE, num_workers

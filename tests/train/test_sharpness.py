@@ -74,7 +74,7 @@ def dense_hessian(net: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def alone() -> Sharpness:
-    return measure(Communicator.lone())
+    return measure(Communicator.single_process())
 
 
 def test_the_top_eigenvalue_is_the_dense_hessians(alone: Sharpness) -> None:
@@ -94,7 +94,7 @@ def test_the_same_on_any_workers(num_workers: int, alone: Sharpness) -> None:
 
 def test_a_mean_over_micro_batches_would_differ(alone: Sharpness) -> None:
     """The short micro-batch must weigh less: the plain mean over micro-batches is another loss."""
-    comm, net = Communicator.lone(), make_net().eval()
+    comm, net = Communicator.single_process(), make_net().eval()
     losses = [loss_of(net, m.data).item() for m in batch_for(comm, make_samples()).micro_batches]
     assert abs(sum(losses) / len(losses) - alone.loss) > 1e-3
 
@@ -102,7 +102,7 @@ def test_a_mean_over_micro_batches_would_differ(alone: Sharpness) -> None:
 def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
     """loss = w0**2 - 3 * w1**2: eigenvalues 2 and -6."""
     net = nn.Linear(2, 1, bias=False).double()
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
 
     def loss(model: nn.Module, data: Any) -> Tensor:
         first, second = model.weight[0]
@@ -118,7 +118,7 @@ def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
 
 
 def test_a_batch_that_is_used_up() -> None:
-    net, comm = make_net(), Communicator.lone()
+    net, comm = make_net(), Communicator.single_process()
     batch = batch_for(comm, make_samples())
     sharpness(net, loss_of, batch, comm, max_products=2)
     with pytest.raises(UsageError, match="`batch` has been iterated over already"):
@@ -128,7 +128,7 @@ def test_a_batch_that_is_used_up() -> None:
 def test_the_loss_rise_is_half_the_trace_for_small_noise() -> None:
     """Each weight's noise has variance (sigma * rms)**2: the mean rise is half their sum with H."""
     net, sigma = make_net(), 1e-3
-    measured = measure(Communicator.lone(), sigma=sigma, num_draws=4000, max_products=2)
+    measured = measure(Communicator.single_process(), sigma=sigma, num_draws=4000, max_products=2)
     scales = [torch.full((p.numel(),), p.square().mean().item()) for p in net.parameters()]
     expected = 0.5 * sigma**2 * (dense_hessian(net).diagonal() * torch.cat(scales)).sum().item()
     assert abs(measured.loss_rise - expected) < 4 * measured.loss_rise_error
@@ -138,7 +138,7 @@ def test_a_wider_minimum_rises_less() -> None:
     """The same function with weights in a flatter direction, on a quadratic."""
 
     def rise(scale: float) -> float:
-        comm, net = Communicator.lone(), nn.Linear(2, 1, bias=False).double()
+        comm, net = Communicator.single_process(), nn.Linear(2, 1, bias=False).double()
         nn.init.constant_(net.weight, 1.0)
 
         def loss(model: nn.Module, data: Any) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_wider_minimum_rises_less() -> None:
 
 
 def test_the_model_is_as_before() -> None:
-    comm, net = Communicator.lone(), make_net().train()
+    comm, net = Communicator.single_process(), make_net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     sharpness(net, loss_of, batch_for(comm, make_samples()), comm)
     assert net.training and all(p.grad is None for p in net.parameters())
@@ -159,14 +159,14 @@ def test_the_model_is_as_before() -> None:
 
 
 def test_a_linear_loss_has_no_curvature() -> None:
-    comm, net = Communicator.lone(), nn.Linear(2, 1).double()
+    comm, net = Communicator.single_process(), nn.Linear(2, 1).double()
     samples = TensorDataset(torch.ones(24, 2, dtype=torch.float64))
     measured = sharpness(net, lambda m, d: m(d[0]).mean(), batch_for(comm, samples), comm)
     assert measured.top_eigenvalue == 0.0
 
 
 def test_all_eigenvalues_may_be_one_negative_number() -> None:
-    comm, net = Communicator.lone(), nn.Linear(1, 1, bias=False).double()
+    comm, net = Communicator.single_process(), nn.Linear(1, 1, bias=False).double()
     samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
     batch = batch_for(comm, samples)
     measured = sharpness(net, lambda m, d: -m.weight.square().sum() + 0 * d[0].sum(), batch, comm)
@@ -174,7 +174,7 @@ def test_all_eigenvalues_may_be_one_negative_number() -> None:
 
 
 def test_a_loss_without_a_second_derivative_is_refused() -> None:
-    comm, net = Communicator.lone(), nn.Linear(2, 1, bias=False).double()
+    comm, net = Communicator.single_process(), nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(net.weight)
     samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
     batch = batch_for(comm, samples)
@@ -229,7 +229,10 @@ class CityBlock(nn.Linear):
     ids=["end", "deeper", "cdist", "sparse"],
 )
 def test_what_torch_differentiates_once_is_refused(net: nn.Module, loss: Any, message: str) -> None:
-    comm, samples = Communicator.lone(), TensorDataset(torch.ones(24, 2, dtype=torch.float64))
+    comm, samples = (
+        Communicator.single_process(),
+        TensorDataset(torch.ones(24, 2, dtype=torch.float64)),
+    )
     with pytest.raises(AllstepError, match=message):
         sharpness(net.double(), loss, batch_for(comm, samples), comm)
 
@@ -239,7 +242,10 @@ def test_both_signs_may_be_of_nearly_one_magnitude(seed: int) -> None:
     """Half of the products don't tell which is larger; the vector holds both then."""
     net = nn.Linear(20, 2, bias=False).double()
     curvatures = torch.tensor([[1.0], [-1.005]], dtype=torch.float64)
-    comm, samples = Communicator.lone(), TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    comm, samples = (
+        Communicator.single_process(),
+        TensorDataset(torch.zeros(24, 2, dtype=torch.float64)),
+    )
     measured = sharpness(
         net,
         lambda m, d: (curvatures * m.weight.square()).sum() / 2 + 0 * d[0].sum(),
@@ -251,7 +257,9 @@ def test_both_signs_may_be_of_nearly_one_magnitude(seed: int) -> None:
 
 
 def test_what_half_of_the_products_left_open_the_others_find() -> None:
-    few, half = (measure(Communicator.lone(), max_products=n, tolerance=1e-9) for n in (40, 20))
+    few, half = (
+        measure(Communicator.single_process(), max_products=n, tolerance=1e-9) for n in (40, 20)
+    )
     assert (few.num_products, half.num_products) == (40, 20)
     assert few.residual < half.residual
 
@@ -260,7 +268,7 @@ def test_attention_has_a_second_derivative() -> None:
     torch.manual_seed(0)
     net = nn.MultiheadAttention(4, 2, batch_first=True)
     samples = TensorDataset(torch.randn(24, 3, 4, dtype=torch.float64))
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     measured = sharpness(
         net.double(),
         lambda m, d: m(d[0], d[0], d[0], need_weights=False)[0].square().mean(),
@@ -275,7 +283,10 @@ def test_noise_is_relative_to_the_root_mean_square() -> None:
     net = nn.Linear(1000, 1, bias=False).double()
     with torch.no_grad():
         net.weight.zero_()[0, :10] = 3.0
-    comm, samples = Communicator.lone(), TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
+    comm, samples = (
+        Communicator.single_process(),
+        TensorDataset(torch.zeros(24, 2, dtype=torch.float64)),
+    )
     measured = sharpness(
         net,
         lambda m, d: m.weight.square().sum() + 0 * d[0].sum(),
@@ -299,11 +310,11 @@ def test_noise_is_relative_to_the_root_mean_square() -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        measure(Communicator.lone(), **arguments)
+        measure(Communicator.single_process(), **arguments)
 
 
 def test_models_that_have_no_minimum() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     frozen = make_net().requires_grad_(False)
     with pytest.raises(UsageError, match="`model` has no trainable parameter"):
         sharpness(frozen, loss_of, batch_for(comm, make_samples()), comm)

@@ -58,7 +58,7 @@ def train(comm: Communicator, folder: Path, *, resume: bool = False, **changes: 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train(Communicator.lone(), tmp_path_factory.mktemp("reference"))
+    return train(Communicator.single_process(), tmp_path_factory.mktemp("reference"))
 
 
 def test_steps_and_epochs_are_counted_on(reference: Any) -> None:
@@ -69,7 +69,7 @@ def test_steps_and_epochs_are_counted_on(reference: Any) -> None:
 
 def test_the_second_stage_matters(reference: Any, tmp_path: Path) -> None:
     task = same_model.make_task("adamw")
-    allstep.fit(task, make_options(), Communicator.lone(), tmp_path)
+    allstep.fit(task, make_options(), Communicator.single_process(), tmp_path)
     assert same_model.largest_difference(task.model.state_dict(), reference[1]) > 1e-3
 
 
@@ -105,10 +105,10 @@ def test_resume_across_the_boundary_bit_for_bit(
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainStep, "update", interrupt)
-        report, _ = train(Communicator.lone(), tmp_path)
+        report, _ = train(Communicator.single_process(), tmp_path)
     assert report.interrupted == signal.SIGTERM
     assert report.num_steps == last_step
-    report, state = train(Communicator.lone(), tmp_path, resume=True)
+    report, state = train(Communicator.single_process(), tmp_path, resume=True)
     assert report.num_steps == NUM_STEPS
     assert all(torch.equal(state[name], value) for name, value in reference[1].items())
     assert report.noise_scale == reference[0].noise_scale
@@ -116,7 +116,7 @@ def test_resume_across_the_boundary_bit_for_bit(
 
 
 def test_other_stages_are_refused_on_resume(tmp_path: Path) -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     allstep.fit(make_task(), make_options(), comm, tmp_path)
     with pytest.raises(CheckpointError, match="differ from the checkpoint's"):
         allstep.fit(make_task(first_epoch=2), make_options(), comm, tmp_path, resume=True)
@@ -137,7 +137,7 @@ class Stream(IterableDataset[Tensor]):
 )
 def test_bad_stages(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        allstep.fit(make_task(**changes), make_options(), Communicator.lone(), tmp_path)
+        allstep.fit(make_task(**changes), make_options(), Communicator.single_process(), tmp_path)
 
 
 def poisoned(step: int, *, samples: bool = False) -> Task:
@@ -159,12 +159,14 @@ def poisoned(step: int, *, samples: bool = False) -> Task:
 
 def test_a_gradient_of_nan_stops_the_run_by_name(tmp_path: Path) -> None:
     with pytest.raises(AllstepError, match=r"Step 2: the gradient of 0.weight, 1.weight"):
-        allstep.fit(poisoned(2), make_options(), Communicator.lone(), tmp_path)
+        allstep.fit(poisoned(2), make_options(), Communicator.single_process(), tmp_path)
 
 
 def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
     task = poisoned(2)
-    report = allstep.fit(task, make_options(nonfinite="skip"), Communicator.lone(), tmp_path)
+    report = allstep.fit(
+        task, make_options(nonfinite="skip"), Communicator.single_process(), tmp_path
+    )
     assert report.num_skipped == 1
     assert all(value.isfinite().all() for value in task.model.state_dict().values())
     log = (tmp_path / "metrics.jsonl").read_text()
@@ -174,7 +176,9 @@ def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
 def test_what_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path) -> None:
     """Here the samples are NaN, and with them the statistics."""
     task = poisoned(2, samples=True)
-    report = allstep.fit(task, make_options(nonfinite="skip"), Communicator.lone(), tmp_path)
+    report = allstep.fit(
+        task, make_options(nonfinite="skip"), Communicator.single_process(), tmp_path
+    )
     assert report.num_skipped == 1
     state = task.model.state_dict()
     assert any("running_mean" in name for name in state)
@@ -188,7 +192,7 @@ def test_or_goes_through(name: Any, tmp_path: Path) -> None:
     settings = allstep.optim.Settings(optimizer=name, lr=0.01, warmup_epochs=0.5)
     optimizer = partial(settings.make_optimizer, steps_per_epoch=4, nonfinite="propagate")
     task = replace(poisoned(2), optimizer=optimizer)
-    allstep.fit(task, make_options(nonfinite="propagate"), Communicator.lone(), tmp_path)
+    allstep.fit(task, make_options(nonfinite="propagate"), Communicator.single_process(), tmp_path)
     assert not all(value.isfinite().all() for value in task.model.state_dict().values())
 
 

@@ -150,7 +150,7 @@ def test_a_critic_is_frozen_for_a_moment_in_every_micro_batch() -> None:
 
 def test_random_state_belongs_to_seed_step_and_micro_batch() -> None:
     def draws(seed: int, replay: bool = False) -> list[float]:
-        comm = Communicator.lone()
+        comm = Communicator.single_process()
         exchange = allstep.attach(make_model(), comm)
         found = []
         for batch in allstep.steps(make_loader(comm, seed=seed), exchange, replay=replay):
@@ -166,7 +166,7 @@ def test_random_state_belongs_to_seed_step_and_micro_batch() -> None:
 
 
 def test_replay_gives_the_same_data_again() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     exchange = allstep.attach(make_model(), comm)
     for batch in allstep.steps(make_loader(comm), exchange, replay=True):
         first = [x for x, _ in batch]
@@ -189,7 +189,7 @@ def test_sum_policy_gives_the_same_global_gradient() -> None:
 
 
 def first_batch(**arguments: Any) -> tuple[nn.Linear, Any]:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     model = make_model()
     exchange = allstep.attach(model, comm)
     return model, next(allstep.steps(make_loader(comm), exchange, **arguments))
@@ -217,7 +217,7 @@ def test_iterating_twice() -> None:
 
 
 def test_leaving_the_inner_loop_early() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     exchange = allstep.attach(make_model(), comm)
     with pytest.raises(UsageError, match="left before its last micro-batch"):
         for batch in allstep.steps(make_loader(comm), exchange):
@@ -226,14 +226,14 @@ def test_leaving_the_inner_loop_early() -> None:
 
 
 def test_skipping_whole_batches_is_fine() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     loader = make_loader(comm)
     assert len(list(allstep.steps(loader, allstep.attach(make_model(), comm)))) == 3
     assert loader.epoch == 1
 
 
 def test_wrong_arguments() -> None:
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     exchanges = [
         allstep.attach(make_model(), comm, allstep.ExchangePolicy(reduction=reduction))
         for reduction in ("mean", "sum")

@@ -120,7 +120,7 @@ def steps_loop(bug: str, comm: allstep.Communicator) -> None:
     is_cut_by_workers = bug in ("sum", "batch_norm", "batch_norm_and_dropout")
     loader = allstep.data.loader(
         data(),
-        allstep.Communicator.lone() if bug in ("not_sharded", "same_batch") else comm,
+        allstep.Communicator.single_process() if bug in ("not_sharded", "same_batch") else comm,
         global_batch=BATCH * (comm.size if bug == "per_worker_batch" else 1),
         micro_batch=BATCH // comm.size if is_cut_by_workers else BATCH // 3,
         seed=3,

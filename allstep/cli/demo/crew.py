@@ -239,7 +239,7 @@ def _run_rank(
 
 def _join(rank: int, size: int, store: str) -> Communicator:
     if size == 1:
-        return Communicator.lone()
+        return Communicator.single_process()
     timeout = timedelta(seconds=_TIMEOUT_S)
     meeting = FileStore(store, size)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=timeout)

@@ -85,7 +85,7 @@ def train(settings: Settings, seed: int, *, is_trial: bool = False) -> dict[str,
         evaluate_every_epochs=EPOCHS,
         checkpoint_every_steps=1_000_000,
     )
-    with closing(Communicator.lone()) as comm, TemporaryDirectory() as folder:
+    with closing(Communicator.single_process()) as comm, TemporaryDirectory() as folder:
         try:
             report = fit(task, options, comm, folder)
         except NonfiniteGradientError:

@@ -31,7 +31,7 @@ __all__ = [
     "TwoDimensional",
     "check_algorithm",
     "make_algorithm",
-    "usual_algorithm",
+    "default_algorithm",
 ]
 
 ALGORITHMS: Mapping[str, type[AllReduce]] = {
@@ -60,7 +60,7 @@ def make_algorithm(
 
     Args:
         algorithm: a name in `ALGORITHMS`, or what makes one of a communicator, such as
-            `lambda comm: Ring(comm, order=(0, 2, 1))`; None for `usual_algorithm`.
+            `lambda comm: Ring(comm, order=(0, 2, 1))`; None for `default_algorithm`.
         comm: the ranks.
         dtype: of most tensors.
         num_at_once: tensors that `Native.post` would be given at once, if it comes to that.
@@ -69,7 +69,7 @@ def make_algorithm(
         UsageError: if the name is unknown, or the algorithm does not suit the ranks' nodes.
     """
     if algorithm is None:
-        algorithm = usual_algorithm(comm, dtype)
+        algorithm = default_algorithm(comm, dtype)
     if not isinstance(algorithm, str):
         return algorithm(comm)
     check_algorithm(algorithm)
@@ -78,7 +78,7 @@ def make_algorithm(
     return ALGORITHMS[algorithm](comm)
 
 
-def usual_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) -> str:
+def default_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) -> str:
     """The name of what suits the ranks' machines: the backend's own, but for CPU ranks
 
     - of one host shared memory;
@@ -86,7 +86,7 @@ def usual_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) ->
       one by one in software.
 
     >>> from allstep.comm import Communicator
-    >>> usual_algorithm(Communicator.lone())
+    >>> default_algorithm(Communicator.single_process())
     'native'
     """
     if comm.device.type == "cpu" and comm.size > 1:

@@ -24,7 +24,7 @@ def all_gather(comm: Communicator, x: Tensor) -> tuple[Tensor, ...]:
         One tensor a rank, on `x`'s device.
 
     >>> x = torch.ones(2, requires_grad=True)
-    >>> (y,) = all_gather(Communicator.lone(), x)
+    >>> (y,) = all_gather(Communicator.single_process(), x)
     >>> y.sum().backward()
     >>> x.grad
     tensor([1., 1.])

@@ -29,7 +29,7 @@ def all_reduce(comm: Communicator, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         op: "sum", "mean", "max" or "min".
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-    >>> all_reduce(Communicator.lone(), x).sum().backward()
+    >>> all_reduce(Communicator.single_process(), x).sum().backward()
     >>> x.grad
     tensor([1., 1.])
     """

@@ -68,7 +68,7 @@ def fetch(
         DisagreementError: if workers pass other layouts, windows, dtypes or sizes.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone(), (1,))
+    >>> grid = Grid(Communicator.single_process(), (1,))
     >>> layout = grid.split((3,))
     >>> fetch(grid, torch.ones(3), layout, [Window((-1,), (5,))], first_dim=0)
     tensor([0., 1., 1., 1., 0., 0.])
@@ -140,7 +140,7 @@ def deliver(
         This worker's output window: its own contribution and the others', added by rank.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone(), (1,))
+    >>> grid = Grid(Communicator.single_process(), (1,))
     >>> deliver(grid, torch.ones(6), grid.split((3,)), [Window((-1,), (5,))], first_dim=0)
     tensor([1., 1., 1.])
     """

@@ -33,7 +33,7 @@ class Grid:
         UsageError: if `shape` has another number of workers.
         DisagreementError: if workers pass other shapes.
 
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> grid.shape, grid.split((8, 6)).windows
     ((1, 1), (Window(start=(0, 0), stop=(8, 6)),))
     """

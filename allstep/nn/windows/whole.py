@@ -26,7 +26,7 @@ def gather_whole(
         The array on the root, without gradient; None elsewhere.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> gather_whole(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
     torch.Size([3, 4, 6])
     """
@@ -56,7 +56,7 @@ def own_part(grid: Grid, whole: Tensor, layout: Layout, *, first_dim: int = -2) 
         A view of the part.
 
     >>> from allstep.comm import Communicator
-    >>> grid = Grid(Communicator.lone())
+    >>> grid = Grid(Communicator.single_process())
     >>> own_part(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
     torch.Size([3, 4, 6])
     """

@@ -361,7 +361,7 @@ def test_a_rank_that_stays_away_in_backward_is_named():
 
 
 def test_grids_that_do_not_fit_are_named():
-    comm = Communicator.lone()
+    comm = Communicator.single_process()
     with pytest.raises(
         UsageError, match=r"`shape` \(=\(2, 2\)\) has 4 workers, the communicator 1"
     ):

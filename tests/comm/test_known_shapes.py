@@ -14,7 +14,7 @@ def test_rows_arrive_where_they_belong(size: int, dtype: torch.dtype) -> None:
     def work(comm: Communicator) -> tuple[list[list[int]], list[list[int]]]:
         mine = torch.tensor([comm.rank, 7], dtype=dtype)
         table = (torch.arange(comm.size)[:, None] + 10 * comm.rank).to(dtype)
-        return comm.all_gather_rows(mine).tolist(), comm.all_to_all_rows(table).tolist()
+        return comm.all_gather_into_tensor(mine).tolist(), comm.all_to_all_single(table).tolist()
 
     for rank, (gathered, exchanged) in enumerate(run_ranks(size, work)):
         assert gathered == [[other, 7] for other in range(size)]
@@ -24,10 +24,10 @@ def test_rows_arrive_where_they_belong(size: int, dtype: torch.dtype) -> None:
 def test_empty_and_strided_rows() -> None:
     def work(comm: Communicator) -> tuple[torch.Size, torch.Size, bool]:
         strided = torch.arange(6.0).view(2, 3).t()
-        gathered = comm.all_gather_rows(strided)
+        gathered = comm.all_gather_into_tensor(strided)
         return (
-            comm.all_gather_rows(torch.empty(0)).shape,
-            comm.all_to_all_rows(torch.empty(2, 0)).shape,
+            comm.all_gather_into_tensor(torch.empty(0)).shape,
+            comm.all_to_all_single(torch.empty(2, 0)).shape,
             torch.equal(gathered[1 - comm.rank], strided),
         )
 
@@ -36,4 +36,4 @@ def test_empty_and_strided_rows() -> None:
 
 def test_one_row_a_rank() -> None:
     with pytest.raises(UsageError, match=r"`x` has shape \[3\]; pass 1 rows"):
-        Communicator.lone().all_to_all_rows(torch.ones(3))
+        Communicator.single_process().all_to_all_single(torch.ones(3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from allstep.comm.algorithms import usual_algorithm
+from allstep.comm.algorithms import default_algorithm
 from tests.helpers.ranks import run_ranks
 
 
@@ -19,6 +19,6 @@ from tests.helpers.ranks import run_ranks
 )
 def test_it_depends_on_hosts_and_dtype(n, local_size, full, half):
     def work(comm):
-        return [usual_algorithm(comm, dtype) for dtype in (torch.float32, torch.float16)]
+        return [default_algorithm(comm, dtype) for dtype in (torch.float32, torch.float16)]
 
     assert run_ranks(n, work, local_size=local_size) == [[full, half]] * n
