@@ -103,7 +103,6 @@ def lars_variants() -> dict[str, Make]:
 def _all_ways(name: str, make: Callable[..., torch.optim.Optimizer]) -> dict[str, Make]:
     return {
         name: make,
-        f"{name}, foreach": partial(make, foreach=True),
         f"{name}, plain": partial(make, fused=False),
     }
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from allstep.optim.rules import Adam as Adam
     from allstep.optim.rules import RMSprop as RMSprop
     from allstep.optim.rules import Rule as Rule
-    from allstep.optim.rules import Sgd as Sgd
-    from allstep.optim.scheduler import ScheduledLR as ScheduledLR
+    from allstep.optim.rules import SGDRule as SGDRule
+    from allstep.optim.trust import TrustRatio as TrustRatio
 
 _MODULE_OF = {
     "LARS": "lars",
@@ -56,8 +56,8 @@ _MODULE_OF = {
     "Adam": "rules",
     "RMSprop": "rules",
     "Rule": "rules",
-    "Sgd": "rules",
-    "ScheduledLR": "scheduler",
+    "SGDRule": "rules",
+    "TrustRatio": "trust",
     "NonfiniteGradientError": "checks",
     "groups": "grouping",
 }

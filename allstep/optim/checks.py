@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,11 +11,15 @@ from allstep.errors import AllstepError, UsageError
 
 __all__ = [
     "NonfiniteGradientError",
+    "Norm",
     "check_gradient",
-    "check_group_values",
     "check_parameters",
+    "check_values",
+    "find_nonfinite",
     "parameter_name",
 ]
+
+Norm = Literal["l1", "l2", "linf"]
 
 _NUM_LISTED = 5
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -35,15 +39,17 @@ class NonfiniteGradientError(AllstepError, ArithmeticError):
         )
 
 
-def check_group_values(group: Mapping[str, Any]) -> None:
-    """Refuses rates, decays and moments that mean nothing; keys that a group lacks are skipped.
+def check_values(values: Mapping[str, Any]) -> None:
+    """Refuses rates, decays and moments that mean nothing; other keys are not looked at.
+
+    A group's `trust_...` is checked as the field of `TrustRatio` that it is.
 
     Raises:
         UsageError: naming the key and its value.
     """
-    for key, (holds, cure) in _RULES.items():
-        if key in group and not _is_so(holds, group[key]):
-            value = group[key]
+    for key, value in values.items():
+        holds, cure = _RULES.get(key.removeprefix("trust_"), (None, ""))
+        if holds is not None and not _is_so(holds, value):
             shown = repr(value) if isinstance(value, str) else value
             raise UsageError(f"`{key}` (={shown}) {cure}")
 
@@ -76,11 +82,21 @@ def _is_finite(value: Any) -> bool:
     return bool(0 <= value < math.inf)
 
 
+def _is_positive(value: Any) -> bool:
+    return bool(0 < value < math.inf)
+
+
 def _is_range(value: Any) -> bool:
     return len(value) == 2 and bool(0 <= value[0] <= value[1]) and bool(value[1] > 0)
 
 
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+def _are_betas(value: Any) -> bool:
+    return len(value) == 2 and all(map(_is_share, value))
+
+
+_Rule = tuple[Callable[[Any], bool] | None, str]
+
+_RULES: dict[str, _Rule] = {
     "lr": (_is_rate, "must be a finite number, 0 or more; a step goes down the gradient already."),
     "weight_decay": (_is_finite, "must be finite and 0 or more; 0 switches it off."),
     "eps": (_is_finite, "must be finite and 0 or more."),
@@ -88,24 +104,21 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "momentum": (_is_share, "must be at least 0 and below 1; 0.9 is usual."),
     "alpha": (_is_share, "must be at least 0 and below 1; 0.99 is usual."),
     "betas": (
-        lambda betas: len(betas) == 2 and all(map(_is_share, betas)),
+        _are_betas,
         "must be two numbers, each at least 0 and below 1; (0.9, 0.999) is usual.",
     ),
-    "phi": (_is_range, "must be (low, high) with 0 <= low <= high and high > 0."),
-    "trust_coefficient": (
-        lambda value: 0 < value < math.inf,
+    "norm": (lambda value: value in get_args(Norm), "must be one of l1, l2, linf."),
+    "weight_norm_bounds": (_is_range, "must be (low, high) with 0 <= low <= high and high > 0."),
+    "coefficient": (
+        _is_positive,
         "must be finite and positive; 1 leaves the ratio of the norms as it is.",
     ),
-    "trust_clip": (
+    "clip": (
         lambda value: value is None or value > 0,
         "must be positive, the largest trust ratio, or None.",
     ),
-    "trust_eps": (_is_finite, "must be finite and 0 or more."),
     "center_steps": (_is_finite, "must be 0 or more and finite; 10 epochs are usual."),
-    "period_steps": (
-        lambda value: 0 < value < math.inf,
-        "must be positive and finite; 5 epochs are usual.",
-    ),
+    "period_steps": (_is_positive, "must be positive and finite; 5 epochs are usual."),
 }
 
 
@@ -147,3 +160,28 @@ def check_gradient(gradient: Tensor, name: str) -> None:
             " all its rows. Use `nn.Embedding(..., sparse=False)`, or `torch.optim.SparseAdam`"
             " for this parameter."
         )
+
+
+def find_nonfinite(gradients: Sequence[Tensor]) -> list[bool]:
+    """Which of these tensors hold NaN or infinity.
+
+    Their L2 norms tell, on a CPU in a tenth of the time of the largest magnitudes; these are
+    looked at where a norm may be too large for its type.
+    """
+    bad = _nonfinite_norms(gradients, 2.0)
+    suspects = [x for x, is_bad in zip(gradients, bad, strict=True) if is_bad]
+    found = iter(_nonfinite_norms(suspects, math.inf))
+    return [is_bad and next(found) for is_bad in bad]
+
+
+def _nonfinite_norms(tensors: Sequence[Tensor], order: float) -> list[bool]:
+    bad = [False] * len(tensors)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, x in enumerate(tensors):
+        if x.numel():
+            alike.setdefault((x.device, x.dtype), []).append(index)
+    for indices in alike.values():
+        norms = torch._foreach_norm([tensors[index] for index in indices], order)
+        for index, is_fine in zip(indices, torch.stack(norms).isfinite().tolist(), strict=True):
+            bad[index] = not is_fine
+    return bad

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm
 
 from allstep.errors import UsageError
-from allstep.optim.checks import check_group_values
+from allstep.optim.checks import check_values
 
 __all__ = ["groups"]
 
@@ -71,7 +71,7 @@ def groups(
         )
     if not isinstance(normalisation, tuple) or not all(isinstance(k, type) for k in normalisation):
         raise UsageError(f"`normalisation` (={normalisation!r}) must be a tuple of module classes.")
-    check_group_values({"weight_decay": weight_decay})
+    check_values({"weight_decay": weight_decay})
     kinds = _NORMALISATION + normalisation
     names: dict[nn.Parameter, str] = {}
     decayed: set[nn.Parameter] = set()

@@ -6,22 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allstep.optim.fast import (
-    blocks,
-    check_ways,
-    choose_way,
-    combine,
-    flats_of,
-)
+from allstep.optim.fused import sums_by_blocks
+from allstep.optim.layer_wise import TrustRatioOptimizer, adapts
 from allstep.optim.leaves import Batch
 from allstep.optim.optimizer import Nonfinite
 from allstep.optim.rules import Adam
-from allstep.optim.strategy import TrustRatioOptimizer, adapts
-from allstep.optim.trust import Norm, power_sum
+from allstep.optim.trust import TrustRatio
 
 __all__ = ["LAMB"]
 
 _ALIGNED_ELEMENTS = 16  # 64 bytes, as torch's allocator aligns, or more
+# "meta" tensors have no data; they show that a step stays on its device.
+_HAVE_FUSED_ADAM = ("cpu", "cuda", "mps", "xpu", "meta")
 
 
 class LAMB(TrustRatioOptimizer):
@@ -30,16 +26,16 @@ class LAMB(TrustRatioOptimizer):
     m = beta1 * m + (1 - beta1) * gradient
     v = beta2 * v + (1 - beta2) * gradient**2
     u = (m / (1 - beta1**step)) / (sqrt(v / (1 - beta2**step)) + eps) + weight_decay * x
-    x = x - lr * phi(norm(x)) / norm(u) * u
+    x = x - lr * ratio * u,    ratio = norm(x) / norm(u) as `TrustRatio` has it
 
-    It is `LayerWise` over `Adam`, in fewer passes over memory. The ratio is 1 where
-    `phi(norm(x))` or `norm(u)` is zero, and in groups with `adapt=False`, as
-    `allstep.optim.groups` makes them.
+    It is `LayerWise` over `Adam`, in fewer passes over memory. The ratio is 1 where a norm is
+    zero, and in groups with `adapt=False`, as `allstep.optim.groups` makes them.
 
-    Published code differs from the paper in switches that are all here: Google's BERT leaves the
+    Published code differs from the paper in options that are all here: Google's BERT leaves the
     bias correction out (`bias_correction=False`), pytorch-lamb bounds the weights' norm
-    (`phi=(0, 10)`), LAMBC bounds the ratio (`trust_clip=1`), and TensorFlow Addons, Apex and timm
-    do not adapt what has no weight decay (`always_adapt=False`).
+    (`TrustRatio(weight_norm_bounds=(0, 10))`), LAMBC bounds the ratio (`TrustRatio(clip=1)`), and
+    TensorFlow Addons, Apex and timm do not adapt what has no weight decay
+    (`TrustRatio(always_adapt=False)`).
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
@@ -48,16 +44,10 @@ class LAMB(TrustRatioOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, inside the direction and its norm.
         bias_correction: divide the moments by 1 - beta**step.
-        phi: bounds (low, high) of the norm of the weights.
-        trust_eps: added to the ratio's denominator.
-        trust_clip: the largest ratio.
-        always_adapt: if False, groups without weight decay are not adapted.
-        norm: "l2", "l1" or "linf", for weights and updates alike.
+        trust_ratio: how the ratio is formed.
         maximize: go up the gradient.
-        foreach: use torch's multi-tensor kernels.
-        fused: use torch's fused Adam kernel, on a CPU block by block; the default where there
-            is one. With False (and `foreach` not True) every layer is computed by itself, as
-            in `LayerWise`.
+        fused: use torch's fused Adam kernel, on a CPU block by block. With False every layer is
+            computed by itself, as in `LayerWise`.
         capturable: the step may be captured in a CUDA graph.
         nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
 
@@ -83,18 +73,12 @@ class LAMB(TrustRatioOptimizer):
         weight_decay: float = 0.01,
         *,
         bias_correction: bool = True,
-        phi: tuple[float, float] = (0.0, math.inf),
-        trust_eps: float = 0.0,
-        trust_clip: float | None = None,
-        always_adapt: bool = True,
-        norm: Norm = "l2",
+        trust_ratio: TrustRatio | None = None,
         maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
+        fused: bool = True,
         capturable: bool = False,
         nonfinite: Nonfinite = "raise",
     ) -> None:
-        check_ways(fused, foreach)
         self._memory: dict[torch.dtype, Tensor] = {}
         super().__init__(
             params,
@@ -104,17 +88,12 @@ class LAMB(TrustRatioOptimizer):
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "bias_correction": bias_correction,
-                "phi": phi,
-                "trust_eps": trust_eps,
-                "trust_clip": trust_clip,
-                "always_adapt": always_adapt,
                 "maximize": maximize,
                 "capturable": capturable,
             },
-            norm=norm,
             ratio_on="update",
+            trust_ratio=trust_ratio,
             nonfinite=nonfinite,
-            foreach=foreach,
             fused=fused,
         )
 
@@ -127,47 +106,34 @@ class LAMB(TrustRatioOptimizer):
         )
 
     def _measure(self, batch: Batch) -> Tensor:
-        way = choose_way(self._options, batch.device)
-        flats = None if way == "plain" else flats_of(batch, *Adam.slots)
+        is_fused = self._options["fused"] and batch.device.type in _HAVE_FUSED_ADAM
+        flats = batch.flats(*Adam.slots) if is_fused else None
         if flats is None:
             return super()._measure(batch)
         batch.weights = flats[0]
-        if way == "fused" and not adapts(batch.group) and not batch.leaves[0].is_sharded:
-            _step_adamw(batch, *flats)
+        if not adapts(batch.group) and not batch.leaves[0].is_sharded:
+            _step_adamw(batch, flats)
             return torch.zeros(2, len(batch.leaves), dtype=torch.float64, device=batch.device)
-        if way == "fused" and batch.device.type == "cpu":
-            return self._measure_blocks(batch, *flats)
-        directions = _fused_directions if way == "fused" else _foreach_directions
-        batch.directions = directions(batch, *flats)
+        if batch.device.type == "cpu":
+            return self._measure_blocks(batch, flats)
+        batch.directions = _directions(batch, flats)
         return self._sums(batch, batch.directions)
 
-    def _measure_blocks(
-        self,
-        batch: Batch,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-    ) -> Tensor:
+    def _measure_blocks(self, batch: Batch, flats: list[list[Tensor]]) -> Tensor:
         """See [Note: directions from fused Adam]."""
-        group = batch.group
         batch.directions = self._scratch(batch)
-        options, steps = _fused_options(group), _steps(batch)
-        sums: list[list[float]] = [[], []]
-        for *tensors, step in zip(
-            batch.directions, weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
-        ):
-            of_blocks: list[list[float]] = [[], []]
-            for direction, weight, gradient, exp_avg, exp_avg_sq in blocks(*tensors):
-                of_blocks[0].append(power_sum(weight, self._norm))  # reads it into the cache
-                torch.mul(weight, group["weight_decay"], out=direction)
-                torch._fused_adam_(
-                    [direction], [gradient], [exp_avg], [exp_avg_sq], [], [step], **options
-                )
-                of_blocks[1].append(power_sum(direction, self._norm))
-            for total, parts in zip(sums, of_blocks, strict=True):
-                total.append(combine(parts, self._norm))
-        return torch.tensor(sums, dtype=torch.float64)
+        weight_decay = batch.group["weight_decay"]
+        options, steps = _fused_options(batch.group), _steps(batch)
+
+        def advance(layer: int, *block: Tensor) -> Tensor:
+            weight, gradient, exp_avg, exp_avg_sq, direction = block
+            torch.mul(weight, weight_decay, out=direction)
+            torch._fused_adam_(
+                [direction], [gradient], [exp_avg], [exp_avg_sq], [], [steps[layer]], **options
+            )
+            return direction
+
+        return sums_by_blocks(self._norm, [*flats, batch.directions], advance)
 
     def _scratch(self, batch: Batch) -> list[Tensor]:
         """Where a batch's directions lie: always the same memory, but for sharded batches.
@@ -214,56 +180,19 @@ def _steps(batch: Batch) -> list[Tensor]:
     return [torch.full_like(steps[0], math.inf)] * len(steps)
 
 
-def _step_adamw(
-    batch: Batch,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-) -> None:
+def _step_adamw(batch: Batch, flats: list[list[Tensor]]) -> None:
     """With a ratio of 1, LAMB is AdamW."""
     group = batch.group
     lr = float(group["lr"]) if batch.device.type == "cpu" else group["lr"]
     options = {**_fused_options(group), "lr": lr, "weight_decay": group["weight_decay"]}
+    weights, gradients, exp_avgs, exp_avg_sqs = flats
     torch._fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, [], _steps(batch), **options)
 
 
-def _fused_directions(
-    batch: Batch,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-) -> list[Tensor]:
+def _directions(batch: Batch, flats: list[list[Tensor]]) -> list[Tensor]:
     """Directions of whole layers; see [Note: directions from fused Adam]."""
+    weights, gradients, exp_avgs, exp_avg_sqs = flats
     directions = list(torch._foreach_mul(weights, batch.group["weight_decay"]))
     options, steps = _fused_options(batch.group), _steps(batch)
     torch._fused_adam_(directions, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
-    return directions
-
-
-def _foreach_directions(
-    batch: Batch,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-) -> list[Tensor]:
-    """`Adam.direction` plus decay, by torch's multi-tensor kernels."""
-    group, (beta1, beta2) = batch.group, batch.group["betas"]
-    if group["maximize"]:
-        gradients = list(torch._foreach_neg(gradients))
-    torch._foreach_mul_(exp_avgs, beta1)
-    torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, value=1 - beta2)
-    means, roots = exp_avgs, list(torch._foreach_sqrt(exp_avg_sqs))
-    if group["bias_correction"]:
-        steps = torch.stack(_steps(batch)).double()
-        dtype = weights[0].dtype
-        means = list(torch._foreach_div(means, list((1 - beta1**steps).to(dtype))))
-        torch._foreach_div_(roots, list((1 - beta2**steps).sqrt().to(dtype)))
-    torch._foreach_add_(roots, group["eps"])
-    directions = list(torch._foreach_mul(weights, group["weight_decay"]))
-    torch._foreach_addcdiv_(directions, means, roots)
     return directions

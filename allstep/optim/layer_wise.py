@@ -1,17 +1,300 @@
-"""The general layer-wise strategy over any base update."""
+"""The layer-wise strategy: how a ratio of norms scales a base update, layer by layer.
+
+[Note: two phases] The ratio of a layer needs the norm of its whole update before any of it can
+be applied. So a batch of layers is first measured (the state moves on, directions and norms come
+out), then moved. Whole layers are measured and moved batch by batch, while the batch is in the
+cache. Sharded layers are all measured first, so that one collective adds up all their norms.
+With the ratio on the gradient, norms of weights and gradients are all that is measured; no memory
+is needed in between, and all layers are measured first.
+"""
 
 import math
-from typing import Any, get_args
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from allstep.errors import UsageError
-from allstep.optim.optimizer import Nonfinite
-from allstep.optim.rules import Rule, Sgd
-from allstep.optim.strategy import RatioOn, TrustRatioOptimizer
-from allstep.optim.trust import Norm
+from allstep.optim.checks import Norm
+from allstep.optim.leaves import Batch, Leaf, batches, local, reduce_over_shards
+from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
+from allstep.optim.rules import Rule, SGDRule
+from allstep.optim.trust import TrustRatio, norms_of, power_sums, trust_ratio
 
-__all__ = ["LayerWise"]
+__all__ = ["LayerWise", "RatioOn", "TrustRatioOptimizer", "adapts"]
+
+RatioOn = Literal["update", "gradient"]
+
+
+class TrustRatioOptimizer(LargeBatchOptimizer):
+    """What `LayerWise`, `LARS` and `LAMB` share: the plain computation, layer by layer.
+
+    Subclasses say which base update a group has, and may override the steps
+    `_measure`, `_measure_gradients` and `_move_by_gradients` with faster ones.
+
+    Args:
+        params: as the subclass's.
+        defaults: the subclass's own options of a group.
+        ratio_on: what the ratio scales, "update" or "gradient".
+        trust_ratio: how the ratio is formed.
+        nonfinite: as the subclass's.
+        options: what is one for all groups.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        ratio_on: RatioOn,
+        trust_ratio: TrustRatio | None,
+        nonfinite: Nonfinite,
+        **options: Any,
+    ) -> None:
+        trust_ratio = TrustRatio() if trust_ratio is None else trust_ratio
+        if not isinstance(trust_ratio, TrustRatio):
+            raise UsageError(
+                f"`trust_ratio` (={trust_ratio!r}) must be a `TrustRatio`, such as"
+                " `TrustRatio(clip=10.0)`."
+            )
+        self._ratios: list[tuple[list[str], Tensor]] = []
+        own = {
+            **trust_ratio.group_options(),
+            "momentum_correction": False,
+            **defaults,
+            "adapt": True,
+            "previous_lr": None,
+            "ratio_on": ratio_on,
+        }
+        options |= {"trust_norm": trust_ratio.norm, "ratio_on": ratio_on}
+        super().__init__(params, own, nonfinite=nonfinite, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters with options of its own.
+
+        Raises:
+            UsageError: if the group is empty, overlaps another or has a bad option.
+        """
+        if isinstance(param_group, dict) and isinstance(param_group.get("trust_ratio"), TrustRatio):
+            # Plain values, so that a state dict holds nothing else.
+            param_group = {**param_group, **param_group["trust_ratio"].group_options()}
+            del param_group["trust_ratio"]
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        if "trust_ratio" in group:
+            raise UsageError(
+                f"`trust_ratio` (={group['trust_ratio']!r}) of a group must be a `TrustRatio`."
+            )
+        if group["momentum_correction"] and not self._on_gradient:
+            raise UsageError(
+                "`momentum_correction` (=True) needs the ratio on the gradient; on the update,"
+                " the momentum holds no rate that could be corrected."
+            )
+
+    @abstractmethod
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        """The base update of a group."""
+
+    def trust_ratios(self) -> dict[str, float]:
+        """The ratio of every layer that the last step has adapted, by the parameter's name.
+
+        Parameters without a name are called by their place in `param_groups`.
+        """
+        return {
+            name: ratio
+            for names, ratios in self._ratios
+            for name, ratio in zip(names, ratios.tolist(), strict=True)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._ratios = []
+
+    def _shows_later(self, leaf: Leaf) -> bool:
+        # Norms tell, for free; but whole ones on a GPU would stop it at every batch.
+        return leaf.is_sharded or (leaf.weight.device.type == "cpu" and adapts(leaf.group))
+
+    # --- the strategy ---------------------------------------------------------------------------
+
+    def _update(self, leaves: list[Leaf]) -> None:
+        self._ratios = []
+        if not self._tolerates(leaves, self._bad_gradients(leaves)):
+            return
+        if not self._on_gradient:
+            self._count(leaves)
+        for stage in self._stages(leaves):
+            self._update_stage(stage)
+        for group in self.param_groups:
+            if group["momentum_correction"]:
+                self._correct_idle(group)
+                _remember_rate(group)
+
+    def _update_stage(self, stage: list[Batch]) -> None:
+        """Measures and moves batches, with their norms summed over workers in between."""
+        measure, move = self._measure, self._move
+        if self._on_gradient:
+            measure, move = self._measure_gradients, self._move_by_gradients
+        leaves = [leaf for batch in stage for leaf in batch.leaves]
+        sums = _joined([measure(batch) for batch in stage])
+        reduce_over_shards(sums, leaves, "max" if self._norm == "linf" else "sum")
+        if self.nonfinite == "raise" and any(map(self._shows_later, leaves)):
+            self._tolerates(leaves, [not math.isfinite(x) for x in sums[1].tolist()])
+        if self._on_gradient:
+            self._count(leaves)  # nothing has moved yet, and all are here
+        for run, part in _runs(stage, sums):
+            scales = self._scales(run, part)
+            sizes = [len(batch.leaves) for batch in run]
+            for batch, scales_of_batch in zip(run, scales.split_with_sizes(sizes), strict=True):
+                move(batch, scales_of_batch)
+
+    def _stages(self, leaves: list[Leaf]) -> Iterator[list[Batch]]:
+        """Batches that are measured before any of them is moved; see [Note: two phases]."""
+        whole = batches([leaf for leaf in leaves if not leaf.is_sharded], self.batch_elements)
+        sharded = list(batches([leaf for leaf in leaves if leaf.is_sharded], self.batch_elements))
+        if self._on_gradient:
+            yield [*whole, *sharded]
+            return
+        for batch in whole:
+            yield [batch]
+        if sharded:
+            yield sharded
+
+    @property
+    def _on_gradient(self) -> bool:
+        return bool(self._options["ratio_on"] == "gradient")
+
+    def _scales(self, run: list[Batch], sums: Tensor) -> Tensor:
+        """Learning rate times ratio, of every leaf; `sums` are of weights and updates."""
+        group = run[0].group
+        if not adapts(group):
+            ratios = torch.ones_like(sums[0])
+        else:
+            decay = group["weight_decay"] if self._on_gradient else 0.0
+            weight_norms, update_norms = norms_of(sums, self._norm)
+            ratios = trust_ratio(weight_norms, update_norms, group, decay)
+            self._ratios.append(([leaf.name for batch in run for leaf in batch.leaves], ratios))
+        scales: Tensor = ratios * group["lr"]
+        # An update that is nearly nothing has a ratio beyond the weights' range of numbers.
+        return scales.clamp_(max=torch.finfo(run[0].dtype).max)
+
+    @property
+    def _norm(self) -> Norm:
+        norm: Norm = self._options["trust_norm"]
+        return norm
+
+    def _correction(self, group: dict[str, Any]) -> float | Tensor:
+        """By how much the momentum is rescaled because the rate has changed."""
+        previous, lr = group["previous_lr"], group["lr"]
+        if not group["momentum_correction"] or previous is None:
+            return 1.0
+        if isinstance(previous, Tensor):
+            return torch.where(previous > 0, lr / previous, 1.0).reshape(())
+        # After a rate of 0 the corrected momentum is 0 and stays so.
+        return lr / previous if previous else 1.0
+
+    def _correct_idle(self, group: dict[str, Any]) -> None:
+        """Corrects the momentum of parameters that had no gradient in this step."""
+        correction = self._correction(group)
+        if isinstance(correction, float) and correction == 1.0:
+            return
+        for parameter in group["params"]:
+            state = self.state.get(parameter)
+            if parameter.grad is None and state:
+                local(state["momentum_buffer"]).mul_(correction)
+
+    def _move(self, batch: Batch, scales: Tensor) -> None:
+        if not batch.directions:
+            return
+        if batch.device.type != "cpu":
+            steps = torch._foreach_mul(batch.directions, list(scales.to(batch.weights[0].dtype)))
+            torch._foreach_sub_(batch.weights, list(steps))
+            return
+        for weight, direction, scale in zip(
+            batch.weights, batch.directions, scales.tolist(), strict=True
+        ):
+            weight.add_(direction, alpha=-scale)
+
+    # --- the plain computation ------------------------------------------------------------------
+
+    def _measure(self, batch: Batch) -> Tensor:
+        """Moves the state on and sets the directions; sums of weights and directions.
+
+        A faster way may move the weights of a group that does not adapt at once.
+        """
+        rule, group = self._rule(batch.group), batch.group
+        for leaf in batch.leaves:
+            gradient = leaf.descent()
+            if not rule.decoupled:
+                gradient = gradient + group["weight_decay"] * leaf.weight
+            direction = _advance(rule, leaf, gradient)
+            if rule.decoupled:
+                direction = direction + group["weight_decay"] * leaf.weight
+            batch.directions.append(direction)
+        return self._sums(batch, batch.directions)
+
+    def _measure_gradients(self, batch: Batch) -> Tensor:
+        """Sums of weights and gradients, where somebody wants to know them."""
+        if not adapts(batch.group) and not batch.leaves[0].is_sharded:
+            return batch.leaves[0].weight.new_zeros((2, len(batch.leaves)), dtype=torch.float64)
+        return self._sums(batch, [leaf.gradient.to(leaf.weight.dtype) for leaf in batch.leaves])
+
+    def _move_by_gradients(self, batch: Batch, scales: Tensor) -> None:
+        rule, group = self._rule(batch.group), batch.group
+        for leaf, scale in zip(batch.leaves, scales, strict=True):
+            gradient = leaf.descent() + self._coupled_decay(group) * leaf.weight
+            local(leaf.state["momentum_buffer"]).mul_(self._correction(group))
+            leaf.weight.sub_(_advance(rule, leaf, scale.to(gradient.dtype) * gradient))
+
+    def _coupled_decay(self, group: dict[str, Any]) -> float:
+        decay: float = group["weight_decay"]
+        return decay
+
+    def _sums(self, batch: Batch, updates: list[Tensor]) -> Tensor:
+        """Shape (2, leaves): what adds up to the norms of weights and updates."""
+        return torch.stack([power_sums(batch.weights, self._norm), power_sums(updates, self._norm)])
+
+
+def adapts(group: dict[str, Any]) -> bool:
+    """Whether the ratios of a group are taken from norms; they are 1 otherwise."""
+    return bool(group["adapt"] and (group["trust_always_adapt"] or group["weight_decay"] != 0))
+
+
+def _advance(rule: Rule, leaf: Leaf, gradient: Tensor) -> Tensor:
+    """The rule's direction; the leaf's state moves on."""
+    state = {slot: local(leaf.state[slot]) for slot in rule.slots}
+    direction, new = rule.direction(gradient, state, leaf.state["step"])
+    for slot, value in new.items():
+        state[slot].copy_(value)
+    return direction
+
+
+def _remember_rate(group: dict[str, Any]) -> None:
+    """In the same memory at every step: a CUDA graph looks where it was when it was captured."""
+    lr, previous = group["lr"], group["previous_lr"]
+    if isinstance(previous, Tensor):
+        previous.copy_(lr)
+    else:
+        group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+
+
+def _joined(sums: list[Tensor]) -> Tensor:
+    """The sums of all batches on one device."""
+    return sums[0] if len(sums) == 1 else torch.cat([x.to(sums[0].device) for x in sums], dim=1)
+
+
+def _runs(stage: list[Batch], sums: Tensor) -> Iterator[tuple[list[Batch], Tensor]]:
+    """Consecutive batches of one group, dtype and device, with their sums there."""
+    begin = 0
+    for _, run in groupby(stage, lambda batch: (id(batch.group), batch.device, batch.dtype)):
+        batches_of_run = list(run)
+        end = begin + sum(len(batch.leaves) for batch in batches_of_run)
+        yield batches_of_run, sums[:, begin:end].to(batches_of_run[0].device)
+        begin = end
 
 
 class LayerWise(TrustRatioOptimizer):
@@ -21,31 +304,26 @@ class LayerWise(TrustRatioOptimizer):
     the base is Adam):
 
         u = base(gradient) + weight_decay * x
-        x = x - lr * trust_coefficient * phi(norm(x)) / (norm(u) + trust_eps) * u
+        x = x - lr * ratio * u,    ratio = norm(x) / norm(u) as `TrustRatio` has it
 
-    With `ratio_on="gradient"` the ratio enters before the base's momentum (LARS as of 2017):
+    With `ratio_on="gradient"` the ratio enters before the base's momentum (LARS of 2017):
 
-        ratio = trust_coefficient * phi(norm(x)) / (norm(gradient) + weight_decay * norm(x))
+        ratio = trust_ratio.coefficient * norm(x) / (norm(gradient) + weight_decay * norm(x))
         x = x - base(lr * ratio * (gradient + weight_decay * x))
 
-    The ratio is 1 where `phi(norm(x))` or the other norm is zero. A group may have its own value
-    of any option from `lr` to `momentum_correction`, and `adapt=False` to have its ratio fixed
-    at 1; `allstep.optim.groups` makes such groups.
+    A group may have its own value of any option from `lr` to `momentum_correction`, and
+    `adapt=False` to have its ratio fixed at 1; `allstep.optim.groups` makes such groups. It keeps
+    the fields of its `trust_ratio` as plain `trust_...` values.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
-        base: the base update: `Adam()`, `Sgd(momentum=0.9)`, or a `Rule` of your own.
+        base: the base update: `Adam()`, `SGDRule(momentum=0.9)`, or a `Rule` of your own.
         lr: learning rate, a number or a tensor.
         weight_decay: joins the direction or the gradient, as the base says (`decoupled`).
-        phi: bounds (low, high) of the norm of the weights.
-        trust_coefficient: factor of every ratio (LARS's eta).
-        trust_eps: added to the ratio's denominator.
-        trust_clip: the largest ratio.
-        always_adapt: if False, groups without weight decay are not adapted.
+        trust_ratio: how the ratio is formed.
         momentum_correction: multiply the momentum by lr / previous lr when the rate changes; for
             `ratio_on="gradient"`, where the momentum holds the rate.
-        norm: "l2", "l1" or "linf", for weights and updates alike.
-        ratio_on: what the ratio scales, "update" or "gradient"; the latter needs `Sgd`.
+        ratio_on: what the ratio scales, "update" or "gradient"; the latter needs `SGDRule`.
         maximize: go up the gradient.
         capturable: the step may be captured in a CUDA graph.
         nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
@@ -53,9 +331,8 @@ class LayerWise(TrustRatioOptimizer):
     Raises:
         UsageError: if an option is out of range or does not fit the others.
 
-    >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    >>> optimizer = LayerWise([weight], Sgd(), lr=0.1)
+    >>> optimizer = LayerWise([weight], SGDRule(), lr=0.1)
     >>> weight.grad = torch.tensor([0.0, 100.0])
     >>> optimizer.step()
     >>> weight.tolist()
@@ -72,13 +349,8 @@ class LayerWise(TrustRatioOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         weight_decay: float = 0.0,
-        phi: tuple[float, float] = (0.0, math.inf),
-        trust_coefficient: float = 1.0,
-        trust_eps: float = 0.0,
-        trust_clip: float | None = None,
-        always_adapt: bool = True,
+        trust_ratio: TrustRatio | None = None,
         momentum_correction: bool = False,
-        norm: Norm = "l2",
         ratio_on: RatioOn = "update",
         maximize: bool = False,
         capturable: bool = False,
@@ -88,33 +360,28 @@ class LayerWise(TrustRatioOptimizer):
         if isinstance(base, type) or not all(hasattr(base, name) for name in parts):
             raise UsageError(
                 f"`base` (={base!r}) must be a base update, such as `Adam()` or"
-                " `Sgd(momentum=0.9)`."
+                " `SGDRule(momentum=0.9)`."
             )
         if ratio_on not in get_args(RatioOn):
             raise UsageError(
                 f"`ratio_on` (={ratio_on!r}) must be one of {', '.join(get_args(RatioOn))}."
             )
-        if ratio_on == "gradient" and not isinstance(base, Sgd):
+        if ratio_on == "gradient" and not isinstance(base, SGDRule):
             raise UsageError(
-                f"`base` (={base}) must be `Sgd` when the ratio is on the gradient; other bases"
-                " undo a scaling of the gradient."
+                f"`base` (={base}) must be `SGDRule` when the ratio is on the gradient; other"
+                " bases undo a scaling of the gradient."
             )
         super().__init__(
             params,
             {
                 "lr": lr,
                 "weight_decay": weight_decay,
-                "phi": phi,
-                "trust_coefficient": trust_coefficient,
-                "trust_eps": trust_eps,
-                "trust_clip": trust_clip,
-                "always_adapt": always_adapt,
                 "momentum_correction": momentum_correction,
                 "maximize": maximize,
                 "capturable": capturable,
             },
-            norm=norm,
             ratio_on=ratio_on,
+            trust_ratio=trust_ratio,
             nonfinite=nonfinite,
             base=base,
         )

@@ -1,14 +1,16 @@
 """Parameters of a step as plain tensors: this worker's part, in the precision of the update."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Batch", "Leaf", "batches", "flat", "local"]
+__all__ = ["Batch", "Leaf", "batches", "flat", "local", "reduce_over_shards"]
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -29,6 +31,11 @@ class Leaf:
     gradient: Tensor
     state: dict[str, Tensor]
     is_sharded: bool
+
+    def descent(self) -> Tensor:
+        """The gradient to go down, in the weight's dtype."""
+        gradient = self.gradient.to(self.weight.dtype)
+        return -gradient if self.group["maximize"] else gradient
 
     def flat(self, *slots: str) -> list[Tensor] | None:
         """Weight, gradient and the named slots as flat views of equal order.
@@ -82,6 +89,17 @@ class Batch:
     def dtype(self) -> torch.dtype:
         """In which the leaves are updated."""
         return self.leaves[0].weight.dtype
+
+    def flats(self, *slots: str) -> list[list[Tensor]] | None:
+        """Weights, gradients and slots of the leaves, each as a list of flat tensors.
+
+        Gradients have the weights' dtype. None if a weight is not dense.
+        """
+        rows = [leaf.flat(*slots) for leaf in self.leaves]
+        dense = [row for row in rows if row is not None]
+        if len(dense) < len(rows):
+            return None
+        return [list(column) for column in zip(*dense, strict=True)]
 
 
 def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
@@ -168,3 +186,40 @@ def new_state(parameter: Tensor, slots: Iterable[str]) -> dict[str, Tensor]:
     for slot in slots:
         state[slot] = torch.zeros_like(weight, memory_format=torch.preserve_format)
     return state
+
+
+def reduce_over_shards(columns: Tensor, leaves: Sequence[Leaf], op: Literal["sum", "max"]) -> None:
+    """Combines every leaf's column over the workers that hold its parts, in place.
+
+    One collective for each dimension of the mesh that parameters are sharded over: one in all
+    under `fully_shard` or under tensor parallelism, none for whole parameters.
+
+    Args:
+        columns: shape (rows, leaves); finished for leaves that are whole.
+        leaves: the same on all workers.
+        op: how the parts combine; a "max" of something that holds NaN is inf.
+    """
+    members: dict[dist.ProcessGroup, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf.is_sharded:
+            for group in _shard_groups(leaf.parameter):
+                members.setdefault(group, []).append(index)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    for group, indices in members.items():
+        chosen = torch.tensor(indices, device=columns.device)
+        parts = columns[:, chosen]
+        if op == "max":
+            parts = parts.nan_to_num(nan=math.inf, posinf=math.inf)  # Gloo's maximum loses NaN
+        parts = parts.to(leaves[indices[0]].weight.device)  # whole ones may be elsewhere
+        dist.all_reduce(parts, reduce_op, group=group)
+        columns[:, chosen] = parts.to(columns.device)
+
+
+def _shard_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
+    """The process groups along which a parameter is cut, in the mesh's order."""
+    assert isinstance(parameter, DTensor)
+    return [
+        parameter.device_mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    ]

@@ -1,6 +1,5 @@
 """What all optimizers here share: checks, state, master copies, bad gradients."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -14,8 +13,9 @@ from allstep.errors import UsageError
 from allstep.optim.checks import (
     NonfiniteGradientError,
     check_gradient,
-    check_group_values,
     check_parameters,
+    check_values,
+    find_nonfinite,
     parameter_name,
 )
 from allstep.optim.leaves import (
@@ -24,15 +24,16 @@ from allstep.optim.leaves import (
     local,
     local_gradient,
     new_state,
+    reduce_over_shards,
     update_dtype,
 )
-from allstep.optim.sharding import reduce_over_shards
 
 __all__ = ["LargeBatchOptimizer", "Nonfinite"]
 
 Nonfinite = Literal["raise", "skip", "propagate"]
 
-_WAYS = ("foreach", "fused")
+# Which kernels compute is no part of what is computed.
+_KERNELS = ("foreach", "fused")
 
 
 class LargeBatchOptimizer(Optimizer, ABC):
@@ -47,6 +48,10 @@ class LargeBatchOptimizer(Optimizer, ABC):
       checkpoint), "skip" leaves everything as it was and counts (`num_skipped`), at the price of
       reading all gradients first, "propagate" does not look.
     """
+
+    # Elements of parameters that are updated together: they and what is made of them should fit
+    # the cache. A larger parameter is a batch of its own.
+    batch_elements: int = 2**21
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, nonfinite: Nonfinite, **options: Any
@@ -126,7 +131,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        check_group_values(group)
+        check_values(group)
         for name, value in self._options.items():
             if group.get(name, value) != value:
                 raise UsageError(
@@ -187,8 +192,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
         for key, state in state_dict["state"].items():
             self._refuse_foreign(key, state)
         for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            # Which kernels compute is no part of what is computed.
-            kept = {name: value for name, value in saved.items() if name not in _WAYS}
+            kept = {name: value for name, value in saved.items() if name not in _KERNELS}
             try:
                 self._check_group({**own, **kept})
             except UsageError as error:
@@ -258,7 +262,8 @@ class LargeBatchOptimizer(Optimizer, ABC):
         seen = [leaf for leaf, is_early in zip(leaves, early, strict=True) if is_early]
         if self.nonfinite == "propagate" or not seen:
             return [False] * len(leaves)
-        found = torch.tensor([_are_bad(seen)], dtype=torch.float64, device=seen[0].weight.device)
+        bad = find_nonfinite([leaf.gradient for leaf in seen])
+        found = torch.tensor([bad], dtype=torch.float64, device=seen[0].weight.device)
         reduce_over_shards(found, seen, "max")
         flags = iter(found[0].tolist())
         return [is_early and next(flags) > 0 for is_early in early]
@@ -286,7 +291,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
         """The parameters that have a gradient, in the order of the groups."""
         leaves = []
         for group_index, group in enumerate(self.param_groups):
-            check_group_values({"lr": group["lr"]})
+            check_values({"lr": group["lr"]})
             for index, parameter in enumerate(group["params"]):
                 if parameter.grad is not None:
                     name = parameter_name(group, group_index, index)
@@ -326,28 +331,3 @@ def _loaded(name: str, value: Tensor, parameter: Tensor) -> Tensor:
     if value.shape != parameter.shape:
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _are_bad(leaves: list[Leaf]) -> list[bool]:
-    """Which gradients hold NaN or infinity on this worker.
-
-    Their L2 norms tell, on a CPU in a tenth of the time of the largest magnitudes; these are
-    looked at where a norm may be too large for its type.
-    """
-    bad = _not_finite_by_norm(leaves, 2.0)
-    suspects = [leaf for leaf, is_bad in zip(leaves, bad, strict=True) if is_bad]
-    found = iter(_not_finite_by_norm(suspects, math.inf))
-    return [is_bad and next(found) for is_bad in bad]
-
-
-def _not_finite_by_norm(leaves: list[Leaf], order: float) -> list[bool]:
-    bad = [False] * len(leaves)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf.gradient.numel():
-            alike.setdefault((leaf.gradient.device, leaf.gradient.dtype), []).append(index)
-    for indices in alike.values():
-        norms = torch._foreach_norm([leaves[index].gradient for index in indices], order)
-        for index, is_fine in zip(indices, torch.stack(norms).isfinite().tolist(), strict=True):
-            bad[index] = not is_fine
-    return bad

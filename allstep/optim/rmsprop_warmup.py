@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from allstep.errors import UsageError
-from allstep.optim.fast import flats_of
 from allstep.optim.leaves import Batch, Leaf, batches, local
 from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
 from allstep.optim.schedules import sgd_share
-from allstep.optim.strategy import BATCH_ELEMENTS, signed_gradient
 
 __all__ = ["RMSpropWarmup"]
 
@@ -37,8 +35,7 @@ class RMSpropWarmup(LargeBatchOptimizer):
         rmsprop_lr: learning rate of the RMSprop part.
         weight_decay: added to the gradient, times the weights.
         maximize: go up the gradient.
-        foreach: use torch's multi-tensor kernels; the default. With False every parameter is
-            computed by itself.
+        fused: use torch's multi-tensor kernels. With False every parameter is computed by itself.
         nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
 
     Raises:
@@ -68,7 +65,7 @@ class RMSpropWarmup(LargeBatchOptimizer):
         rmsprop_lr: float = 3e-4,
         weight_decay: float = 0.0,
         maximize: bool = False,
-        foreach: bool | None = None,
+        fused: bool = True,
         nonfinite: Nonfinite = "raise",
     ) -> None:
         super().__init__(
@@ -87,7 +84,7 @@ class RMSpropWarmup(LargeBatchOptimizer):
                 "capturable": False,
             },
             nonfinite=nonfinite,
-            foreach=foreach,
+            fused=fused,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -108,9 +105,9 @@ class RMSpropWarmup(LargeBatchOptimizer):
             return
         shares = {id(group): _shares(group, leaves) for group in self.param_groups}
         self._count(leaves)
-        for batch in batches(leaves, BATCH_ELEMENTS):
-            flats = flats_of(batch, *self._slots())
-            if flats is None or self._options["foreach"] is False:
+        for batch in batches(leaves, self.batch_elements):
+            flats = batch.flats(*self._slots()) if self._options["fused"] else None
+            if flats is None:
                 for leaf in batch.leaves:
                     _move_plain(leaf, *shares[id(batch.group)])
             else:
@@ -149,7 +146,7 @@ def _rate(group: dict[str, Any]) -> float | Tensor:
 def _move_plain(leaf: Leaf, a_sgd: float, a_rms: Share) -> None:
     group, weight = leaf.group, leaf.weight
     square_avg, delta = local(leaf.state["square_avg"]), local(leaf.state["delta"])
-    gradient = signed_gradient(leaf) + group["weight_decay"] * weight
+    gradient = leaf.descent() + group["weight_decay"] * weight
     alpha = group["alpha"]
     square_avg.copy_(alpha * square_avg + (1 - alpha) * gradient.square())
     coefficient = a_sgd + a_rms / (square_avg.sqrt() + group["eps"])

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from allstep.optim.checks import check_group_values
+from allstep.optim.checks import check_values
 
-__all__ = ["Adam", "RMSprop", "Rule", "Sgd"]
+__all__ = ["Adam", "RMSprop", "Rule", "SGDRule"]
 
 State = Mapping[str, Tensor]
 
@@ -37,7 +37,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sgd:
+class SGDRule:
     """Momentum.
 
     buffer = momentum * buffer + (1 - dampening) * gradient
@@ -56,7 +56,7 @@ class Sgd:
     decoupled = False
 
     def __post_init__(self) -> None:
-        check_group_values({"momentum": self.momentum})
+        check_values({"momentum": self.momentum})
 
     def direction(
         self, gradient: Tensor, state: State, step: Tensor
@@ -86,7 +86,7 @@ class Adam:
     decoupled = True
 
     def __post_init__(self) -> None:
-        check_group_values({"betas": self.betas, "eps": self.eps})
+        check_values({"betas": self.betas, "eps": self.eps})
 
     def direction(
         self, gradient: Tensor, state: State, step: Tensor
@@ -120,7 +120,7 @@ class RMSprop:
     decoupled = False
 
     def __post_init__(self) -> None:
-        check_group_values({"alpha": self.alpha, "eps": self.eps})
+        check_values({"alpha": self.alpha, "eps": self.eps})
 
     def direction(
         self, gradient: Tensor, state: State, step: Tensor

@@ -1,56 +1,85 @@
 """The trust ratio of a layer, and the norms that it is made of."""
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from allstep.optim.checks import Norm, check_values
 from allstep.optim.leaves import flat
 
-__all__ = ["Norm", "norms_of", "power_sum", "power_sums", "trust_ratio"]
-
-Norm = Literal["l1", "l2", "linf"]
+__all__ = ["TrustRatio", "norms_of", "power_sum", "power_sums", "trust_ratio"]
 
 _SUM_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRatio:
+    """How the learning rate of a layer follows the norms of its weights and of its update.
+
+    ratio = coefficient * clamp(norm(weights), *weight_norm_bounds) / (norm(update) + eps)
+
+    and 1 where the numerator or norm(update) is zero.
+
+    Args:
+        norm: "l2", "l1" or "linf", for weights and updates alike; the same for all groups.
+        coefficient: factor of every ratio (LARS's eta).
+        eps: added to the denominator.
+        clip: the largest ratio, or None.
+        weight_norm_bounds: (low, high) that the norm of the weights is kept between (LAMB's phi).
+        always_adapt: if False, groups without weight decay have a ratio of 1.
+
+    Raises:
+        UsageError: if a value is out of range.
+
+    Source: You et al., 2020, arXiv:1904.00962, Algorithm 2 (phi); You et al., 2017,
+    arXiv:1708.03888 (coefficient).
+    """
+
+    norm: Norm = "l2"
+    coefficient: float = 1.0
+    eps: float = 0.0
+    clip: float | None = None
+    weight_norm_bounds: tuple[float, float] = (0.0, math.inf)
+    always_adapt: bool = True
+
+    def __post_init__(self) -> None:
+        check_values(vars(self))
+
+    def group_options(self) -> dict[str, Any]:
+        """The fields as a parameter group keeps them: plain values, named `trust_...`."""
+        return {f"trust_{name}": value for name, value in vars(self).items()}
 
 
 def trust_ratio(
     weight_norm: Tensor,
     update_norm: Tensor,
-    *,
-    coefficient: float = 1.0,
+    options: Mapping[str, Any],
     weight_decay: float = 0.0,
-    phi: tuple[float, float] = (0.0, math.inf),
-    eps: float = 0.0,
-    clip: float | None = None,
 ) -> Tensor:
-    """By how much the learning rate of a layer is multiplied.
-
-    ratio = coefficient * clamp(weight_norm, *phi) / (update_norm + weight_decay * weight_norm
-    + eps), 1 where the numerator or `update_norm` is zero, and at most `clip`
+    """By how much the learning rate of a layer is multiplied; see `TrustRatio`.
 
     Args:
         weight_norm: norms of the layers' weights, any shape.
         update_norm: norms of the layers' updates (LAMB) or gradients (LARS), the same shape.
-        coefficient: LARS's eta.
-        weight_decay: the decay, where it is part of the update but not of `update_norm` (LARS).
-        phi: bounds of the weights' norm.
-        eps: added to the denominator.
-        clip: the largest ratio.
+        options: what `TrustRatio.group_options` gives, or a parameter group.
+        weight_decay: times `weight_norm`, it joins the denominator: for decay that is part of the
+            update but not of `update_norm` (LARS).
 
     Returns:
         The ratios, in the norms' shape.
 
-    >>> trust_ratio(torch.tensor([2.0, 0.0]), torch.tensor([0.5, 0.5]), coefficient=0.001)
+    >>> options = TrustRatio(coefficient=0.001).group_options()
+    >>> trust_ratio(torch.tensor([2.0, 0.0]), torch.tensor([0.5, 0.5]), options)
     tensor([0.0040, 1.0000])
-
-    Source: You et al., 2020, arXiv:1904.00962, Algorithm 2 (phi); You et al., 2017,
-    arXiv:1708.03888 (coefficient and weight decay).
     """
     # A step has one call for each large layer: what changes nothing is left out.
-    low, high = phi
-    scale = weight_norm if (low, high) == (0.0, math.inf) else weight_norm.clamp(low, high)
+    bounds, coefficient = options["trust_weight_norm_bounds"], options["trust_coefficient"]
+    eps, clip = options["trust_eps"], options["trust_clip"]
+    scale = weight_norm if tuple(bounds) == (0.0, math.inf) else weight_norm.clamp(*bounds)
     scale = scale if coefficient == 1 else coefficient * scale
     size = update_norm if eps == 0 else update_norm + eps
     size = size if weight_decay == 0 else size + weight_decay * weight_norm

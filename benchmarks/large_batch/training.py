@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 import allstep
 from allstep import Communicator, Task
 from allstep.errors import AllstepError
-from allstep.optim import LAMB, LARS, NonfiniteGradientError, groups
+from allstep.optim import LAMB, LARS, NonfiniteGradientError, TrustRatio, groups
 from allstep.recipes import Recipe
 from allstep.recipes.fashion import Fashion
 from allstep.recipes.text import Text
@@ -70,12 +70,18 @@ class Studied(Fashion):
                 self.lr,
                 self.momentum,
                 variant="mlperf",
-                norm=self.norm,
+                trust_ratio=TrustRatio(norm=self.norm, coefficient=0.001, eps=1e-7),
                 nonfinite="propagate",
             )
         if self.optimizer == "lamb" and self.norm != "l2":
             betas = (self.momentum, 0.999)
-            return LAMB(parameters, self.lr, betas, norm=self.norm, nonfinite="propagate")
+            return LAMB(
+                parameters,
+                self.lr,
+                betas,
+                trust_ratio=TrustRatio(norm=self.norm),
+                nonfinite="propagate",
+            )
         return super().make_optimizer(model)
 
 

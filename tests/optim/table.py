@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.optim import LAMB, LARS, Adam, LayerWise, RMSpropWarmup, Sgd
+from allstep.optim import LAMB, LARS, Adam, LayerWise, RMSpropWarmup, SGDRule
 
 Make = Callable[..., Optimizer]
 
 SHAPES = ((7, 5), (5,), (3, 4, 2, 2), (1, 1), (4, 3))
-WAYS: tuple[dict[str, bool], ...] = ({"fused": False}, {"foreach": True}, {"fused": True})
+WAYS: tuple[dict[str, bool], ...] = ({"fused": False}, {"fused": True})
 
 
 def _warmup(params: Any, lr: Any = 0.01, **options: Any) -> Optimizer:
@@ -24,7 +25,7 @@ def _layer_wise(params: Any, lr: Any = 0.01, **options: Any) -> Optimizer:
 
 
 def _layer_wise_gradient(params: Any, lr: Any = 0.01, **options: Any) -> Optimizer:
-    return LayerWise(params, Sgd(momentum=0.9), lr, ratio_on="gradient", **options)
+    return LayerWise(params, SGDRule(momentum=0.9), lr, ratio_on="gradient", **options)
 
 
 def _lars(variant: Any, **fixed: Any) -> Make:
@@ -45,10 +46,11 @@ OPTIMIZERS: dict[str, Make] = {
     **{f"lars {way}": _lars("paper", **way) for way in WAYS},
     **{f"lars mlperf {way}": _lars("mlperf", **way) for way in WAYS},
     **{f"lars lamb_paper {way}": _lars("lamb_paper", **way) for way in WAYS},
-    "warmup plain": _with(_warmup, foreach=False),
-    "warmup foreach": _with(_warmup, foreach=True),
+    **{f"warmup {way}": _with(_warmup, **way) for way in WAYS},
 }
 """All take (params, lr, **options); all options that the test needs are common to all."""
+
+for_all = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
 def parameters(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[nn.Parameter]:
@@ -89,9 +91,6 @@ def train(
     return [parameter.detach().clone() for parameter in params]
 
 
-def largest_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    """Relative to the larger of 1 and the values."""
-    return max(
-        float(((x - y).abs() / y.abs().clamp(min=1)).detach().max())
-        for x, y in zip(first, second, strict=True)
-    )
+def one() -> list[nn.Parameter]:
+    """A single small parameter, for tests of arguments."""
+    return [nn.Parameter(torch.ones(2, 2))]

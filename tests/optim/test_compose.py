@@ -1,12 +1,9 @@
 import itertools
 
 import pytest
-import torch
-from torch.optim import SGD
 
 from allstep.errors import UsageError
 from allstep.optim import (
-    ScheduledLR,
     chain,
     constant,
     cosine,
@@ -120,10 +117,6 @@ def test_scaling_rules_give_the_published_rates() -> None:
         (lambda: hold(0.5, 2), r"`schedule` \(=0.5\) must be a function"),
         (lambda: in_samples(0.5, 2), r"`schedule` \(=0.5\) must be a function"),
         (lambda: chain([(2, 3)]), r"`schedule` \(=3\) must be a function"),
-        (
-            lambda: ScheduledLR(SGD([torch.zeros(1)]), 0.5),
-            r"`schedule` \(=0.5\) must be a function",
-        ),
         (lambda: in_samples(constant(), 0), r"`global_batch` \(=0\) must be positive"),
         (lambda: chain([]), r"`stages` \(of \[\] steps\) must be one or more"),
         (lambda: chain([(0, constant())]), r"`stages` \(of \[0\] steps\)"),

@@ -5,14 +5,8 @@ import torch
 from torch import nn
 
 from allstep.optim import LAMB, LARS
-from tests.optim.table import (
-    OPTIMIZERS,
-    Make,
-    gradients,
-    largest_difference,
-    parameters,
-    train,
-)
+from tests.helpers.compare import largest_difference
+from tests.optim.table import OPTIMIZERS, Make, gradients, parameters, train
 
 pytestmark = pytest.mark.gpu
 

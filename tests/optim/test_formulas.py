@@ -8,8 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from allstep.optim import LAMB, LARS, Adam, LayerWise, RMSprop, RMSpropWarmup, Sgd, sgd_share
-from tests.optim.table import WAYS, gradients, largest_difference, parameters, train
+from allstep.optim import (
+    LAMB,
+    LARS,
+    Adam,
+    LayerWise,
+    RMSprop,
+    RMSpropWarmup,
+    SGDRule,
+    TrustRatio,
+    sgd_share,
+)
+from tests.helpers.compare import largest_difference
+from tests.optim.table import WAYS, gradients, parameters, train
 
 NUM_STEPS = 50
 TOLERANCE = 1e-12
@@ -21,6 +32,11 @@ NORMS: dict[str, Callable[[Array], float]] = {
     "l2": lambda x: math.sqrt(float((x * x).sum())),
     "linf": lambda x: float(np.abs(x).max()),
 }
+
+
+PLAIN, OF_LARS = TrustRatio(), TrustRatio(coefficient=0.001)
+# A norm between equal bounds makes the ratio independent of the weights.
+BOUNDED = TrustRatio(coefficient=0.001, weight_norm_bounds=(1.0, 1.0))
 
 
 def rate(step: int) -> float:
@@ -55,11 +71,7 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.01,
     bias_correction: bool = True,
-    phi: tuple[float, float] = (0.0, math.inf),
-    trust_eps: float = 0.0,
-    trust_clip: float = math.inf,
-    norm: str = "l2",
-    adapt: bool = True,
+    trust_ratio: TrustRatio = PLAIN,
 ) -> Array:
     """Algorithm 2 of arXiv:1904.00962."""
     b1, b2 = betas
@@ -67,10 +79,11 @@ def lamb(
     state["v"] = b2 * state.get("v", 0) + (1 - b2) * g * g
     c1, c2 = (1 - b1**t, 1 - b2**t) if bias_correction else (1, 1)
     u = (state["m"] / c1) / (np.sqrt(state["v"] / c2) + eps) + weight_decay * x
-    size = min(max(NORMS[norm](x), phi[0]), phi[1])
-    u_norm = NORMS[norm](u)
-    ratio = min(ratio_of(size, u_norm, size, u_norm + trust_eps), trust_clip) if adapt else 1.0
-    return x - lr * ratio * u
+    low, high = trust_ratio.weight_norm_bounds
+    size = min(max(NORMS[trust_ratio.norm](x), low), high)
+    u_norm = NORMS[trust_ratio.norm](u)
+    ratio = ratio_of(size, u_norm, size, u_norm + trust_ratio.eps)
+    return x - lr * min(ratio, trust_ratio.clip or math.inf) * u
 
 
 def lars(
@@ -82,17 +95,15 @@ def lars(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
-    eta: float = 0.001,
-    eps: float = 0.0,
+    trust_ratio: TrustRatio = OF_LARS,
     nesterov: bool = False,
-    correction: bool = False,
-    norm: str = "l2",
+    momentum_correction: bool = False,
 ) -> Array:
     """arXiv:1708.03888; with eps the rule of MLPerf."""
-    x_norm, g_norm = NORMS[norm](x), NORMS[norm](g)
-    denominator = g_norm + weight_decay * x_norm + eps
-    ratio = ratio_of(x_norm, g_norm, eta * x_norm, denominator)
-    factor = lr / state.get("lr", lr) if correction else 1.0
+    x_norm, g_norm = NORMS[trust_ratio.norm](x), NORMS[trust_ratio.norm](g)
+    denominator = g_norm + weight_decay * x_norm + trust_ratio.eps
+    ratio = ratio_of(x_norm, g_norm, trust_ratio.coefficient * x_norm, denominator)
+    factor = lr / state.get("lr", lr) if momentum_correction else 1.0
     scaled = lr * ratio * (g + weight_decay * x)
     state["v"] = momentum * factor * state.get("v", 0) + scaled
     state["lr"] = lr
@@ -108,12 +119,12 @@ def lars_of_lamb_paper(
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
-    norm: str = "l2",
+    trust_ratio: TrustRatio = PLAIN,
 ) -> Array:
     """Algorithm 1 of arXiv:1904.00962."""
     g = g + weight_decay * x
     state["m"] = momentum * state.get("m", 0) + (1 - momentum) * g
-    x_norm, m_norm = NORMS[norm](x), NORMS[norm](state["m"])
+    x_norm, m_norm = NORMS[trust_ratio.norm](x), NORMS[trust_ratio.norm](state["m"])
     return x - lr * ratio_of(x_norm, m_norm, x_norm, m_norm or 1.0) * state["m"]
 
 
@@ -150,29 +161,24 @@ LAMB_OPTIONS: list[dict[str, Any]] = [
     {"eps": 0.1},
     {"weight_decay": 0.3},
     {"bias_correction": False},
-    {"phi": (0.0, 0.5)},
-    {"phi": (4.0, 10.0)},
-    {"trust_eps": 0.1},
-    {"trust_clip": 0.3},
-    {"norm": "l1"},
-    {"norm": "linf"},
+    {"trust_ratio": TrustRatio(weight_norm_bounds=(0.0, 0.5))},
+    {"trust_ratio": TrustRatio(weight_norm_bounds=(4.0, 10.0))},
+    {"trust_ratio": TrustRatio(eps=0.1)},
+    {"trust_ratio": TrustRatio(clip=0.3)},
+    {"trust_ratio": TrustRatio(norm="l1")},
+    {"trust_ratio": TrustRatio(norm="linf")},
 ]
 LARS_OPTIONS: list[dict[str, Any]] = [
     {"weight_decay": 0.1},
     {"momentum": 0.5},
     {"momentum": 0.0},
-    {"trust_coefficient": 0.02},
-    {"trust_eps": 3.0},
+    {"trust_ratio": TrustRatio(coefficient=0.02)},
+    {"trust_ratio": TrustRatio(coefficient=0.001, eps=3.0)},
     {"nesterov": True},
     {"momentum_correction": True},
-    {"norm": "l1"},
-    {"norm": "linf"},
+    {"trust_ratio": TrustRatio(coefficient=0.001, norm="l1")},
+    {"trust_ratio": TrustRatio(coefficient=0.001, norm="linf")},
 ]
-_OWN_NAMES = {"trust_coefficient": "eta", "trust_eps": "eps", "momentum_correction": "correction"}
-
-
-def own_names(options: dict[str, Any]) -> dict[str, Any]:
-    return {_OWN_NAMES.get(name, name): value for name, value in options.items()}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -207,7 +213,7 @@ def test_switches_of_lamb_differ() -> None:
 def test_lars_is_its_formula(options: dict[str, Any], way: dict[str, bool]) -> None:
     params = parameters()
     found = train(LARS(params, **options, **way), params, NUM_STEPS, rate)
-    assert largest_difference(found, oracle(lars, **own_names(options))) < TOLERANCE
+    assert largest_difference(found, oracle(lars, **options)) < TOLERANCE
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -218,7 +224,9 @@ def test_mlperf_adds_keras_epsilon(way: dict[str, bool]) -> None:
     def update(x: Array, g: Array, *rest: Any, **options: Any) -> Array:
         return lars(x, small * g, *rest, **options)
 
-    expected = oracle(update, weight_decay=1e-7, eps=1e-7)
+    expected = oracle(
+        update, weight_decay=1e-7, trust_ratio=TrustRatio(coefficient=0.001, eps=1e-7)
+    )
     paper = oracle(update, weight_decay=1e-7)
     params = parameters()
     optimizer = LARS(params, variant="mlperf", weight_decay=1e-7, **way)
@@ -245,7 +253,14 @@ def test_mlperf_does_not_decay_what_it_skips(way: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1}, {"momentum": 0.5}, {"norm": "l1"}, {"norm": "linf"}]
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.5},
+        {"trust_ratio": TrustRatio(norm="l1")},
+        {"trust_ratio": TrustRatio(norm="linf")},
+    ],
 )
 def test_lars_of_the_lamb_paper_is_its_formula(
     options: dict[str, Any], way: dict[str, bool]
@@ -256,7 +271,7 @@ def test_lars_of_the_lamb_paper_is_its_formula(
 
 
 def test_switches_and_variants_of_lars_differ() -> None:
-    results = [oracle(lars, **own_names(options)) for options in [{}, *LARS_OPTIONS]]
+    results = [oracle(lars, **options) for options in [{}, *LARS_OPTIONS]]
     results.append(oracle(lars_of_lamb_paper))
     for i, first in enumerate(results):
         for second in results[:i]:
@@ -268,10 +283,10 @@ def test_lars_is_layer_wise_sgd(nesterov: bool) -> None:
     general, preset = parameters(), parameters()
     optimizer = LayerWise(
         general,
-        Sgd(momentum=0.9, nesterov=nesterov),
+        SGDRule(momentum=0.9, nesterov=nesterov),
         weight_decay=0.1,
         ratio_on="gradient",
-        trust_coefficient=0.001,
+        trust_ratio=OF_LARS,
         momentum_correction=True,
     )
     expected = train(optimizer, general, NUM_STEPS, rate)
@@ -281,7 +296,7 @@ def test_lars_is_layer_wise_sgd(nesterov: bool) -> None:
 
 def test_lars_of_the_lamb_paper_is_layer_wise_dampened_sgd() -> None:
     general, preset = parameters(), parameters()
-    base = Sgd(momentum=0.9, dampening=0.9)
+    base = SGDRule(momentum=0.9, dampening=0.9)
     expected = train(LayerWise(general, base, weight_decay=0.1), general, NUM_STEPS, rate)
     lars_ = LARS(preset, variant="lamb_paper", weight_decay=0.1)
     assert largest_difference(train(lars_, preset, NUM_STEPS, rate), expected) < TOLERANCE
@@ -328,9 +343,9 @@ def test_layer_wise_takes_a_rule_of_ones_own() -> None:
     assert largest_difference(found, [p.detach() for p in twin]) < TOLERANCE
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_rmsprop_warmup_is_its_formula(weight_decay: float, foreach: bool) -> None:
+def test_rmsprop_warmup_is_its_formula(weight_decay: float, fused: bool) -> None:
     params = parameters()
     optimizer = RMSpropWarmup(
         params,
@@ -338,7 +353,7 @@ def test_rmsprop_warmup_is_its_formula(weight_decay: float, foreach: bool) -> No
         center_steps=20,
         period_steps=10,
         weight_decay=weight_decay,
-        foreach=foreach,
+        fused=fused,
     )
     found = train(optimizer, params, NUM_STEPS, rate)
     expected = oracle(warmup, center=20, period=10, weight_decay=weight_decay)
@@ -346,11 +361,9 @@ def test_rmsprop_warmup_is_its_formula(weight_decay: float, foreach: bool) -> No
 
 
 def test_rmsprop_warmup_begins_as_rmsprop_and_ends_as_momentum_sgd() -> None:
-    def trained(center: float, foreach: bool) -> list[torch.Tensor]:
+    def trained(center: float) -> list[torch.Tensor]:
         params = parameters()
-        optimizer = RMSpropWarmup(
-            params, 0.01, center_steps=center, period_steps=1e-3, foreach=foreach
-        )
+        optimizer = RMSpropWarmup(params, 0.01, center_steps=center, period_steps=1e-3)
         return train(optimizer, params, 20)
 
     sgd = parameters()
@@ -363,7 +376,7 @@ def test_rmsprop_warmup_begins_as_rmsprop_and_ends_as_momentum_sgd() -> None:
     optimizer = RMSpropWarmup(ended, 0.01, center_steps=0, period_steps=1e-3)
     optimizer.param_groups[0]["num_steps"] = 1
     assert largest_difference(train(optimizer, ended, 20), expected) < TOLERANCE
-    assert largest_difference(trained(100, True), expected_rms) < TOLERANCE
+    assert largest_difference(trained(100), expected_rms) < TOLERANCE
     assert largest_difference(expected, expected_rms) > 1e-2
     assert sgd_share(0, 100, 1e-3) == 0.0
 
@@ -373,8 +386,7 @@ def test_momentum_correction_keeps_the_velocity_of_the_new_rate() -> None:
 
     def velocity(correct: bool, rates: list[float]) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-        # A bounded norm makes the ratio independent of the weights.
-        optimizer = LARS([weight], phi=(1.0, 1.0), momentum_correction=correct)
+        optimizer = LARS([weight], trust_ratio=BOUNDED, momentum_correction=correct)
         for lr in rates:
             optimizer.param_groups[0]["lr"] = lr
             weight.grad = torch.ones(3, dtype=torch.float64)
@@ -393,7 +405,7 @@ def test_corrected_momentum_of_a_parameter_that_sat_a_change_out(way: dict[str, 
     def velocity(rates: list[float], idle: int) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
         other = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
-        optimizer = LARS([weight, other], phi=(1.0, 1.0), momentum_correction=True, **way)
+        optimizer = LARS([weight, other], trust_ratio=BOUNDED, momentum_correction=True, **way)
         for step, lr in enumerate(rates):
             optimizer.param_groups[0]["lr"] = lr
             weight.grad = None if step == idle else torch.ones(3, dtype=torch.float64)

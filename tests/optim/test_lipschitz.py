@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from allstep.optim import LAMB, LARS, Adam, LayerWise, Sgd, poly
+from allstep.optim import LAMB, LARS, Adam, LayerWise, SGDRule, TrustRatio, poly
 
 NUM_STEPS = 60
 STIFF = (1e4, 1.0, 1.0)
@@ -47,8 +47,8 @@ def sgd(params: list[nn.Parameter], lr: float) -> Optimizer:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda params, lr: LayerWise(params, Sgd(), lr),
-        lambda params, lr: LARS(params, lr, momentum=0.0, trust_coefficient=1.0),
+        lambda params, lr: LayerWise(params, SGDRule(), lr),
+        lambda params, lr: LARS(params, lr, momentum=0.0, trust_ratio=TrustRatio()),
         lambda params, lr: LAMB(params, lr, weight_decay=0.0),
         lambda params, lr: LayerWise(params, Adam(), lr),
     ],

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from allstep.optim import LAMB, LARS
-from tests.optim.table import gradients, largest_difference, parameters, train
+from allstep.optim import LAMB, LARS, TrustRatio
+from tests.helpers.compare import largest_difference
+from tests.optim.table import gradients, parameters, train
 
 NUM_STEPS = 50
 TOLERANCE = 1e-12
@@ -96,17 +97,22 @@ def ours(make: Callable[[list[nn.Parameter]], Any]) -> list[Tensor]:
     return train(make(params), params, NUM_STEPS)
 
 
+def bounded_lamb(params: list[nn.Parameter]) -> LAMB:
+    ratio = TrustRatio(weight_norm_bounds=(0.0, 2.0))
+    return LAMB(params, 0.01, bias_correction=False, trust_ratio=ratio)
+
+
 @pytest.mark.parametrize(
     ("rule", "make"),
     [
         (lambda *a: tensorflow_addons(*a, exclude=False), lambda p: LAMB(p, 0.01)),
         (
             lambda *a: tensorflow_addons(*a, exclude=True),
-            lambda p: LAMB(p, 0.01, weight_decay=0.0, always_adapt=False),
+            lambda p: LAMB(p, 0.01, weight_decay=0.0, trust_ratio=TrustRatio(always_adapt=False)),
         ),
         (google_bert, lambda p: LAMB(p, 0.01, bias_correction=False)),
-        (cybertronai, lambda p: LAMB(p, 0.01, bias_correction=False, phi=(0.0, 2.0))),
-        (timm, lambda p: LAMB(p, 0.01, trust_clip=1.0)),
+        (cybertronai, bounded_lamb),
+        (timm, lambda p: LAMB(p, 0.01, trust_ratio=TrustRatio(clip=1.0))),
         (
             lambda *a: mlperf(*a, nesterov=False),
             lambda p: LARS(p, 2.0, weight_decay=1e-4, variant="mlperf"),
@@ -148,7 +154,8 @@ def test_pytorch_optimizer_lamb() -> None:
         options = {"weight_decay": 0.01, "weight_decouple": False, "adam_debias": True}
         return peer.Lamb(params, 0.01, **options)
 
-    matching = ours(lambda p: LAMB(p, 0.01, bias_correction=False, phi=(0.0, 10.0), trust_eps=1e-6))
+    ratio = TrustRatio(weight_norm_bounds=(0.0, 10.0), eps=1e-6)
+    matching = ours(lambda p: LAMB(p, 0.01, bias_correction=False, trust_ratio=ratio))
     assert largest_difference(theirs(make), matching) < TOLERANCE
 
 
@@ -173,15 +180,15 @@ def test_pytorch_optimizer_lars() -> None:
 def test_torch_optimizer_lamb() -> None:
     peer = pytest.importorskip("torch_optimizer", reason="needs the extra bench")
     found = theirs(lambda p: peer.Lamb(p, 0.01, weight_decay=0.01, clamp_value=2.0))
-    matching = ours(lambda p: LAMB(p, 0.01, bias_correction=False, phi=(0.0, 2.0)))
-    assert largest_difference(found, matching) < TOLERANCE
+    assert largest_difference(found, ours(bounded_lamb)) < TOLERANCE
 
 
 def test_torch_optimizer_lars() -> None:
     peer = pytest.importorskip("torch_optimizer", reason="needs the extra bench")
     options = {"momentum": 0.9, "weight_decay": 0.1, "trust_coefficient": 0.001, "eps": 1e-3}
     found = theirs(lambda p: peer.LARS(p, 2.0, **options))
-    expected = ours(lambda p: LARS(p, 2.0, weight_decay=0.1, trust_eps=1e-3))
+    ratio = TrustRatio(coefficient=0.001, eps=1e-3)
+    expected = ours(lambda p: LARS(p, 2.0, weight_decay=0.1, trust_ratio=ratio))
     # Where a norm is zero it does not decay; the paper's rule does.
     keep = [0, 1, 2]
     assert largest_difference([found[i] for i in keep], [expected[i] for i in keep]) < TOLERANCE

@@ -6,9 +6,11 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.lr_scheduler import LambdaLR
 
 from allstep.errors import UsageError
-from allstep.optim import constant, cosine, poly, sgd_share, slow_start, step_decay
+from allstep.optim import LARS, constant, cosine, poly, sgd_share, slow_start, step_decay
+from tests.optim.table import one, parameters, set_gradients
 
 
 def test_warmup_grows_linearly_and_its_last_step_is_full() -> None:
@@ -135,3 +137,23 @@ def test_bad_arguments_are_named(make: object, message: str) -> None:
 def test_schedules_need_no_torch() -> None:
     code = "import sys, allstep.optim; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lambda_lr_follows_the_schedule() -> None:
+    params = parameters()
+    optimizer = LARS([{"params": params[:1]}, {"params": params[1:], "lr": 1.0}], lr=0.5)
+    scheduler = LambdaLR(optimizer, constant(warmup_steps=4))
+    rates = []
+    for step in range(6):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        set_gradients(params, step)
+        optimizer.step()
+        scheduler.step()
+    assert rates == [[0.5 * m, m] for m in (0.25, 0.5, 0.75, 1, 1, 1)]
+    state = scheduler.state_dict()
+    assert state["lr_lambdas"] == [None, None]  # a plain function is not saved
+    other = LambdaLR(
+        LARS([{"params": parameters()}, {"params": one()}], lr=0.5), constant(warmup_steps=4)
+    )
+    other.load_state_dict(state)
+    assert other.last_epoch == 6

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from allstep import Communicator
-from allstep.optim import NonfiniteGradientError
+from allstep.optim import NonfiniteGradientError, TrustRatio
 from tests.helpers.processes import run_processes
 from tests.optim.table import OPTIMIZERS
 
@@ -178,11 +178,11 @@ def bad_gradients(comm: Communicator) -> list[tuple[str, list[int], bool]]:
     """By policy: what was raised or counted on each worker, and whether anything moved."""
     found = []
     adapting = [
-        (name, {"norm": norm})
+        (name, {"trust_ratio": TrustRatio(norm=norm)})
         for name in ("lamb {'fused': True}", "lars {'fused': True}")
         for norm in ("l1", "l2", "linf")
     ]
-    for name, options in [*adapting, ("warmup foreach", {})]:
+    for name, options in [*adapting, ("warmup {'fused': True}", {})]:
         for policy in ("raise", "skip"):
             model = sharded_model("fsdp", comm.size)
             named = list(model.named_parameters())
