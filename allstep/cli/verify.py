@@ -11,7 +11,7 @@ from rich.console import Console
 from allstep.cli.quantities import parse_counts
 from allstep.cli.verify_output import Verdict, show, show_json
 from allstep.cli.verify_runs import Runs
-from allstep.doctor.verify import Run, Suspect, diagnose, divergence
+from allstep.doctor.verify import Factor, RunRecord, diagnose, nonfinite_step
 from allstep.errors import UsageError
 
 __all__ = ["run"]
@@ -47,15 +47,15 @@ def _verify(runs: Runs, sizes: Sequence[int], num_steps: int) -> Verdict:
     one = runs.make(fewest, num_first)
     found = {size: runs.make(size, num_steps) for size in others}
     for size, other in found.items():
-        if divergence(one, other) == 0:
+        if nonfinite_step(one, other) == 0:
             raise UsageError(
-                f"`script` (={runs.script}) diverges at its first step on {fewest} and on {size}"
-                " workers: there is nothing to compare. Are its data finite, and its learning rate"
-                " what it should be?"
+                f"`script` (={runs.script}) is not finite after its first step on {fewest} and on"
+                f" {size} workers: there is nothing to compare. Are its data finite, and its"
+                " learning rate what it should be?"
             )
 
-    def rerun(size: int, suspects: Sequence[Suspect], steps: int) -> tuple[Run, Run]:
-        return runs.make(fewest, steps, suspects), runs.make(size, steps, suspects)
+    def rerun(size: int, factors: Sequence[Factor], steps: int) -> tuple[RunRecord, RunRecord]:
+        return runs.make(fewest, steps, factors), runs.make(size, steps, factors)
 
     diagnoses = [diagnose(one, other, partial(rerun, size)) for size, other in found.items()]
     return Verdict(one=one, others=list(found.values()), diagnoses=diagnoses, num_steps=num_steps)
@@ -66,7 +66,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="allstep verify",
         usage="allstep verify SCRIPT [-n 1,2] [--steps K] [--json] [-- SCRIPT ARGUMENTS]",
         description="Runs a script that calls `allstep.attach` on each number of workers for some"
-        " steps, and says whether it trains the same model; if not, where the runs part and why.",
+        " steps, and says whether it trains the same model; if not, where they diverge and why.",
         epilog=_EXAMPLE,
         allow_abbrev=False,
     )

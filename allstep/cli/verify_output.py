@@ -12,11 +12,11 @@ from rich.table import Table
 
 from allstep.doctor.verify import (
     Diagnosis,
-    Parting,
-    Run,
-    divergence,
+    Divergence,
+    RunRecord,
     largest_difference,
     limit_of,
+    nonfinite_step,
     total_norm,
 )
 
@@ -38,8 +38,8 @@ class Verdict:
         num_steps: steps that were asked for.
     """
 
-    one: Run
-    others: Sequence[Run]
+    one: RunRecord
+    others: Sequence[RunRecord]
     diagnoses: Sequence[Diagnosis]
     num_steps: int
 
@@ -49,19 +49,19 @@ class Verdict:
         return all(diagnosis.is_same for diagnosis in self.diagnoses)
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RunRecord]:
         """The run on the fewest workers first."""
         return [self.one, *self.others]
 
-    def num_made(self, run: Run) -> int:
+    def num_made(self, run: RunRecord) -> int:
         """Steps of a run, as far as they were asked for."""
         return min(self.num_steps, run.num_steps)
 
-    def num_common(self, run: Run) -> int:
+    def num_common(self, run: RunRecord) -> int:
         """Steps of a run that can be compared."""
         num_both = min(self.num_made(self.one), run.num_steps)
-        diverges_at = divergence(self.one, run)
-        return num_both if diverges_at is None else min(num_both, diverges_at)
+        nonfinite_at = nonfinite_step(self.one, run)
+        return num_both if nonfinite_at is None else min(num_both, nonfinite_at)
 
 
 def show(verdict: Verdict) -> None:
@@ -116,14 +116,14 @@ def _long(verdict: Verdict) -> Table:
     return table
 
 
-def _norms(verdict: Verdict, run: Run, step: int) -> tuple[str, str]:
+def _norms(verdict: Verdict, run: RunRecord, step: int) -> tuple[str, str]:
     if step >= verdict.num_made(run):
         return "-", "-"
     record = run.first.steps[step]
     return f"{total_norm(record.gradients):.7g}", f"{total_norm(record.parameters):.7g}"
 
 
-def _difference(verdict: Verdict, run: Run, step: int) -> str:
+def _difference(verdict: Verdict, run: RunRecord, step: int) -> str:
     if step >= verdict.num_common(run):
         return "-"
     difference = largest_difference(verdict.one, run, step)
@@ -134,10 +134,10 @@ def _difference(verdict: Verdict, run: Run, step: int) -> str:
     return f"{difference:.1e}{mark}"
 
 
-def _sentences(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
+def _sentences(verdict: Verdict, run: RunRecord, diagnosis: Diagnosis) -> str:
     workers = _workers(run.size)
     lines = []
-    if diagnosis.parting is None:
+    if diagnosis.divergence is None:
         num = verdict.num_common(run)
         largest = max(largest_difference(verdict.one, run, step) for step in range(num))
         limit = limit_of(verdict.one, run)
@@ -147,15 +147,15 @@ def _sentences(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
             f"{', but not as it should.' if diagnosis.causes else '.'}"
         )
     else:
-        lines.append(f"{workers}: not the same model. It parts at {diagnosis.parting}.")
-    if diagnosis.diverges_at is not None and diagnosis.parting is None:
+        lines.append(f"{workers}: not the same model. It diverges at {diagnosis.divergence}.")
+    if diagnosis.nonfinite_at is not None and diagnosis.divergence is None:
         lines.append(
-            f"It diverges at step {diagnosis.diverges_at}, on {_workers(verdict.one.size)} too:"
-            " nothing was compared from there on."
+            f"Its parameters are not finite after step {diagnosis.nonfinite_at}, on"
+            f" {_workers(verdict.one.size)} too: nothing was compared from there on."
         )
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
-    if diagnosis.parting is not None and not diagnosis.is_explained:
+    if diagnosis.divergence is not None and not diagnosis.is_explained:
         lines.append(f"likely cause: unknown. {_hint(verdict, run, diagnosis)}")
     if verdict.num_made(run) != verdict.num_made(verdict.one):
         lines.append(
@@ -165,30 +165,30 @@ def _sentences(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
     return "\n".join(lines)
 
 
-def _hint(verdict: Verdict, run: Run, diagnosis: Diagnosis) -> str:
-    parting = diagnosis.parting
-    assert parting is not None
-    if parting.quantity == "initial parameters":
+def _hint(verdict: Verdict, run: RunRecord, diagnosis: Diagnosis) -> str:
+    divergence = diagnosis.divergence
+    assert divergence is not None
+    if divergence.quantity == "initial parameters":
         return "The model is another one before the first step: seed its making alike."
-    if parting.quantity == "gradient":
-        return _gradient_hint(verdict.one, run, parting)
+    if divergence.quantity == "gradient":
+        return _gradient_hint(verdict.one, run, divergence)
     return "None of the known ones fits."
 
 
-def _gradient_hint(one: Run, other: Run, parting: Parting) -> str:
-    mine, theirs = one.all_samples(parting.step), other.all_samples(parting.step)
+def _gradient_hint(one: RunRecord, other: RunRecord, divergence: Divergence) -> str:
+    mine, theirs = one.all_samples(divergence.step), other.all_samples(divergence.step)
     if mine == theirs:
         same = "The samples are the same, and neither batch norm nor torch's random numbers fit."
-        if parting.difference < _KINK:
+        if divergence.difference < _KINK:
             return (
                 f"{same} So little may come of one unit that is zero up to rounding (ReLU): see"
-                " whether another seed parts at the same step."
+                " whether another seed diverges at the same step."
             )
         return (
             f"{same} Is the loss a mean over something of which workers have unequal amounts"
             " (tokens, class weights)?"
         )
-    has_other_lengths = _lengths(one, parting.step) != _lengths(other, parting.step)
+    has_other_lengths = _lengths(one, divergence.step) != _lengths(other, divergence.step)
     if mine.total() == theirs.total() and has_other_lengths:
         return (
             "The samples are of other lengths, as where each worker pads its own. Is the loss a"
@@ -200,7 +200,7 @@ def _gradient_hint(one: Run, other: Run, parting: Parting) -> str:
     )
 
 
-def _lengths(run: Run, step: int) -> set[tuple[int, ...]]:
+def _lengths(run: RunRecord, step: int) -> set[tuple[int, ...]]:
     """Sizes of the inputs' dimensions but the first."""
     return {tuple(shape[1:]) for shape in run.input_shapes(step)}
 
@@ -234,8 +234,10 @@ def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
                     largest_difference(verdict.one, run, step)
                     for step in range(verdict.num_common(run))
                 ],
-                "diverges_at": diagnosis.diverges_at,
-                "parting": None if diagnosis.parting is None else asdict(diagnosis.parting),
+                "nonfinite_at": diagnosis.nonfinite_at,
+                "divergence": None
+                if diagnosis.divergence is None
+                else asdict(diagnosis.divergence),
                 "causes": [{**asdict(cause), "cure": cause.cure} for cause in diagnosis.causes],
                 "is_explained": diagnosis.is_explained,
             }
@@ -244,7 +246,7 @@ def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _plain_run(verdict: Verdict, run: Run) -> dict[str, Any]:
+def _plain_run(verdict: Verdict, run: RunRecord) -> dict[str, Any]:
     return {
         "workers": run.size,
         "steps": [

@@ -9,7 +9,14 @@ from rich.console import Console
 
 from allstep.cli.script_worker import last_lines
 from allstep.cli.verify_worker import write_task
-from allstep.doctor.verify import Failure, Run, Suspect, Task, read_worker, record_path
+from allstep.doctor.verify import (
+    Factor,
+    Failure,
+    RecordRequest,
+    RunRecord,
+    read_worker,
+    record_path,
+)
 from allstep.errors import UsageError
 
 __all__ = ["Runs"]
@@ -33,10 +40,10 @@ class Runs:
     folder: Path
     timeout_s: float
     console: Console
-    _made: dict[tuple[int, int, tuple[Suspect, ...]], Run] = field(default_factory=dict)
+    _made: dict[tuple[int, int, tuple[Factor, ...]], RunRecord] = field(default_factory=dict)
 
-    def make(self, size: int, num_steps: int, without: Sequence[Suspect] = ()) -> Run:
-        """The script's first steps on `size` workers, without some suspects.
+    def make(self, size: int, num_steps: int, without: Sequence[Factor] = ()) -> RunRecord:
+        """The script's first steps on `size` workers, without some factors.
 
         Raises:
             UsageError: if the script fails, or trains no attached model.
@@ -50,12 +57,14 @@ class Runs:
                 self._made[key] = self._launch(size, num_steps, without, workers)
         return self._made[key]
 
-    def _launch(self, size: int, num_steps: int, without: Sequence[Suspect], workers: str) -> Run:
+    def _launch(
+        self, size: int, num_steps: int, without: Sequence[Factor], workers: str
+    ) -> RunRecord:
         from allstep.cli.launch import launch_workers
 
         folder = self.folder / str(len(self._made))
         folder.mkdir()
-        task = Task(
+        task = RecordRequest(
             script=self.script,
             arguments=self.arguments,
             folder=folder,
@@ -80,7 +89,7 @@ class Runs:
                 f"`script` (={self.script}) ended on {workers} before it was recorded"
                 f" (rank {missing}).{_last_lines(folder, missing)}"
             )
-        run = Run([records[rank] for rank in range(size)])
+        run = RunRecord([records[rank] for rank in range(size)])
         self._check_trained(run, workers)
         return run
 
@@ -99,7 +108,7 @@ class Runs:
             "Give it more time with `--timeout-s`, if that is what it needs."
         )
 
-    def _check_trained(self, run: Run, workers: str) -> None:
+    def _check_trained(self, run: RunRecord, workers: str) -> None:
         if not any(worker.num_attached for worker in run.workers):
             raise UsageError(
                 f"`script` (={self.script}) never called `allstep.attach` on {workers}, so that"

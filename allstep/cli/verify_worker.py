@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from allstep.cli.script_worker import run_in_folder
-from allstep.doctor.verify import Task, record_script
+from allstep.doctor.verify import RecordRequest, record_script
 
 __all__ = ["run", "write_task"]
 
 _TASK = "task.json"
 
 
-def write_task(task: Task) -> list[str]:
+def write_task(task: RecordRequest) -> list[str]:
     """Leaves a task in its folder; returns what makes Python a worker that does it."""
     plain = {**asdict(task), "script": str(task.script), "folder": str(task.folder)}
     (task.folder / _TASK).write_text(json.dumps(plain))
@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> NoReturn:
     """Runs the script in this process and leaves it."""
     launcher_pid, folder = int(arguments[0]), Path(arguments[1])
     plain = json.loads((folder / _TASK).read_text())
-    task = Task(**{**plain, "script": Path(plain["script"]), "folder": folder})
+    task = RecordRequest(**{**plain, "script": Path(plain["script"]), "folder": folder})
     run_in_folder(
         launcher_pid,
         folder,

@@ -14,7 +14,7 @@ import pytest
 
 from allstep.cli import launch
 from allstep.cli.main import main
-from allstep.doctor.verify import Failure, StepRecord, Task, WorkerRecord, record_script
+from allstep.doctor.verify import Failure, RecordRequest, StepRecord, WorkerRecord, record_script
 from allstep.doctor.verify.record import write_worker
 from allstep.doctor.verify.script import record_path
 from allstep.doctor.verify.sketch import NUM_PRODUCTS, Sketch
@@ -57,7 +57,7 @@ def run_here(launched):
 
     def do(folder: Path, size: int) -> int:
         plain = json.loads((folder / "task.json").read_text())
-        task = Task(**{**plain, "script": Path(plain["script"]), "folder": folder})
+        task = RecordRequest(**{**plain, "script": Path(plain["script"]), "folder": folder})
         went_well = [record_script(task, rank, 1) for rank in range(size)]
         return 0 if all(went_well) else 1
 
@@ -124,7 +124,7 @@ def test_real_workers_of_the_right_script(tmp_path):
     assert found["runs"][0]["steps"][0]["samples"] == [12]
     assert found["runs"][1]["steps"][0]["samples"] == [4, 8]
     (verdict,) = found["verdicts"]
-    assert (verdict["parting"], verdict["causes"]) == (None, [])
+    assert (verdict["divergence"], verdict["causes"]) == (None, [])
     assert max(verdict["differences"]) < 1e-5
     assert list(tmp_path.glob("allstep*")) == []
 
@@ -152,7 +152,9 @@ def test_what_parts_is_named(launched, capsys):
     use_records(launched, lambda size: [worker(rank, size, lr=0.1 * size) for rank in range(size)])
     assert main(["verify", write_script(""), "-n", "1,4", "--steps", "2"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "4 workers: not the same model. It parts at step 0, in `lr of parameter group 0`" in said
+    assert (
+        "4 workers: not the same model. It diverges at step 0, in `lr of parameter group 0`" in said
+    )
     assert "likely cause: learning rate scaled:" in said
     assert "it is 4 times that on 1" in said
 
@@ -238,7 +240,7 @@ def use_records(launched, of_size) -> None:
     launched(do)
 
 
-def test_a_training_that_diverges_on_one_worker_too(launched, capsys):
+def test_a_training_that_is_not_finite_on_one_worker_either(launched, capsys):
     use_records(launched, lambda size: diverging(size, 2))
     assert main(["verify", write_script(""), "--steps", "4"]) == 0
     found = capsys.readouterr()
@@ -248,14 +250,14 @@ def test_a_training_that_diverges_on_one_worker_too(launched, capsys):
     assert lines[4].split()[1:3] == ["nan", "nan"]
     said = " ".join(found.out.split())
     assert "2 workers: the same model as on 1 for 2 steps, up to rounding" in said
-    assert "It diverges at step 2, on 1 worker too: nothing was compared from there on." in said
+    assert "Its parameters are not finite after step 2, on 1 worker too: nothing was" in said
 
 
-def test_a_training_that_diverges_on_more_workers_alone(launched, capsys):
+def test_a_training_that_is_not_finite_only_on_more_workers(launched, capsys):
     use_records(launched, lambda size: diverging(size, 2 if size > 1 else 20))
     assert main(["verify", write_script(""), "--steps", "4"]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "not the same model. It parts at step 2, in the gradient of `weight`" in said
+    assert "not the same model. It diverges at step 2, in the gradient of `weight`" in said
     assert "on 1 worker too" not in said
 
 
@@ -271,12 +273,12 @@ def test_json_has_null_for_what_is_not_finite(launched, capsys, first_bad):
     assert [step["gradient_norm"] for step in steps] == [1.0, 1.0, None, None]
     (verdict,) = found["verdicts"]
     if first_bad == 2:
-        assert (verdict["diverges_at"], verdict["num_steps"]) == (2, 2)
-        assert verdict["parting"] is None
+        assert (verdict["nonfinite_at"], verdict["num_steps"]) == (2, 2)
+        assert verdict["divergence"] is None
     else:
-        assert verdict["diverges_at"] is None
-        assert verdict["parting"]["step"] == 2
-        assert verdict["parting"]["difference"] is None
+        assert verdict["nonfinite_at"] is None
+        assert verdict["divergence"]["step"] == 2
+        assert verdict["divergence"]["difference"] is None
 
 
 def test_a_learning_rate_beyond_all_reason(run_here, capsys):
@@ -287,7 +289,7 @@ def test_a_learning_rate_beyond_all_reason(run_here, capsys):
     assert found.err == ""
     said = " ".join(found.out.split())
     assert "2 workers: the same model as on 1 for 1 step, up to rounding" in said
-    assert "It diverges at step 1, on 1 worker too" in said
+    assert "Its parameters are not finite after step 1, on 1 worker too" in said
     assert "not the same model" not in said
 
 
@@ -324,10 +326,13 @@ def test_bad_flags(refuse, flags, message):
     assert message in refuse(write_script(""), *flags)
 
 
-def test_a_training_that_diverges_at_once(refuse, launched):
+def test_a_training_that_is_not_finite_after_its_first_step(refuse, launched):
     use_records(launched, lambda size: diverging(size, 0))
     said = refuse(write_script(""))
-    assert "`script` (=train.py) diverges at its first step on 1 and on 2 workers: there is" in said
+    assert (
+        "`script` (=train.py) is not finite after its first step on 1 and on 2 workers: there is"
+        in said
+    )
 
 
 @pytest.mark.parametrize("name", ["nowhere.py", "."])

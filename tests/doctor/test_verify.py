@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import allstep
-from allstep.doctor.verify import Diagnosis, Recorder, Run, Suspect, WorkerRecord, diagnose
-from allstep.doctor.verify.removal import Removal
+from allstep.doctor.verify import Diagnosis, Factor, Recorder, RunRecord, WorkerRecord, diagnose
+from allstep.doctor.verify.ablation import Ablation
 from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
@@ -41,9 +41,9 @@ def attached(monkeypatch):
     watchers = {}
 
     def recorded(model, comm, policy=None):
-        recorder, removal = watchers[comm.rank]
-        exchange = attach(model, comm, removal.policy(policy))
-        removal.apply(exchange)
+        recorder, ablation = watchers[comm.rank]
+        exchange = attach(model, comm, ablation.policy(policy))
+        ablation.apply(exchange)
         recorder.watch(exchange)
         return exchange
 
@@ -55,19 +55,25 @@ def attached(monkeypatch):
 def compare(attached, thread_generators):  # noqa: F811
     """Diagnoses a bug of the script on some workers against one."""
 
-    def record(loop: str, bug: str, size: int, num_steps: int, without: Sequence[Suspect]) -> Run:
+    def record(
+        loop: str, bug: str, size: int, num_steps: int, without: Sequence[Factor]
+    ) -> RunRecord:
         def work(comm) -> WorkerRecord:
             recorder = recorders[comm.rank]
-            removal = Removal(without, recorder.record)
-            attached[comm.rank] = recorder, removal
+            ablation = Ablation(without, recorder.record)
+            attached[comm.rank] = recorder, ablation
             seed_this_thread(comm.rank)
-            with thread_generators(), contextlib.suppress(EnoughError), contextlib.closing(removal):
+            with (
+                thread_generators(),
+                contextlib.suppress(EnoughError),
+                contextlib.closing(ablation),
+            ):
                 getattr(TRAIN, f"{loop}_loop")(bug, comm)
             return recorder.record
 
         recorders = [Recorder(rank, num_steps, leave) for rank in range(size)]
         try:
-            return Run(run_ranks(size, work))
+            return RunRecord(run_ranks(size, work))
         finally:
             for recorder in recorders:  # global hooks: not while another rank steps
                 recorder.close()
@@ -136,12 +142,12 @@ def test_two_bugs_are_both_named(compare):
 
 def test_what_fits_nothing_is_unknown(compare):
     diagnosis = compare("ddp", "init")
-    assert diagnosis.parting.quantity == "initial parameters"
+    assert diagnosis.divergence.quantity == "initial parameters"
     assert (diagnosis.causes, diagnosis.is_explained) == ([], False)
 
 
 def test_samples_that_fill_up_a_shard_are_seen(compare):
     assert compare("ddp", "padded", size=4, num_steps=7).is_same
     diagnosis = compare("ddp", "padded", size=4, num_steps=8)
-    assert diagnosis.parting.step == 7
+    assert diagnosis.divergence.step == 7
     assert names(diagnosis) == ["samples repeated"]

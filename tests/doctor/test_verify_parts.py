@@ -16,21 +16,21 @@ from torch.utils.data import DataLoader, Dataset
 import allstep
 from allstep.doctor.verify import (
     Recorder,
-    Run,
+    RunRecord,
     StepRecord,
     WorkerRecord,
     diagnose,
     watchdog,
 )
+from allstep.doctor.verify.ablation import Ablation
 from allstep.doctor.verify.compare import (
     _noise_tensors,
-    divergence,
-    find_parting,
+    find_divergence,
     limit_of,
+    nonfinite_step,
 )
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import Failure, read_worker, write_worker
-from allstep.doctor.verify.removal import Removal
 from allstep.doctor.verify.signatures import gradient_causes, option_causes
 from allstep.doctor.verify.sketch import Sketcher
 from allstep.doctor.verify.watchdog import Watchdog
@@ -151,7 +151,7 @@ def test_the_coarsest_format_says_what_is_rounding(dtype, autocast, epsilon):
     model = nn.Linear(2, 2).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         record = train_once(model, torch.ones(1, 2, dtype=dtype))
-    run = Run([record])
+    run = RunRecord([record])
     assert limit_of(run, run) == pytest.approx(epsilon**0.5)
 
 
@@ -166,7 +166,7 @@ class AutocastInside(nn.Module):
 
 
 def test_autocast_inside_of_a_forward_is_seen():
-    run = Run([train_once(AutocastInside(), torch.ones(1, 2))])
+    run = RunRecord([train_once(AutocastInside(), torch.ones(1, 2))])
     assert limit_of(run, run) == pytest.approx(2.0**-3.5)
 
 
@@ -184,17 +184,17 @@ def test_only_the_biases_of_keys_are_left_out():
     torch.manual_seed(0)
     model = Attention()
     nn.init.normal_(model.attention.in_proj_bias)
-    run = Run([train_once(model, torch.randn(8, 5, 24))])
+    run = RunRecord([train_once(model, torch.randn(8, 5, 24))])
     left_out = _noise_tensors(run, 0, limit_of(run, run))
     assert left_out == {"attention.in_proj_bias[24:36]", "attention.in_proj_bias[36:48]"}
     assert "attention.in_proj_bias[60:72]" in run.first.steps[0].parameters
 
 
-def runs_with(x: torch.Tensor, y: torch.Tensor, *, gradient: bool) -> tuple[Run, Run]:
+def runs_with(x: torch.Tensor, y: torch.Tensor, *, gradient: bool) -> tuple[RunRecord, RunRecord]:
     """Two runs, of one step, whose gradients (or else parameters) are x and y."""
     sketch = Sketcher()
 
-    def run(value: torch.Tensor) -> Run:
+    def run(value: torch.Tensor) -> RunRecord:
         record = WorkerRecord(rank=0)
         named = {name: sketch(part) for name, part in zip("ab", value, strict=True)}
         same = {"a": sketch(torch.ones(1)), "b": sketch(torch.ones(1))}
@@ -207,60 +207,60 @@ def runs_with(x: torch.Tensor, y: torch.Tensor, *, gradient: bool) -> tuple[Run,
             checksum=0,
         )
         record.steps.append(step)
-        return Run([record])
+        return RunRecord([record])
 
     return run(x), run(y)
 
 
-def test_rounding_agrees_and_more_parts():
+def test_only_more_than_rounding_is_a_divergence():
     x = torch.randn(2, 1000)
-    for scale, parts in ((1e-6, False), (1e-5, False), (1e-2, True), (1.0, True)):
+    for scale, diverges in ((1e-6, False), (1e-5, False), (1e-2, True), (1.0, True)):
         for gradient in (True, False):
             one, other = runs_with(x, x * (1 + scale * torch.randn(2, 1000)), gradient=gradient)
-            assert (find_parting(one, other) is not None) == parts
+            assert (find_divergence(one, other) is not None) == diverges
 
 
-def test_the_first_tensor_that_parts_is_named():
+def test_divergence_names_the_first_tensor():
     x = torch.randn(2, 1000)
     y = x.clone()
     y[1] *= 1.1
-    parting = find_parting(*runs_with(x, y, gradient=True))
-    assert (parting.step, parting.quantity, parting.name) == (0, "gradient", "b")
-    assert parting.difference == pytest.approx(0.1 / 1.1, rel=0.5)
+    divergence = find_divergence(*runs_with(x, y, gradient=True))
+    assert (divergence.step, divergence.quantity, divergence.name) == (0, "gradient", "b")
+    assert divergence.difference == pytest.approx(0.1 / 1.1, rel=0.5)
 
 
-def test_a_gradient_that_is_only_rounding_never_parts():
+def test_a_gradient_that_is_only_rounding_is_no_divergence():
     x, y = torch.randn(2, 1000), torch.randn(2, 1000)
     y[0] = x[0]
     x[1] *= 1e-8
     y[1] *= 1e-8
-    assert find_parting(*runs_with(x, y, gradient=True)) is None
+    assert find_divergence(*runs_with(x, y, gradient=True)) is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("gradient", [True, False])
-def test_what_is_finite_in_one_run_alone_parts(bad, gradient):
+def test_finite_in_only_one_run_is_a_divergence(bad, gradient):
     x = torch.ones(2, 3)
     y = x.clone()
     y[1, 1] = bad
     for runs in (runs_with(x, y, gradient=gradient), runs_with(y, x, gradient=gradient)):
-        parting = find_parting(*runs)
-        assert (parting.name, parting.difference) == ("b", math.inf)
-        assert divergence(*runs) is None
+        divergence = find_divergence(*runs)
+        assert (divergence.name, divergence.difference) == ("b", math.inf)
+        assert nonfinite_step(*runs) is None
 
 
-def test_a_gradient_that_overflows_in_both_runs_parts_nothing():
+def test_a_gradient_that_overflows_in_both_runs_is_no_divergence():
     """As with a gradient scaler, which then leaves the step out."""
     x = torch.tensor([[1.0, 2.0], [math.inf, math.nan]])
     runs = runs_with(x, x, gradient=True)
-    assert divergence(*runs) is None
-    assert find_parting(*runs) is None
+    assert nonfinite_step(*runs) is None
+    assert find_divergence(*runs) is None
     y = x.clone()
     y[0] = 3.0  # the other tensor is compared all the same
-    assert find_parting(*runs_with(x, y, gradient=True)).name == "a"
+    assert find_divergence(*runs_with(x, y, gradient=True)).name == "a"
 
 
-def steps_with(scales: list[float], *, samples: int = 1, rate: float = 0.1) -> Run:
+def steps_with(scales: list[float], *, samples: int = 1, rate: float = 0.1) -> RunRecord:
     """A run whose gradients and parameters are ones times a scale in each step."""
     sketch = Sketcher()
     record = WorkerRecord(rank=0)
@@ -276,48 +276,48 @@ def steps_with(scales: list[float], *, samples: int = 1, rate: float = 0.1) -> R
                 checksum=0,
             )
         )
-    return Run([record])
+    return RunRecord([record])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_runs_that_both_diverge_are_compared_up_to_there(bad):
-    def refuse(suspects, steps):
+def test_runs_that_stop_being_finite_are_compared_up_to_there(bad):
+    def refuse(factors, steps):
         raise AssertionError("nothing is left to find")
 
     same = diagnose(steps_with([1, 2, bad, bad]), steps_with([1, 2, bad, bad, bad]), refuse)
     assert same.is_same
-    assert (same.diverges_at, same.parting) == (2, None)
+    assert (same.nonfinite_at, same.divergence) == (2, None)
     # A rate that is no number is the same in both, too.
     rates = [steps_with([1, bad], rate=math.nan) for _ in range(2)]
     assert diagnose(*rates, refuse).is_same
 
 
-def test_runs_that_part_before_they_diverge_have_parted():
-    def rerun(suspects, steps):
+def test_divergence_before_both_runs_stop_being_finite():
+    def rerun(factors, steps):
         return steps_with([1] * steps), steps_with([2] * steps)
 
     bad = math.nan
     found = diagnose(steps_with([1, 2, bad]), steps_with([1, 3, bad]), rerun)
-    assert (found.is_same, found.parting.step, found.diverges_at) == (False, 1, 2)
-    # One of them diverges earlier: that is where they part.
+    assert (found.is_same, found.divergence.step, found.nonfinite_at) == (False, 1, 2)
+    # One of them stops being finite earlier: that is where they diverge.
     found = diagnose(steps_with([1, bad, bad]), steps_with([1, 2, bad]), rerun)
-    assert (found.parting.step, found.parting.difference) == (1, math.inf)
+    assert (found.divergence.step, found.divergence.difference) == (1, math.inf)
 
 
-def test_runs_that_diverge_without_a_suspect_do_not_convict_it():
+def test_ablated_runs_that_are_not_finite_name_no_cause():
     """They agree on nothing but infinity."""
 
-    def rerun(suspects, steps):
+    def rerun(factors, steps):
         return steps_with([math.inf] * steps), steps_with([math.inf] * steps)
 
     one, other = steps_with([1, 1]), steps_with([2, 2])
     other.first.policies.append("fp16")
     assert diagnose(one, other, rerun).causes == []
-    right = diagnose(one, other, lambda suspects, steps: (one, one))
+    right = diagnose(one, other, lambda factors, steps: (one, one))
     assert [cause.name for cause in right.causes] == ["exchange policy"]
 
 
-def options(rates: list[float], size: int) -> Run:
+def options(rates: list[float], size: int) -> RunRecord:
     workers = []
     for rank in range(size):
         record = WorkerRecord(rank=rank)
@@ -333,7 +333,7 @@ def options(rates: list[float], size: int) -> Run:
             for rate in rates
         ]
         workers.append(record)
-    return Run(workers)
+    return RunRecord(workers)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_each_optimizer_has_a_rate_of_its_own():
     assert cause.name == "learning rate scaled"
 
 
-def inputs(shapes: list[list[int]], gradients: list[float]) -> Run:
+def inputs(shapes: list[list[int]], gradients: list[float]) -> RunRecord:
     """A step whose workers have inputs of these shapes and gradients that are one number."""
     workers = []
     for rank, (shape, value) in enumerate(zip(shapes, gradients, strict=True)):
@@ -379,7 +379,7 @@ def inputs(shapes: list[list[int]], gradients: list[float]) -> Run:
         rows = [hash((rank, tuple(shape), i)) for i in range(shape[0])]
         record.steps = [replace(step, samples=rows, input_shapes=[shape])]
         workers.append(record)
-    return Run(workers)
+    return RunRecord(workers)
 
 
 @pytest.mark.parametrize(
@@ -429,10 +429,10 @@ def test_constants_for_random_numbers():
 @pytest.mark.process
 def test_data_of_a_loaders_processes_lose_their_random_changes():
     made_before = torch.rand(2)
-    removal = Removal(["random loader"], WorkerRecord(rank=0))
-    with contextlib.closing(removal):
+    ablation = Ablation(["random loader"], WorkerRecord(rank=0))
+    with contextlib.closing(ablation):
         exchange = allstep.attach(nn.Linear(1, 1), allstep.Communicator.single_process())
-        removal.apply(exchange)
+        ablation.apply(exchange)
         assert torch.rand(2).unique().numel() == made_before.numel()  # data made after attach
         loader = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="fork")
         (batch,) = loader

@@ -1,32 +1,32 @@
 """Whether a script trains the same model on any number of workers."""
 
+from allstep.doctor.verify.ablation import Factor
 from allstep.doctor.verify.causes import Cause
 from allstep.doctor.verify.compare import (
-    Parting,
-    divergence,
+    Divergence,
     largest_difference,
     limit_of,
+    nonfinite_step,
     total_norm,
 )
 from allstep.doctor.verify.diagnose import Diagnosis, diagnose
-from allstep.doctor.verify.record import Failure, Run, StepRecord, WorkerRecord, read_worker
+from allstep.doctor.verify.record import Failure, RunRecord, StepRecord, WorkerRecord, read_worker
 from allstep.doctor.verify.recorder import Recorder
-from allstep.doctor.verify.removal import Suspect
-from allstep.doctor.verify.script import Task, record_path, record_script
+from allstep.doctor.verify.script import RecordRequest, record_path, record_script
 
 __all__ = [
     "Cause",
     "Diagnosis",
     "Failure",
-    "Parting",
+    "Divergence",
     "Recorder",
-    "Run",
+    "RunRecord",
     "StepRecord",
-    "Suspect",
-    "Task",
+    "Factor",
+    "RecordRequest",
     "WorkerRecord",
     "diagnose",
-    "divergence",
+    "nonfinite_step",
     "largest_difference",
     "limit_of",
     "read_worker",

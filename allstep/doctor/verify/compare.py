@@ -1,4 +1,4 @@
-"""Where two runs of one script part.
+"""Where two runs of one script diverge.
 
 [Note: what is rounding] Two sums of the same numbers in another order differ by a few rounding
 units, epsilon, and by more where numbers cancel. Runs are taken to agree as long as
@@ -9,9 +9,9 @@ for each tensor: half of the digits agree (3.5e-4 in float32). The second term i
 that are nothing but rounding, such as that of a bias before batch norm. Adam makes steps of full
 length from these, so that their parameters aren't compared.
 
-[Note: divergence] What isn't finite can't be compared: infinity less infinity is no number. Runs
-part where a tensor is finite in one of them alone; where it is in neither, it says nothing. If the
-parameters of both diverge, steps are compared up to there.
+[Note: not finite] What isn't finite can't be compared: infinity less infinity is no number. Runs
+diverge where a tensor is finite in only one of them; where it is in neither, it says nothing. If
+the parameters of both stop being finite, steps are compared up to there.
 """
 
 import math
@@ -19,15 +19,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from allstep.doctor.verify.record import Run, StepRecord
+from allstep.doctor.verify.record import RunRecord, StepRecord
 from allstep.doctor.verify.sketch import Sketch
 
 __all__ = [
-    "Parting",
-    "divergence",
-    "find_parting",
+    "Divergence",
+    "find_divergence",
     "largest_difference",
     "limit_of",
+    "nonfinite_step",
     "total_norm",
 ]
 
@@ -41,7 +41,7 @@ _OPTION_TOLERANCE = 1e-6  # schedules are computed in doubles
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first thing in which two runs differ by more than rounding.
 
     Attributes:
@@ -59,7 +59,7 @@ class Parting:
     limit: float
 
     def __str__(self) -> str:
-        """>>> str(Parting(3, "gradient", "0.weight", 0.5, 3.5e-4))
+        """>>> str(Divergence(3, "gradient", "0.weight", 0.5, 3.5e-4))
         'step 3, in the gradient of `0.weight` (relative difference 0.5, limit 0.00035)'
         """
         of = "" if self.quantity == "options" else f"the {self.quantity} of "
@@ -67,13 +67,13 @@ class Parting:
         return f"step {self.step}, in {of}`{self.name}` ({size})"
 
 
-def limit_of(one: Run, other: Run) -> float:
+def limit_of(one: RunRecord, other: RunRecord) -> float:
     """Largest relative difference that may be rounding; see [Note: what is rounding]."""
     epsilons = [worker.epsilon for run in (one, other) for worker in run.workers]
     return math.sqrt(max(epsilons) or _FLOAT32_EPSILON)
 
 
-def divergence(one: Run, other: Run) -> int | None:
+def nonfinite_step(one: RunRecord, other: RunRecord) -> int | None:
     """The first step after which neither run's parameters are finite; None if there is none."""
     for step in range(min(one.num_steps, other.num_steps)):
         after = [run.first.steps[step].parameters for run in (one, other)]
@@ -114,10 +114,10 @@ def _distance(x: Sketch | None, y: Sketch | None) -> float:
     return math.dist(x.products, y.products) / math.sqrt(len(x.products))
 
 
-def find_parting(
-    one: Run, other: Run, quantities: tuple[Quantity, ...] = QUANTITIES
-) -> Parting | None:
-    """The first of `quantities` that parts, and in it the first tensor; None if all agree."""
+def find_divergence(
+    one: RunRecord, other: RunRecord, quantities: tuple[Quantity, ...] = QUANTITIES
+) -> Divergence | None:
+    """The first of `quantities` that differs, and in it the first tensor; None if all agree."""
     limit = limit_of(one, other)
     for step in range(min(one.num_steps, other.num_steps)):
         for quantity, found in _differences_at(one, other, step, limit):
@@ -125,11 +125,11 @@ def find_parting(
                 for name, difference in found.items():
                     tolerated = _OPTION_TOLERANCE if quantity == "options" else limit
                     if not difference <= tolerated:
-                        return Parting(step, quantity, name, difference, tolerated)
+                        return Divergence(step, quantity, name, difference, tolerated)
     return None
 
 
-def largest_difference(one: Run, other: Run, step: int) -> float:
+def largest_difference(one: RunRecord, other: RunRecord, step: int) -> float:
     """The largest relative difference of any tensor, gradient or parameter, in a step."""
     found = _differences_at(one, other, step, limit_of(one, other))
     return max((d for _, of in found for d in of.values()), default=0.0)
@@ -141,7 +141,7 @@ def total_norm(sketches: Mapping[str, Sketch]) -> float:
 
 
 def _differences_at(
-    one: Run, other: Run, step: int, limit: float
+    one: RunRecord, other: RunRecord, step: int, limit: float
 ) -> Iterator[tuple[Quantity, dict[str, float]]]:
     """What a step shows, in the order in which it happens."""
     if step == 0:
@@ -173,7 +173,7 @@ def _relative(x: float, y: float) -> float:
     return 0.0 if is_same else abs(x - y) / max(abs(x), abs(y))
 
 
-def _noise_tensors(run: Run, last_step: int, limit: float) -> set[str]:
+def _noise_tensors(run: RunRecord, last_step: int, limit: float) -> set[str]:
     """Tensors whose gradient was nothing but rounding in some step so far."""
     noise = set()
     for step in run.first.steps[: last_step + 1]:

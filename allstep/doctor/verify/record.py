@@ -10,7 +10,7 @@ from typing import Any
 
 from allstep.doctor.verify.sketch import Sketch
 
-__all__ = ["Failure", "Run", "StepRecord", "WorkerRecord", "read_worker", "write_worker"]
+__all__ = ["Failure", "RunRecord", "StepRecord", "WorkerRecord", "read_worker", "write_worker"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A script's first steps on some number of workers.
 
     Args:
@@ -108,9 +108,9 @@ class Run:
         """Steps that every worker made."""
         return min(len(worker.steps) for worker in self.workers)
 
-    def before(self, step: int) -> "Run":
+    def before(self, step: int) -> "RunRecord":
         """The steps before one."""
-        return Run([replace(worker, steps=worker.steps[:step]) for worker in self.workers])
+        return RunRecord([replace(worker, steps=worker.steps[:step]) for worker in self.workers])
 
     def samples(self, step: int) -> list[Counter[int]]:
         """Each worker's samples of a step."""

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from allstep.doctor.user_script import Attach, frames_of_script, frames_of_user, run_as_main
+from allstep.doctor.verify.ablation import Ablation, Factor
 from allstep.doctor.verify.record import Failure, write_worker
 from allstep.doctor.verify.recorder import Recorder
-from allstep.doctor.verify.removal import Removal, Suspect
 from allstep.doctor.verify.watchdog import Watchdog
 from allstep.errors import CommunicationError, DisagreementError
 from allstep.exchange import Exchange
 
-__all__ = ["Task", "record_path", "record_script"]
+__all__ = ["RecordRequest", "record_path", "record_script"]
 
 _MEETING_S = 60.0
 _STUCK_S = 5.0
@@ -27,7 +27,7 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class RecordRequest:
     """What a worker has to do.
 
     Attributes:
@@ -43,7 +43,7 @@ class Task:
     folder: Path
     num_steps: int
     timeout_s: float
-    without: list[Suspect]
+    without: list[Factor]
 
 
 class _EnoughSteps(BaseException):
@@ -55,7 +55,7 @@ def record_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def record_script(task: Task, rank: int, size: int) -> bool:
+def record_script(task: RecordRequest, rank: int, size: int) -> bool:
     """Runs the script until it has made enough steps, or ends; returns whether all went well.
 
     All random states begin alike, so that scripts that don't seed can be compared; and workers
@@ -78,13 +78,13 @@ def record_script(task: Task, rank: int, size: int) -> bool:
 
     recorder = Recorder(rank, task.num_steps, leave)
     watchdog = Watchdog(lambda: recorder.num_events, task.timeout_s, give_up)
-    removal = Removal(task.without, recorder.record)
+    ablation = Ablation(task.without, recorder.record)
     _seed(0)
     watchdog.start()
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled models as they are written
             run_as_main(
-                task.script, task.arguments, lambda attach: _recorded(attach, recorder, removal)
+                task.script, task.arguments, lambda attach: _recorded(attach, recorder, ablation)
             )
     except _EnoughSteps:
         return True
@@ -92,20 +92,20 @@ def record_script(task: Task, rank: int, size: int) -> bool:
         recorder.record.failure = _failure(error, task.script)
     finally:
         watchdog.stop()
-        removal.close()
+        ablation.close()
         recorder.close()
     if not path.exists():
         write_worker(path, recorder.record)
     return recorder.record.failure is None
 
 
-def _recorded(attach: Attach, recorder: Recorder, removal: Removal) -> Attach:
+def _recorded(attach: Attach, recorder: Recorder, ablation: Ablation) -> Attach:
     """`allstep.attach`, which tells the recorder."""
 
     @functools.wraps(attach)
     def recorded(model: Any, comm: Any, policy: Any = None, **options: Any) -> Exchange:
-        exchange: Exchange = attach(model, comm, removal.policy(policy), **options)
-        removal.apply(exchange)
+        exchange: Exchange = attach(model, comm, ablation.policy(policy), **options)
+        ablation.apply(exchange)
         recorder.watch(exchange)
         return exchange
 

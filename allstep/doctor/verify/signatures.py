@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from allstep.doctor.verify.causes import Cause
 from allstep.doctor.verify.compare import limit_of
-from allstep.doctor.verify.record import Run, WorkerRecord
+from allstep.doctor.verify.record import RunRecord, WorkerRecord
 from allstep.doctor.verify.sketch import NUM_PRODUCTS
 
 __all__ = ["data_causes", "gradient_causes", "option_causes", "peer_causes"]
@@ -19,7 +19,7 @@ Series = NDArray[np.float64]
 _RATE_TOLERANCE = 1e-5
 
 
-def peer_causes(run: Run) -> list[Cause]:
+def peer_causes(run: RunRecord) -> list[Cause]:
     """Whether the workers of one run keep the same parameters, bit for bit."""
     for step in range(run.num_steps):
         for worker in run.workers[1:]:
@@ -29,7 +29,7 @@ def peer_causes(run: Run) -> list[Cause]:
     return []
 
 
-def option_causes(one: Run, other: Run) -> list[Cause]:
+def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     """What is wrong with the learning rate and the other options of the optimizer."""
     causes: dict[str, Cause] = {}
     few, many = _option_series(one), _option_series(other)
@@ -46,7 +46,7 @@ def option_causes(one: Run, other: Run) -> list[Cause]:
     return list(causes.values())
 
 
-def _option_series(run: Run) -> dict[str, Series]:
+def _option_series(run: RunRecord) -> dict[str, Series]:
     """Each option over the steps of its optimizer."""
     found: dict[str, list[float]] = {}
     for step in run.first.steps[: run.num_steps]:
@@ -56,13 +56,13 @@ def _option_series(run: Run) -> dict[str, Series]:
     return {key: np.array(values) for key, values in found.items()}
 
 
-def _other_option(key: str, mine: Series, theirs: Series, other: Run) -> Cause:
+def _other_option(key: str, mine: Series, theirs: Series, other: RunRecord) -> Cause:
     step = int(np.argmax(mine != theirs))
     values = f"{mine[step]:g} on the fewest workers and {theirs[step]:g} on {other.size}"
     return Cause("optimizer options", f"`{key}` is {values}")
 
 
-def _rate_causes(few: Series, many: Series, one: Run, other: Run) -> list[Cause]:
+def _rate_causes(few: Series, many: Series, one: RunRecord, other: RunRecord) -> list[Cause]:
     """A constant factor, the schedule run through faster, or both."""
     causes = []
     factor = _constant_factor(few[: len(many)], many)
@@ -85,7 +85,7 @@ def _rate_causes(few: Series, many: Series, one: Run, other: Run) -> list[Cause]
     ]
 
 
-def _scaled(factor: float, one: Run, other: Run) -> Cause:
+def _scaled(factor: float, one: RunRecord, other: RunRecord) -> Cause:
     workers = f"on {other.size} workers it is {factor:.4g} times that on {one.size}"
     return Cause("learning rate scaled", f"the learning rate is scaled by hand: {workers}")
 
@@ -100,7 +100,7 @@ def _constant_factor(few: Series, many: Series) -> float | None:
     return factor if fits else None
 
 
-def data_causes(one: Run, other: Run) -> list[Cause]:
+def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     """Whether workers ran each other's samples."""
     steps = range(min(one.num_steps, other.num_steps))
     if all(_are_equal(one, other, step) for step in steps):
@@ -111,7 +111,7 @@ def data_causes(one: Run, other: Run) -> list[Cause]:
     return _overlap(one, other, steps)
 
 
-def _are_equal(one: Run, other: Run, step: int) -> bool:
+def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
     """Whether all workers ran the same samples, and these aren't what data like theirs give."""
     first, *others = other.samples(step)
     lone = one.all_samples(step)
@@ -119,7 +119,7 @@ def _are_equal(one: Run, other: Run, step: int) -> bool:
     return len(lone) > 1 and are_equal and other.all_samples(step) != lone
 
 
-def _overlap(one: Run, other: Run, steps: range) -> list[Cause]:
+def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     """Whether workers ran some samples of others, though no sample was due twice."""
     lone = sum((one.all_samples(step) for step in steps), Counter[int]())
     if len(lone) != lone.total():
@@ -135,7 +135,7 @@ def _overlap(one: Run, other: Run, steps: range) -> list[Cause]:
     return [Cause("data not sharded", f"{evidence}, before any was due again")]
 
 
-def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
+def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """Why the gradients of a step differ, though its parameters agree."""
     mine, theirs = one.all_samples(step), other.all_samples(step)
     times = other.size / one.size
@@ -158,12 +158,12 @@ def gradient_causes(one: Run, other: Run, step: int) -> list[Cause]:
     return _summed(one, other, step, times) or _unequal(one, other, step, dim)
 
 
-def _larger_batch(few: int, many: int, one: Run, other: Run) -> Cause:
+def _larger_batch(few: int, many: int, one: RunRecord, other: RunRecord) -> Cause:
     batches = f"{few} samples on {one.size}, {many} on {other.size}"
     return Cause("global batch", f"a step's batch grows with the workers: {batches}")
 
 
-def _batch_dim(one: Run, other: Run, step: int) -> int:
+def _batch_dim(one: RunRecord, other: RunRecord, step: int) -> int:
     """The dimension of the model's inputs that counts samples: the only one that differs."""
     shapes = one.input_shapes(step) + other.input_shapes(step)
     if len({len(shape) for shape in shapes}) != 1:
@@ -172,14 +172,14 @@ def _batch_dim(one: Run, other: Run, step: int) -> int:
     return differing[0] if len(differing) == 1 else 0
 
 
-def _num_samples(run: Run, step: int, dim: int) -> list[int]:
+def _num_samples(run: RunRecord, step: int, dim: int) -> list[int]:
     """Each worker's."""
     if not dim:
         return [samples.total() for samples in run.samples(step)]
     return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.workers]
 
 
-def _are_finite(run: Run, step: int) -> bool:
+def _are_finite(run: RunRecord, step: int) -> bool:
     """Whether all workers' own gradients are, so that one can reckon with them."""
     return all(
         np.isfinite(sketch.products).all()
@@ -188,7 +188,7 @@ def _are_finite(run: Run, step: int) -> bool:
     )
 
 
-def _summed(one: Run, other: Run, step: int, times: float) -> list[Cause]:
+def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[Cause]:
     """The same gradient, but for a factor."""
     few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
     squared = float(few @ few)
@@ -202,7 +202,7 @@ def _summed(one: Run, other: Run, step: int, times: float) -> list[Cause]:
     return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
 
 
-def _unequal(one: Run, other: Run, step: int, dim: int) -> list[Cause]:
+def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Cause]:
     """Weighed by samples, the workers' gradients give the right one."""
     counts = _num_samples(other, step, dim)
     if len(set(counts)) == 1:
@@ -219,7 +219,11 @@ def _unequal(one: Run, other: Run, step: int, dim: int) -> list[Cause]:
 
 
 def _mean_gradients(
-    one: Run, other: Run, step: int, weights: Sequence[int], other_weights: Sequence[int]
+    one: RunRecord,
+    other: RunRecord,
+    step: int,
+    weights: Sequence[int],
+    other_weights: Sequence[int],
 ) -> tuple[Series, Series]:
     """The workers' own gradients, as they were before the exchange, averaged; of both runs."""
     workers = (*one.workers, *other.workers)

@@ -1,4 +1,4 @@
-"""Takes a suspect out of a training: runs that agree without it have parted because of it."""
+"""Takes factors out of a training: runs that agree without one have diverged because of it."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,18 +14,18 @@ from allstep.doctor.verify.record import WorkerRecord
 from allstep.exchange import Exchange, ExchangePolicy
 from allstep.exchange.hooks import FunctionHook
 
-__all__ = ["Removal", "Suspect"]
+__all__ = ["Ablation", "Factor"]
 
-Suspect = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
+Factor = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
 
 _ITERATE = DataLoader.__iter__
 
 
-class Removal:
+class Ablation:
     """Keeps some things from happening in a training.
 
     Args:
-        suspects: "batch norm" makes it use its running statistics; "random state" replaces
+        factors: "batch norm" makes it use its running statistics; "random state" replaces
             random numbers by a constant from the first training forward on; "random data" does
             so too, and takes the gradients out of the first step, whose data were drawn before;
             "random loader" begins where a DataLoader is iterated, whose processes draw ahead;
@@ -33,29 +33,29 @@ class Removal:
         record: of this worker, which tells when the first step is over.
     """
 
-    def __init__(self, suspects: Sequence[Suspect], record: WorkerRecord) -> None:
-        self._suspects = frozenset(suspects)
+    def __init__(self, factors: Sequence[Factor], record: WorkerRecord) -> None:
+        self._factors = frozenset(factors)
         self._record = record
         self._constant: ConstantRandomNumbers | None = None
 
     def policy(self, policy: ExchangePolicy | None) -> ExchangePolicy | None:
         """What to attach with."""
-        if policy is None or "exchange policy" not in self._suspects:
+        if policy is None or "exchange policy" not in self._factors:
             return policy
         return ExchangePolicy(reduction=policy.reduction)
 
     def apply(self, exchange: Exchange) -> None:
         """Takes up a model that was just attached."""
-        if "batch norm" in self._suspects:
+        if "batch norm" in self._factors:
             for module in exchange.model.modules():
                 if isinstance(module, _BatchNorm):
                     _freeze_statistics(module)
-        if "random loader" in self._suspects:
+        if "random loader" in self._factors:
             self._replace_iteration()
-        if "random state" in self._suspects or "random data" in self._suspects:
+        if "random state" in self._factors or "random data" in self._factors:
             hook = FunctionHook(self, self._before_forward)
             exchange.model.register_forward_pre_hook(hook)
-        if "random data" in self._suspects:
+        if "random data" in self._factors:
             for p in exchange.model.parameters():
                 if p.requires_grad and not is_lazy(p):
                     p.register_hook(self._without_first_step)  # type: ignore[no-untyped-call]
