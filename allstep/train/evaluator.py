@@ -1,16 +1,18 @@
 """Metrics on a whole test set, each sample counted exactly once on any number of workers."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from allstep.comm import Communicator
 from allstep.data.fetch import FetchMicroBatch
+from allstep.data.processes import LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.sampler import check_integer, local_part
 from allstep.errors import DisagreementError, UsageError
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
@@ -69,14 +71,13 @@ class Evaluator:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
     ) -> None:
-        if micro_batch < 1:
-            raise UsageError(f"`micro_batch` (={micro_batch}) must be at least 1.")
-        if num_workers < 0:
-            raise UsageError(f"`num_workers` (={num_workers}) must be 0 or more.")
+        check_integer("micro_batch", micro_batch, 1)
         self.totals: dict[str, tuple[float, float]] = {}
         self._metrics = metrics
         self._comm = comm
-        self._num_workers = num_workers
+        self._processes = LoaderProcesses(
+            num_workers=num_workers, pin_memory=comm.device.type == "cuda"
+        )
         self._seed = seed
         self._fetch = FetchMicroBatch(dataset, derive_seed(seed, _SAMPLE), collate_fn)
         self._cut = _cut(_length(dataset), micro_batch)
@@ -96,8 +97,12 @@ class Evaluator:
             DisagreementError: on every worker, if the metrics' names differ.
         """
         sums = _Sums(self._comm.device)
-        with _preserved_random_state(self._comm.device), evaluating(model):
-            for index, data in self._micro_batches():
+        with (
+            _preserved_random_state(self._comm.device),
+            evaluating(model),
+            closing(self._micro_batches()) as micro_batches,
+        ):
+            for index, data in micro_batches:
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
         names = _agreed_names(self._comm, sums.name_sets)
@@ -105,20 +110,17 @@ class Evaluator:
         self.totals = {name: (a, b) for name, (a, b) in zip(names, totals, strict=True)}
         return {name: a / b if b else float("nan") for name, (a, b) in self.totals.items()}
 
-    def _micro_batches(self) -> Iterator[tuple[int, Any]]:
+    def _micro_batches(self) -> Generator[tuple[int, Any], None, None]:
         """This worker's contiguous block of micro-batches, with their index in the whole set."""
-        rank, size, num_cut = self._comm.rank, self._comm.size, len(self._cut)
-        first = rank * num_cut // size
-        own = self._cut[first : (rank + 1) * num_cut // size]
-        loader = DataLoader(
-            self._fetch,
-            sampler=[(0, list(samples)) for samples in own],
-            batch_size=None,
-            num_workers=self._num_workers if own else 0,
-            collate_fn=_as_it_is,
-            pin_memory=self._comm.device.type == "cuda",
-        )
-        return enumerate(loader, start=first)
+        part = local_part(len(self._cut), self._comm.rank, self._comm.size)
+        if not part:
+            return
+        keys = [(0, list(self._cut[index])) for index in part]
+        items = self._processes.start(self._fetch, keys, seed=self._seed)
+        try:
+            yield from zip(part, items, strict=True)
+        finally:
+            items.close()
 
 
 class _Sums:
@@ -206,10 +208,6 @@ def _cut(num_samples: int, micro_batch: int) -> list[range]:
         range(start, min(start + micro_batch, num_samples))
         for start in range(0, num_samples, micro_batch)
     ]
-
-
-def _as_it_is(data: Any) -> Any:
-    return data
 
 
 @contextmanager

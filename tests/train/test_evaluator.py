@@ -1,16 +1,20 @@
 """Exact evaluation: each sample once, whatever the workers; modes and random states untouched."""
 
 import math
+import os
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
@@ -106,6 +110,40 @@ def test_loader_processes_give_the_same() -> None:
         for n in (0, 2)
     ]
     assert results[0] == results[1]
+
+
+class Processes(Dataset[int]):
+    """Each sample is the process that reads it, and whether that would survive Ctrl-C."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        survives = {signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        return os.getpid(), survives == {signal.SIG_IGN}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loader_processes_leave_signals_to_the_worker_and_end_with_the_evaluation(
+    fails: bool,
+) -> None:
+    pids: set[int] = set()
+
+    def look(model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
+        seen, survives = batch
+        pids.update(seen.tolist())
+        if fails:
+            raise ZeroDivisionError
+        return {"survives": (survives.sum(), len(survives))}
+
+    evaluator = Evaluator(look, Processes(), Communicator.lone(), micro_batch=2, num_workers=2)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        assert evaluator(make_model()) == {"survives": 1.0}
+    assert os.getpid() not in pids
+    assert len(pids) == (1 if fails else 2)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    unguarded = next(iter(DataLoader(Processes(), num_workers=1)))  # torch's own would end
+    assert not unguarded[1].item()
 
 
 def test_random_transforms_belong_to_the_sample() -> None:
