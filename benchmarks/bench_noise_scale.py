@@ -28,7 +28,7 @@ from rich.table import Table
 import allstep
 from allstep import Communicator, TrainOptions
 from allstep.optim import constant
-from allstep.train.run import Run
+from allstep.train import Run
 
 TARGET_PCT = 2.0
 EVERY_STEPS = (0, 10, 1)
@@ -41,9 +41,9 @@ def training(run: Run, comm: Communicator, log_every_steps: int) -> Iterator[Non
     """The steps of `fit`, with the one collective that carries the measured norms."""
     while True:
         for batch in allstep.steps(run.loader, run.exchange):
-            loss = run.train_step(batch)
-            if run.loader.step % log_every_steps == 0:
-                run.noise.all_reduce(comm, loss)
+            update = run.train_step(batch)
+            if run.step % log_every_steps == 0:
+                run.sum_losses(update.loss)
             yield
 
 
@@ -59,7 +59,6 @@ def work(file: Path, micro_batch: int, repeats: int) -> None:
     """As a rank: seconds of the turns, by steps between two measurements; rank 0 writes them."""
     torch.set_num_threads(1)
     with allstep.init(device="cpu") as comm, ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         turns = {}
         for every_steps in EVERY_STEPS:
             options = TrainOptions(
@@ -70,7 +69,7 @@ def work(file: Path, micro_batch: int, repeats: int) -> None:
             )
             torch.manual_seed(0)  # the same pictures everywhere
             task = replace(fashion_task(STEPS_PER_EPOCH * GLOBAL_BATCH), schedule=constant())
-            run = Run(task, options, comm, folder)
+            run = Run(task, options, comm)
             stack.enter_context(closing(run))
             turns[str(every_steps)] = turn(training(run, comm, options.log_every_steps))
         seconds = interleave(turns, repeats)

@@ -7,7 +7,7 @@ from pathlib import Path
 from allstep.cli import run_folder
 from allstep.cli.workers import num_workers_to_start, run_here, start_workers
 from allstep.comm import Communicator
-from allstep.train.run import Run
+from allstep.train import Checkpoints, Run
 
 __all__ = ["evaluate_worker", "run"]
 
@@ -37,11 +37,11 @@ def evaluate_worker(comm: Communicator, run_dir: Path) -> int:
     if comm.rank == 0:
         plain = run_folder.recipe_to_plain(run_folder.read_recipe(run_dir, argument="run"))
     recipe = run_folder.data_parallel(run_folder.recipe_from_plain(comm.broadcast_object(plain)))
-    with closing(Run(recipe.task(comm), recipe, comm, run_dir)) as trained:
-        trained.restore()
+    with closing(Run(recipe.task(comm), recipe, comm)) as trained:
+        Checkpoints(run_dir / "checkpoints", comm).restore(trained)
         metrics = trained.evaluate()
         totals = trained.totals
-        step = trained.loader.step
+        step = trained.step
     if comm.rank == 0:
         print(f"{run_dir}, step {step}")
         for name, value in metrics.items():

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from allstep.train.failures import FAILED, PEER_LOST
-from allstep.train.interrupts import SIGNALS
+from allstep.train.stop import SIGNALS
 
 __all__ = ["launch_workers"]
 

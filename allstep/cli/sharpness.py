@@ -1,17 +1,14 @@
 """`allstep sharpness`: how sharp the minimum is that a run's newest checkpoint is in."""
 
 import argparse
+import itertools
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from allstep import data
@@ -22,7 +19,7 @@ from allstep.cli.workers import num_workers_to_start, run_here
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.recipes import Recipe
-from allstep.train.run import Run
+from allstep.train import Checkpoints, Progress, Run
 from allstep.train.sharpness import Sharpness, check_numbers, sharpness
 
 __all__ = ["Request", "run", "sharpness_worker"]
@@ -100,10 +97,10 @@ def _measure(
     comm: Communicator, recipe: Recipe, run_dir: Path, request: Request
 ) -> tuple[Sharpness, int]:
     task = recipe.task(comm)
-    with closing(Run(task, recipe, comm, run_dir)) as trained:
-        trained.restore()
+    with closing(Run(task, recipe, comm)) as trained:
+        Checkpoints(run_dir / "checkpoints", comm).restore(trained)
         trained.exchange.sync_buffers()
-        stage, precision, step = trained.stage, trained.precision, trained.loader.step
+        stage, precision, step = trained.stage, trained.precision, trained.step
     # The model is as it was before it was attached now: gradients here are no worker's mean.
     micro_batch = min(stage.micro_batch, request.samples)
     loader = data.loader(
@@ -118,10 +115,11 @@ def _measure(
     with loader:
         batch = next(loader.global_batches())
         most_times = 1 + request.max_products + request.num_draws
-        with _passes_shown(most_times * batch.num_local_micro_batches, comm) as advance:
+        num_passes = itertools.count(1)
+        with Progress(most_times * batch.num_local_micro_batches, comm, unit="pass") as progress:
 
             def loss(model: nn.Module, micro_batch: Any) -> Tensor:
-                advance()
+                progress.advance(next(num_passes))
                 return task.loss(model, precision.prepare_data(micro_batch))
 
             measured = sharpness(
@@ -135,21 +133,6 @@ def _measure(
                 seed=recipe.seed,
             )
     return measured, step
-
-
-@contextmanager
-def _passes_shown(most_passes: int, comm: Communicator) -> Iterator[Callable[[], None]]:
-    """A bar on rank 0's terminal while it lasts; what it gives is called at every pass."""
-    with Progress(
-        TextColumn("pass {task.completed:,} of at most {task.total:,}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        disable=comm.rank > 0 or not sys.stderr.isatty(),
-    ) as progress:
-        task = progress.add_task("", total=most_passes)
-        yield lambda: progress.advance(task)
 
 
 def _show(measured: Sharpness, step: int) -> None:

@@ -10,8 +10,8 @@ from allstep.comm import Communicator
 from allstep.doctor.gemm import measure_gemm_flops
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
+from allstep.train import RunReport
 from allstep.train.devices import num_cores
-from allstep.train.report import RunReport
 
 __all__ = ["Summary", "summarize"]
 

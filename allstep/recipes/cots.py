@@ -6,19 +6,30 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.recipes.cots_data import Photos, find_photographs, read_portraits
+from allstep.recipes.cots_data import (
+    Photos,
+    Portraits,
+    draw_patches,
+    find_photographs,
+    read_photograph,
+    read_portraits,
+)
+from allstep.recipes.cots_faces import FaceTest, Stimuli
 from allstep.recipes.cots_net import NETS, Size, make_stages
+from allstep.recipes.cots_pictures import PictureFormat, TrainingPictures
 from allstep.recipes.cots_report import show, table_of_neurons
-from allstep.recipes.cots_sets import PictureSets
 from allstep.recipes.cots_training import GreedyTraining
 from allstep.recipes.divided import DividedRecipe
 
 __all__ = ["Cots"]
 
-_UNTRAINED_SEED = 500_000
+_UNTRAINED_SEED, _STIMULI_SEED = 500_000, 600_000
+# The paper's test has 48,000 distractors for 13,152 faces.
+_DISTRACTORS_PER_FACE = 48_000 / 13_152
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,31 +129,40 @@ class Cots(DividedRecipe):
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
         """Trains the stages, tests the neurons, writes pictures and `report.json`."""
         grid = allstep.nn.Grid(comm)
-        sets = PictureSets(self, grid)
+        paths, portraits = find_photographs(self.photos, self.folder), read_portraits(self.faces)
+        photographs = self._read(paths[::2], self.channels, self.pixels)
         stages = self.stages(grid, self.seed)
-        training = self._training(stages, sets, comm, run_dir)
-        if resume:
-            training.restore()
-        else:
-            training.refuse_old_checkpoints()
-        interrupted = training.run()
+        pictures = self.pictures(grid, photographs, portraits)
+        training = self._training(stages, pictures, comm)
+        with allstep.train.Interrupts() as interrupts:
+            loop = allstep.train.Loop(
+                training,
+                comm,
+                run_dir,
+                interrupts,
+                epochs=len(stages),
+                log_every_steps=self.log_every_steps,
+                checkpoint_every_steps=self.checkpoint_every_steps,
+            )
+            loop.run(resume=resume)
         table = []
-        if not interrupted:
+        if loop.interrupted is None:
             untrained = self.stages(grid, self.seed + _UNTRAINED_SEED)
-            table = table_of_neurons(stages, untrained, sets, run_dir, self.seed)
+            test = self._face_test(grid, paths[1::2], portraits)
+            table = table_of_neurons(stages, untrained, test, photographs, run_dir, self.seed)
         report = {
             "workers": comm.size,
             "num_parameters": self._num_parameters(stages, comm),
-            "num_steps": training.num_steps,
-            "samples_per_s": training.samples_per_s,
+            "num_steps": training.step,
+            "samples_per_s": loop.meter.samples_per_s,
             "costs": training.costs,
             "neurons": table,
-            "interrupted": interrupted,
+            "interrupted": loop.interrupted,
         }
         if comm.rank == 0:
             (run_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             show(report, run_dir)
-        return 128 + interrupted if interrupted else 0
+        return 128 + loop.interrupted if loop.interrupted else 0
 
     @property
     def learning_rate(self) -> float:
@@ -157,9 +177,11 @@ class Cots(DividedRecipe):
         return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
-    def contrast_size(self) -> int:
-        """Rows and columns of the neighbourhood in which pictures are normalised."""
-        return NETS[self.pixels].contrast_size
+    def form(self) -> PictureFormat:
+        """How the net sees pictures."""
+        return PictureFormat(
+            self.pixels, self.channels, NETS[self.pixels].contrast_size, self.dtype
+        )
 
     def stages(self, grid: "allstep.nn.Grid", seed: int) -> "list[allstep.nn.Stage]":
         """The untrained net."""
@@ -173,28 +195,59 @@ class Cots(DividedRecipe):
             dtype=self.dtype,
         )
 
+    def pictures(
+        self, grid: "allstep.nn.Grid", photographs: list[list[Tensor]], portraits: Portraits
+    ) -> TrainingPictures:
+        """What is trained on: patches of photographs, and some portraits."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return TrainingPictures(
+            grid,
+            self.form,
+            draw_patches(photographs, self.patches, self.pixels, generator),
+            self.form.resized(portraits.warps),
+            face_share=self.face_share,
+            batch=self.batch,
+        )
+
     def _training(
-        self, stages: "list[allstep.nn.Stage]", sets: PictureSets, comm: Communicator, run_dir: Path
+        self, stages: "list[allstep.nn.Stage]", pictures: TrainingPictures, comm: Communicator
     ) -> GreedyTraining:
         names = [field.name for field in fields(self) if not field.name.endswith("_every_steps")]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
         return GreedyTraining(
             stages,
-            sets.draw,
+            pictures.draw,
             comm,
-            run_dir,
             batch=self.batch,
             steps=self.steps,
             seed=self.seed,
-            lr=self.learning_rate,
-            momentum=self.momentum,
-            sparsity=self.sparsity,
-            tied=self.tied,
-            log_every_steps=self.log_every_steps,
-            checkpoint_every_steps=self.checkpoint_every_steps,
-            options=plain,
+            training={
+                "lr": self.learning_rate,
+                "momentum": self.momentum,
+                "sparsity": self.sparsity,
+                "tied": self.tied,
+            },
+            options={n: str(v) if isinstance(v, Path) else v for n, v in values.items()},
         )
+
+    def _face_test(
+        self, grid: "allstep.nn.Grid", held_out: list[Path], portraits: Portraits
+    ) -> FaceTest:
+        """Of photographs that are not trained on; the stimuli are the same whatever the seed."""
+        generator = torch.Generator().manual_seed(_STIMULI_SEED)
+        half = len(held_out) // 2
+        halves = []
+        for faces, paths in (
+            (portraits.choose, held_out[:half]),
+            (portraits.report, held_out[half:]),
+        ):
+            side, num = faces.shape[1], round(len(faces) * _DISTRACTORS_PER_FACE)
+            patches = draw_patches(self._read(paths, 1, side), num, side, generator)
+            halves.append(Stimuli(faces, patches[:, 0]))
+        return FaceTest(grid, self.form, *halves)
+
+    def _read(self, paths: list[Path], channels: int, side: int) -> list[list[Tensor]]:
+        return [read_photograph(path, channels, side) for path in paths]
 
     def _num_parameters(self, stages: "list[allstep.nn.Stage]", comm: Communicator) -> int:
         own = sum(parameter.numel() for stage in stages for parameter in stage.parameters())

@@ -9,21 +9,16 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
-import allstep
-from allstep import Communicator, UsageError
+from allstep import UsageError
 
 __all__ = [
     "Photos",
     "Portraits",
-    "contrast_normalised",
     "draw_patches",
     "find_photographs",
-    "normalise",
     "read_photograph",
     "read_portraits",
-    "resized",
 ]
 
 Photos = Literal["scikit", "mvtb", "folder"]
@@ -132,39 +127,6 @@ def draw_patches(
         patches[num] = patch
         num += 1
     return patches
-
-
-def normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each picture with mean 0 and variance 1: [num, channels, height, width] in `dtype`.
-
-    (x - mean) / max(std, 4), over the whole picture; 4 of 255 is next to nothing to see.
-    """
-    x = x.to(dtype)
-    mean, std = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), keepdim=True)
-    return (x - mean) / std.clamp_min(_FLAT)
-
-
-def contrast_normalised(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    """Pictures as the net sees them, whole: normalised, then so in each place.
-
-    Args:
-        x: uint8 [num, channels, height, width].
-        dtype: of the result.
-        size: rows and columns of a place's neighbourhood; odd.
-    """
-    grid = allstep.nn.Grid(Communicator.single_process())
-    norm = allstep.nn.LocalContrastNorm(grid, grid.split(x.shape[2:]), size, floor=0.1)
-    parts = [norm(normalise(some, dtype)).contiguous() for some in torch.split(x, 256)]
-    return torch.cat(parts)
-
-
-def resized(x: Tensor, pixels: int, channels: int) -> Tensor:
-    """Grey squares, uint8 [num, side, side], as uint8 [num, channels, pixels, pixels]."""
-    x = x[:, None]
-    if x.shape[2] != pixels:
-        smooth = interpolate(x.float(), (pixels, pixels), mode="bilinear", antialias=True)
-        x = smooth.round().to(torch.uint8)
-    return x.expand(-1, channels, -1, -1)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator
-from allstep.recipes.cots_data import contrast_normalised, draw_patches, resized
+from allstep.recipes.cots_data import draw_patches
 from allstep.recipes.cots_neurons import Responses, Score, score
+from allstep.recipes.cots_pictures import PictureFormat
 
 __all__ = ["Best", "FaceTest", "Stimuli", "parts_of"]
 
@@ -56,28 +57,20 @@ class FaceTest:
 
     Args:
         grid: the workers that share the net.
-        layout: who owns what of a picture.
+        form: of the net's pictures.
         choose, report: the two halves, the same on all workers.
-        pixels, channels, contrast_size: of the net's pictures.
-        dtype: of the net.
     """
 
     def __init__(
         self,
         grid: "allstep.nn.Grid",
-        layout: "allstep.nn.Layout",
+        form: PictureFormat,
         choose: Stimuli,
         report: Stimuli,
-        *,
-        pixels: int,
-        channels: int,
-        contrast_size: int,
-        dtype: torch.dtype,
     ) -> None:
+        self.grid = grid
+        self.form = form
         self.halves = (choose, report)
-        self._grid = grid
-        self._layout = layout
-        self._picture = (pixels, channels, contrast_size, dtype)
 
     @property
     def all_negative(self) -> float:
@@ -112,13 +105,11 @@ class FaceTest:
     ) -> Best:
         """The best of as many random patches of photographs, as filters; of 8,192 at most."""
         num_templates = min(num_templates, _MOST_TEMPLATES)
-        pixels, _, contrast_size, dtype = self._picture
         best: Best | None = None
         for first in range(0, num_templates, _TEMPLATES_AT_ONCE):
             num = min(_TEMPLATES_AT_ONCE, num_templates - first)
-            patches = draw_patches(photographs, num, pixels, generator)
-            templates = contrast_normalised(patches, dtype, contrast_size)
-            products = _products_with(templates.flatten(1))
+            patches = draw_patches(photographs, num, self.form.pixels, generator)
+            products = _products_with(self.form.normalised(patches).flatten(1))
             halves = [self._responses(half, products) for half in self.halves]
             found = _best("random patches", *halves)
             if best is None or found.score.chosen_auc > best.score.chosen_auc:
@@ -135,9 +126,8 @@ class FaceTest:
 
     def _pictures(self, stimuli: Tensor, at_once: int = _AT_ONCE) -> Iterator[Tensor]:
         """Stimuli as the net's pictures, some at a time, whole."""
-        pixels, channels, contrast_size, dtype = self._picture
         for some in torch.split(stimuli, at_once):
-            yield contrast_normalised(resized(some, pixels, channels), dtype, contrast_size)
+            yield self.form.normalised(self.form.resized(some))
 
     @torch.no_grad()
     def _responses(self, half: Stimuli, net: Layer, *, own_part: bool = False) -> Responses:
@@ -145,7 +135,7 @@ class FaceTest:
             parts = []
             for pictures in self._pictures(stimuli):
                 if own_part:
-                    pictures = allstep.nn.windows.own_part(self._grid, pictures, self._layout)
+                    pictures = self.form.own_part(self.grid, pictures)
                 parts.append(net(pictures).flatten(1).cpu())
             return torch.cat(parts)
 
@@ -153,7 +143,7 @@ class FaceTest:
 
     def _best_of_workers(self, name: str, choose: Responses, report: Responses) -> Best:
         """Each worker knows its own neurons alone; the best of the best is the same on all."""
-        comm: Communicator = self._grid.comm
+        comm: Communicator = self.grid.comm
         own = _best(name, choose, report)
         said = {**asdict(own.score), "num": own.num_neurons, "shown": own.shown}
         everyone = comm.all_gather_object(said)

@@ -1,72 +1,109 @@
-"""Pictures of filters and of the stimuli that neurons respond to most."""
+"""The pictures that recipe `cots` trains on, and how its net sees them."""
 
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
-__all__ = ["save_filters", "save_stimuli"]
+import allstep
+from allstep import Communicator
 
-_MOST_FILTERS = 400
-_ZOOM = 3
-_FACE = (80, 220, 100)
-_DISTRACTOR = (60, 60, 60)
+__all__ = ["PictureFormat", "TrainingPictures", "normalise"]
+
+_AT_ONCE = 256  # pictures that are normalised together
+_FLAT = 4.0  # standard deviation, of 255, below which a picture shows next to nothing
 
 
-def save_filters(path: Path, filters: Tensor, channels: int) -> None:
-    """A sheet of first-layer filters, each scaled so that grey is zero.
+@dataclass(frozen=True)
+class PictureFormat:
+    """The pictures of a net.
+
+    Attributes:
+        pixels: rows and columns.
+        channels: 1 for grey, 3 for colour.
+        contrast_size: rows and columns of the neighbourhood in which contrast is normalised; odd.
+        dtype: of their numbers.
+    """
+
+    pixels: int
+    channels: int
+    contrast_size: int
+    dtype: torch.dtype
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Pictures as the net sees them, whole: normalised, then so in each place.
+
+        Args:
+            x: uint8 [num, channels, height, width].
+        """
+        grid = allstep.nn.Grid(Communicator.single_process())
+        layout = grid.split(x.shape[2:])
+        norm = allstep.nn.LocalContrastNorm(grid, layout, self.contrast_size, floor=0.1)
+        parts = [norm(normalise(s, self.dtype)).contiguous() for s in torch.split(x, _AT_ONCE)]
+        return torch.cat(parts)
+
+    def own_part(self, grid: "allstep.nn.Grid", x: Tensor) -> Tensor:
+        """This worker's part of whole pictures, a view."""
+        layout = grid.split((self.pixels, self.pixels))
+        return allstep.nn.windows.own_part(grid, x, layout)
+
+    def resized(self, x: Tensor) -> Tensor:
+        """Grey squares, uint8 [num, side, side], as uint8 [num, channels, pixels, pixels]."""
+        x = x[:, None]
+        if x.shape[2] != self.pixels:
+            size = (self.pixels, self.pixels)
+            smooth = interpolate(x.float(), size, mode="bilinear", antialias=True)
+            x = smooth.round().to(torch.uint8)
+        return x.expand(-1, self.channels, -1, -1)
+
+
+def normalise(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each picture with mean 0 and variance 1: [num, channels, height, width] in `dtype`.
+
+    (x - mean) / max(std, 4), over the whole picture; 4 of 255 is next to nothing to see.
+    """
+    x = x.to(dtype)
+    mean, std = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), keepdim=True)
+    return (x - mean) / std.clamp_min(_FLAT)
+
+
+class TrainingPictures:
+    """This worker's part of patches of photographs and of unlabelled portraits, mixed.
 
     Args:
-        path: a .png.
-        filters: [rows, columns, num_filters, kernel * kernel * channels] of all blocks; a few
-            hundred of them, evenly spread, are shown.
-        channels: of the pictures.
+        grid: the workers that share each picture.
+        form: of the pictures.
+        patches: uint8 [num, channels, pixels, pixels].
+        faces: uint8, shaped alike.
+        face_share: of the faces in a batch.
+        batch: pictures drawn at once.
     """
-    flat = filters.flatten(0, 2)
-    chosen = torch.linspace(0, len(flat) - 1, min(len(flat), _MOST_FILTERS)).long()
-    flat = flat[chosen].float()
-    side = round((flat.shape[1] / channels) ** 0.5)
-    tiles = flat.view(-1, side, side, channels)
-    tiles = 127.5 + 127.5 * tiles / tiles.abs().amax((1, 2, 3), keepdim=True).clamp_min(1e-12)
-    tiles = tiles.expand(-1, -1, -1, 3).to(torch.uint8)
-    border = torch.tensor((0, 0, 0), dtype=torch.uint8)
-    _save(path, [_framed(tile, border) for tile in tiles], columns=20)
 
-
-def save_stimuli(path: Path, rows: list[tuple[Tensor, Tensor]]) -> None:
-    """A line for each neuron with its best stimuli, faces in a green frame.
-
-    Args:
-        path: a .png.
-        rows: for each neuron its stimuli, uint8 [num, side, side], and which are faces, [num].
-    """
-    colours = {True: _FACE, False: _DISTRACTOR}
-    tiles = [
-        _framed(
-            picture[:, :, None].expand(-1, -1, 3),
-            torch.tensor(colours[bool(is_face)], dtype=torch.uint8),
+    def __init__(
+        self,
+        grid: "allstep.nn.Grid",
+        form: PictureFormat,
+        patches: Tensor,
+        faces: Tensor,
+        *,
+        face_share: float,
+        batch: int,
+    ) -> None:
+        self._patches, self._faces = (
+            torch.cat(
+                [form.own_part(grid, form.normalised(s)).clone() for s in torch.split(x, _AT_ONCE)]
+            )
+            for x in (patches, faces)
         )
-        for pictures, are_faces in rows
-        for picture, is_face in zip(pictures, are_faces, strict=True)
-    ]
-    _save(path, tiles, columns=len(rows[0][0]))
+        self._face_share = face_share
+        self._batch = batch
 
-
-def _framed(tile: Tensor, colour: Tensor) -> Tensor:
-    height, width, _ = tile.shape
-    framed = colour.expand(height + 2, width + 2, 3).clone()
-    framed[1:-1, 1:-1] = tile
-    return framed
-
-
-def _save(path: Path, tiles: list[Tensor], *, columns: int) -> None:
-    from PIL import Image
-
-    height, width, _ = tiles[0].shape
-    rows = -(-len(tiles) // columns)
-    sheet = torch.zeros(rows * height, columns * width, 3, dtype=torch.uint8)
-    for i, tile in enumerate(tiles):
-        top, left = i // columns * height, i % columns * width
-        sheet[top : top + height, left : left + width] = tile
-    image = Image.fromarray(sheet.numpy())
-    image.resize((_ZOOM * image.width, _ZOOM * image.height), Image.Resampling.NEAREST).save(path)
+    def draw(self, generator: torch.Generator) -> Tensor:
+        """A batch, [batch, channels, *this worker's window]."""
+        num = self._batch
+        are_faces = torch.rand(num, generator=generator) < self._face_share
+        patch_numbers = torch.randint(len(self._patches), (num,), generator=generator)
+        face_numbers = torch.randint(len(self._faces), (num,), generator=generator)
+        places = are_faces.view(-1, 1, 1, 1)
+        return torch.where(places, self._faces[face_numbers], self._patches[patch_numbers])

@@ -1,24 +1,28 @@
-"""What the recipe `cots` tells of its neurons."""
+"""What the recipe `cots` tells of its neurons: a table, and pictures of what they respond to."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import allstep
-from allstep.recipes.cots_faces import Best, parts_of
-from allstep.recipes.cots_pictures import save_filters, save_stimuli
-from allstep.recipes.cots_sets import PictureSets
+from allstep.recipes.cots_faces import Best, FaceTest, parts_of
 
 __all__ = ["show", "table_of_neurons"]
 
 _TEMPLATE_SEED = 700_000
+_MOST_FILTERS = 400
+_ZOOM = 3
+_FACE = (80, 220, 100)
+_DISTRACTOR = (60, 60, 60)
 
 
 def table_of_neurons(
     stages: "list[allstep.nn.Stage]",
     untrained: "list[allstep.nn.Stage]",
-    sets: PictureSets,
+    test: FaceTest,
+    photographs: list[list[Tensor]],
     run_dir: Path,
     seed: int,
 ) -> list[dict[str, Any]]:
@@ -27,26 +31,25 @@ def table_of_neurons(
     Args:
         stages: the trained net.
         untrained: another of the same layers.
-        sets: the pictures.
+        test: what the neurons are asked.
+        photographs: that random templates are cut from.
         run_dir: where rank 0 writes the pictures of filters and best stimuli.
         seed: of the random templates.
 
     Returns:
         A row for each; nothing on other ranks than 0.
     """
-    test = sets.face_test()
     trained = [test.layer(name, part) for name, part in parts_of(stages)]
     random = [test.layer(f"{name}, untrained", part) for name, part in parts_of(untrained)]
     filters = stages[0].whole_filters()
-    if sets.grid.rank != 0:
+    if test.grid.rank != 0:
         return []
     assert filters is not None
-    save_filters(run_dir / "filters.png", filters, sets.channels)
-    save_stimuli(run_dir / "best_stimuli.png", [test.shown(best) for best in trained])
+    _save_filters(run_dir / "filters.png", filters, test.form.channels)
+    _save_stimuli(run_dir / "best_stimuli.png", [test.shown(best) for best in trained])
     rows: list[Best] = []
     for best, other in zip(trained, random, strict=True):
         generator = torch.Generator().manual_seed(seed + _TEMPLATE_SEED)
-        photographs = sets.train_photographs
         rows += [best, other, test.random_templates(best.num_neurons, photographs, generator)]
     rows.append(test.feature("brightness", lambda x: x.float().mean((1, 2))[:, None]))
     rows.append(test.feature("contrast", lambda x: x.float().std((1, 2))[:, None]))
@@ -70,3 +73,61 @@ def show(report: dict[str, Any], run_dir: Path) -> None:
         print(f"next: allstep train --resume {run_dir}{workers}")
     else:
         print(f"next: see {run_dir}/filters.png and best_stimuli.png")
+
+
+def _save_filters(path: Path, filters: Tensor, channels: int) -> None:
+    """A sheet of first-layer filters, some hundreds, each scaled so that grey is zero.
+
+    Args:
+        path: a .png.
+        filters: [rows, columns, num_filters, kernel * kernel * channels] of all blocks.
+        channels: of the pictures.
+    """
+    flat = filters.flatten(0, 2)
+    chosen = torch.linspace(0, len(flat) - 1, min(len(flat), _MOST_FILTERS)).long()
+    flat = flat[chosen].float()
+    side = round((flat.shape[1] / channels) ** 0.5)
+    tiles = flat.view(-1, side, side, channels)
+    tiles = 127.5 + 127.5 * tiles / tiles.abs().amax((1, 2, 3), keepdim=True).clamp_min(1e-12)
+    tiles = tiles.expand(-1, -1, -1, 3).to(torch.uint8)
+    border = torch.tensor((0, 0, 0), dtype=torch.uint8)
+    _save(path, [_framed(tile, border) for tile in tiles], columns=20)
+
+
+def _save_stimuli(path: Path, rows: list[tuple[Tensor, Tensor]]) -> None:
+    """A line for each neuron with its best stimuli, faces in a green frame.
+
+    Args:
+        path: a .png.
+        rows: for each neuron its stimuli, uint8 [num, side, side], and which are faces, [num].
+    """
+    colours = {True: _FACE, False: _DISTRACTOR}
+    tiles = [
+        _framed(
+            picture[:, :, None].expand(-1, -1, 3),
+            torch.tensor(colours[bool(is_face)], dtype=torch.uint8),
+        )
+        for pictures, are_faces in rows
+        for picture, is_face in zip(pictures, are_faces, strict=True)
+    ]
+    _save(path, tiles, columns=len(rows[0][0]))
+
+
+def _framed(tile: Tensor, colour: Tensor) -> Tensor:
+    height, width, _ = tile.shape
+    framed = colour.expand(height + 2, width + 2, 3).clone()
+    framed[1:-1, 1:-1] = tile
+    return framed
+
+
+def _save(path: Path, tiles: list[Tensor], *, columns: int) -> None:
+    from PIL import Image
+
+    height, width, _ = tiles[0].shape
+    rows = -(-len(tiles) // columns)
+    sheet = torch.zeros(rows * height, columns * width, 3, dtype=torch.uint8)
+    for i, tile in enumerate(tiles):
+        top, left = i // columns * height, i % columns * width
+        sheet[top : top + height, left : left + width] = tile
+    image = Image.fromarray(sheet.numpy())
+    image.resize((_ZOOM * image.width, _ZOOM * image.height), Image.Resampling.NEAREST).save(path)

@@ -3,38 +3,37 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
 from allstep.train.checkpoint_files import (
     discard,
-    read_checkpoint,
     read_parts,
     sweep,
-    verify,
     write_checkpoint,
 )
-from allstep.train.load_state import load_model_state, load_optimizer_state
 from allstep.train.manifest import Manifest
 from allstep.train.state_tree import unflatten
 
-__all__ = [
-    "Checkpoints",
-    "load_model_state",
-    "load_optimizer_state",
-    "read_checkpoint",
-    "verify",
-    "write_checkpoint",
-]
+__all__ = ["Checkpoints", "Stateful", "check_same", "load_model_state", "load_optimizer_state"]
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
-_MESSAGE_BYTES = 256 << 20  # tensors are broadcast in groups of about this size
+_NUM_LISTED = 5
+
+
+class Stateful(Protocol):
+    """What a checkpoint is made of and goes into, by torch's names."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints:
@@ -48,6 +47,7 @@ class Checkpoints:
         comm: the workers of the run.
         keep: how many of the newest stay, >= 1; with 2 or more there is one left to go back to
             when the disk damages the newest.
+        message_bytes: tensors are sent to the other workers in groups of about this size.
 
     Raises:
         UsageError: if `keep` is below 1.
@@ -61,12 +61,20 @@ class Checkpoints:
         ('step-00000120', (120, {'lr': 0.1}))
     """
 
-    def __init__(self, folder: Path | str, comm: Communicator, *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        comm: Communicator,
+        *,
+        keep: int = 3,
+        message_bytes: int = 256 << 20,
+    ) -> None:
         if keep < 1:
             raise UsageError(f"`keep` (={keep}) must be at least 1; 2 or more is safer.")
         self.folder = Path(folder)
         self._comm = comm
         self._keep = keep
+        self._message_bytes = message_bytes
         self._damaged: set[int] = set()
 
     def path(self, step: int) -> Path:
@@ -122,6 +130,34 @@ class Checkpoints:
             return self._send(found)
         return self._receive()
 
+    def restore(self, target: Stateful) -> None:
+        """Loads the newest checkpoint that is whole into `target`. All workers call it.
+
+        Raises:
+            CheckpointError: if there is none, or if it does not fit.
+        """
+        loaded = self.load_latest()
+        if loaded is None:
+            raise CheckpointError(
+                f"There is no whole checkpoint in {self.folder}: there is none, or all are"
+                " damaged. Train anew, in another folder."
+            )
+        target.load_state_dict(loaded[1])
+
+    def refuse_existing(self) -> None:
+        """Raises on every worker if the folder holds another run's checkpoints.
+
+        Raises:
+            UsageError: naming the folder and the newest step.
+        """
+        steps = self.saved_steps() if self._comm.rank == 0 else []
+        newest = self._comm.broadcast_object(max(steps, default=None))
+        if newest is not None:
+            raise UsageError(
+                f"`run_dir`: {self.folder} holds a run's checkpoints (the newest of step {newest});"
+                " resume that run, or take another folder."
+            )
+
     def _read_newest(self) -> tuple[Manifest, dict[str, Tensor]] | None:
         sweep(self.folder)
         reasons: list[str] = []
@@ -144,7 +180,7 @@ class Checkpoints:
             self._comm.broadcast_object({})
             return None
         manifest, tensors = found
-        groups = list(_groups(tensors))
+        groups = list(_groups(tensors, self._message_bytes))
         skeleton = json.dumps(manifest.state)
         self._comm.broadcast_object({"step": manifest.step, "state": skeleton, "names": groups})
         for names in groups:
@@ -180,15 +216,88 @@ class Checkpoints:
             discard(self.path(old))
 
 
-def _groups(tensors: dict[str, Tensor]) -> Iterator[list[str]]:
+def _groups(tensors: dict[str, Tensor], message_bytes: int) -> Iterator[list[str]]:
     """The tensors' names in groups that are sent at once."""
     group: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():
-        if group and num_bytes + tensor.nbytes > _MESSAGE_BYTES:
+        if group and num_bytes + tensor.nbytes > message_bytes:
             yield group
             group, num_bytes = [], 0
         group.append(name)
         num_bytes += tensor.nbytes
     if group:
         yield group
+
+
+def check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares the options that a resumed run must share with its checkpoint.
+
+    Raises:
+        CheckpointError: naming the first that differs.
+    """
+    for name, value in wanted.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"`{name}` (={value}) differs from the checkpoint's (={saved.get(name)}):"
+                " the run would not be the same. Resume with the checkpoint's value."
+            )
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads parameters and buffers; nothing is changed if any of them doesn't fit.
+
+    Args:
+        model: the module to fill in place.
+        state: what its `state_dict()` once gave.
+
+    Raises:
+        CheckpointError: naming the tensors that are missing, unexpected or of another shape.
+    """
+    expected = model.state_dict()
+    misfits = {
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
+        "of another shape": [
+            f"{name} {_shape(state[name])} instead of {_shape(expected[name])}"
+            for name in expected
+            if name in state and _shape(state[name]) != _shape(expected[name])
+        ],
+    }
+    found = [f"{kind}: {_listed(names)}" for kind, names in misfits.items() if names]
+    if found:
+        raise CheckpointError(
+            f"The checkpoint is for another model: {'; '.join(found)}. "
+            "Build the model as it was when the checkpoint was written."
+        )
+    model.load_state_dict(state)
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads an optimizer's state; nothing is changed if its groups differ.
+
+    Args:
+        optimizer: over the same parameters in the same groups.
+        state: what its `state_dict()` once gave.
+
+    Raises:
+        CheckpointError: if the number of groups, or of parameters in one, differs.
+    """
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in state["param_groups"]]
+    if found != expected:
+        raise CheckpointError(
+            f"The checkpoint is for another optimizer: its groups have {_listed(found)} parameters "
+            f"instead of {_listed(expected)}. Build the groups as when it was written."
+        )
+    optimizer.load_state_dict(dict(state))
+
+
+def _shape(value: Any) -> object:
+    return list(value.shape) if isinstance(value, Tensor) else None
+
+
+def _listed(names: list[Any]) -> str:
+    text = ", ".join(map(str, names[:_NUM_LISTED]))
+    more = len(names) - _NUM_LISTED
+    return f"{text} and {more} more" if more > 0 else text

@@ -29,7 +29,7 @@ import allstep.comm
 from allstep.comm import Communicator
 from allstep.env import Launch, read_error_file, read_launch
 from allstep.errors import AllstepError, CommunicationError, DisagreementError
-from allstep.train.interrupts import REPEAT_S, SIGNALS
+from allstep.train.stop import REPEAT_S, SIGNALS
 
 __all__ = ["FAILED", "PEER_LOST", "USAGE", "message_of", "run_worker"]
 

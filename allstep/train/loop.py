@@ -1,23 +1,26 @@
-"""The training loop: epochs of steps, with evaluation, checkpoints and a way to stop."""
+"""The training loop: updates, with a log, checkpoints, evaluations and a way to stop."""
 
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.train.agreement import StopAgreement
-from allstep.train.batch import Batch, steps
-from allstep.train.interrupts import Interrupts
-from allstep.train.meter import Meter
+from allstep.train.checkpoint import Checkpoints
 from allstep.train.metrics import MetricsLog
 from allstep.train.options import TrainOptions
 from allstep.train.progress import Progress
-from allstep.train.report import RunReport
+from allstep.train.report import Meter, RunReport
 from allstep.train.run import Run
+from allstep.train.step import Update
+from allstep.train.stop import Interrupts, StopAgreement
 from allstep.train.task import Task
 
-__all__ = ["fit"]
+__all__ = ["Loop", "Training", "fit"]
 
 
 def fit(
@@ -70,157 +73,229 @@ def fit(
         >>> report.num_steps, list(report.metrics)
         (4, ['error'])
     """
-    run_dir = Path(run_dir)
-    with (
-        closing(Run(task, options, comm, run_dir)) as run,
-        closing(MetricsLog(run_dir, comm)) as log,
-        Interrupts() as interrupts,
-    ):
-        if resume:
-            run.restore()
-        else:
-            run.refuse_old_checkpoints()
-        with Progress(run.num_total_steps, comm, epochs=options.epochs) as progress:
-            loop = _Loop(run, options, comm, log, progress, interrupts)
-            loop.run()
-            return loop.report(run_dir)
+    with closing(Run(task, options, comm)) as run, Interrupts() as interrupts:
+        loop = Loop(
+            run,
+            comm,
+            Path(run_dir),
+            interrupts,
+            epochs=options.epochs,
+            log_every_steps=options.log_every_steps,
+            checkpoint_every_steps=options.checkpoint_every_steps,
+            evaluate_every_epochs=options.evaluate_every_epochs,
+            keep_checkpoints=options.keep_checkpoints,
+        )
+        loop.run(resume=resume)
+        return _report(run, loop, comm, Path(run_dir))
 
 
-class _Loop:
-    """One pass through `fit`."""
+class Training(Protocol):
+    """What the loop drives; all workers call each of its methods.
+
+    `state_dict` holds everything that the next update depends on, `step` included; the one of
+    rank 0 is stored. After `load_state_dict` the training goes on as if it had not stopped.
+    """
+
+    @property
+    def step(self) -> int:
+        """Updates made since the run's start."""
+
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the data since the run's start."""
+
+    @property
+    def num_total_steps(self) -> int | None:
+        """Updates of the whole run, None if that is not known."""
+
+    def begin_epoch(self) -> bool:
+        """Takes up what belongs to `epoch`; returns whether its samples are of another kind."""
+
+    def updates(self) -> Iterator[Update]:
+        """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
+
+    def sum_losses(self, loss: Tensor) -> float:
+        """The sum over the workers of a scalar."""
+
+    def scalars(self, loss: float) -> Mapping[str, float]:
+        """What to log beside the mean loss since the last line."""
+
+    def flush(self) -> None:
+        """Makes the updates that are still to come after the last epoch's end."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Metrics on the test set; empty where there is nothing to measure."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Loop:
+    """Drives a training from its start, or from its newest checkpoint, to the end.
+
+    A signal ends it after the current step, on all workers after the same one, with a checkpoint.
+
+    Args:
+        training: makes the updates.
+        comm: the workers.
+        run_dir: folder for checkpoints and metrics; made if missing.
+        interrupts: tells that a signal has come.
+        epochs: of the whole run.
+        log_every_steps: updates between two lines of the log.
+        checkpoint_every_steps: updates between two checkpoints; None for one an epoch.
+        evaluate_every_epochs: epochs between two evaluations; the last one is always evaluated.
+        keep_checkpoints: how many of the newest stay.
+
+    Attributes:
+        meter: how fast it went.
+        metrics: of the last evaluation; empty if there was none.
+        checkpoint: the newest one that was written.
+        interrupted: number of the signal that ended it early, or None.
+    """
 
     def __init__(
         self,
-        run: Run,
-        options: TrainOptions,
+        training: Training,
         comm: Communicator,
-        log: MetricsLog,
-        progress: Progress,
+        run_dir: Path,
         interrupts: Interrupts,
+        *,
+        epochs: int,
+        log_every_steps: int,
+        checkpoint_every_steps: int | None = None,
+        evaluate_every_epochs: int = 1,
+        keep_checkpoints: int = 3,
     ) -> None:
-        self._run = run
-        self._options = options
+        self._training = training
         self._comm = comm
-        self._log = log
-        self._progress = progress
+        self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep_checkpoints)
+        self._log = MetricsLog(run_dir, comm)
         self._interrupts = interrupts
-        self._meter = Meter()
+        self._epochs = epochs
+        self._log_every_steps = log_every_steps
+        self._checkpoint_every_steps = checkpoint_every_steps
+        self._evaluate_every_epochs = evaluate_every_epochs
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
-        self._metrics: dict[str, float] = {}
         self._evaluated_step: int | None = None
         self._saved_step: int | None = None
-        self._interrupted: int | None = None
+        self.meter = Meter()
+        self.metrics: Mapping[str, float] = {}
+        self.checkpoint: Path | None = None
+        self.interrupted: int | None = None
 
-    def run(self) -> None:
-        """Trains until the last epoch's end or an agreed stop."""
-        options = self._options
-        while self._run.loader.epoch < options.epochs and self._interrupted is None:
-            if self._run.advance():
-                self._meter = Meter()  # samples of another stage take another time
-            self._train_epoch()
-            epoch = self._run.loader.epoch
-            is_last = epoch >= options.epochs
-            if is_last and self._interrupted is None:
-                self._run.flush()
-            if options.checkpoint_every_steps is None or is_last or self._interrupted is not None:
-                self._save()
-            if self._interrupted is None and epoch % options.evaluate_every_epochs == 0:
-                self._evaluate()
-        if self._interrupted is None and self._evaluated_step != self._run.loader.step:
-            self._evaluate()
+    def run(self, *, resume: bool = False) -> None:
+        """Trains until the last epoch's end or an agreed stop.
 
-    def _train_epoch(self) -> None:
-        every = self._options.checkpoint_every_steps
+        Raises:
+            UsageError: if the folder holds another run and `resume` is False.
+            CheckpointError: if there is nothing to resume, or if it does not fit the training.
+        """
+        if resume:
+            self._checkpoints.restore(self._training)
+        else:
+            self._checkpoints.refuse_existing()
+        with (
+            closing(self._log),
+            Progress(self._training.num_total_steps, self._comm, epochs=self._epochs) as progress,
+        ):
+            while self._training.epoch < self._epochs and self.interrupted is None:
+                self._train_epoch(progress)
+                self._end_epoch(progress)
+            if self.interrupted is None and self._evaluated_step != self._training.step:
+                self._evaluate(progress)
+
+    def _train_epoch(self, progress: Progress) -> None:
+        training, every = self._training, self._checkpoint_every_steps
+        if training.begin_epoch():
+            self.meter = Meter()  # such samples take another time
         agreement = StopAgreement(self._comm)
-        for batch in steps(self._run.loader, self._run.exchange):
-            self._train(batch)
-            self._interrupted = agreement(self._interrupts.requested)
-            if self._interrupted is not None:
-                break
-            if every is not None and self._run.loader.step % every == 0:
-                self._save()
-        asked_last = agreement.drain()
-        self._interrupted = self._interrupted or asked_last
-
-    def _train(self, batch: Batch) -> None:
-        exposed_before_s = self._run.exchange.stats().exposed_s
-        with self._meter.step():
-            self._losses = self._losses + self._run.train_step(batch)
+        start_s = time.perf_counter()
+        for update in training.updates():
+            self._losses = self._losses + update.loss
             self._num_losses += 1
-            self._meter.add(
-                num_samples=batch.num_samples,
-                data_wait_s=batch.data_wait_s,
-                exchange_s=self._run.exchange.stats().exposed_s - exposed_before_s,
-            )
-            if self._run.loader.step % self._options.log_every_steps == 0:
-                self._log_loss(batch)
-        self._progress.advance(self._run.loader.step)
+            is_logged = update.is_logged or training.step % self._log_every_steps == 0
+            loss = self._mean_loss() if is_logged else None
+            self.meter.add(update, time.perf_counter() - start_s)
+            if loss is not None:
+                self._write(update, loss, progress)
+            progress.advance(training.step)
+            self.interrupted = agreement(self._interrupts.requested)
+            if self.interrupted is not None:
+                break
+            if every is not None and training.step % every == 0:
+                self._save()
+            start_s = time.perf_counter()
+        asked_last = agreement.drain()
+        self.interrupted = self.interrupted or asked_last
 
-    def _log_loss(self, batch: Batch) -> None:
-        """Writes the mean loss since the last line; the one wait for the device in the loop."""
-        noise = self._run.noise
-        loss = float(noise.all_reduce(self._comm, self._losses).item()) / self._num_losses
+    def _end_epoch(self, progress: Progress) -> None:
+        epoch = self._training.epoch
+        is_last = epoch >= self._epochs
+        if is_last and self.interrupted is None:
+            self._training.flush()
+        if self._checkpoint_every_steps is None or is_last or self.interrupted is not None:
+            self._save()
+        if self.interrupted is None and epoch % self._evaluate_every_epochs == 0:
+            self._evaluate(progress)
+
+    def _mean_loss(self) -> float:
+        """Since the last line; the one wait for the device in the loop."""
+        loss = self._training.sum_losses(self._losses) / self._num_losses
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
-        samples_per_s = self._meter.samples_per_s
-        self._log.write(
-            self._run.loader.step,
-            batch.epoch,
-            loss=loss,
-            samples_per_s=samples_per_s,
-            **self._run.train_step.scalars,
-            **noise.scalars,
-            **self._skipped,
-        )
-        self._progress.update(self._run.loader.step, batch.epoch, loss, samples_per_s)
+        return loss
 
-    @property
-    def _skipped(self) -> dict[str, float]:
-        num_skipped = self._run.train_step.num_skipped
-        return {"skipped_steps": num_skipped} if num_skipped else {}
+    def _write(self, update: Update, loss: float, progress: Progress) -> None:
+        step, samples_per_s = self._training.step, self.meter.samples_per_s
+        scalars = self._training.scalars(loss)
+        self._log.write(step, update.epoch, loss=loss, samples_per_s=samples_per_s, **scalars)
+        progress.update(step, update.epoch, loss, samples_per_s, scalars.get("noise_scale"))
 
     def _save(self) -> None:
-        if self._saved_step != self._run.loader.step:
-            self._run.save()
-            self._saved_step = self._run.loader.step
+        step = self._training.step
+        if self._saved_step != step:
+            self.checkpoint = self._checkpoints.save(step, self._training.state_dict())
+            self._saved_step = step
 
-    def _evaluate(self) -> None:
-        loader = self._run.loader
-        self._metrics = self._run.evaluate()
-        self._evaluated_step = loader.step
-        tagged = {f"test/{name}": value for name, value in self._metrics.items()}
-        self._log.write(loader.step, loader.epoch, **tagged)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
-        self._progress.note(f"epoch {loader.epoch}: {shown}")
+    def _evaluate(self, progress: Progress) -> None:
+        step, epoch = self._training.step, self._training.epoch
+        self.metrics = self._training.evaluate()
+        self._evaluated_step = step
+        if self.metrics:
+            self._log.write(step, epoch, **{f"test/{k}": v for k, v in self.metrics.items()})
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+            progress.note(f"epoch {epoch}: {shown}")
 
-    def report(self, run_dir: Path) -> RunReport:
-        """The run's numbers; measures the cost of a sample if the run came to its end."""
-        meter, comm = self._meter, self._comm
-        local = [meter.samples_per_s, meter.data_share, meter.exchange_share, meter.data_wait_s]
-        means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()
-        samples_per_s, data_share, exchange_share, data_wait_s = means
-        flops_per_sample = lone_samples_per_s = None
-        if self._interrupted is None and meter.num_samples:
-            flops_per_sample, seconds = self._run.cost_of_sample()
-            if comm.size > 1:
-                wait_s = data_wait_s * comm.size / meter.num_samples
-                lone_samples_per_s = 1 / (seconds + wait_s)
-        return RunReport(
-            run_dir=run_dir,
-            num_steps=self._run.loader.step,
-            num_epochs=self._run.loader.epoch,
-            metrics=self._metrics,
-            totals=self._run.totals if self._metrics else {},
-            samples_per_s=samples_per_s,
-            data_share=data_share,
-            exchange_share=exchange_share,
-            flops_per_sample=flops_per_sample,
-            lone_samples_per_s=lone_samples_per_s,
-            noise_scale=self._run.noise.scale.value,
-            mean_noise_scale=self._run.noise.mean_scale.value,
-            useful_batch=self._run.noise.summary,
-            num_skipped=self._run.train_step.num_skipped,
-            checkpoint=self._run.last_checkpoint,
-            interrupted=self._interrupted,
-        )
+
+def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunReport:
+    """The run's numbers; measures the cost of a sample if the run came to its end."""
+    meter = loop.meter
+    local = [meter.samples_per_s, meter.data_share, meter.exchange_share, meter.data_wait_s]
+    means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()
+    samples_per_s, data_share, exchange_share, data_wait_s = means
+    flops_per_sample = lone_samples_per_s = None
+    if loop.interrupted is None and meter.num_samples:
+        flops_per_sample, seconds = run.cost_of_sample()
+        if comm.size > 1:
+            wait_s = data_wait_s * comm.size / meter.num_samples
+            lone_samples_per_s = 1 / (seconds + wait_s)
+    return RunReport(
+        run_dir=run_dir,
+        num_steps=run.step,
+        num_epochs=run.epoch,
+        metrics=loop.metrics,
+        totals=run.totals if loop.metrics else {},
+        samples_per_s=samples_per_s,
+        data_share=data_share,
+        exchange_share=exchange_share,
+        flops_per_sample=flops_per_sample,
+        lone_samples_per_s=lone_samples_per_s,
+        noise_scale=run.noise.scale.value,
+        mean_noise_scale=run.noise.mean_scale.value,
+        useful_batch=run.noise.summary,
+        num_skipped=run.train_step.num_skipped,
+        checkpoint=loop.checkpoint,
+        interrupted=loop.interrupted,
+    )

@@ -3,9 +3,9 @@
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -19,16 +19,6 @@ __all__ = ["Progress"]
 _LINE_EVERY_S = 10.0
 
 
-@dataclass(frozen=True)
-class _Status:
-    """What is shown."""
-
-    num_steps: int
-    epoch: int
-    loss: float
-    samples_per_s: float
-
-
 class Progress:
     """Shows how far training is, on rank 0 and on stderr; a context manager.
 
@@ -38,16 +28,27 @@ class Progress:
         num_total_steps: optimizer steps of the whole run; None if that is not known.
         comm: the workers.
         epochs: passes over the data of the whole run; None if that is not known.
+        unit: what a step is called.
+        clock: seconds that pass.
     """
 
     def __init__(
-        self, num_total_steps: int | None, comm: Communicator, *, epochs: int | None = None
+        self,
+        num_total_steps: int | None,
+        comm: Communicator,
+        *,
+        epochs: int | None = None,
+        unit: str = "step",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._display: _Display = _Nothing()
+        self._epochs = epochs
+        self._display = _Display()
         if comm.rank == 0:
             workers = f"{comm.size} worker{'s' if comm.size > 1 else ''}"
-            kind = _Bar if sys.stderr.isatty() else _Lines
-            self._display = kind(sys.stderr, num_total_steps, epochs, workers)
+            if sys.stderr.isatty():
+                self._display = _Bar(sys.stderr, unit, num_total_steps, workers)
+            else:
+                self._display = _Lines(sys.stderr, unit, num_total_steps, workers, clock)
 
     def __enter__(self) -> Self:
         self._display.start()
@@ -65,11 +66,18 @@ class Progress:
         """Moves the bar.
 
         Args:
-            num_steps: optimizer steps done since the run's start.
+            num_steps: steps done since the run's start.
         """
         self._display.advance(num_steps)
 
-    def update(self, num_steps: int, epoch: int, loss: float, samples_per_s: float) -> None:
+    def update(
+        self,
+        num_steps: int,
+        epoch: int,
+        loss: float,
+        samples_per_s: float,
+        noise_scale: float | None = None,
+    ) -> None:
         """Moves the bar and shows new numbers.
 
         Args:
@@ -77,30 +85,21 @@ class Progress:
             epoch: whole passes over the data before this step.
             loss: mean training loss since the last update.
             samples_per_s: of all workers together.
+            noise_scale: of the gradients, if it is measured.
         """
-        self._display.update(_Status(num_steps, epoch, loss, samples_per_s))
+        shown_epoch = f"epoch {epoch + 1}" + (f"/{self._epochs}" if self._epochs else "")
+        numbers = f"loss {loss:.4f}  {samples_per_s:,.0f} samples/s"
+        if noise_scale is not None:
+            numbers += f"  noise scale {noise_scale:,.0f}"
+        self._display.update(num_steps, shown_epoch, numbers)
 
     def note(self, text: str) -> None:
         """Prints a line above the bar."""
         self._display.note(text)
 
 
-class _Display(Protocol):
-    """One way to show it."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def advance(self, num_steps: int) -> None: ...
-
-    def update(self, status: _Status) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-class _Nothing:
-    """What ranks other than 0 show."""
+class _Display:
+    """One way to show it; this one shows nothing, for ranks other than 0."""
 
     def start(self) -> None:
         pass
@@ -111,24 +110,23 @@ class _Nothing:
     def advance(self, num_steps: int) -> None:
         pass
 
-    def update(self, status: _Status) -> None:
+    def update(self, num_steps: int, epoch: str, numbers: str) -> None:
         pass
 
     def note(self, text: str) -> None:
         pass
 
 
-class _Bar:
+class _Bar(_Display):
     """One line of a terminal that is drawn again and again; columns give way when it is narrow.
 
     Log lines, like notes, appear above it.
     """
 
     def __init__(
-        self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
+        self, stream: TextIO, unit: str, num_total_steps: int | None, workers: str
     ) -> None:
         self._stream = stream
-        self._epochs = epochs
         self._has_moved = False
         self._log_handlers = [
             handler
@@ -138,7 +136,7 @@ class _Bar:
         total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
         self._progress = RichProgress(
             _column("{task.fields[epoch]}"),
-            _column("step {task.completed:,}" + total),
+            _column(unit + " {task.completed:,}" + total),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4)),
             _column("{task.fields[numbers]}"),
             _column(workers),
@@ -165,65 +163,61 @@ class _Bar:
             self._progress.reset(self._task, completed=num_steps)
             self._has_moved = True
 
-    def update(self, status: _Status) -> None:
-        self.advance(status.num_steps)
-        epoch = _epoch(status, self._epochs)
-        self._progress.update(self._task, epoch=epoch, numbers=_numbers(status))
+    def update(self, num_steps: int, epoch: str, numbers: str) -> None:
+        self.advance(num_steps)
+        self._progress.update(self._task, epoch=epoch, numbers=numbers)
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False)
 
 
-class _Lines:
+class _Lines(_Display):
     """Plain lines, for files and pipes."""
 
     def __init__(
-        self, stream: TextIO, num_total_steps: int | None, epochs: int | None, workers: str
+        self,
+        stream: TextIO,
+        unit: str,
+        num_total_steps: int | None,
+        workers: str,
+        clock: Callable[[], float],
     ) -> None:
         self._stream = stream
+        self._unit = unit
         self._total = f"/{num_total_steps:,}" if num_total_steps is not None else ""
-        self._epochs = epochs
         self._workers = workers
-        self._printed: _Status | None = None
-        self._printed_s = 0.0
-        self._latest: _Status | None = None
-
-    def start(self) -> None:
-        pass
+        self._clock = clock
+        self._num_steps = 0
+        self._epoch = self._numbers = self._printed_epoch = ""
+        self._is_news = False
+        self._printed_s = clock()
 
     def stop(self) -> None:
-        if self._latest is not None and self._latest != self._printed:
-            self._print(self._latest)
+        if self._is_news:
+            self._print()
 
     def advance(self, num_steps: int) -> None:
-        pass
+        self._num_steps = num_steps
+        if self._clock() - self._printed_s >= _LINE_EVERY_S:
+            self._print()
 
-    def update(self, status: _Status) -> None:
-        self._latest = status
-        is_new_epoch = self._printed is None or self._printed.epoch != status.epoch
-        if is_new_epoch or time.monotonic() - self._printed_s >= _LINE_EVERY_S:
-            self._print(status)
+    def update(self, num_steps: int, epoch: str, numbers: str) -> None:
+        self._epoch, self._numbers, self._is_news = epoch, numbers, True
+        self.advance(num_steps)
+        if self._epoch != self._printed_epoch:
+            self._print()
 
     def note(self, text: str) -> None:
         # In one piece: another thread may end the process, and flush half a line.
         print(f"{text}\n", end="", file=self._stream, flush=True)
 
-    def _print(self, status: _Status) -> None:
-        epoch = _epoch(status, self._epochs)
-        step = f"step {status.num_steps:,}{self._total}"
-        self.note(f"{epoch}  {step}  {_numbers(status)}  {self._workers}")
-        self._printed = status
-        self._printed_s = time.monotonic()
+    def _print(self) -> None:
+        step = f"{self._unit} {self._num_steps:,}{self._total}"
+        self.note("  ".join(filter(None, (self._epoch, step, self._numbers, self._workers))))
+        self._printed_epoch, self._is_news = self._epoch, False
+        self._printed_s = self._clock()
 
 
 def _column(text: str) -> TextColumn:
     column = Column(no_wrap=True, overflow="ellipsis")
     return TextColumn(text, markup=False, table_column=column)
-
-
-def _epoch(status: _Status, epochs: int | None) -> str:
-    return f"epoch {status.epoch + 1}" + (f"/{epochs}" if epochs is not None else "")
-
-
-def _numbers(status: _Status) -> str:
-    return f"loss {status.loss:.4f}  {status.samples_per_s:,.0f} samples/s"

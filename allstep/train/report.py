@@ -1,10 +1,14 @@
-"""What a run came to."""
+"""How fast a run goes, and what came of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RunReport"]
+from allstep.train.step import Update
+
+__all__ = ["Meter", "RunReport"]
+
+_NUM_WARM_UP_STEPS = 2  # allocations, thread pools and first touches of the data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +50,48 @@ class RunReport:
     checkpoint: Path | None
     num_skipped: int
     interrupted: int | None
+
+
+class Meter:
+    """Adds up the seconds of training steps; evaluation and checkpoints don't count.
+
+    The first steps are left out as soon as later ones exist.
+
+    Attributes:
+        num_samples: of all workers together.
+        step_s, data_wait_s, exchange_s: seconds of the steps, and what of them this worker waited
+            for data and for the exchange.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.num_samples = 0
+        self.step_s = self.data_wait_s = self.exchange_s = 0.0
+
+    def add(self, update: Update, step_s: float) -> None:
+        """Adds a step that took `step_s` seconds, the wait for its data included."""
+        if self._num_steps == _NUM_WARM_UP_STEPS:
+            self._reset()
+        self._num_steps += 1
+        self.num_samples += update.num_samples
+        self.step_s += step_s
+        self.data_wait_s += update.data_wait_s
+        self.exchange_s += update.exchange_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all workers together per second of training."""
+        return self.num_samples / self.step_s if self.step_s else 0.0
+
+    @property
+    def data_share(self) -> float:
+        """Share of the steps' time that this worker waited for data."""
+        return self.data_wait_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of the steps' time that this worker waited for the exchange."""
+        return self.exchange_s / self.step_s if self.step_s else 0.0

@@ -1,25 +1,23 @@
-"""What a run is made of on one worker, and how it is saved, restored and evaluated."""
+"""The data-parallel training of a task: what it is made of on one worker, saved and restored."""
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.data import MapLoader, loader
-from allstep.errors import CheckpointError, UsageError
 from allstep.exchange import attach
-from allstep.train.checkpoint import Checkpoints
+from allstep.train.batch import steps
+from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
 from allstep.train.evaluator import Evaluator
-from allstep.train.load_state import load_model_state, load_optimizer_state
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
-from allstep.train.stages import all_stages, num_samples_of, num_total_steps
-from allstep.train.step import TrainStep
-from allstep.train.task import Stage, Task
+from allstep.train.step import TrainStep, Update
+from allstep.train.task import Stage, Task, all_stages, num_samples_of, num_total_steps
 
 __all__ = ["Run"]
 
@@ -37,18 +35,15 @@ _KEPT_OPTIONS = (
 
 
 class Run:
-    """A task put together with a worker's device, data and checkpoints.
+    """A task put together with a worker's device and data; a `Training` for the loop.
 
     Args:
         task: what to train.
         options: how.
         comm: the workers that train together.
-        run_dir: the run's folder; checkpoints go in `run_dir/checkpoints`.
     """
 
-    def __init__(
-        self, task: Task, options: TrainOptions, comm: Communicator, run_dir: Path
-    ) -> None:
+    def __init__(self, task: Task, options: TrainOptions, comm: Communicator) -> None:
         self._task = task
         self._options = options
         self._comm = comm
@@ -57,9 +52,6 @@ class Run:
         )
         self._model = self.precision.prepare_model(task.model)
         self._optimizer = task.optimizer(self._model)
-        called_model: nn.Module = self._model
-        if options.compile:
-            called_model = torch.compile(self._model)  # type: ignore[assignment]
         self.exchange = attach(
             self._model,
             comm,
@@ -75,6 +67,9 @@ class Run:
             micro_batch=options.micro_batch,
             every_steps=options.noise_scale_every_steps,
         )
+        called_model: nn.Module = self._model
+        if options.compile:
+            called_model = torch.compile(self._model)  # type: ignore[assignment]
         self.train_step = TrainStep(
             task,
             called_model,
@@ -87,10 +82,6 @@ class Run:
         )
         self._stages = all_stages(task, options)
         self._enter(0)
-        self._checkpoints = Checkpoints(
-            run_dir / "checkpoints", comm, keep=options.keep_checkpoints
-        )
-        self.last_checkpoint: Path | None = None
 
     def _enter(self, stage_index: int) -> None:
         """Takes up a stage's data, from its beginning."""
@@ -117,23 +108,36 @@ class Run:
             seed=options.seed,
         )
         self.noise.begin_stage(stage.micro_batch)
-        self.train_step.first_data = None
+        self.train_step.begin_stage()
 
     @property
     def stage(self) -> Stage:
         """The data that the run is at."""
         return self._stages[self._stage_index]
 
-    def advance(self) -> bool:
-        """Goes on to the next stage if its first epoch has come. All workers call it.
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the run's start."""
+        return self.loader.step
 
-        Returns:
-            Whether it did.
-        """
+    @property
+    def epoch(self) -> int:
+        """Whole passes over the data since the run's start."""
+        return self.loader.epoch
+
+    @property
+    def num_total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None for a stream, whose length isn't known."""
+        if not isinstance(self.loader, MapLoader):
+            return None
+        return num_total_steps(self._stages, self._options)
+
+    def begin_epoch(self) -> bool:
+        """Goes on to the next stage if its first epoch has come; returns whether it did."""
         later = self._stages[self._stage_index + 1 :]
-        if not later or self.loader.epoch < later[0].first_epoch:
+        if not later or self.epoch < later[0].first_epoch:
             return False
-        step = self.loader.step
+        step = self.step
         self.noise.flush(self._comm)  # what was measured with the old micro-batches
         self.loader.close()
         self._enter(self._stage_index + 1)
@@ -143,12 +147,22 @@ class Run:
         self.loader.load_state_dict({"samples": num_samples, "steps": step})
         return True
 
-    @property
-    def num_total_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None for a stream, whose length isn't known."""
-        if not isinstance(self.loader, MapLoader):
-            return None
-        return num_total_steps(self._stages, self._options)
+    def updates(self) -> Iterator[Update]:
+        """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
+        return map(self.train_step, steps(self.loader, self.exchange))
+
+    def sum_losses(self, loss: Tensor) -> float:
+        """The sum over the workers; carries what was measured of the gradients' noise along."""
+        return float(self.noise.all_reduce(self._comm, loss))
+
+    def scalars(self, loss: float) -> dict[str, float]:
+        """What to log of the last step beside the loss."""
+        return self.train_step.scalars | self.noise.scalars
+
+    def flush(self) -> None:
+        """Makes the updates whose gradients are still in flight. All workers call it."""
+        for step in self.exchange.flush():
+            self.train_step.update(step)
 
     @property
     def totals(self) -> dict[str, tuple[float, float]]:
@@ -161,73 +175,43 @@ class Run:
         with self.precision.autocast():
             return self._evaluator(self._model)
 
-    def flush(self) -> None:
-        """Makes the updates whose gradients are still in flight. All workers call it."""
-        for step in self.exchange.flush():
-            self.train_step.update(step)
-
-    def save(self) -> None:
-        """Writes a checkpoint of everything that the next step depends on. All workers call it."""
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
         self.noise.flush(self._comm)
-        state = {
-            "options": {name: getattr(self._options, name) for name in _KEPT_OPTIONS},
+        return {
+            "options": self._kept_options(),
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
             "num_skipped": self.train_step.num_skipped,
-            "stages": self._batches_of_stages(),
             "stage": self._stage_index,
             "loader": self.loader.state_dict(),
             "exchange": self.exchange.state_dict(),
             "noise_scale": self.noise.state_dict(),
         }
-        self.last_checkpoint = self._checkpoints.save(self.loader.step, state)
 
-    def refuse_old_checkpoints(self) -> None:
-        """Raises on every worker if the folder holds another run's checkpoints.
-
-        Raises:
-            UsageError: naming the folder and the newest step.
-        """
-        steps = self._checkpoints.saved_steps() if self._comm.rank == 0 else []
-        newest = self._comm.broadcast_object(max(steps, default=None), root=0)
-        if newest is not None:
-            raise UsageError(
-                f"`run_dir`: {self._checkpoints.folder} holds a run's checkpoints (the newest of"
-                f" step {newest}); resume that run, or take another folder."
-            )
-
-    def restore(self) -> None:
-        """Continues from the newest checkpoint that is whole. All workers call it.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. All workers call it.
 
         Raises:
-            CheckpointError: if there is none, or if it is of another model or other options.
+            CheckpointError: if it is of another model or other options.
         """
-        loaded = self._checkpoints.load_latest()
-        if loaded is None:
-            raise CheckpointError(
-                f"There is no whole checkpoint in {self._checkpoints.folder}: there is none, or all"
-                " are damaged. Train anew, in another folder."
-            )
-        _, state = loaded
-        self._check_options(state["options"])
-        self._check_stages(state.get("stages"))
+        check_same(state["options"], self._kept_options())
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
-        stage_index = state.get("stage", 0)
-        if stage_index != self._stage_index:
+        if state["stage"] != self._stage_index:
             self.loader.close()
-            self._enter(stage_index)
+            self._enter(state["stage"])
         self.loader.load_state_dict(state["loader"])
         self.exchange.load_state_dict(state["exchange"])
         self.noise.load_state_dict(state["noise_scale"])
-        self.train_step.num_skipped = state.get("num_skipped", 0)
+        self.train_step.num_skipped = state["num_skipped"]
 
     def cost_of_sample(self) -> tuple[float, float]:
-        """Floating-point operations and seconds of a sample on one worker alone.
+        """Floating-point operations and seconds of a sample, one worker having the machine.
 
         The seconds are those of compute and update, without waiting for data or workers.
         """
@@ -241,24 +225,6 @@ class Run:
         self.loader.close()
         self.exchange.detach()
 
-    def _check_options(self, saved: dict[str, Any]) -> None:
-        for name in _KEPT_OPTIONS:
-            wanted = getattr(self._options, name)
-            if saved[name] != wanted:
-                raise CheckpointError(
-                    f"`{name}` (={wanted}) differs from the checkpoint's (={saved[name]}):"
-                    " the run would not be the same. Resume with the checkpoint's value."
-                )
-
-    def _batches_of_stages(self) -> list[list[int]]:
-        return [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
-
-    def _check_stages(self, saved: list[list[int]] | None) -> None:
-        wanted = self._batches_of_stages()
-        if saved is None:  # a checkpoint of a time without stages
-            saved = wanted[:1]
-        if [list(stage) for stage in saved] != wanted:
-            raise CheckpointError(
-                f"The stages (first epoch, global batch, micro-batch) {wanted} differ from the"
-                f" checkpoint's {saved}: the run would not be the same. Resume with those."
-            )
+    def _kept_options(self) -> dict[str, Any]:
+        stages = [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
+        return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | {"stages": stages}

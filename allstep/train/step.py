@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +16,27 @@ from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
 from allstep.train.task import Task
 
-__all__ = ["TrainStep"]
+__all__ = ["TrainStep", "Update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer step that has been made.
+
+    Attributes:
+        loss: this worker's part of the mean loss, a scalar; the workers' sum is the mean loss.
+        epoch: whole passes over the data before the step.
+        num_samples: of all workers together.
+        data_wait_s, exchange_s: seconds that this worker waited for data and for the exchange.
+        is_logged: write a line of the log after it, whatever its number.
+    """
+
+    loss: Tensor
+    epoch: int
+    num_samples: int
+    data_wait_s: float = 0.0
+    exchange_s: float = 0.0
+    is_logged: bool = False
 
 
 class TrainStep:
@@ -65,24 +86,30 @@ class TrainStep:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """What to log of the last step: its rate and, where layers have their own, the ratios."""
+        """What to log of the last step: its rate, steps left out, the trust ratios of layers."""
         ratios = sorted(getattr(self._optimizer, "trust_ratios", dict)().values())
         found = {"learning_rate": float(self._optimizer.param_groups[0]["lr"])}
+        if self.num_skipped:
+            found["skipped_steps"] = self.num_skipped
         if ratios:
             found["trust_ratio/min"], found["trust_ratio/max"] = ratios[0], ratios[-1]
             found["trust_ratio/median"] = statistics.median(ratios)
         return found
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def begin_stage(self) -> None:
+        """Forgets the micro-batch that was kept, for another stage's are of another kind."""
+        self.first_data = None
+
+    def __call__(self, batch: Batch) -> Update:
         """Makes one update; none while the first gradients are on their way.
 
         Args:
             batch: one item of `steps`.
 
         Returns:
-            This worker's part of the global batch's mean loss, a float64 scalar on the
-            worker's device; the parts' sum over the workers is the mean loss.
+            What it was; its loss is a float64 scalar on the worker's device.
         """
+        exposed_before_s = self._exchange.stats().exposed_s
         local_loss = torch.zeros((), dtype=torch.float64)
         for data in batch:
             if self.first_data is None:
@@ -92,7 +119,13 @@ class TrainStep:
         self._noise.see_global(batch)
         if self._exchange.has_landed:
             self.update(batch.step - self._exchange.policy.staleness)
-        return local_loss
+        return Update(
+            loss=local_loss,
+            epoch=batch.epoch,
+            num_samples=batch.num_samples,
+            data_wait_s=batch.data_wait_s,
+            exchange_s=self._exchange.stats().exposed_s - exposed_before_s,
+        )
 
     def update(self, step: int) -> None:
         """Applies what is in `p.grad`, with the learning rate of the step that made it.

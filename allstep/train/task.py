@@ -1,6 +1,6 @@
-"""What a recipe hands to the loop: a model, its data and what to make of them."""
+"""What a recipe hands to the loop: a model, its data in stages, and what to make of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-__all__ = ["Metrics", "Stage", "Task"]
+from allstep.data import GlobalBatchSampler
+from allstep.errors import UsageError
+from allstep.train.options import TrainOptions
+
+__all__ = ["Metrics", "Stage", "Task", "all_stages", "num_samples_of", "num_total_steps"]
 
 Metrics = Mapping[str, tuple[float | Tensor, float | Tensor]]
 """Name -> (sum, count) over a micro-batch's samples; both are added up over the test set."""
@@ -63,3 +67,59 @@ class Task:
     schedule: Callable[[int], float] = lambda step: 1.0
     collate_fn: Callable[[list[Any]], Any] | None = None
     later_stages: Sequence[Stage] = ()
+
+
+def all_stages(task: Task, options: TrainOptions) -> list[Stage]:
+    """The task's first stage, with the options' batches, and its later ones.
+
+    Raises:
+        UsageError: if they don't follow each other within the run's epochs, or if one of several
+            is a stream.
+    """
+    first = Stage(
+        first_epoch=0,
+        train_set=task.train_set,
+        test_set=task.test_set,
+        global_batch=options.global_batch,
+        micro_batch=options.micro_batch,
+    )
+    stages = [first, *task.later_stages]
+    begins = [stage.first_epoch for stage in stages]
+    if sorted(set(begins)) != begins or begins[-1] >= options.epochs:
+        raise UsageError(
+            f"`later_stages` must begin at increasing epochs from 1 to {options.epochs - 1}, before"
+            f" the run's `epochs` (={options.epochs}) are over; they begin at {begins[1:]}."
+        )
+    if len(stages) > 1:
+        for stage in stages:
+            num_samples_of(stage)
+    return stages
+
+
+def num_samples_of(stage: Stage) -> int:
+    """Samples of one of its epochs.
+
+    Raises:
+        UsageError: if it is a stream, whose epochs have no known length.
+    """
+    if not isinstance(stage.train_set, Sized):
+        raise UsageError(
+            f"`train_set` (a {type(stage.train_set).__name__}) of a stage has no length; a run in"
+            " stages needs map-style data sets."
+        )
+    return len(stage.train_set)
+
+
+def num_total_steps(stages: Sequence[Stage], options: TrainOptions) -> int:
+    """Optimizer steps of the whole run, over all stages."""
+    ends = [stage.first_epoch for stage in stages[1:]] + [options.epochs]
+    num_steps = 0
+    for stage, end in zip(stages, ends, strict=True):
+        sampler = GlobalBatchSampler(
+            num_samples_of(stage),
+            global_batch=stage.global_batch,
+            micro_batch=stage.micro_batch,
+            drop_last=options.drop_last,
+        )
+        num_steps += (end - stage.first_epoch) * len(sampler)
+    return num_steps

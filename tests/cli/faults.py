@@ -19,7 +19,7 @@ from allstep.cli.launch import launch_workers
 from allstep.comm import Communicator
 from allstep.errors import DataError, UsageError
 from allstep.train.failures import run_worker
-from allstep.train.interrupts import SIGNALS, Interrupts
+from allstep.train.stop import SIGNALS, Interrupts
 
 
 def main() -> int:

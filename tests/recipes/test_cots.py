@@ -1,17 +1,21 @@
 """The recipe `cots`: the same on any number of workers, goes on where it was, tests its neurons."""
 
+import itertools
 import json
+import signal
+from typing import ClassVar
 
 import pytest
 import torch
 
 from allstep.cli import run_folder
 from allstep.comm import Communicator
-from allstep.errors import UsageError
+from allstep.errors import CheckpointError, UsageError
 from allstep.nn import Grid
 from allstep.recipes import DividedRecipe
 from allstep.recipes.cots import Cots
 from allstep.recipes.cots_net import NETS
+from allstep.recipes.cots_pictures import TrainingPictures
 from tests.helpers.launched import Launched
 from tests.helpers.ranks import run_ranks
 from tests.nn.grids import on_grid
@@ -69,36 +73,44 @@ def test_two_workers_give_the_same(alone, tmp_path):
         assert (found["auc"], found["accuracy"]) == pytest.approx((row["auc"], row["accuracy"]))
 
 
+class Interrupted(Cots):
+    """Gets a signal while it draws the pictures of an update."""
+
+    signal_at: ClassVar[int]
+
+    def pictures(self, *arguments) -> TrainingPictures:
+        pictures = super().pictures(*arguments)
+        numbers, draw = itertools.count(1), pictures.draw
+
+        def interrupting_draw(generator: torch.Generator) -> torch.Tensor:
+            if next(numbers) == self.signal_at:
+                signal.raise_signal(signal.SIGTERM)
+            return draw(generator)
+
+        pictures.draw = interrupting_draw
+        return pictures
+
+
 @pytest.mark.parametrize("num_done", [2, 3])  # within a stage, and between two
-def test_a_run_goes_on_where_it_was(alone, tmp_path, num_done, monkeypatch):
-    from allstep.recipes.cots_training import GreedyTraining
-
-    def stop_early(training: GreedyTraining) -> int | None:
-        for _ in training._updates():
-            if training.num_steps == num_done:
-                break
-        training._save()
-        training._log.close()
-        return 15
-
-    recipe = Cots(**TINY)
-    with monkeypatch.context() as patch:
-        patch.setattr(GreedyTraining, "run", stop_early)
-        assert recipe.run(Communicator.single_process(), tmp_path, resume=False) == 128 + 15
-    assert json.loads((tmp_path / "report.json").read_text())["neurons"] == []
-    report = run(recipe, tmp_path, resume=True)
-    assert report["costs"] == alone[1]["costs"]  # to the bit
+def test_an_interrupted_run_goes_on_bit_for_bit(alone, tmp_path, num_done):
+    Interrupted.signal_at = num_done - 1  # workers agree to stop one update later
+    recipe = Interrupted(**TINY)
+    assert recipe.run(Communicator.single_process(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["neurons"] == [] and report["num_steps"] == num_done
+    report = run(Cots(**TINY), tmp_path, resume=True)
+    assert report["costs"] == alone[1]["costs"]
     assert report["neurons"] == alone[1]["neurons"]
 
 
 def test_what_a_run_refuses(alone, tmp_path):
     run_dir, _ = alone
     comm = Communicator.single_process()
-    with pytest.raises(UsageError, match="holds a run's checkpoints; resume that run"):
+    with pytest.raises(UsageError, match=r"holds a run's checkpoints \(the newest of step 9\)"):
         Cots(**TINY).run(comm, run_dir, resume=False)
-    with pytest.raises(UsageError, match=r"`lr` \(=0.5\) differs from the checkpoint's \(=None\)"):
+    with pytest.raises(CheckpointError, match=r"`lr` \(=0.5\) differs from .* \(=None\)"):
         Cots(**TINY, lr=0.5).run(comm, run_dir, resume=True)
-    with pytest.raises(UsageError, match="has no whole checkpoint to go on from"):
+    with pytest.raises(CheckpointError, match="There is no whole checkpoint in"):
         Cots(**TINY).run(comm, tmp_path, resume=True)
 
 

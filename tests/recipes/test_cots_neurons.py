@@ -10,12 +10,11 @@ from allstep.errors import UsageError
 from allstep.recipes.cots_data import (
     draw_patches,
     find_photographs,
-    normalise,
     read_photograph,
     read_portraits,
-    resized,
 )
 from allstep.recipes.cots_neurons import Responses, auc, best_threshold, score
+from allstep.recipes.cots_pictures import PictureFormat, normalise
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,8 +81,9 @@ def test_pictures_are_normalised_one_by_one():
     torch.testing.assert_close(y.mean((1, 2, 3)), torch.zeros(5, dtype=torch.float64))
     torch.testing.assert_close(y.std((1, 2, 3)), torch.ones(5, dtype=torch.float64))
     assert normalise(torch.full((1, 1, 4, 4), 9, dtype=torch.uint8), torch.float32).abs().max() == 0
-    assert resized(x[:, 0], 8, 3).shape == (5, 3, 8, 8)
-    assert resized(x[:, 0], 16, 1).shape == (5, 1, 16, 16)
+    for pixels, channels in ((8, 3), (16, 1)):
+        form = PictureFormat(pixels, channels, 5, torch.float32)
+        assert form.resized(x[:, 0]).shape == (5, channels, pixels, pixels)
 
 
 def test_photographs_that_are_missing(tmp_path):

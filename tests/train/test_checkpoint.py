@@ -25,14 +25,8 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
 from allstep.train import checkpoint_files
-from allstep.train.checkpoint import (
-    Checkpoints,
-    load_model_state,
-    load_optimizer_state,
-    read_checkpoint,
-    verify,
-    write_checkpoint,
-)
+from allstep.train.checkpoint import Checkpoints, load_model_state, load_optimizer_state
+from allstep.train.checkpoint_files import read_checkpoint, verify, write_checkpoint
 from allstep.train.state_tree import flatten
 from tests.helpers.ranks import run_ranks
 
@@ -490,10 +484,13 @@ def test_all_workers_load_what_rank_0_reads(size: int, tmp_path: Path) -> None:
         assert_same(loaded[1], state)
 
 
-def test_many_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allstep.train.checkpoint._MESSAGE_BYTES", 16)
+def test_load_in_many_messages(tmp_path: Path) -> None:
     saved(tmp_path, 5)
-    for loaded in run_ranks(2, lambda comm: Checkpoints(tmp_path, comm).load_latest()):
+
+    def load(comm: Communicator) -> tuple[int, Any] | None:
+        return Checkpoints(tmp_path, comm, message_bytes=16).load_latest()
+
+    for loaded in run_ranks(2, load):
         assert loaded is not None
         assert_same(loaded[1], a_state(5))
 

@@ -136,7 +136,9 @@ def test_loader_processes_leave_signals_to_the_worker_and_end_with_the_evaluatio
             raise ZeroDivisionError
         return {"survives": (survives.sum(), len(survives))}
 
-    evaluator = Evaluator(look, Processes(), Communicator.lone(), micro_batch=2, num_workers=2)
+    evaluator = Evaluator(
+        look, Processes(), Communicator.single_process(), micro_batch=2, num_workers=2
+    )
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         assert evaluator(make_model()) == {"survives": 1.0}
     assert os.getpid() not in pids

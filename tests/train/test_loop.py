@@ -1,4 +1,4 @@
-"""The loop's parts: agreement on stopping, precision, clipping, compilation, what it reports."""
+"""The loop: precision, clipping, compilation, what it logs, reports and leaves behind."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import signal
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ import allstep
 from allstep import Communicator, Task, TrainOptions
 from allstep.errors import DisagreementError
 from allstep.optim import LAMB
-from allstep.train import meter as meter_module
-from allstep.train.agreement import StopAgreement
-from allstep.train.meter import Meter
+from allstep.train import Update
 from allstep.train.metrics import read_metrics
+from allstep.train.report import Meter
 from tests.helpers import same_model
 from tests.helpers.ranks import run_ranks
 
@@ -44,31 +42,13 @@ def train(comm: Communicator, run_dir: Path, **changes: Any) -> dict[str, Tensor
     return task.model.state_dict()
 
 
-def test_all_stop_one_step_after_one_was_asked() -> None:
-    def run(comm: Communicator) -> list[int | None]:
-        agree = StopAgreement(comm)
-        asked = [None, signal.SIGTERM if comm.rank == 1 else None, None, None]
-        return [agree(number) for number in asked] + [agree.drain()]
-
-    for told in run_ranks(3, run):
-        assert told == [None, None, signal.SIGTERM, None, None]
-
-
-def test_a_request_of_the_last_step_is_not_lost() -> None:
-    def run(comm: Communicator) -> list[int | None]:
-        agree = StopAgreement(comm)
-        return [agree(signal.SIGINT if comm.rank == 0 else None), agree.drain(), agree.drain()]
-
-    assert run_ranks(2, run) == [[None, signal.SIGINT, None]] * 2
-
-
-def test_meter_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 100.0, 200.0, 300.0, 400.0, 402.0, 500.0, 506.0])
-    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+def test_meter_leaves_the_warm_up_out() -> None:
     meter = Meter()
-    for _ in range(4):
-        with meter.step():
-            meter.add(num_samples=10, data_wait_s=1.0, exchange_s=0.5)
+    for step_s in (100.0, 100.0, 2.0, 6.0):
+        update = Update(
+            loss=torch.zeros(()), epoch=0, num_samples=10, data_wait_s=1.0, exchange_s=0.5
+        )
+        meter.add(update, step_s)
     assert meter.samples_per_s == 20 / 8
     assert meter.data_share == 2 / 8
     assert meter.exchange_share == 1 / 8

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep import Communicator, Stage, Task, TrainOptions
 from allstep.errors import UsageError
+from allstep.train import RunReport
 from allstep.train.metrics import read_metrics
-from allstep.train.report import RunReport
 from tests.helpers.ranks import run_ranks
 
 DIM = 50

@@ -4,26 +4,18 @@ import io
 import logging
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from allstep.comm import Communicator
-from allstep.train import progress as progress_module
 from allstep.train.progress import Progress
 from tests.helpers.ranks import run_ranks
 from tests.helpers.terminal import Terminal
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now_s = [100.0]
-    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    return now_s
-
-
-def test_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
-    with Progress(300, Communicator.single_process(), epochs=3) as progress:
+def test_plain_lines_each_epoch_and_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [100.0]
+    with Progress(300, Communicator.single_process(), epochs=3, clock=lambda: clock[0]) as progress:
         for step in range(1, 301):
             progress.advance(step)
             clock[0] += 0.3
@@ -39,6 +31,26 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str], clock: list[float]) -> 
     ]
     shown = [int(match[1]) for match in re.finditer(r"step (\d+)/", captured.err)]
     assert shown == [1, 35, 69, 101, 135, 169, 201, 235, 269, 300]
+
+
+def test_plain_lines_between_two_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow steps, or passes of something else, are not silent."""
+    clock = [0.0]
+    with Progress(
+        9, Communicator.single_process(), unit="pass", clock=lambda: clock[0]
+    ) as progress:
+        for step in range(1, 10):
+            clock[0] += 4.0
+            progress.advance(step)
+    assert capsys.readouterr().err.splitlines() == [
+        f"pass {step}/9  1 worker" for step in (3, 6, 9)
+    ]
+
+
+def test_the_noise_scale_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(9, Communicator.single_process(), epochs=1) as progress:
+        progress.update(1, 0, 0.5, 1.0, 1234.0)
+    assert "samples/s  noise scale 1,234  1 worker" in capsys.readouterr().err
 
 
 def test_the_last_numbers_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,8 +116,9 @@ def test_bar_is_one_line_at_any_width(
 
 
 def test_steps_before_a_resumption_do_not_shorten_the_rest(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = [100.0]
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])

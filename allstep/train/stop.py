@@ -1,12 +1,18 @@
-"""Ctrl-C and SIGTERM become a request that the loop answers between two steps."""
+"""How a run is stopped: signals become requests, and all workers stop after the same step."""
 
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["REPEAT_S", "SIGNALS", "Interrupts"]
+import torch
+from torch import Tensor
+
+from allstep.comm import Communicator, Work
+
+__all__ = ["REPEAT_S", "SIGNALS", "Interrupts", "StopAgreement"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -22,12 +28,16 @@ class Interrupts:
     before, so that a second Ctrl-C ends the process at once. Off the main thread, where
     Python allows no handlers, nothing is installed and `requested` stays None.
 
+    Args:
+        clock: seconds that pass.
+
     Attributes:
         requested: the first signal that came, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requested: signal.Signals | None = None
+        self._clock = clock
         self._requested_at_s = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -47,7 +57,7 @@ class Interrupts:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self.requested is None:
             self.requested = signal.Signals(number)
             self._requested_at_s = now_s
@@ -61,3 +71,38 @@ class Interrupts:
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+class StopAgreement:
+    """Tells every worker, one step late, that one of them was asked to stop.
+
+    A signal reaches workers at different moments, and one that left its loop first would
+    leave the others waiting in a collective. So each step starts an all-reduce of the signal
+    seen so far and reads the one that the step before started: no step ever waits for it.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._pending: Work[Tensor] | None = None
+
+    def __call__(self, signal_number: int | None) -> int | None:
+        """Says what this worker was asked; returns what all agreed on a step ago.
+
+        Args:
+            signal_number: the signal this worker has got, or None.
+
+        Returns:
+            The largest signal number that any worker had got at the last call, or None.
+        """
+        agreed = self.drain()
+        flag = torch.tensor([signal_number or 0])
+        self._pending = self._comm.all_reduce(flag, "max", async_op=True)
+        return agreed
+
+    def drain(self) -> int | None:
+        """Finishes the all-reduce under way; call it when the steps end."""
+        if self._pending is None:
+            return None
+        agreed = int(self._pending.wait().item())
+        self._pending = None
+        return agreed or None
