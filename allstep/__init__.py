@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from allstep.errors import UsageError as UsageError
     from allstep.exchange import Exchange as Exchange
     from allstep.exchange import ExchangePolicy as ExchangePolicy
+    from allstep.exchange import LocalSGD as LocalSGD
     from allstep.exchange import Nesterov as Nesterov
+    from allstep.exchange import Stale as Stale
+    from allstep.exchange import Synchronous as Synchronous
     from allstep.exchange import attach as attach
     from allstep.exchange import ddp_hook as ddp_hook
     from allstep.exchange import fsdp_hook as fsdp_hook
@@ -50,7 +53,10 @@ _ROOM_OF = {
     "UsageError": "errors",
     "Exchange": "exchange",
     "ExchangePolicy": "exchange",
+    "LocalSGD": "exchange",
     "Nesterov": "exchange",
+    "Stale": "exchange",
+    "Synchronous": "exchange",
     "attach": "exchange",
     "ddp_hook": "exchange",
     "fsdp_hook": "exchange",

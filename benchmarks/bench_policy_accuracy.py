@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import allstep
-from allstep import ExchangePolicy
-from allstep.exchange.outer import Nesterov
+from allstep import ExchangePolicy, LocalSGD, Nesterov, Stale, Synchronous
 from allstep.plan import POLICIES
 from allstep.recipes.fashion import Fashion
 
@@ -45,19 +44,19 @@ ALLOWED = {"fp16": 0.3, "bf16": 0.3, "int8": 0.3, "staleness 1": 0.5}
 def policies() -> dict[str, ExchangePolicy]:
     """Every policy of the study; local SGD's moments become their mean, too."""
     found = {
-        BASE: ExchangePolicy(),
-        "fp16": ExchangePolicy(wire="fp16"),
-        "bf16": ExchangePolicy(wire="bf16"),
-        "int8": ExchangePolicy(wire="int8"),
-        "powersgd, rank 4": ExchangePolicy(wire="powersgd"),
-        "topk, 1 %": ExchangePolicy(wire="topk"),
+        BASE: Synchronous(),
+        "fp16": Synchronous(compression="fp16"),
+        "bf16": Synchronous(compression="bf16"),
+        "int8": Synchronous(compression="int8"),
+        "powersgd, rank 4": Synchronous(compression="powersgd"),
+        "topk, 1 %": Synchronous(compression="topk"),
     }
     for staleness in (1, 2, 4, 8):
-        found[f"staleness {staleness}"] = ExchangePolicy(staleness=staleness)
-    found["fp16 + staleness 1"] = ExchangePolicy(wire="fp16", staleness=1)
+        found[f"staleness {staleness}"] = Stale(steps=staleness)
+    found["fp16 + staleness 1"] = Stale(compression="fp16", steps=1)
     for every in (4, 16):
-        found[f"local SGD, H = {every}"] = ExchangePolicy(every=every, average_optimizer_state=True)
-    found["DiLoCo, H = 16"] = ExchangePolicy(every=16, outer=Nesterov())
+        found[f"local SGD, H = {every}"] = LocalSGD(sync_every=every, average_optimizer_state=True)
+    found["DiLoCo, H = 16"] = LocalSGD(sync_every=16, outer_optimizer=Nesterov())
     return found
 
 
@@ -65,7 +64,7 @@ def policies() -> dict[str, ExchangePolicy]:
 class Studied(Fashion):
     """The recipe under a policy of the study."""
 
-    policy: ExchangePolicy = field(default_factory=ExchangePolicy)
+    policy: ExchangePolicy = field(default_factory=Synchronous)
     channels_last: bool = True  # 1.6 times as fast
 
     @property

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import allstep
-from allstep import Communicator, ExchangePolicy
-from allstep.exchange.outer import Nesterov
+from allstep import Communicator, ExchangePolicy, LocalSGD, Nesterov, Stale, Synchronous
 
 __all__ = ["Point", "measure", "policies"]
 
@@ -59,22 +58,22 @@ class Point:
 def policies() -> dict[str, ExchangePolicy]:
     """Every way to exchange that has a name here."""
     return {
-        "fp32": ExchangePolicy(),
-        "native": ExchangePolicy(algorithm="native"),
-        "auto": ExchangePolicy(algorithm="auto", bucket_bytes="auto"),
-        "bf16": ExchangePolicy(wire="bf16"),
-        "fp16": ExchangePolicy(wire="fp16"),
-        "int8": ExchangePolicy(wire="int8"),
-        "powersgd 4": ExchangePolicy(wire="powersgd"),
-        "topk 1%": ExchangePolicy(wire="topk"),
-        "exact": ExchangePolicy(wire="exact"),
-        "fp32 stale 1": ExchangePolicy(staleness=1),
-        "fp16 stale 1": ExchangePolicy(wire="fp16", staleness=1),
-        "int8 stale 1": ExchangePolicy(wire="int8", staleness=1),
-        "fp16 stale 2": ExchangePolicy(wire="fp16", staleness=2),
-        "local H=4": ExchangePolicy(every=4),
-        "local H=16": ExchangePolicy(every=16),
-        "diloco H=16": ExchangePolicy(every=16, outer=Nesterov()),
+        "fp32": Synchronous(),
+        "native": Synchronous(algorithm="native"),
+        "auto": Synchronous(algorithm="auto", bucket_bytes="auto"),
+        "bf16": Synchronous(compression="bf16"),
+        "fp16": Synchronous(compression="fp16"),
+        "int8": Synchronous(compression="int8"),
+        "powersgd 4": Synchronous(compression="powersgd"),
+        "topk 1%": Synchronous(compression="topk"),
+        "exact": Synchronous(compression="exact"),
+        "fp32 stale 1": Stale(steps=1),
+        "fp16 stale 1": Stale(compression="fp16", steps=1),
+        "int8 stale 1": Stale(compression="int8", steps=1),
+        "fp16 stale 2": Stale(compression="fp16", steps=2),
+        "local H=4": LocalSGD(sync_every=4),
+        "local H=16": LocalSGD(sync_every=16),
+        "diloco H=16": LocalSGD(sync_every=16, outer_optimizer=Nesterov()),
     }
 
 
@@ -82,7 +81,7 @@ def find_policy(name: str, bucket_bytes: int | None) -> ExchangePolicy:
     """The policy of a name, with its buckets scaled to the model."""
     if "/" in name:
         algorithm, own_bytes = name.split("/")
-        return ExchangePolicy(algorithm=algorithm, bucket_bytes=int(own_bytes))
+        return Synchronous(algorithm=algorithm, bucket_bytes=int(own_bytes))
     policy = policies()[name]
     if bucket_bytes is None or policy.bucket_bytes == "auto":
         return policy
@@ -170,7 +169,8 @@ class Trainer:
         elif name != "alone":
             policy = find_policy(name, point.bucket_bytes)
             self.staleness = policy.staleness
-            self.steps = max(point.steps, policy.every)  # whole rounds
+            every = policy.sync_every if isinstance(policy, LocalSGD) else 1
+            self.steps = max(point.steps, every)  # whole rounds
             self.exchange = allstep.attach(self._model, comm, policy, optimizer=self._optimizer)
 
     def step(self) -> None:

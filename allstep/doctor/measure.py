@@ -13,7 +13,7 @@ from allstep.doctor.links import measure_pairs, slowest
 from allstep.doctor.measurements import Measurements
 from allstep.doctor.memory import measure_copy_s_per_byte
 from allstep.doctor.timing import slowest_s, synchronize
-from allstep.exchange import ExchangePolicy
+from allstep.exchange import Synchronous
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.wires import make_wire
 from allstep.plan import MeasuredCollective
@@ -95,7 +95,7 @@ def _gradient_s(comm: Communicator) -> float:
         return 0.0
     model = _Tiny().to(comm.device)
     bare_s = _step_s(comm, model)
-    exchange = OverlappedExchange(model, comm, ExchangePolicy(algorithm="dummy"))
+    exchange = OverlappedExchange(model, comm, Synchronous(algorithm="dummy"))
     attached_s = _step_s(comm, model)
     exchange.detach()
     return max(0.0, attached_s - bare_s) / _NUM_GRADIENTS

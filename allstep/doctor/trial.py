@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator
 from allstep.doctor.timing import slowest_s, synchronize
 from allstep.doctor.workload import TimedStep, element_bytes_of, make_workload, time_step
-from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.exchange import Exchange, ExchangePolicy, attach, make_policy
 from allstep.plan import PolicySpec, Workload
 
 __all__ = [
@@ -111,12 +111,12 @@ def exchange_policy(policy: PolicySpec) -> ExchangePolicy:
     """What a settled policy of the planner is in a program."""
     everything = 1 << 62  # one bucket
     bucket_bytes = policy.bucket_bytes if isinstance(policy.bucket_bytes, int) else everything
-    return ExchangePolicy(
-        wire=policy.compression,
+    return make_policy(
+        compression=policy.compression,
         staleness=policy.staleness,
         algorithm=policy.algorithm,
         bucket_bytes=bucket_bytes,
-        every=policy.sync_every,
+        sync_every=policy.sync_every if policy.sync_every > 1 else None,
         overlap=policy.bucket_bytes is not None,
     )
 

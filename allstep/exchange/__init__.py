@@ -8,7 +8,14 @@ from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.outer import Nesterov
 from allstep.exchange.plain import PlainExchange
-from allstep.exchange.policy import ExchangePolicy, ExchangeStats
+from allstep.exchange.policy import (
+    ExchangePolicy,
+    ExchangeStats,
+    LocalSGD,
+    Stale,
+    Synchronous,
+    make_policy,
+)
 from allstep.exchange.running_statistics import RunningStatistics
 
 if TYPE_CHECKING:
@@ -19,13 +26,17 @@ __all__ = [
     "Exchange",
     "ExchangePolicy",
     "ExchangeStats",
+    "LocalSGD",
     "Nesterov",
     "ParameterAveraging",
     "PlainExchange",
     "RunningStatistics",
+    "Stale",
+    "Synchronous",
     "attach",
     "ddp_hook",
     "fsdp_hook",
+    "make_policy",
 ]
 
 

@@ -16,7 +16,7 @@ from allstep.exchange.hooks import is_hooked
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.parameters import ParameterSet
 from allstep.exchange.plain import PlainExchange
-from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.policy import ExchangePolicy, LocalSGD, Synchronous
 
 __all__ = ["attach"]
 
@@ -75,13 +75,13 @@ def attach(
         )
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
-    policy = policy or ExchangePolicy()
+    policy = policy or Synchronous()
     if comm.size > 1:
         check_same_arguments(comm, _in_words(policy, scaler, optimizer))
-    if policy.is_local and optimizer is None:
+    if isinstance(policy, LocalSGD) and optimizer is None:
         raise UsageError(
-            f"`optimizer` (=None) must be given for local SGD (`every` is {policy.every}):"
-            " attach(model, comm, policy, optimizer=optimizer)."
+            f"`optimizer` (=None) must be given for local SGD (`sync_every` is"
+            f" {policy.sync_every}): attach(model, comm, policy, optimizer=optimizer)."
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     _refuse_attached(model)
@@ -93,36 +93,26 @@ def attach(
                 comm.broadcast(tuple(t.detach() for t in tensors.values()), root=0)
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
-    if policy.plain:
+    if isinstance(policy, Synchronous) and policy.plain:
         exchange: Exchange = PlainExchange(model, comm, policy)
     else:
         exchange = OverlappedExchange(model, comm, policy, scaler)
-    if policy.is_local and optimizer is not None:
+    if isinstance(policy, LocalSGD) and optimizer is not None:
         try:
-            exchange.averaging = _averaging(exchange, optimizer)
+            exchange.averaging = _averaging(exchange, policy, optimizer)
         except BaseException:
             exchange.detach()
             raise
     return exchange
 
 
-def _averaging(exchange: Exchange, optimizer: torch.optim.Optimizer) -> ParameterAveraging:
-    policy = exchange.policy
-    algorithm: str | Callable[[int], str] | None = None
+def _averaging(
+    exchange: Exchange, policy: LocalSGD, optimizer: torch.optim.Optimizer
+) -> ParameterAveraging:
+    algorithm: Callable[[int], str] | None = None
     if policy.algorithm == Auto.name and isinstance(exchange, OverlappedExchange):
         algorithm = exchange.algorithm_for  # what it has measured, and keeps in checkpoints
-    elif isinstance(policy.algorithm, str):
-        algorithm = policy.algorithm
-    return ParameterAveraging(
-        exchange.model,
-        exchange.comm,
-        optimizer,
-        every=policy.every,
-        after=policy.after,
-        outer=policy.outer,
-        average_optimizer_state=policy.average_optimizer_state,
-        algorithm=algorithm,
-    )
+    return ParameterAveraging(exchange.model, exchange.comm, optimizer, policy, algorithm=algorithm)
 
 
 def _in_words(
@@ -152,8 +142,8 @@ def _refuse_attached(model: nn.Module) -> None:
 
 
 def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -> str:
-    """>>> _announcement(ExchangePolicy(wire="fp16", staleness=1), 4, 8192)
-    'mean over 4 workers, fp16 wire, 1 step late; global batch 8,192; learning rate untouched'
+    """>>> _announcement(Synchronous(compression="fp16"), 4, 8192)
+    'mean over 4 workers, fp16 compression; global batch 8,192; learning rate untouched'
     """
     workers = "worker" if size == 1 else "workers"
     batch = (
@@ -161,10 +151,12 @@ def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -
         if global_batch is None
         else f"global batch {global_batch:,}"
     )
-    wire = "" if policy.wire_format.is_lossless else f", {policy.wire_format.name} wire"
-    steps = "step" if policy.staleness == 1 else "steps"
-    if policy.is_local:
-        at_first = f" for the first {policy.after:,} batches, then" if policy.after else ","
-        wire += f"{at_first} parameters every {policy.every} batches"
-    late = f", {policy.staleness} {steps} late" if policy.staleness else ""
-    return f"{policy.reduction} over {size} {workers}{wire}{late}; {batch}; learning rate untouched"
+    name = policy.wire_format.name
+    how = "" if policy.wire_format.is_lossless else f", {name} compression"
+    if isinstance(policy, LocalSGD):
+        first = policy.local_after_step
+        at_first = f" for the first {first:,} batches, then" if first else ","
+        how += f"{at_first} parameters every {policy.sync_every} batches"
+    if policy.staleness:
+        how += f", {policy.staleness} step{'s' if policy.staleness > 1 else ''} late"
+    return f"{policy.reduction} over {size} {workers}{how}; {batch}; learning rate untouched"

@@ -9,9 +9,9 @@ from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import default_algorithm
-from allstep.errors import CheckpointError, UsageError
+from allstep.errors import CheckpointError
 from allstep.exchange.hooks import FunctionHook, Removable
-from allstep.exchange.outer import Nesterov
+from allstep.exchange.policy import LocalSGD
 
 __all__ = ["ParameterAveraging"]
 
@@ -19,15 +19,17 @@ __all__ = ["ParameterAveraging"]
 class ParameterAveraging:
     """Averages the workers' parameters every few global batches, in place.
 
-    p = 1/size * sum_r p_r      after the global batches after + every, after + 2 every, ...
+    p = 1/size * sum_r p_r      after the global batches a + H, a + 2 H, ...
+
+    with H = `sync_every` and a = `local_after_step` of the policy.
 
     [Note: rounds] Batches are counted, not the optimizer's steps: a GradScaler may skip a step
     on one worker alone, and workers that count differently would wait for each other. An
     attached exchange counts with `count_batch` at the end of each synchronising backward pass.
     The average is taken right after the optimizer's step; a worker that has skipped it joins
     the others at its next forward, before the model is used again. Where nobody calls
-    `count_batch`, each step of the optimizer counts as a batch, and before `after` parameters
-    are averaged after each.
+    `count_batch`, each step of the optimizer counts as a batch, and before `local_after_step`
+    parameters are averaged after each.
 
     Batch norm's running statistics are the exchange's. Between averages workers have different
     models: call `flush` on all before one of them saves or evaluates its own.
@@ -36,16 +38,8 @@ class ParameterAveraging:
         model: the same on every worker.
         comm: the workers.
         optimizer: of the model's parameters.
-        every: batches between averages (H).
-        after: batches before the first local one; until then gradients are exchanged (post-local
-            SGD).
-        outer: how a round's mean is used; None takes it as it is.
-        average_optimizer_state: whether the optimizer's moments, too, become their mean.
-        algorithm: how sums are taken, a name as of `Communicator.all_reduce`, or what tells it of
-            their bytes; None for what suits the machines: see `default_algorithm`.
-
-    Raises:
-        UsageError: if `every` or `after` is out of range.
+        policy: how often, and how the mean is used.
+        algorithm: how sums are taken, as a function of their bytes, if not as in the policy.
 
     Attributes:
         num_batches: counted so far.
@@ -54,7 +48,7 @@ class ParameterAveraging:
         >>> import torch, allstep
         >>> model, comm = torch.nn.Linear(2, 1), allstep.Communicator.single_process()
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> averaging = ParameterAveraging(model, comm, optimizer, every=16)
+        >>> averaging = ParameterAveraging(model, comm, optimizer, allstep.LocalSGD(sync_every=16))
         >>> model(torch.ones(3, 2)).mean().backward()
         >>> optimizer.step()  # after every 16th, parameters are the mean over the workers
         >>> averaging.flush()
@@ -69,21 +63,15 @@ class ParameterAveraging:
         model: nn.Module,
         comm: Communicator,
         optimizer: torch.optim.Optimizer,
+        policy: LocalSGD,
         *,
-        every: int,
-        after: int = 0,
-        outer: Nesterov | None = None,
-        average_optimizer_state: bool = False,
-        algorithm: str | Callable[[int], str] | None = None,
+        algorithm: Callable[[int], str] | None = None,
     ) -> None:
-        for name, value, smallest in (("every", every, 1), ("after", after, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
         self.num_batches = 0
         self._model, self._comm, self._optimizer = model, comm, optimizer
-        self._every, self._after, self._outer = every, after, outer
-        self._average_optimizer_state = average_optimizer_state
-        self._algorithm = algorithm or default_algorithm(comm)
+        self._policy, self._outer_optimizer = policy, policy.outer_optimizer
+        own = policy.algorithm if isinstance(policy.algorithm, str) else default_algorithm(comm)
+        self._algorithm_for = algorithm or (lambda num_bytes: own)
         self._is_driven = False  # whether somebody calls `count_batch`
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
         self._in_round: set[str] = set()  # parameters that were trained in this round
@@ -101,7 +89,7 @@ class ParameterAveraging:
         Args:
             step: the batch's number, from 0.
         """
-        return step >= self._after
+        return step >= self._policy.local_after_step
 
     def count_batch(self, *, was_exchanged: bool) -> None:
         """A global batch's gradients are complete; its update may follow. Collective at times.
@@ -186,26 +174,26 @@ class ParameterAveraging:
         self._in_round.clear()
 
     def _average_if_due(self) -> None:
-        is_round_over = (self.num_batches - self._after) % self._every == 0
-        is_before_rounds = self.num_batches <= self._after
-        if not self.is_synchronized and (is_round_over or is_before_rounds):
+        num_local = self.num_batches - self._policy.local_after_step
+        is_round_over = num_local <= 0 or num_local % self._policy.sync_every == 0
+        if not self.is_synchronized and is_round_over:
             self._average()
 
     @torch.no_grad()
     def _average(self) -> None:
         parameters = self._parameters()
         means = self._means(parameters)
-        if self._outer is not None and self.num_batches > self._after:
+        if self._outer_optimizer is not None and self.is_local(self.num_batches - 1):
             self._set_anchors()  # of a worker that has skipped all steps of the round
             self._anchors = {n: a for n, a in self._anchors.items() if n in parameters}
             self._momenta = {n: m for n, m in self._momenta.items() if n in parameters}
             for name, anchor in self._anchors.items():
                 start = anchor.to(parameters[name].dtype)  # what the parameter could hold of it
-                self._outer.step_(anchor, start - means[name], self._momenta[name])
+                self._outer_optimizer.step_(anchor, start - means[name], self._momenta[name])
                 means[name] = anchor
         for name, p in parameters.items():
             p.copy_(means[name])
-        if self._average_optimizer_state:
+        if self._policy.average_optimizer_state:
             self._average_moments(parameters)
         self._end_round()
 
@@ -235,10 +223,6 @@ class ParameterAveraging:
                 means[name] = piece.view_as(means[name])
         return means
 
-    def _algorithm_for(self, num_bytes: int) -> str:
-        algorithm = self._algorithm
-        return algorithm if isinstance(algorithm, str) else algorithm(num_bytes)
-
     def _parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, or was in this round; other frozen ones are everyone's anyway."""
         return {
@@ -250,7 +234,7 @@ class ParameterAveraging:
     @torch.no_grad()
     def _set_anchors(self) -> None:
         """Remembers where a round begins."""
-        if self._outer is None:
+        if self._outer_optimizer is None:
             return
         for name, p in self._parameters().items():
             if name not in self._anchors:

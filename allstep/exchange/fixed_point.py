@@ -79,7 +79,7 @@ class FixedPointFlight(Flight):
             if layout.dtype.is_complex:
                 raise UsageError(
                     f"Parameter `{layout.names[0]}` is {layout.dtype}, which has no fixed-point"
-                    ' form; choose another `wire` (="exact").'
+                    ' form; choose another `compression` (="exact").'
                 )
         flats = [torch.zeros_like(x.new_flat(), dtype=torch.int64) for x in plan.layouts]
         return cls(plan, flats, exact=exact, rank=rank, left=left)
@@ -151,8 +151,8 @@ class FixedPointFlight(Flight):
         if held.any():
             raise UsageError(
                 f"`p.grad` of `{name}` was changed between two backward passes that add up to one"
-                ' sum; `wire` (="exact") takes it as it was or zero alone, so that the number of'
-                ' workers doesn\'t matter. Change it after the exchange, or use "fp32".'
+                ' sum; `compression` (="exact") takes only it as it was or zero, so that the number'
+                ' of workers doesn\'t matter. Change it after the exchange, or use "fp32".'
             )
         return 0
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator, init
 from allstep.exchange.guest import GuestMeans, StaleGradients
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.policy import ExchangePolicy, Synchronous
 
 __all__ = ["DDPHook", "ddp_hook"]
 
@@ -29,13 +29,13 @@ def ddp_hook(policy: ExchangePolicy | None = None, comm: Communicator | None = N
 
     Example:
         >>> import torch, allstep
-        >>> hook = ddp_hook(allstep.ExchangePolicy(wire="int8"))
+        >>> hook = ddp_hook(allstep.Synchronous(compression="int8"))
         >>> def distribute(model: torch.nn.Module):
         ...     model = torch.nn.parallel.DistributedDataParallel(model)
         ...     model.register_comm_hook(model, hook)
         ...     return model
     """
-    return DDPHook(policy or ExchangePolicy(), comm)
+    return DDPHook(policy or Synchronous(), comm)
 
 
 class DDPHook:

@@ -14,7 +14,7 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange.guest import GuestMeans, StaleGradients
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.policy import ExchangePolicy, Synchronous
 from allstep.exchange.wires import PowerSGD
 
 __all__ = ["FSDPHook", "fsdp_hook"]
@@ -48,9 +48,9 @@ def fsdp_hook(
         ...         torch.distributed.fsdp.fully_shard(block, mesh=mesh["shard"])
         ...     torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])
         ...     replicas = allstep.init(process_group=mesh["replicate"])
-        ...     return fsdp_hook(model, replicas, allstep.ExchangePolicy(wire="int8"))
+        ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
     """
-    policy = policy or ExchangePolicy()
+    policy = policy or Synchronous()
     units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
     if not units:
         raise UsageError(
@@ -59,7 +59,8 @@ def fsdp_hook(
         )
     if isinstance(policy.wire_format, PowerSGD):
         raise UsageError(
-            "`wire` (='powersgd') needs matrices, and FSDP2 hands over flat shards; use \"int8\"."
+            "`compression` (='powersgd') needs matrices, and FSDP2 hands over flat shards;"
+            ' use "int8".'
         )
     hook = FSDPHook(model, comm, policy)
     for name, unit in units.items():

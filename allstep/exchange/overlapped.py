@@ -201,7 +201,7 @@ class OverlappedExchange(Exchange):
             self._failure = (
                 f"Parameter `{name}` got a second gradient in one backward pass, after the first"
                 " had been sent (reentrant checkpointing, or a module used in several of them);"
-                " attach with `ExchangePolicy(overlap=False)` or use `use_reentrant=False`."
+                " attach with `Synchronous(overlap=False)` or use `use_reentrant=False`."
             )
 
     def _send_next(self) -> None:

@@ -1,8 +1,9 @@
 """How gradients are exchanged, and what the exchange has cost so far."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, TypeGuard
+from typing import Any, Literal
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
@@ -10,122 +11,91 @@ from allstep.errors import CheckpointError, UsageError
 from allstep.exchange.outer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
-__all__ = ["ExchangePolicy", "ExchangeStats"]
+__all__ = [
+    "ExchangePolicy",
+    "ExchangeStats",
+    "LocalSGD",
+    "Stale",
+    "Synchronous",
+    "make_policy",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangePolicy:
-    """How gradients are exchanged.
+class ExchangePolicy(ABC):
+    """How workers exchange: a `Synchronous`, a `Stale` or a `LocalSGD` policy.
+
+    These have the options of the transport in common.
 
     Args:
         reduction: "mean" makes `p.grad` the mean of the workers' gradients, "sum" their sum.
-        wire: what travels: "fp32" (gradients in their own dtype), "bf16", "fp16", "int8",
+        compression: what travels: "fp32" (gradients in their own dtype), "bf16", "fp16", "int8",
             "powersgd", "topk", "exact", or a format such as `PowerSGD(rank=2)`.
-        staleness: `p.grad` is the mean of this many steps ago, so that an exchange may take
-            whole steps; 1 is double buffering. The first steps make no update. [Note: stale
-            timeline]
         algorithm: how sums are taken: "native" (torch's), "ring", "halving_doubling",
             "recursive_doubling", "hierarchical", "two_dimensional", "shared_memory", "dummy",
-            "auto" (the fastest as measured at `attach`), what makes one of a communicator (for
-            gradients alone), or None for what suits the machines: see `default_algorithm`.
+            "auto" (the fastest as measured at `attach`), what makes one of a communicator (only
+            for gradients), or None for what suits the machines.
         bucket_bytes: gradients are sent in pieces of about this size, while the backward pass
             still makes others; "auto" measures the first steps and chooses; None for 8 MiB, and
             32 MiB where fp32 is summed in shared memory.
-        every: workers take the mean of their parameters after this many global batches, in full
-            precision, and none of gradients between (local SGD); needs `attach(…, optimizer=…)`.
-        after: global batches before the first local one, whose gradients are exchanged
-            (post-local SGD).
-        outer: how a round's mean is used, such as DiLoCo's `Nesterov()`; None takes it as it is.
-        average_optimizer_state: whether the optimizer's moments become their mean, too.
         overlap: False sends everything at the end of the backward pass.
-        plain: one native all-reduce a tensor at the end of the backward pass; the
-            specification of everything else, which it excludes.
         first_timeout_s: how long the first exchange may take, if the communicator's timeout is
             longer; a mistake shows there first.
 
     Raises:
         UsageError: if an argument is unknown or out of range.
-
-    >>> ExchangePolicy(wire="fp16", staleness=1).staleness
-    1
     """
 
     reduction: Literal["mean", "sum"] = "mean"
-    wire: str | WireFormat = "fp32"
-    staleness: int = 0
+    compression: str | WireFormat = "fp32"
     algorithm: str | Callable[[Communicator], AllReduce] | None = None
     bucket_bytes: int | Literal["auto"] | None = None
-    every: int = 1
-    after: int = 0
-    outer: Nesterov | None = None
-    average_optimizer_state: bool = False
     overlap: bool = True
-    plain: bool = False
     first_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise UsageError(f'`reduction` (={self.reduction!r}) must be "mean" or "sum".')
-        if not _is_int(self.staleness) or self.staleness < 0:
-            raise UsageError(f"`staleness` (={self.staleness!r}) must be an int of 0 or more.")
-        if self.bucket_bytes not in ("auto", None) and (
-            not _is_int(self.bucket_bytes) or self.bucket_bytes < 1
-        ):
-            raise UsageError(
-                f'`bucket_bytes` (={self.bucket_bytes!r}) must be a positive int, "auto" or None.'
-            )
+        make_wire(self.compression)  # checks the name
+        if self.bucket_bytes not in ("auto", None):
+            _check_int("bucket_bytes", self.bucket_bytes, smallest=1)
         if not self.first_timeout_s > 0:
             raise UsageError(
                 f"`first_timeout_s` (={self.first_timeout_s!r}) must be a positive number."
             )
-        for name, smallest in (("every", 1), ("after", 0)):
-            value = getattr(self, name)
-            if not _is_int(value) or value < smallest:
-                raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
-        if self.is_local and self.staleness:
-            raise UsageError(
-                f"Local SGD (`every`={self.every}, `outer`={self.outer!r}) and `staleness`"
-                f" (={self.staleness}) exclude each other:"
-                " local steps have nothing to wait for."
-            )
-        if not make_wire(self.wire).is_lossless and self.is_local and not self.after:
-            raise UsageError(
-                f"`wire` (={self.wire!r}) is for gradients, and with `every` (={self.every}) and no"
-                " `after` none are exchanged: parameters are averaged in full precision. Leave"
-                " `wire` out."
-            )
         if isinstance(self.algorithm, str):
             check_algorithm(self.algorithm)
-        if self.plain and (self.wire != "fp32" or self.staleness or self.algorithm is not None):
-            raise UsageError(
-                "`plain` (=True) is one native fp32 all-reduce a tensor; leave `wire`, `staleness`"
-                " and `algorithm` alone, or drop `plain`."
-            )
 
     @property
-    def is_local(self) -> bool:
-        """Whether workers take steps alone."""
-        return self.every > 1 or self.outer is not None
+    @abstractmethod
+    def staleness(self) -> int:
+        """The age in steps of the mean in `p.grad`."""
 
     @property
     def wire_format(self) -> WireFormat:
-        """The format that `wire` means."""
-        return make_wire(self.wire)
+        """The format that `compression` means."""
+        return make_wire(self.compression)
 
     @property
     def in_words(self) -> dict[str, str]:
-        """Field -> its value, in words that are the same in every process.
+        """The type and each field, in words that are the same in every process.
 
-        >>> ExchangePolicy(wire="int8").in_words["wire"]
+        >>> Synchronous(compression="int8").in_words["compression"]
         'Int8(block=256, error_feedback=True)'
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["wire"] = self.wire_format
-        return {name: _in_words(value) for name, value in values.items()}
+        values["compression"] = self.wire_format
+        words = {name: _in_words(value) for name, value in values.items()}
+        return {"policy": type(self).__name__, **words}
 
     def state_dict(self) -> dict[str, str]:
         """What gradients in flight, and those not sent yet, depend on."""
-        return {name: self.in_words[name] for name in ("wire", "staleness", "reduction")}
+        words = self.in_words
+        return {
+            "compression": words["compression"],
+            "staleness": str(self.staleness),
+            "reduction": words["reduction"],
+        }
 
     def check_state_dict(self, saved: Mapping[str, str]) -> None:
         """Checks that an exchange can go on where `saved` was taken.
@@ -135,12 +105,142 @@ class ExchangePolicy:
         """
         for name, value in self.state_dict().items():
             if saved.get(name) != value:
-                was = f"was {saved[name]}" if name in saved else "is not told"
+                was = f"was {saved[name]}" if name in saved else "is missing"
                 raise CheckpointError(
                     f"`{name}` (={value}) {was} in the checkpoint, so that its gradients mean"
                     f" something else; attach with the `{name}` of the checkpoint, or start the"
                     " exchange anew, without `load_state_dict`."
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronous(ExchangePolicy):
+    """`p.grad` is the mean of this step's gradients.
+
+    Args:
+        plain: one native all-reduce a tensor at the end of the backward pass; the specification
+            of every other policy. It takes neither `compression` nor `algorithm`.
+
+    Raises:
+        UsageError: if an argument is unknown or out of range.
+    """
+
+    plain: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.plain and (self.compression != "fp32" or self.algorithm is not None):
+            raise UsageError(
+                "`plain` (=True) is one native fp32 all-reduce a tensor; leave out `compression`"
+                f" (={self.compression!r}) and `algorithm` (={self.algorithm!r}), or drop `plain`."
+            )
+
+    @property
+    def staleness(self) -> int:
+        """None: workers wait for the mean."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stale(ExchangePolicy):
+    """`p.grad` is the mean of some steps ago, so that an exchange may take whole steps.
+
+    The first steps make no update. [Note: stale timeline]
+
+    Args:
+        steps: the age of the mean, 1 or more; 1 is double buffering.
+
+    Raises:
+        UsageError: if an argument is unknown or out of range.
+
+    >>> Stale(compression="fp16").staleness
+    1
+    """
+
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_int("steps", self.steps, smallest=1)
+
+    @property
+    def staleness(self) -> int:
+        """The same as `steps`."""
+        return self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(ExchangePolicy):
+    """Workers train on their own and take the mean of their parameters now and then.
+
+    Needs `attach(…, optimizer=…)`. Parameters are averaged in full precision.
+
+    Args:
+        sync_every: global batches between two means of the parameters, 1 or more.
+        local_after_step: global batches before the first local one, whose gradients are exchanged
+            (post-local SGD); `compression` is for these.
+        outer_optimizer: how a round's mean is used, such as DiLoCo's `Nesterov()`; None takes it
+            as it is.
+        average_optimizer_state: whether the optimizer's moments become their mean, too.
+
+    Raises:
+        UsageError: if an argument is unknown or out of range.
+    """
+
+    sync_every: int
+    local_after_step: int = 0
+    outer_optimizer: Nesterov | None = None
+    average_optimizer_state: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_int("sync_every", self.sync_every, smallest=1)
+        _check_int("local_after_step", self.local_after_step, smallest=0)
+        if not self.wire_format.is_lossless and not self.local_after_step:
+            raise UsageError(
+                f"`compression` (={self.compression!r}) is for gradients, and none are exchanged"
+                f" with `local_after_step` (=0): parameters are averaged in full precision. Leave"
+                " `compression` out."
+            )
+
+    @property
+    def staleness(self) -> int:
+        """None: what is exchanged is awaited."""
+        return 0
+
+
+def make_policy(
+    *,
+    staleness: int = 0,
+    sync_every: int | None = None,
+    average_optimizer_state: bool = False,
+    **transport: Any,
+) -> ExchangePolicy:
+    """The policy that numbers mean, such as those of flags.
+
+    Args:
+        staleness: the `steps` of `Stale`; 0 for another policy.
+        sync_every: that of `LocalSGD`; None for another policy.
+        average_optimizer_state: that of `LocalSGD`, if that is chosen.
+        transport: the fields of `ExchangePolicy`.
+
+    Raises:
+        UsageError: if both `staleness` and `sync_every` are given, or one is out of range.
+
+    >>> make_policy(staleness=1) == Stale(), make_policy(sync_every=16) == LocalSGD(sync_every=16)
+    (True, True)
+    """
+    _check_int("staleness", staleness, smallest=0)
+    if staleness and sync_every is not None:
+        raise UsageError(
+            f"`staleness` (={staleness}) and `sync_every` (={sync_every}) exclude each other:"
+            " local steps exchange no gradients that could be late. Leave one of them out."
+        )
+    if sync_every is not None:
+        return LocalSGD(
+            sync_every=sync_every, average_optimizer_state=average_optimizer_state, **transport
+        )
+    return Stale(steps=staleness, **transport) if staleness else Synchronous(**transport)
 
 
 def _in_words(value: object) -> str:
@@ -151,8 +251,9 @@ def _in_words(value: object) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_int(name: str, value: object, *, smallest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ FIRST_BUCKET_BYTES = MIB
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec:
-    """An exchange; names are those of `ExchangePolicy`.
+    """An exchange; names are those of the flags of `allstep train`.
 
     Args:
         name: for tables.
@@ -58,8 +58,8 @@ class PolicySpec:
             raise UsageError(f"`sync_every` (={self.sync_every}) must be at least 1.")
         if self.sync_every > 1 and self.staleness:
             raise UsageError(
-                f"`sync_every` (={self.sync_every}) and `staleness` (={self.staleness}) don't go"
-                " together: parameters that are averaged have no age."
+                f"`sync_every` (={self.sync_every}) and `staleness` (={self.staleness}) exclude"
+                " each other: parameters that are averaged have no age."
             )
 
     @property
@@ -72,15 +72,15 @@ class PolicySpec:
         """What a user writes for it.
 
         >>> print(PolicySpec(name="", compression="fp16", staleness=1).in_code)
-        allstep.ExchangePolicy(wire="fp16", staleness=1, algorithm="auto", bucket_bytes="auto")
+        allstep.Stale(steps=1, compression="fp16", algorithm="auto", bucket_bytes="auto")
         """
         if self.sync_every > 1:
-            return f"allstep.ExchangePolicy(every={self.sync_every})"
+            return f"allstep.LocalSGD(sync_every={self.sync_every})"
         if self.algorithm == "native":
-            return "torch.nn.parallel.DistributedDataParallel, or allstep.ExchangePolicy()"
-        wire = "" if self.compression == "fp32" else f'wire="{self.compression}", '
-        stale = f"staleness={self.staleness}, " if self.staleness else ""
-        return f'allstep.ExchangePolicy({wire}{stale}algorithm="auto", bucket_bytes="auto")'
+            return "torch.nn.parallel.DistributedDataParallel, or allstep.Synchronous()"
+        kind = f"Stale(steps={self.staleness}, " if self.staleness else "Synchronous("
+        compression = "" if self.compression == "fp32" else f'compression="{self.compression}", '
+        return f'allstep.{kind}{compression}algorithm="auto", bucket_bytes="auto")'
 
     def with_choice(self, algorithm: str, bucket_bytes: int | None) -> "PolicySpec":
         """This policy with what was left to choose settled; the first bucket is a small one."""

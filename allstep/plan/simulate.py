@@ -125,9 +125,9 @@ class _Simulation:
         self.spans: list[Span] = []
 
     def exchange_cost(self, num_elements: int) -> BucketCost:
-        wire, algorithm = self.policy.compression, self.policy.algorithm
+        compression, algorithm = self.policy.compression, self.policy.algorithm
         return bucket_cost(
-            wire,
+            compression,
             algorithm,
             self.cluster,
             num_elements,
@@ -241,9 +241,9 @@ class _Simulation:
         copy_s = self.cluster.bucketing_s_per_byte * num_bytes
         if self.cluster.num_workers == 1:
             copy_s = 0.0
-        wire, algorithm = self.policy.compression, self.policy.algorithm
+        compression, algorithm = self.policy.compression, self.policy.algorithm
         is_shared = algorithm == "shared_memory" and self.cluster.num_nodes == 1
-        is_measured = self.cluster.measured(wire, algorithm) is not None
+        is_measured = self.cluster.measured(compression, algorithm) is not None
         num_copies = 2 if is_shared and is_measured else 1
         self.compute("landing", np.full(len(self.progress), num_copies * copy_s))
         for index in range(len(self.buckets)):

@@ -76,7 +76,7 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
     if not exchanges:
         raise UsageError("`exchanges` is empty: give `steps` what `allstep.attach` returned.")
     if len({(exchange.policy.reduction, exchange.loss_scale) for exchange in exchanges}) > 1:
-        kinds = sorted({f"{e.policy.reduction} of {e.policy.wire}" for e in exchanges})
+        kinds = sorted({f"{e.policy.reduction} of {e.policy.compression}" for e in exchanges})
         raise UsageError(
             f"`exchanges` have different reductions ({', '.join(kinds)}), so that"
             " one loss can't be weighed for all of them; attach them with one policy."

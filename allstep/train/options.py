@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from allstep.errors import UsageError, nearest_multiples
-from allstep.exchange import ExchangePolicy
+from allstep.exchange import ExchangePolicy, make_policy
 
 __all__ = ["TrainOptions"]
 
-_SPARSE_WIRES = ("powersgd", "topk")  # what they leave out comes in later steps
+_SPARSE = ("powersgd", "topk")  # what they leave out comes in later steps
 
 _AT_LEAST_ONE = (
     "epochs",
@@ -59,14 +59,15 @@ class TrainOptions:
     """What a gradient with NaN or infinity does: stop and name it, leave the step out and count
     it, or nothing. With float16 the gradient scaler leaves such steps out."""
 
-    wire: str = "fp32"
+    compression: str = "fp32"
     """How gradients travel: fp32, bf16, fp16, int8, powersgd, topk or exact."""
 
     staleness: int = 0
     """Steps by which gradients may be late; 1 hides the exchange behind a whole step."""
 
-    every: int = 1
-    """Global batches between two averages of the parameters (local SGD); 1 exchanges gradients."""
+    sync_every: int | None = None
+    """Global batches between two averages of the parameters (local SGD); by default gradients are
+    exchanged."""
 
     algorithm: str | None = None
     """How workers sum gradients: native, ring, shared_memory, auto, ...; by default what suits."""
@@ -96,10 +97,10 @@ class TrainOptions:
     @property
     def exchange_policy(self) -> ExchangePolicy:
         """How workers exchange gradients."""
-        return ExchangePolicy(
-            wire=self.wire,
+        return make_policy(
+            compression=self.compression,
             staleness=self.staleness,
-            every=self.every,
+            sync_every=self.sync_every,
             average_optimizer_state=True,  # a checkpoint holds one worker's
             algorithm=self.algorithm,
             bucket_bytes=self.bucket_bytes,
@@ -122,10 +123,10 @@ class TrainOptions:
             )
         if self.loader_workers < 0:
             raise UsageError(f"`loader_workers` (={self.loader_workers}) must be 0 or more.")
-        if self.nonfinite == "skip" and self.every > 1:
+        if self.nonfinite == "skip" and self.sync_every is not None:
             raise UsageError(
-                f"`nonfinite` (={self.nonfinite!r}) would leave out a step of one worker alone, but"
-                f" `every` (={self.every}) counts the steps of all; take 'raise'."
+                f"`nonfinite` (={self.nonfinite!r}) would leave out a step of one worker only, but"
+                f" `sync_every` (={self.sync_every}) counts the steps of all; take 'raise'."
             )
         self._check_noise_scale()
         if self.checkpoint_every_steps is not None and self.checkpoint_every_steps < 1:
@@ -140,16 +141,17 @@ class TrainOptions:
             raise UsageError(f"`noise_scale_every_steps` (={every}) must be 0 or more.")
         if not every:
             return
-        if self.staleness or self.every > 1:
-            name = "staleness" if self.staleness else "every"
+        if self.staleness or self.sync_every is not None:
+            name = "staleness" if self.staleness else "sync_every"
             raise UsageError(
                 f"`noise_scale_every_steps` (={every}) needs the global gradient of the same step,"
                 f" which `{name}` (={getattr(self, name)}) does not give; leave one of them out."
             )
-        if self.wire in _SPARSE_WIRES:
+        if self.compression in _SPARSE:
             raise UsageError(
                 f"`noise_scale_every_steps` (={every}) needs the whole global gradient, of which"
-                f" `wire` (={self.wire!r}) sends a part at a time; measure it with another one."
+                f" `compression` (={self.compression!r}) sends a part at a time; measure it with"
+                " another one."
             )
         if self.global_batch == self.micro_batch:
             raise UsageError(

@@ -28,9 +28,9 @@ _KEPT_OPTIONS = (
     "micro_batch",
     "drop_last",
     "precision",
-    "wire",
+    "compression",
     "staleness",
-    "every",
+    "sync_every",
 )
 
 

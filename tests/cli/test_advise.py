@@ -57,7 +57,7 @@ def test_bare_numbers_become_a_table_a_chart_and_advice(say):
     assert shipped.task in advice_of(text)
     assert "\x1b" not in text
     assert text.endswith(
-        'in code: allstep.ExchangePolicy(wire="fp16", staleness=1, algorithm="auto",'
+        'in code: allstep.Stale(steps=1, compression="fp16", algorithm="auto",'
         ' bucket_bytes="auto")\n'
     )
 

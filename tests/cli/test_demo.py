@@ -309,7 +309,7 @@ class TestSameModel:
     def test_two_workers_train_what_one_does_and_as_usual_they_do_not(self, tmp_path):
         one, two = str(tmp_path / "one"), str(tmp_path / "two")
         lone = Communicator.single_process()
-        same = functools.partial(same_model_runs.train_the_same, wire="exact", resume=False)
+        same = functools.partial(same_model_runs.train_the_same, compression="exact", resume=False)
         found = [same(lone, one), run_processes(2, same, two, timeout_s=100)[0]]
         models = [same_model._load(path) for path in found]
         assert same_model._largest_difference(*models) == 0
@@ -321,7 +321,7 @@ class TestSameModel:
     def test_the_conclusion_is_what_was_measured(self):
         differences = {
             "allstep": {"2": 1e-6, "4": 3e-6, same_model._KILLED: 2e-6},
-            "allstep, wire exact": {"2": 0.0, "4": 0.0, same_model._KILLED: 0.0},
+            "allstep, exact": {"2": 0.0, "4": 0.0, same_model._KILLED: 0.0},
             "DDP as usual": {"2": 0.2, "4": 0.3},
         }
         panel = same_model._panel(differences, "", {"allstep": 30})
@@ -330,7 +330,7 @@ class TestSameModel:
         assert "not one bit differs" in panel.conclusion
         assert panel.rows[1][1:] == ("0 (same bits)",) * 3
         assert panel.rows[2][1:] == ("2.0e-01", "3.0e-01", "-")
-        differences["allstep, wire exact"]["4"] = 1e-9
+        differences["allstep, exact"]["4"] = 1e-9
         assert "it is 1.0e-09" in same_model._panel(differences, "", {"allstep": 30}).conclusion
 
 
@@ -342,7 +342,7 @@ FOUND = {
     "collectives": [
         asdict(
             MeasuredCollective(
-                wire=wire,
+                compression=wire,
                 algorithm=algorithm,
                 num_elements=(2**16, 2**18, 2**20),
                 seconds=(share * 0.0105, share * 0.042, share * 0.168),

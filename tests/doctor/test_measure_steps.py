@@ -181,7 +181,7 @@ def test_a_policy_of_the_planner_becomes_one_of_the_exchange():
     made = exchange_policy(
         PolicySpec(name="", compression="fp16", staleness=1, algorithm="ring", bucket_bytes=4 << 20)
     )
-    assert (made.wire, made.staleness, made.algorithm) == ("fp16", 1, "ring")
+    assert (made.compression, made.staleness, made.algorithm) == ("fp16", 1, "ring")
     assert (made.bucket_bytes, made.overlap) == (4 << 20, True)
     whole = exchange_policy(PolicySpec(name="", algorithm="ring", bucket_bytes=None))
     assert not whole.overlap

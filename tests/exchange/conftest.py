@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from allstep.exchange import ExchangePolicy
+from allstep.exchange import ExchangePolicy, Synchronous
 from allstep.exchange.wires import Exact
 
 
@@ -17,11 +17,11 @@ def float64() -> Iterator[None]:
 
 
 POLICIES = {
-    "plain": ExchangePolicy(plain=True),
-    "overlapped": ExchangePolicy(algorithm="native"),
-    "small-buckets": ExchangePolicy(algorithm="native", bucket_bytes=64),
-    "at-the-end": ExchangePolicy(algorithm="native", overlap=False),
-    "exact": ExchangePolicy(algorithm="native", wire=Exact(fraction_bits=44), bucket_bytes=64),
+    "plain": Synchronous(plain=True),
+    "overlapped": Synchronous(algorithm="native"),
+    "small-buckets": Synchronous(algorithm="native", bucket_bytes=64),
+    "at-the-end": Synchronous(algorithm="native", overlap=False),
+    "exact": Synchronous(algorithm="native", compression=Exact(fraction_bits=44), bucket_bytes=64),
 }
 
 

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, Ring
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import Exchange, ExchangePolicy, Nesterov, attach
+from allstep.exchange import (
+    Exchange,
+    ExchangePolicy,
+    LocalSGD,
+    Nesterov,
+    Stale,
+    Synchronous,
+    attach,
+)
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.wires import FullPrecision, Int8
 from tests.exchange.nets import Ignoring, assert_same, clone, gradients, mlp, states
@@ -34,7 +42,7 @@ def with_buffers() -> nn.Sequential:
         (4, None, 8192, "mean over 4 workers; global batch 8,192; learning rate untouched"),
         (
             2,
-            ExchangePolicy(reduction="sum"),
+            Synchronous(reduction="sum"),
             None,
             "sum over 2 workers; global batch = the workers' batches together;"
             " learning rate untouched",
@@ -68,7 +76,7 @@ def test_gives_everyone_rank_0s_parameters_and_buffers_in_place() -> None:
         assert_same(actual, states(start), rtol=0)
 
 
-@pytest.mark.parametrize("policy", [ExchangePolicy(), ExchangePolicy(reduction="sum")])
+@pytest.mark.parametrize("policy", [Synchronous(), Synchronous(reduction="sum")])
 def test_detach_leaves_the_model_as_it_was(policy: ExchangePolicy) -> None:
     start = with_buffers()
 
@@ -129,9 +137,9 @@ def test_a_model_that_could_not_be_attached_is_as_before() -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1, dtype=torch.complex128))
         with pytest.raises(UsageError, match="has no fixed-point form"):
-            attach(model, comm, ExchangePolicy(wire="exact"))
+            attach(model, comm, Synchronous(compression="exact"))
         with pytest.raises(AttributeError):
-            attach(model, comm, ExchangePolicy(every=2), optimizer=model)
+            attach(model, comm, LocalSGD(sync_every=2), optimizer=model)
         for module in model.modules():
             assert not module._forward_pre_hooks and not module._forward_hooks
             assert not module._state_dict_pre_hooks
@@ -207,7 +215,7 @@ def test_refuses_a_global_batch_below_one() -> None:
 
 def test_refuses_an_unknown_reduction() -> None:
     with pytest.raises(UsageError, match=r"`reduction` \(='median'\) must be \"mean\" or \"sum\""):
-        ExchangePolicy(reduction="median")
+        Synchronous(reduction="median")
 
 
 def one_ring(comm: Communicator) -> AllReduce:
@@ -218,14 +226,11 @@ def one_ring(comm: Communicator) -> AllReduce:
     ("name", "value", "usual", "other"),
     [
         ("reduction", "sum", "'mean'", "'sum'"),
-        ("wire", "int8", "FullPrecision()", "Int8(block=256, error_feedback=True)"),
-        ("staleness", 1, "0", "1"),
+        ("compression", "int8", "FullPrecision()", "Int8(block=256, error_feedback=True)"),
         ("algorithm", "ring", "None", "'ring'"),
         ("algorithm", one_ring, "None", f"{__name__}.one_ring"),
         ("algorithm", partial(Ring, order=(1, 0)), "None", "functools.partial"),
         ("bucket_bytes", 64, "None", "64"),
-        ("after", 3, "0", "3"),
-        ("outer", Nesterov(), "None", "Nesterov(lr=0.7, momentum=0.9)"),
         ("overlap", False, "True", "False"),
         ("plain", True, "False", "True"),
         ("first_timeout_s", 9.0, "120.0", "9.0"),
@@ -237,7 +242,7 @@ def test_names_what_differs_in_the_policies_and_the_ranks(
     """Before anything is sent that only some expect."""
 
     def worker(comm: Communicator) -> None:
-        policy = ExchangePolicy(**{name: value}) if comm.rank == 1 else None
+        policy = Synchronous(**{name: value}) if comm.rank == 1 else None
         with pytest.raises(DisagreementError) as caught:
             attach(mlp(), comm, policy)
         assert str(caught.value) == (
@@ -248,16 +253,41 @@ def test_names_what_differs_in_the_policies_and_the_ranks(
     run_ranks(3, worker, timeout_s=20)
 
 
+@pytest.mark.parametrize(
+    ("policies", "words"),
+    [
+        ((Synchronous(), Stale()), "`policy` is Synchronous on rank 0; Stale on rank 1"),
+        ((Stale(steps=1), Stale(steps=2)), "`steps` is 1 on rank 0; 2 on rank 1"),
+        (
+            (LocalSGD(sync_every=2), LocalSGD(sync_every=2, local_after_step=3)),
+            "`local_after_step` is 0 on rank 0; 3 on rank 1",
+        ),
+        (
+            (LocalSGD(sync_every=2), LocalSGD(sync_every=2, outer_optimizer=Nesterov())),
+            "`outer_optimizer` is None on rank 0; Nesterov(lr=0.7, momentum=0.9) on rank 1",
+        ),
+    ],
+)
+def test_policies_of_other_types_or_options_differ(
+    policies: tuple[ExchangePolicy, ExchangePolicy], words: str
+) -> None:
+    def worker(comm: Communicator) -> None:
+        with pytest.raises(DisagreementError, match=re.escape(words)):
+            attach(mlp(), comm, policies[comm.rank])
+
+    run_ranks(2, worker, timeout_s=20)
+
+
 def test_names_every_argument_that_differs() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters()) if comm.rank else None
         scaler = None if comm.rank else torch.amp.GradScaler("cpu")
-        policy = ExchangePolicy(every=2 + comm.rank)
+        policy = LocalSGD(sync_every=2 + comm.rank)
         with pytest.raises(DisagreementError) as caught:
             attach(model, comm, policy, optimizer=optimizer, scaler=scaler)
         for words in (
-            "`every` is 2 on rank 0; 3 on rank 1",
+            "`sync_every` is 2 on rank 0; 3 on rank 1",
             "`optimizer` is None on rank 0; given on rank 1",
             "`scaler` is given on rank 0; None on rank 1",
         ):
@@ -276,7 +306,7 @@ def test_equal_policies_may_be_written_in_other_words() -> None:
             (("int8", Int8())[comm.rank], None),
             (Own(), (lambda comm: Ring(comm), lambda comm: Ring(comm))[comm.rank]),
         ):
-            attach(mlp(), comm, ExchangePolicy(wire=wire, algorithm=algorithm))
+            attach(mlp(), comm, Synchronous(compression=wire, algorithm=algorithm))
 
     run_ranks(2, worker)
 
@@ -382,7 +412,7 @@ def test_gradients_before_and_after(policy: ExchangePolicy) -> None:
 def test_an_exchange_goes_with_its_model_and_not_before(size: int, wire: str) -> None:
     def worker(comm: Communicator) -> tuple[bool, weakref.ref[Exchange], Tensor]:
         model = mlp()
-        exchange = weakref.ref(attach(model, comm, ExchangePolicy(wire=wire, staleness=1)))
+        exchange = weakref.ref(attach(model, comm, Stale(compression=wire, steps=1)))
         for _ in range(3):
             model(torch.ones(2, 5)).sum().backward()
             model.zero_grad()
@@ -400,7 +430,7 @@ def test_an_exchange_goes_with_its_model_and_not_before(size: int, wire: str) ->
             parameter.sum().backward()
 
 
-@pytest.mark.parametrize("policy", [ExchangePolicy(), ExchangePolicy(algorithm="ring")])
+@pytest.mark.parametrize("policy", [Synchronous(), Synchronous(algorithm="ring")])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -428,7 +458,7 @@ def test_an_empty_parameter_has_a_bucket_that_auto_can_choose_for() -> None:
     def worker(comm: Communicator) -> Tensor:
         nets = nn.ModuleList([nn.Module(), nn.Linear(600, 600, bias=False)])
         nets[0].empty = nn.Parameter(torch.zeros(3, 0))
-        attach(nets, comm, ExchangePolicy(algorithm="auto"))
+        attach(nets, comm, Synchronous(algorithm="auto"))
         (nets[0].empty.sum() + nets[1](torch.ones(1, 600) * comm.rank).sum()).backward()
         return nets[1].weight.grad
 
@@ -439,7 +469,7 @@ def test_an_empty_parameter_has_a_bucket_that_auto_can_choose_for() -> None:
 def test_a_gradient_that_autograd_knows_is_zero_is_none_in_a_sum_too() -> None:
     def worker(comm: Communicator) -> None:
         net = Ignoring()
-        attach(net, comm, ExchangePolicy(reduction="sum"))
+        attach(net, comm, Synchronous(reduction="sum"))
         net().sum().backward()
         assert net.ignored.grad is None
         assert net.used.grad.item() == 2

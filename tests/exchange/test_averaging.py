@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
+from allstep.exchange import LocalSGD, Nesterov
 from allstep.exchange.averaging import ParameterAveraging
-from allstep.exchange.outer import Nesterov
 from tests.exchange.nets import MakeOptimizer, assert_same, differs, mlp, states
 from tests.helpers.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def run(
     def worker(comm: Communicator) -> dict[str, Tensor]:
         model = copy.deepcopy(start)
         optimizer = make_optimizer(model)
-        averaging = ParameterAveraging(model, comm, optimizer, **rounds)
+        averaging = ParameterAveraging(model, comm, optimizer, LocalSGD(**rounds))
 
         def before_step(step: int) -> None:
             if not counts:
@@ -76,9 +76,9 @@ def simulate(
     batches: Tensor,
     make_optimizer: MakeOptimizer,
     *,
-    every: int,
-    after: int = 0,
-    outer: Nesterov | None = None,
+    sync_every: int,
+    local_after_step: int = 0,
+    outer_optimizer: Nesterov | None = None,
     skipped: dict[int, tuple[int, ...]] | None = None,
     average_optimizer_state: bool = False,
 ) -> dict[str, Tensor]:
@@ -86,6 +86,7 @@ def simulate(
     models = [copy.deepcopy(start) for _ in range(batches.shape[1])]
     optimizers = [make_optimizer(model) for model in models]
     shared = copy.deepcopy(start)
+    outer = outer_optimizer
     together = outer and torch.optim.SGD(
         shared.parameters(), outer.lr, outer.momentum, nesterov=outer.momentum > 0
     )
@@ -93,7 +94,7 @@ def simulate(
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             loss(model, batch[rank]).backward()
-        if step < after:
+        if step < local_after_step:
             for group in zip(*(m.parameters() for m in models), strict=True):
                 mean = torch.stack([p.grad for p in group]).mean(0)
                 for p in group:
@@ -102,8 +103,9 @@ def simulate(
             if step not in (skipped or {}).get(rank, ()):
                 optimizer.step()
         is_last = step == len(batches) - 1
-        if step < after or not ((step + 1 - after) % every == 0 or is_last):
-            if step < after:
+        ends_round = (step + 1 - local_after_step) % sync_every == 0 or is_last
+        if step < local_after_step or not ends_round:
+            if step < local_after_step:
                 shared.load_state_dict(models[0].state_dict())
             continue
         for p, group in zip(
@@ -132,11 +134,15 @@ def _average_states(models: list[nn.Module], optimizers: list[torch.optim.Optimi
 
 
 ROUNDS = {
-    "every": {"every": 1},
-    "four": {"every": 4},
-    "post-local": {"every": 3, "after": 5},
-    "diloco": {"every": 4, "outer": Nesterov()},
-    "post-local-diloco": {"every": 4, "after": 3, "outer": Nesterov(lr=0.5, momentum=0.5)},
+    "every": {"sync_every": 1},
+    "four": {"sync_every": 4},
+    "post-local": {"sync_every": 3, "local_after_step": 5},
+    "diloco": {"sync_every": 4, "outer_optimizer": Nesterov()},
+    "post-local-diloco": {
+        "sync_every": 4,
+        "local_after_step": 3,
+        "outer_optimizer": Nesterov(lr=0.5, momentum=0.5),
+    },
 }
 
 
@@ -147,32 +153,38 @@ def test_equals_a_simulation_in_one_process(name: str, rounds: dict) -> None:
     expected = simulate(start, batches, OPTIMIZERS[name], **rounds)
     for actual in run(start, batches, OPTIMIZERS[name], counts=True, **rounds):
         assert_same(actual, expected)
-    if rounds["every"] > 1:
-        assert differs(simulate(start, batches, OPTIMIZERS[name], every=1), expected, by=1e-6)
+    if rounds["sync_every"] > 1:
+        assert differs(simulate(start, batches, OPTIMIZERS[name], sync_every=1), expected, by=1e-6)
 
 
 def test_every_step_with_sgd_is_the_mean_gradient() -> None:
     start, batches = mlp(), torch.randn(13, SIZE, 4, 5)
     whole = copy.deepcopy(start)
     train(whole, OPTIMIZERS["sgd"](whole), batches.flatten(1, 2))
-    for actual in run(start, batches, OPTIMIZERS["sgd"], every=1):
+    for actual in run(start, batches, OPTIMIZERS["sgd"], sync_every=1):
         assert_same(actual, states(whole))
-    for actual in run(start, batches, OPTIMIZERS["sgd"], every=4):
+    for actual in run(start, batches, OPTIMIZERS["sgd"], sync_every=4):
         assert differs(actual, states(whole), by=1e-5)
-    for actual in run(start, batches, OPTIMIZERS["adamw"], every=1):
+    for actual in run(start, batches, OPTIMIZERS["adamw"], sync_every=1):
         assert differs(actual, states(whole), by=1e-3)
 
 
 def test_outer_step_of_rate_one_without_momentum_is_the_mean() -> None:
     start, batches = mlp(), torch.randn(8, SIZE, 4, 5)
-    plain = run(start, batches, OPTIMIZERS["adamw"], every=4)
-    outer = run(start, batches, OPTIMIZERS["adamw"], every=4, outer=Nesterov(lr=1, momentum=0))
+    plain = run(start, batches, OPTIMIZERS["adamw"], sync_every=4)
+    outer = run(
+        start,
+        batches,
+        OPTIMIZERS["adamw"],
+        sync_every=4,
+        outer_optimizer=Nesterov(lr=1, momentum=0),
+    )
     assert_same(outer[0], plain[0])
 
 
 def test_without_an_exchange_parameters_are_averaged_until_the_rounds_begin() -> None:
     start, batches = mlp(), torch.randn(10, SIZE, 4, 5)
-    rounds = {"every": 3, "after": 4, "outer": Nesterov()}
+    rounds = {"sync_every": 3, "local_after_step": 4, "outer_optimizer": Nesterov()}
     expected = simulate(start, batches, OPTIMIZERS["sgd"], **rounds)
     for actual in run(start, batches, OPTIMIZERS["sgd"], **rounds):  # equal for SGD alone
         assert_same(actual, expected)
@@ -185,46 +197,53 @@ def test_without_an_exchange_parameters_are_averaged_until_the_rounds_begin() ->
 def test_a_worker_may_skip_steps(skipped: dict[int, tuple[int, ...]], outer: Nesterov) -> None:
     """Also the step before an average, all steps of a round, and the last of all."""
     start, batches = mlp(), torch.randn(12, SIZE, 4, 5)
-    rounds = {"every": 4, "outer": outer, "skipped": skipped}
+    rounds = {"sync_every": 4, "outer_optimizer": outer, "skipped": skipped}
     expected = simulate(start, batches, OPTIMIZERS["momentum"], **rounds)
     for actual in run(start, batches, OPTIMIZERS["momentum"], counts=True, **rounds):
         assert_same(actual, expected)
     assert differs(
-        simulate(start, batches, OPTIMIZERS["momentum"], every=4, outer=outer), expected, by=1e-6
+        simulate(start, batches, OPTIMIZERS["momentum"], sync_every=4, outer_optimizer=outer),
+        expected,
+        by=1e-6,
     )
 
 
 def test_moments_by_choice() -> None:
     start, batches = mlp(), torch.randn(9, SIZE, 4, 5)
-    rounds = {"every": 3, "average_optimizer_state": True}
+    rounds = {"sync_every": 3, "average_optimizer_state": True}
     expected = simulate(start, batches, OPTIMIZERS["adamw"], **rounds)
     for actual in run(start, batches, OPTIMIZERS["adamw"], **rounds):
         assert_same(actual, expected)
-    alone = simulate(start, batches, OPTIMIZERS["adamw"], every=3)
+    alone = simulate(start, batches, OPTIMIZERS["adamw"], sync_every=3)
     assert differs(alone, expected, by=1e-6)
 
 
 def test_moments_that_a_worker_does_not_have_yet_stay_local() -> None:
     start, batches = mlp(), torch.randn(2, SIZE, 4, 5)
-    rounds = {"every": 1, "average_optimizer_state": True, "skipped": {1: (0,)}, "counts": True}
+    rounds = {
+        "sync_every": 1,
+        "average_optimizer_state": True,
+        "skipped": {1: (0,)},
+        "counts": True,
+    }
     results = run(start, batches, OPTIMIZERS["adamw"], **rounds)
     assert_same(results[1], results[0])
 
 
 def test_goes_on_after_a_checkpoint() -> None:
     start, batches = mlp(), torch.randn(10, SIZE, 4, 5)
-    rounds = {"every": 4, "outer": Nesterov()}
+    rounds = {"sync_every": 4, "outer_optimizer": Nesterov()}
 
     def worker(comm: Communicator) -> dict[str, Tensor]:
         model = copy.deepcopy(start)
         optimizer = OPTIMIZERS["momentum"](model)
-        averaging = ParameterAveraging(model, comm, optimizer, **rounds)
+        averaging = ParameterAveraging(model, comm, optimizer, LocalSGD(**rounds))
         train(model, optimizer, batches[:6, comm.rank])
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), averaging.state_dict()))
         averaging.detach()
         model = mlp()
         optimizer = OPTIMIZERS["momentum"](model)
-        averaging = ParameterAveraging(model, comm, optimizer, **rounds)
+        averaging = ParameterAveraging(model, comm, optimizer, LocalSGD(**rounds))
         for thing, state in zip((model, optimizer, averaging), saved, strict=True):
             thing.load_state_dict(state)
         assert not averaging.is_synchronized
@@ -244,9 +263,8 @@ def test_low_precision_parameters_keep_small_outer_steps() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(p)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    averaging = ParameterAveraging(
-        model, Communicator.single_process(), optimizer, every=1, outer=outer
-    )
+    policy = LocalSGD(sync_every=1, outer_optimizer=outer)
+    averaging = ParameterAveraging(model, Communicator.single_process(), optimizer, policy)
     for _ in range(20):
         model.weight.grad = torch.ones_like(p)
         optimizer.step()
@@ -257,7 +275,9 @@ def test_low_precision_parameters_keep_small_outer_steps() -> None:
 def test_detach_leaves_no_hook() -> None:
     model = mlp()
     optimizer = OPTIMIZERS["sgd"](model)
-    averaging = ParameterAveraging(model, Communicator.single_process(), optimizer, every=2)
+    averaging = ParameterAveraging(
+        model, Communicator.single_process(), optimizer, LocalSGD(sync_every=2)
+    )
     copied = copy.deepcopy(model)
     averaging.detach()
     train(model, optimizer, torch.randn(3, 4, 5))
@@ -268,8 +288,11 @@ def test_detach_leaves_no_hook() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _made(every=0), r"`every` \(=0\) must be an int of 1 or more"),
-        (lambda: _made(every=1, after=-1), r"`after` \(=-1\) must be an int of 0 or more"),
+        (lambda: _made(sync_every=0), r"`sync_every` \(=0\) must be an int of 1 or more"),
+        (
+            lambda: _made(sync_every=1, local_after_step=-1),
+            r"`local_after_step` \(=-1\) must be an int of 0 or more",
+        ),
         (lambda: Nesterov(lr=0), r"`lr` \(=0\) must be positive; DiLoCo uses 0.7"),
         (lambda: Nesterov(momentum=1), r"`momentum` \(=1\) must be at least 0 and below 1"),
     ],
@@ -282,12 +305,12 @@ def test_wrong_parameters(make: Callable[[], object], message: str) -> None:
 def _made(**rounds: int) -> ParameterAveraging:
     model = mlp()
     return ParameterAveraging(
-        model, Communicator.single_process(), OPTIMIZERS["sgd"](model), **rounds
+        model, Communicator.single_process(), OPTIMIZERS["sgd"](model), LocalSGD(**rounds)
     )
 
 
 def test_checkpoint_of_another_model() -> None:
-    averaging = _made(every=1, outer=Nesterov())
+    averaging = _made(sync_every=1, outer_optimizer=Nesterov())
     state = averaging.state_dict() | {"anchors": {"other": torch.ones(2)}}
     with pytest.raises(CheckpointError, match=r"a parameter `other` of shape \[2\], which the"):
         averaging.load_state_dict(state)

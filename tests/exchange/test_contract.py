@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep.comm import Communicator
-from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.exchange import Exchange, ExchangePolicy, Synchronous, attach
 from allstep.exchange.wires import Int8, PowerSGD, TopK, WireFormat
 from tests.helpers.ranks import run_ranks
 
@@ -29,7 +29,7 @@ FORMATS: dict[str, tuple[str | WireFormat, float]] = {
 
 
 def policy(name: str) -> ExchangePolicy:
-    return ExchangePolicy(algorithm="native", wire=FORMATS[name][0], bucket_bytes=16)
+    return Synchronous(algorithm="native", compression=FORMATS[name][0], bucket_bytes=16)
 
 
 class Parts(nn.Module):
@@ -107,7 +107,7 @@ def follow(seed: int, comm: Communicator, *policies: ExchangePolicy) -> list[lis
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_sequence_ends_as_with_the_plain_exchange(name: str, seed: int) -> None:
-    plain = ExchangePolicy(plain=True)
+    plain = Synchronous(plain=True)
     for expected, found in run_ranks(
         2 + seed % 2, lambda comm: follow(seed, comm, plain, policy(name))
     ):
@@ -143,10 +143,10 @@ def train(comm: Communicator, policy: ExchangePolicy, between: Action | None) ->
 @pytest.mark.parametrize("between", [None, clip], ids=["untouched", "clipped"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_two_global_batches_an_update(name: str, between: Action | None, reduction: str) -> None:
-    expected = train(Communicator.single_process(), ExchangePolicy(), between)
+    expected = train(Communicator.single_process(), Synchronous(), between)
     assert not torch.allclose(expected[1], 2 * expected[0], rtol=0.1)
     wire, bound = FORMATS[name]
-    policy = ExchangePolicy(algorithm="native", wire=wire, bucket_bytes=16, reduction=reduction)
+    policy = Synchronous(algorithm="native", compression=wire, bucket_bytes=16, reduction=reduction)
     for size in (1, 3):
         for found in run_ranks(size, lambda comm: train(comm, policy, between)):
             for one, other in zip(expected, found, strict=True):
@@ -163,7 +163,7 @@ def test_two_global_batches_have_the_same_bits_on_any_number_of_workers(
             torch.stack(gradients).numpy().tobytes()
             for size in (1, 2, 3, 4)
             for gradients in run_ranks(
-                size, lambda comm, wire=wire: train(comm, ExchangePolicy(wire=wire), between)
+                size, lambda comm, wire=wire: train(comm, Synchronous(compression=wire), between)
             )
         }
         for wire in ("exact", "fp32")

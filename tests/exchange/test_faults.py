@@ -11,13 +11,13 @@ from torch import nn
 
 from allstep.comm import Communicator
 from allstep.errors import CommunicationError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import Stale, Synchronous, attach
 from tests.helpers.processes import names_in_dev_shm, run_processes, start_processes
 
 POLICIES = {
-    "default": ExchangePolicy(),
-    "native": ExchangePolicy(algorithm="native"),
-    "ring-int8-late": ExchangePolicy(algorithm="ring", wire="int8", staleness=1),
+    "default": Synchronous(),
+    "native": Synchronous(algorithm="native"),
+    "ring-int8-late": Stale(algorithm="ring", compression="int8", steps=1),
 }
 
 

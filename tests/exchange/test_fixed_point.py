@@ -10,11 +10,11 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import Synchronous, attach
 from tests.exchange.nets import Ignoring
 from tests.helpers.ranks import run_ranks
 
-EXACT = ExchangePolicy(algorithm="native", wire="exact")
+EXACT = Synchronous(algorithm="native", compression="exact")
 
 
 def linear(*weights: float) -> nn.Linear:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import ExchangePolicy, Synchronous, attach, make_policy
 from allstep.exchange.for_ddp import DDPHook, ddp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
@@ -74,7 +74,7 @@ def with_exchange(policy: ExchangePolicy) -> Wrap:
 
 
 def policy(wire: str | WireFormat, staleness: int = 0) -> ExchangePolicy:
-    return ExchangePolicy(wire=wire, staleness=staleness, algorithm="native")
+    return make_policy(compression=wire, staleness=staleness, algorithm="native")
 
 
 # How int8 rounds depends on the neighbours in a bucket, and DDP's lie in another order: hence a
@@ -131,7 +131,7 @@ def test_first_stale_steps_make_no_update() -> None:
 def test_sum() -> None:
     def worker(comm: Communicator) -> Tensor:
         model = nn.Linear(1, 1, bias=False)
-        wrap = with_hook(ExchangePolicy(reduction="sum", algorithm="native"))
+        wrap = with_hook(Synchronous(reduction="sum", algorithm="native"))
         ddp, _ = wrap(model, comm)
         ddp(torch.full((1, 1), float(comm.rank))).sum().backward()
         return model.weight.grad
@@ -157,7 +157,9 @@ def test_overflow_names_the_parameter(wire: str, words: str, ranks: tuple[int, .
 def test_other_policies_are_an_error_on_all_workers() -> None:
     def worker(comm: Communicator) -> None:
         ddp, _ = with_hook(policy("int8" if comm.rank else "fp16"))(mlp(), comm)
-        with pytest.raises(Exception, match=r"`wire` is Float16\(.*\) on rank 0; Int8\(.*\) on ra"):
+        with pytest.raises(
+            Exception, match=r"`compression` is Float16\(.*\) on rank 0; Int8\(.*\) on ra"
+        ):
             ddp(torch.ones(2, 5)).sum().backward()
 
     run_ranks(2, worker, timeout_s=20)
@@ -263,7 +265,7 @@ def test_a_checkpoint_of_another_policy_is_refused() -> None:
         state = hook.state_dict()
         hook.load_state_dict(state)
         state["policy"] = policy("fp16").state_dict()
-        with pytest.raises(CheckpointError, match=r"`wire` \(=Int8\(.* was Float16\("):
+        with pytest.raises(CheckpointError, match=r"`compression` \(=Int8\(.* was Float16\("):
             hook.load_state_dict(state)
 
     run_ranks(2, worker)

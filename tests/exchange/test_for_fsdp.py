@@ -12,19 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from allstep.comm import Communicator, init
 from allstep.errors import UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import Synchronous, attach, make_policy
 from allstep.exchange.for_fsdp import fsdp_hook
 from tests.exchange.nets import assert_same, differs, mlp
 from tests.helpers.processes import run_processes
 
 CASES = {
-    name: ExchangePolicy(algorithm="native", **changes)
+    name: make_policy(algorithm="native", **changes)
     for name, changes in {
         "fp32": {},
         "stale": {"staleness": 1},
-        "fp16": {"wire": "fp16"},
-        "int8": {"wire": "int8"},
-        "stale-int8": {"wire": "int8", "staleness": 1},
+        "fp16": {"compression": "fp16"},
+        "int8": {"compression": "int8"},
+        "stale-int8": {"compression": "int8", "staleness": 1},
         "sum": {"reduction": "sum"},
     }.items()
 }
@@ -122,6 +122,8 @@ def test_format_that_needs_matrices() -> None:
         def __new__(cls, *args: object) -> "Sharded":
             return nn.Module.__new__(cls)
 
-    policy = ExchangePolicy(wire="powersgd")
-    with pytest.raises(UsageError, match=r"`wire` \(='powersgd'\) needs matrices, .* use \"int8\""):
+    policy = Synchronous(compression="powersgd")
+    with pytest.raises(
+        UsageError, match=r"`compression` \(='powersgd'\) needs matrices, .* use \"int8\""
+    ):
         fsdp_hook(Sharded(2, 2), Communicator.single_process(), policy)

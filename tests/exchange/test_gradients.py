@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import ExchangePolicy, Synchronous, attach
 from tests.exchange.nets import (
     MakeOptimizer,
     assert_same,
@@ -67,7 +67,7 @@ def test_mean_of_ranks_in_closed_form(policy: ExchangePolicy) -> None:
 def test_sum_of_ranks_also_onto_an_exchanged_gradient() -> None:
     def worker(comm: Communicator) -> list[float]:
         model = nn.Linear(1, 1, bias=False)
-        exchange = attach(model, comm, ExchangePolicy(reduction="sum"))
+        exchange = attach(model, comm, Synchronous(reduction="sum"))
         seen = []
         for factor in (1, 10):
             model(torch.full((1, 1), factor * float(comm.rank))).sum().backward()
@@ -310,7 +310,7 @@ def test_autograd_grad_is_each_workers_own(policy: ExchangePolicy, reduction: st
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_mean_of_half_precision_gradients_is_finite(algorithm: str, plain: bool) -> None:
     """Also where their sum is not."""
-    policy = ExchangePolicy(plain=True) if plain else ExchangePolicy(algorithm=algorithm)
+    policy = Synchronous(plain=True) if plain else Synchronous(algorithm=algorithm)
 
     def worker(comm: Communicator) -> list[float]:
         model = nn.Linear(2, 1, bias=False, dtype=torch.float16)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto
 from allstep.errors import UsageError
-from allstep.exchange import ExchangePolicy, Nesterov, attach
+from allstep.exchange import LocalSGD, Nesterov, attach, make_policy
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
 
@@ -47,7 +47,7 @@ def test_local_steps_equal_the_simulation(every: int, after: int) -> None:
     def worker(comm: Communicator) -> tuple[list[Tensor], int]:
         model = copy.deepcopy(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = ExchangePolicy(algorithm="ring", every=every, after=after)
+        policy = LocalSGD(algorithm="ring", sync_every=every, local_after_step=after)
         exchange = attach(model, comm, policy, optimizer=optimizer)
         for of_ranks in batches:
             model(of_ranks[comm.rank]).square().mean().backward()
@@ -72,7 +72,7 @@ def test_parameters_are_averaged_by_the_policys_algorithm(algorithm, are_equal) 
     def worker(comm: Communicator) -> Tensor:
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attach(model, comm, ExchangePolicy(algorithm=algorithm, every=2), optimizer=optimizer)
+        attach(model, comm, LocalSGD(algorithm=algorithm, sync_every=2), optimizer=optimizer)
         for _ in range(2):
             model(torch.full((2, 4), comm.rank + 1.0)).mean().backward()
             optimizer.step()
@@ -86,9 +86,9 @@ def test_parameters_are_averaged_in_shared_memory_by_default() -> None:
     def worker(comm: Communicator) -> str:
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = attach(model, comm, ExchangePolicy(every=2), optimizer=optimizer)
+        exchange = attach(model, comm, LocalSGD(sync_every=2), optimizer=optimizer)
         assert exchange.averaging is not None
-        return exchange.averaging._algorithm
+        return exchange.averaging._algorithm_for(4)
 
     assert run_ranks(2, worker) == ["shared_memory"] * 2
     assert run_ranks(2, worker, local_size=1) == ["native"] * 2
@@ -115,7 +115,7 @@ def test_parameters_are_averaged_by_what_was_measured(monkeypatch: pytest.Monkey
             comm.barrier()
             model = mlp()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            policy = ExchangePolicy(algorithm="auto", every=2)
+            policy = LocalSGD(algorithm="auto", sync_every=2)
             exchange = attach(model, comm, policy, optimizer=optimizer)
             if state:
                 exchange.load_state_dict(state)
@@ -133,19 +133,19 @@ def test_parameters_are_averaged_by_what_was_measured(monkeypatch: pytest.Monkey
 
 
 def test_local_steps_need_their_optimizer() -> None:
-    with pytest.raises(UsageError, match=r"`optimizer` \(=None\) must be given.*every` is 4"):
-        attach(mlp(), Communicator.single_process(), ExchangePolicy(every=4))
+    with pytest.raises(UsageError, match=r"`optimizer` \(=None\) must be given.*sync_every` is 4"):
+        attach(mlp(), Communicator.single_process(), LocalSGD(sync_every=4))
     with pytest.raises(UsageError, match="exclude each other"):
-        ExchangePolicy(every=4, staleness=1)
+        make_policy(sync_every=4, staleness=1)
 
 
 def test_no_wire_format_without_gradients_that_travel() -> None:
-    for local in ({"every": 4}, {"outer": Nesterov()}):
+    for outer in (None, Nesterov()):
         with pytest.raises(
-            UsageError, match=r"`wire` \(='int8'\) is for gradients.*full precision"
+            UsageError, match=r"`compression` \(='int8'\) is for gradients.*full precision"
         ):
-            ExchangePolicy(wire="int8", **local)
-        ExchangePolicy(wire="int8", after=100, **local)
+            LocalSGD(compression="int8", sync_every=4, outer_optimizer=outer)
+        LocalSGD(compression="int8", sync_every=4, outer_optimizer=outer, local_after_step=100)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_no_wire_format_without_gradients_that_travel() -> None:
     [
         ("fp32", 0, "mean over 1 worker, parameters every 4 batches; "),
         ("fp32", 9, "mean over 1 worker for the first 9 batches, then parameters every 4 batch"),
-        ("int8", 9, "mean over 1 worker, int8 wire for the first 9 batches, then parameters ev"),
+        ("int8", 9, "mean over 1 worker, int8 compression for the first 9 batches, then par"),
     ],
 )
 def test_says_what_travels_when(
@@ -161,7 +161,7 @@ def test_says_what_travels_when(
 ) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    policy = ExchangePolicy(wire=wire, every=4, after=after)
+    policy = LocalSGD(compression=wire, sync_every=4, local_after_step=after)
     with caplog.at_level(logging.INFO, "allstep"):
         attach(model, Communicator.single_process(), policy, optimizer=optimizer)
     assert caplog.messages[0].startswith(said)
@@ -176,7 +176,7 @@ def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: in
     def worker(comm: Communicator) -> list[Tensor]:
         model = copy.deepcopy(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = ExchangePolicy(every=4, outer=outer)
+        policy = LocalSGD(sync_every=4, outer_optimizer=outer)
         exchange = attach(model, comm, policy, optimizer=optimizer)
         for step, of_ranks in enumerate(batches):
             if step == frozen_at:
@@ -194,16 +194,11 @@ def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: in
             assert torch.equal(p, q)
 
 
-def test_stale_gradients_and_an_outer_step_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
-        ExchangePolicy(outer=Nesterov(), after=2, staleness=1)
-
-
 def test_the_first_timeout_is_not_that_of_later_rounds() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = ExchangePolicy(every=2, first_timeout_s=2.0)
+        policy = LocalSGD(sync_every=2, first_timeout_s=2.0)
         exchange = attach(model, comm, policy, optimizer=optimizer)
         for _ in range(2):
             model(torch.randn(4, 5)).square().mean().backward()
@@ -225,7 +220,7 @@ def test_training_layers_in_turn_loses_nobodys_work() -> None:
             for p in model.parameters():
                 p.zero_()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        exchange = attach(model, comm, ExchangePolicy(every=4), optimizer=optimizer)
+        exchange = attach(model, comm, LocalSGD(sync_every=4), optimizer=optimizer)
         for step in range(4):
             for number, layer in enumerate(model):
                 layer.requires_grad_(number == step % 2)

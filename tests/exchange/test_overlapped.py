@@ -22,14 +22,14 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
-from allstep.exchange import Exchange, ExchangePolicy, attach, tuning
+from allstep.exchange import Exchange, ExchangePolicy, Synchronous, attach, make_policy, tuning
 from allstep.exchange.sender import NUM_AT_ONCE, Sender
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
 from tests.exchange.nets import clone, mlp, shard
 from tests.helpers.generators import seed_this_thread
 from tests.helpers.ranks import run_ranks
 
-SMALL = ExchangePolicy(algorithm="native", bucket_bytes=64)
+SMALL = Synchronous(algorithm="native", bucket_bytes=64)
 
 
 class Announced(Native):
@@ -48,7 +48,7 @@ class Announced(Native):
 def test_the_first_bucket_travels_while_the_last_gradient_is_made(overlap: bool) -> None:
     def worker(comm: Communicator) -> list[bool]:
         model, called = mlp(), threading.Event()
-        policy = ExchangePolicy(
+        policy = Synchronous(
             algorithm=lambda comm: Announced(comm, called), bucket_bytes=64, overlap=overlap
         )
         attach(model, comm, policy)
@@ -82,7 +82,7 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_were_ready() -> Non
     def worker(comm: Communicator) -> list[list[str]]:
         model = Crossed()
         model.order = (2, 0, 3, 1) if comm.rank == 0 else (0, 1, 2, 3)
-        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        exchange = attach(model, comm, Synchronous(algorithm="native", bucket_bytes=1))
         model(torch.ones(1, 2)).sum().backward()
         return exchange.buckets
 
@@ -94,7 +94,7 @@ def test_buckets_hold_one_dtype_and_about_their_bytes() -> None:
     def worker(comm: Communicator) -> list[list[str]]:
         model = nn.ModuleList(nn.Linear(4, 4, bias=False, dtype=torch.float32) for _ in range(6))
         model[2].to(torch.bfloat16)
-        return attach(model, comm, ExchangePolicy(bucket_bytes=128)).buckets
+        return attach(model, comm, Synchronous(bucket_bytes=128)).buckets
 
     buckets = run_ranks(2, worker)[0]
     assert buckets == [
@@ -108,7 +108,7 @@ def test_buckets_hold_one_dtype_and_about_their_bytes() -> None:
 def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureFixture) -> None:
     def worker(comm: Communicator) -> tuple[list[list[str]], dict[str, Any]]:
         model = mlp()
-        exchange = attach(model, comm, ExchangePolicy(bucket_bytes="auto"))
+        exchange = attach(model, comm, Synchronous(bucket_bytes="auto"))
         for _ in range(5):
             model(torch.ones(2, 5)).sum().backward()
         return exchange.buckets, exchange.state_dict()
@@ -121,7 +121,7 @@ def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureF
     assert f"buckets of {found[0][1]['bucket_bytes'] / 2**20:g} MiB" in message
 
     def resumed(comm: Communicator) -> dict[str, Any]:
-        exchange = attach(mlp(), comm, ExchangePolicy(bucket_bytes="auto"))
+        exchange = attach(mlp(), comm, Synchronous(bucket_bytes="auto"))
         exchange.load_state_dict(found[0][1])
         return exchange.state_dict()
 
@@ -145,7 +145,7 @@ def test_buckets_are_measured_with_what_the_format_compresses(
 
     def worker(comm: Communicator) -> None:
         model = mlp()
-        policy = ExchangePolicy(algorithm="native", wire=PowerSGD(rank=4), bucket_bytes="auto")
+        policy = Synchronous(algorithm="native", compression=PowerSGD(rank=4), bucket_bytes="auto")
         attach(model, comm, policy)
         for _ in range(4):
             model(torch.ones(2, 5)).sum().backward()
@@ -183,7 +183,7 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
         state: dict[str, Any] = {}
         for favourite, resumes in (("ring", False), ("native", True), ("native", False)):
             favour(favourite, comm)
-            exchange = attach(model, comm, ExchangePolicy(algorithm="auto"))
+            exchange = attach(model, comm, Synchronous(algorithm="auto"))
             if resumes:
                 exchange.load_state_dict(state)
             found.append(gradient(comm, exchange))
@@ -221,7 +221,7 @@ def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
             n: 0.01 if n == favourites.get(size, "native") else 0.02 for n in auto._algorithms
         },
     )
-    policies = [ExchangePolicy(algorithm=name, bucket_bytes=1 << 16) for name in ("auto", "native")]
+    policies = [Synchronous(algorithm=name, bucket_bytes=1 << 16) for name in ("auto", "native")]
     initial = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 1024), nn.Linear(1024, 256))
 
     def worker(comm: Communicator) -> tuple[bool, Tensor, Tensor]:
@@ -329,7 +329,7 @@ def test_the_first_exchange_has_a_timeout_of_its_own(algorithm: str) -> None:
 
     def worker(comm: Communicator) -> str:
         model = mlp()
-        attach(model, comm, ExchangePolicy(algorithm=algorithm, first_timeout_s=0.5))
+        attach(model, comm, Synchronous(algorithm=algorithm, first_timeout_s=0.5))
         if comm.rank == 0:
             is_over.wait(30)
             return "did not come"
@@ -348,7 +348,7 @@ def test_a_timeout_set_later_holds_in_the_exchange_too(algorithm: str) -> None:
 
     def worker(comm: Communicator) -> str:
         model = mlp()
-        attach(model, comm, ExchangePolicy(algorithm=algorithm, first_timeout_s=30))
+        attach(model, comm, Synchronous(algorithm=algorithm, first_timeout_s=30))
         for _ in range(2):
             model(torch.ones(2, 5)).sum().backward()
             comm.set_timeout(0.5)
@@ -419,7 +419,7 @@ def test_a_pass_that_was_given_up_leaves_nothing_behind(goes_on: str, bucket_byt
 
     def worker(comm: Communicator) -> None:
         model, x = mlp(), torch.ones(2, 5)
-        policy = ExchangePolicy(algorithm="native", bucket_bytes=bucket_bytes)
+        policy = Synchronous(algorithm="native", bucket_bytes=bucket_bytes)
         exchange = attach(model, comm, policy)
         model(x).sum().backward()
         assert {"4.weight", "2.weight"} <= set(exchange.buckets[0])
@@ -439,7 +439,7 @@ def test_a_pass_that_was_given_up_leaves_nothing_behind(goes_on: str, bucket_byt
 def test_what_a_pass_has_sent_cannot_be_given_up() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()
-        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        exchange = attach(model, comm, Synchronous(algorithm="native", bucket_bytes=1))
         model(torch.ones(2, 5)).sum().backward()
         give_up(model)
         with pytest.raises(UsageError, match="An earlier backward pass ended with an exception"):
@@ -454,7 +454,7 @@ def test_only_the_next_bucket_takes_memory_twice(bucket_bytes: int) -> None:
 
     def worker(comm: Communicator) -> None:
         model, x = mlp(), torch.ones(2, 5)
-        policy = ExchangePolicy(algorithm="native", bucket_bytes=bucket_bytes)
+        policy = Synchronous(algorithm="native", bucket_bytes=bucket_bytes)
         exchange = attach(model, comm, policy)
         for _ in range(2):  # the first pass makes the buckets
             model(x).sum().backward()
@@ -539,7 +539,7 @@ def test_pieces_that_come_before_their_bucket_is_sent_are_divided_once(set_to_no
 
     def worker(comm: Communicator) -> None:
         model = Twice()
-        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=120))
+        exchange = attach(model, comm, Synchronous(algorithm="native", bucket_bytes=120))
 
         def gradients(is_reentrant: bool) -> list[Tensor]:
             model.is_reentrant = is_reentrant
@@ -558,10 +558,10 @@ def test_pieces_that_come_late_are_an_error_not_a_wrong_mean() -> None:
     def worker(comm: Communicator) -> None:
         model = Twice()
         model.is_reentrant = False
-        attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        attach(model, comm, Synchronous(algorithm="native", bucket_bytes=1))
         model(torch.ones(2, 3)).sum().backward()
         model.is_reentrant = True
-        with pytest.raises(UsageError, match=r"second gradient.*`ExchangePolicy\(overlap=False\)`"):
+        with pytest.raises(UsageError, match=r"second gradient.*`Synchronous\(overlap=False\)`"):
             model(torch.ones(2, 3)).sum().backward()
 
     run_ranks(2, worker)
@@ -610,8 +610,8 @@ def test_every_format_travels_in_buckets(wire: str, staleness: int) -> None:
         assert exchange.has_landed
         return [p.grad for p in parts]
 
-    plain = ExchangePolicy(plain=True)
-    late = ExchangePolicy(algorithm="native", wire=wire, bucket_bytes=512, staleness=staleness)
+    plain = Synchronous(plain=True)
+    late = make_policy(algorithm="native", compression=wire, bucket_bytes=512, staleness=staleness)
     for size in (2, 3):
         expected = run_ranks(size, lambda comm: worker(comm, plain))[0]
         found = run_ranks(size, lambda comm: worker(comm, late))
@@ -628,7 +628,7 @@ def test_every_format_travels_in_buckets(wire: str, staleness: int) -> None:
 def test_a_parameter_without_a_gradient_keeps_what_it_has_not_sent(wire: Any) -> None:
     def worker(comm: Communicator) -> None:
         model = nn.ModuleList([nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)])
-        exchange = attach(model, comm, ExchangePolicy(algorithm="native", wire=wire))
+        exchange = attach(model, comm, Synchronous(algorithm="native", compression=wire))
         x = torch.randn(4, 6)
         (model[0](x) + model[1](x)).square().mean().backward()
 
@@ -663,7 +663,7 @@ def test_a_residual_follows_the_scale_of_the_gradients() -> None:
         scaler = torch.amp.GradScaler(
             "cpu", init_scale=2.0, growth_interval=1, growth_factor=growth, backoff_factor=0.5
         )
-        policy = ExchangePolicy(algorithm="native", wire=TopK(fraction=0.3))
+        policy = Synchronous(algorithm="native", compression=TopK(fraction=0.3))
         attach(model, comm, policy, scaler=scaler if knows else None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for x in xs:
@@ -683,14 +683,14 @@ def test_a_residual_follows_the_scale_of_the_gradients() -> None:
 def test_what_has_no_fixed_point_form_is_refused_on_all_ranks() -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Linear(2, 1, bias=False)
-        attach(model, comm, ExchangePolicy(algorithm="native", wire="exact"))
+        attach(model, comm, Synchronous(algorithm="native", compression="exact"))
         with pytest.raises((UsageError, DisagreementError), match="`weight` has a gradient of 1e"):
             model(torch.full((1, 2), 1e9 if comm.rank else 1.0)).sum().backward()
-        with pytest.raises(UsageError, match=r"`weight` is torch.complex64.*another `wire`"):
+        with pytest.raises(UsageError, match=r"`weight` is torch.complex64.*another `compression`"):
             attach(
                 nn.Linear(2, 1, bias=False, dtype=torch.complex64),
                 comm,
-                ExchangePolicy(wire="exact"),
+                Synchronous(compression="exact"),
             )
 
     run_ranks(2, worker)
@@ -699,21 +699,22 @@ def test_what_has_no_fixed_point_form_is_refused_on_all_ranks() -> None:
 def test_unknown_and_excluded_arguments_name_the_cure() -> None:
     assert len(WIRES) == 7
     for arguments, words in (
-        ({"wire": "fp15"}, "did you mean"),
+        ({"compression": "fp15"}, "did you mean"),
         ({"staleness": -1}, "`staleness` \\(=-1\\)"),
+        ({"sync_every": 0}, "`sync_every` \\(=0\\)"),
         ({"bucket_bytes": 0}, "`bucket_bytes` \\(=0\\)"),
         ({"algorithm": "rings"}, "`algorithm` \\(='rings'\\)"),
         ({"first_timeout_s": 0}, "`first_timeout_s` \\(=0\\)"),
-        ({"plain": True, "wire": "fp16"}, "drop `plain`"),
+        ({"plain": True, "compression": "fp16"}, "drop `plain`"),
     ):
         with pytest.raises(UsageError, match=words):
-            ExchangePolicy(**arguments)
+            make_policy(**arguments)
 
 
 def test_bytes_are_those_of_the_algorithm() -> None:
     def worker(comm: Communicator) -> tuple[int, int]:
         model = nn.Linear(100, 10, bias=False)
-        exchange = attach(model, comm, ExchangePolicy(algorithm="ring"))
+        exchange = attach(model, comm, Synchronous(algorithm="ring"))
         for _ in range(2):
             model(shard(torch.ones(12, 100), comm)).sum().backward()
         return exchange.stats().sent_bytes, exchange.stats().num_exchanges
@@ -728,7 +729,7 @@ def test_bytes_are_those_of_the_algorithm() -> None:
 def test_a_dummy_exchange_leaves_every_rank_its_gradient() -> None:
     def worker(comm: Communicator) -> tuple[float, int]:
         model = nn.Linear(1, 1, bias=False)
-        exchange = attach(model, comm, ExchangePolicy(algorithm="dummy"))
+        exchange = attach(model, comm, Synchronous(algorithm="dummy"))
         model(torch.full((1, 1), comm.rank + 1.0)).sum().backward()
         return model.weight.grad.item() * comm.size, exchange.stats().sent_bytes
 
@@ -754,7 +755,7 @@ def test_a_step_sends_its_buckets_and_nothing_else(monkeypatch: pytest.MonkeyPat
             return made[0]
 
         model = mlp()
-        exchange = attach(model, comm, ExchangePolicy(algorithm=make, bucket_bytes=64))
+        exchange = attach(model, comm, Synchronous(algorithm=make, bucket_bytes=64))
         model(torch.ones(2, 5)).sum().backward()
         before, others = made[0].num_calls, 0
 
@@ -791,7 +792,7 @@ def test_gradients_are_summed_where_they_lie_if_there_is_room(
 
     def worker(comm: Communicator) -> tuple[bool, list[Tensor]]:
         model = clone(start, comm)
-        attach(model, comm, ExchangePolicy(bucket_bytes=64))
+        attach(model, comm, Synchronous(bucket_bytes=64))
         gradients = []
         for step in range(3):
             model(shard(torch.arange(60.0).view(12, 5) + step, comm)).sum().backward()

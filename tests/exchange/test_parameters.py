@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import ExchangePolicy, Synchronous, attach
 from allstep.exchange.parameters import ParameterSet
 from tests.exchange.nets import assert_same, clone, gradients, mlp, shard, states
 from tests.helpers.ranks import run_ranks
@@ -147,7 +147,7 @@ def test_an_exchange_that_failed_is_collected_without_waiting_for_its_pending_ca
 
     def fail(comm: Communicator) -> object:
         model = mlp()
-        exchange = attach(model, comm, ExchangePolicy(algorithm="native", bucket_bytes=1))
+        exchange = attach(model, comm, Synchronous(algorithm="native", bucket_bytes=1))
         if comm.rank == 1:
             model.append(nn.Linear(1, 1))
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import allstep
-from allstep import ExchangePolicy
+from allstep import Synchronous
 
 NUM_STEPS = 4
 NUM_HOSTS = 3
@@ -55,7 +55,7 @@ def count_on_a_host() -> list[Any]:
     torch.set_num_threads(1)
     with allstep.init(device="cpu") as comm:
         model = make_model()
-        policy = ExchangePolicy(algorithm="ring", bucket_bytes=256 << 10)
+        policy = Synchronous(algorithm="ring", bucket_bytes=256 << 10)
         exchange = allstep.attach(model, comm, policy)
         x = torch.randn(2, 256)
         for _ in range(2):  # buckets are made anew after the first

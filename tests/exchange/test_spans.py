@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Ring
-from allstep.exchange import ExchangePolicy, attach, ddp_hook
+from allstep.exchange import Stale, Synchronous, attach, ddp_hook
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
 
@@ -45,11 +45,11 @@ def profiled_step(model: nn.Module, comm: Communicator) -> list[FunctionEvent]:
 
 
 POLICIES = {
-    "own": ExchangePolicy(algorithm=Slow, bucket_bytes=1),
-    "fp16": ExchangePolicy(algorithm=Slow, bucket_bytes=1, wire="fp16"),
-    "exact": ExchangePolicy(algorithm=Slow, bucket_bytes=1, wire="exact"),
-    "shared_memory": ExchangePolicy(bucket_bytes=1),
-    "native": ExchangePolicy(algorithm="native", bucket_bytes=1),
+    "own": Synchronous(algorithm=Slow, bucket_bytes=1),
+    "fp16": Synchronous(algorithm=Slow, bucket_bytes=1, compression="fp16"),
+    "exact": Synchronous(algorithm=Slow, bucket_bytes=1, compression="exact"),
+    "shared_memory": Synchronous(bucket_bytes=1),
+    "native": Synchronous(algorithm="native", bucket_bytes=1),
 }
 
 
@@ -77,7 +77,7 @@ def test_every_bucket_has_its_spans(name: str) -> None:
 def test_buckets_of_ddp_have_spans() -> None:
     def worker(comm: Communicator) -> list[FunctionEvent]:
         model = DistributedDataParallel(mlp(), process_group=comm.process_group)
-        model.register_comm_hook(None, ddp_hook(ExchangePolicy(algorithm=Slow), comm))
+        model.register_comm_hook(None, ddp_hook(Synchronous(algorithm=Slow), comm))
         return profiled_step(model, comm)
 
     (event,) = run_ranks(2, worker)[0]
@@ -92,7 +92,7 @@ def test_a_profiler_may_stop_before_late_gradients_have_landed(algorithm: object
 
     def worker(comm: Communicator) -> list[str]:
         model = mlp()
-        attach(model, comm, ExchangePolicy(algorithm=algorithm, staleness=1))
+        attach(model, comm, Stale(algorithm=algorithm, steps=1))
         for _ in range(5):
             events = profiled_step(model, comm)
         return [event.name for event in events]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, CommunicationError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import ExchangePolicy, Stale, attach, make_policy
 from allstep.exchange.wires import Exact
 from tests.exchange.nets import mlp, shard
 from tests.helpers.ranks import run_ranks
@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def late(staleness: int, **kwargs: Any) -> ExchangePolicy:
-    return ExchangePolicy(algorithm="native", staleness=staleness, bucket_bytes=64, **kwargs)
+    return make_policy(algorithm="native", staleness=staleness, bucket_bytes=64, **kwargs)
 
 
 def reference(start: nn.Module, batches: Tensor, staleness: int, kind: str) -> list[Tensor]:
@@ -122,7 +122,7 @@ def test_gradients_in_flight_survive_in_a_checkpoint(sizes: tuple[int, int], wir
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
 
     def until_the_middle(comm: Communicator) -> dict[str, Any]:
-        training = Late(start, comm, 2, "adamw", wire=wire)
+        training = Late(start, comm, 2, "adamw", compression=wire)
         for number, batch in enumerate(batches[:5]):
             training.step(number, batch)
         return training.state()
@@ -131,7 +131,7 @@ def test_gradients_in_flight_survive_in_a_checkpoint(sizes: tuple[int, int], wir
     assert len(state["OverlappedExchange"]["in_flight"]) == 2
 
     def from_the_middle(comm: Communicator) -> list[Tensor]:
-        training = Late(mlp(), comm, 2, "adamw", wire=wire)
+        training = Late(mlp(), comm, 2, "adamw", compression=wire)
         training.load(copy.deepcopy(state))
         for number, batch in enumerate(batches[5:], start=5):
             training.step(number, batch)
@@ -156,8 +156,16 @@ def test_a_checkpoint_of_other_parameters_is_refused() -> None:
     ("saved", "loaded", "words"),
     [
         (late(1), late(0), r"`staleness` \(=0\) was 1 in the checkpoint"),
-        (late(1, wire="exact"), late(1), r"`wire` \(=FullPrecision\(\)\) was Exact\(fraction_bi"),
-        (late(1, wire=Exact(44)), late(1, wire=Exact(40)), r"\(fraction_bits=40\)\) was Exact\(f"),
+        (
+            late(1, compression="exact"),
+            late(1),
+            r"`compression` \(=FullPrecision\(\)\) was Exact\(fraction_bi",
+        ),
+        (
+            late(1, compression=Exact(44)),
+            late(1, compression=Exact(40)),
+            r"\(fraction_bits=40\)\) was Exact\(f",
+        ),
         (late(1), late(1, reduction="sum"), r"`reduction` \(='sum'\) was 'mean' in the checkpoin"),
     ],
 )
@@ -174,7 +182,7 @@ def test_a_checkpoint_of_another_policy_is_refused(
         with pytest.raises(CheckpointError, match=words + ".*attach with the .* or start the"):
             attach(model, comm, loaded).load_state_dict(state)
         del state["policy"]
-        with pytest.raises(CheckpointError, match="is not told in the checkpoint"):
+        with pytest.raises(CheckpointError, match="is missing in the checkpoint"):
             attach(mlp(), comm, saved).load_state_dict(state)
 
     for size in (1, 2):
@@ -187,7 +195,7 @@ def test_a_checkpoint_after_a_failure_is_refused_rather_than_wrong(algorithm: st
 
     def worker(comm: Communicator) -> None:
         model = nn.Linear(2, 1, bias=False)
-        exchange = attach(model, comm, ExchangePolicy(staleness=2, algorithm=algorithm))
+        exchange = attach(model, comm, Stale(steps=2, algorithm=algorithm))
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
@@ -212,7 +220,7 @@ def scaled_run(
     model = copy.deepcopy(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    exchange = attach(model, comm, late(1, wire=wire), scaler=scaler if knows else None)
+    exchange = attach(model, comm, late(1, compression=wire), scaler=scaler if knows else None)
     for number, batch in enumerate(batches):
         loss = model(shard(batch, comm)).square().mean()
         if number == 4:
@@ -255,7 +263,7 @@ def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone(
 
 
 def test_a_late_gradient_of_a_layer_that_was_frozen_since_is_left_out() -> None:
-    policy = ExchangePolicy(staleness=2)
+    policy = Stale(steps=2)
 
     def train(comm: Communicator) -> dict[str, Any]:
         net = mlp()

@@ -6,15 +6,15 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import ExchangePolicy, Stale, Synchronous, attach
 from allstep.exchange.verdict import Verdict, looks_late
 from tests.exchange.nets import clone, mlp
 from tests.helpers.ranks import run_ranks
 
 POLICIES = (
-    ExchangePolicy(bucket_bytes=64),
-    ExchangePolicy(bucket_bytes=64, algorithm="native"),
-    ExchangePolicy(bucket_bytes=64, algorithm="ring", wire="int8", staleness=1),
+    Synchronous(bucket_bytes=64),
+    Synchronous(bucket_bytes=64, algorithm="native"),
+    Stale(bucket_bytes=64, algorithm="ring", compression="int8", steps=1),
 )
 
 

@@ -168,8 +168,11 @@ def test_names_and_parameters() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_wire("bf61"), r"`wire` \(='bf61'\) is no wire format; did you mean `bf16`"),
-        (lambda: make_wire(3), r"`wire` \(=3\) is no wire format; valid: `fp32`"),
+        (
+            lambda: make_wire("bf61"),
+            r"`compression` \(='bf61'\) is no format; did you mean `bf16`",
+        ),
+        (lambda: make_wire(3), r"`compression` \(=3\) is no format; valid: `fp32`"),
         (lambda: Int8(block=0), r"`block` \(=0\) must be a positive int"),
         (lambda: PowerSGD(rank=0), r"`rank` \(=0\) must be a positive int; 1 to 4 is usual"),
         (lambda: TopK(fraction=0), r"`fraction` \(=0\) must be above 0 and at most 1"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.exchange import Exchange, ExchangePolicy, attach
+from allstep.exchange import Exchange, Synchronous, attach, make_policy
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.wires import Int8, PowerSGD, TopK, WireFormat
 from allstep.exchange.wires.base import WireState
@@ -85,7 +85,7 @@ def test_a_gradient_left_from_an_earlier_turn_is_no_debt(name: str, staleness: i
 
     def worker(comm: Communicator) -> tuple[Tensor, Tensor]:
         model, received = Turns(4), torch.zeros(2, 4, 8)
-        policy = ExchangePolicy(wire=LOSSY[name], staleness=staleness, algorithm="native")
+        policy = make_policy(compression=LOSSY[name], staleness=staleness, algorithm="native")
         exchange = attach(model, comm, policy)
 
         def receive() -> None:
@@ -124,7 +124,7 @@ def test_an_owner_without_gradients_repays_what_its_mean_lost(idle: int) -> None
 
     def worker(comm: Communicator) -> tuple[float, float]:
         model, received, errors = Turns(40), torch.zeros(40, 8), []
-        attach(model, comm, ExchangePolicy(wire=Int8(block=32), algorithm="native"))
+        attach(model, comm, Synchronous(compression=Int8(block=32), algorithm="native"))
         for step in range(1, 201):
             model.zero_grad()
             model(int(comm.rank == idle), drawn[comm.rank]).backward()
@@ -139,7 +139,7 @@ def test_an_owner_without_gradients_repays_what_its_mean_lost(idle: int) -> None
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_lone_worker_gets_what_was_not_sent(name: str) -> None:
     gradients = torch.randn(SIZE, 4, 8)
-    policy = ExchangePolicy(wire=LOSSY[name], algorithm="native")
+    policy = Synchronous(compression=LOSSY[name], algorithm="native")
 
     def train(
         comm: Communicator, num_steps: int, state: dict[str, Any] | None

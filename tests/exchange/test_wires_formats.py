@@ -44,7 +44,8 @@ def test_overflow_names_the_parameter_on_every_worker(bad: float) -> None:
 
     for message in run_ranks(3, worker):
         assert message.startswith(
-            "Parameter `bias` has a gradient beyond 65504, the largest number of `wire` (='fp16');"
+            "Parameter `bias` has a gradient beyond 65504, the largest number of `compression`"
+            " (='fp16');"
             ' use "bf16", or lower the scale of the GradScaler'
         )
     assert mean(BFloat16(), layout, flats).isfinite().all()

@@ -7,7 +7,7 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
-from allstep.exchange import ExchangePolicy, attach
+from allstep.exchange import attach, make_policy
 from allstep.plan.activity import Activity
 from allstep.plan.cluster import Cluster, Link
 from allstep.plan.cost import collective_s
@@ -266,7 +266,7 @@ def trained(comm, dtype, every):
     """The exchange of a model that has made a step or two, and a workload of its size."""
     model = torch.nn.Linear(300, 200, bias=False, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    policy = ExchangePolicy(every=every, algorithm="ring")
+    policy = make_policy(sync_every=every if every > 1 else None, algorithm="ring")
     exchange = attach(model, comm, policy, optimizer=optimizer)
     for _ in range(every):
         model(torch.ones(2, 300, dtype=dtype)).sum().backward()
@@ -355,7 +355,7 @@ def test_more_stragglers_than_there_is_memory_for_are_refused():
         ({"sync_every": 0}, r"`sync_every` \(=0\) must be at least 1"),
         (
             {"sync_every": 2, "staleness": 1},
-            r"`sync_every` \(=2\) and `staleness` \(=1\) don't go together",
+            r"`sync_every` \(=2\) and `staleness` \(=1\) exclude each other",
         ),
     ],
 )

@@ -14,9 +14,11 @@ from allstep.recipes import REGISTRY
 from tests.helpers.processes import run_processes
 
 
-def train_digits(comm: Communicator, run_dir: str, wire: str) -> dict[str, Tensor]:
+def train_digits(comm: Communicator, run_dir: str, compression: str) -> dict[str, Tensor]:
     """100 float32 steps with batch norm and dropout, and a short last batch each epoch."""
-    recipe = REGISTRY["digits"](global_batch=72, micro_batch=12, epochs=5, width=8, wire=wire)
+    recipe = REGISTRY["digits"](
+        global_batch=72, micro_batch=12, epochs=5, width=8, compression=compression
+    )
     recipe = replace(recipe, evaluate_every_epochs=5, checkpoint_every_steps=100)
     task = recipe.task(comm)
     report = allstep.fit(task, recipe, comm, Path(run_dir))
@@ -33,9 +35,11 @@ def differing(state: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def test_the_same_bits_on_one_to_five_workers(tmp_path: Path) -> None:
     alone = train_digits(Communicator.single_process(), str(tmp_path / "1"), "exact")
     for size in (2, 3, 4, 5):
-        train = functools.partial(train_digits, run_dir=str(tmp_path / str(size)), wire="exact")
+        train = functools.partial(
+            train_digits, run_dir=str(tmp_path / str(size)), compression="exact"
+        )
         for state in run_processes(size, train, timeout_s=100):
             # Running statistics are added up in floating point; training doesn't read them.
             assert all("running" in name for name in differing(state, alone)), size
-    rounded = functools.partial(train_digits, run_dir=str(tmp_path / "fp32"), wire="fp32")
+    rounded = functools.partial(train_digits, run_dir=str(tmp_path / "fp32"), compression="fp32")
     assert "classifier.weight" in differing(run_processes(3, rounded, timeout_s=100)[0], alone)

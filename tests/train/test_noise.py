@@ -69,7 +69,7 @@ def fit(
 
 @pytest.mark.parametrize("wire", ["fp32", "exact"])
 def test_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> None:
-    report, _ = fit(Communicator.single_process(), tmp_path, epochs=3, wire=wire)
+    report, _ = fit(Communicator.single_process(), tmp_path, epochs=3, compression=wire)
     assert report.noise_scale == pytest.approx(NOISE / SIGNAL, rel=0.1)
     assert report.useful_batch is not None
     assert report.useful_batch.startswith("useful up to about B = ")
@@ -222,10 +222,13 @@ def test_a_later_stage_with_other_micro_batches(tmp_path: Path) -> None:
     [
         ({"noise_scale_every_steps": -1}, r"`noise_scale_every_steps` \(=-1\) must be 0 or more"),
         ({"staleness": 1}, r"of the same step, which `staleness` \(=1\) does not give"),
-        ({"every": 4}, r"of the same step, which `every` \(=4\) does not give"),
+        ({"sync_every": 4}, r"of the same step, which `sync_every` \(=4\) does not give"),
         ({"micro_batch": 128}, r"`micro_batch` \(=128\) is all of it"),
-        ({"wire": "topk"}, r"the whole global gradient, of which `wire` \(='topk'\) sends a part"),
-        ({"wire": "powersgd"}, r"of which `wire` \(='powersgd'\) sends a part"),
+        (
+            {"compression": "topk"},
+            r"the whole global gradient, of which `compression` \(='topk'\) sends a part",
+        ),
+        ({"compression": "powersgd"}, r"of which `compression` \(='powersgd'\) sends a part"),
     ],
 )
 def test_options_that_do_not_fit(changes: dict[str, Any], message: str) -> None:

@@ -195,4 +195,4 @@ def test_or_goes_through(name: Any, tmp_path: Path) -> None:
 
 def test_a_skip_fits_no_local_steps() -> None:
     with pytest.raises(UsageError, match=r"`nonfinite` \(='skip'\) would leave out a step of one"):
-        TrainOptions(nonfinite="skip", every=4)
+        TrainOptions(nonfinite="skip", sync_every=4)

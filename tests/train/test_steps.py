@@ -177,7 +177,7 @@ def test_replay_gives_the_same_data_again() -> None:
 def test_sum_policy_gives_the_same_global_gradient() -> None:
     def train(comm: Communicator) -> Tensor:
         model = make_model()
-        exchange = allstep.attach(model, comm, allstep.ExchangePolicy(reduction="sum"))
+        exchange = allstep.attach(model, comm, allstep.Synchronous(reduction="sum"))
         batch = next(allstep.steps(make_loader(comm), exchange))
         for x, y in batch:
             batch.backward(loss_of(model, x, y))
@@ -235,7 +235,7 @@ def test_skipping_whole_batches_is_fine() -> None:
 def test_wrong_arguments() -> None:
     comm = Communicator.single_process()
     exchanges = [
-        allstep.attach(make_model(), comm, allstep.ExchangePolicy(reduction=reduction))
+        allstep.attach(make_model(), comm, allstep.Synchronous(reduction=reduction))
         for reduction in ("mean", "sum")
     ]
     with pytest.raises(UsageError, match=r"different reductions \(mean of fp32, sum of fp32\)"):

@@ -71,9 +71,9 @@ def make_optimizer(
 
 
 def policy(bug: str) -> allstep.ExchangePolicy:
-    return allstep.ExchangePolicy(
+    return allstep.Synchronous(
         reduction="sum" if bug == "sum_of_means" else "mean",
-        wire="int8" if bug == "int8_wire" else "fp32",
+        compression="int8" if bug == "int8_wire" else "fp32",
     )
 
 

@@ -18,8 +18,8 @@ _SIZES = (2, 4)
 _KILL_AFTER_STEP = 20
 _KILL_TIMEOUT_S = 120.0
 _KILLED = "4, kill -9, then 3"
-_WAYS = ("allstep", "allstep, wire exact", "DDP as usual")
-_WIRES = {"allstep": "fp32", "allstep, wire exact": "exact"}
+_WAYS = ("allstep", "allstep, exact", "DDP as usual")
+_COMPRESSIONS = {"allstep": "fp32", "allstep, exact": "exact"}
 
 Differences = dict[str, dict[str, float]]
 
@@ -35,20 +35,20 @@ def measure(crew: Crew, folder: Path) -> Iterator[Panel]:
             found = _train(crew, size, way, folder)
             differences[way][str(size)] = _largest_difference(alone[way], found)
     killed_at: dict[str, int] = {}
-    for way in _WIRES:
+    for way in _COMPRESSIONS:
         yield _panel(differences, f"{way}: kill -9 of one of 4 workers", killed_at)
         run_dir = folder / f"{way}-killed"
         killed_at[way] = _train_and_kill(crew, way, run_dir)
-        found = _load(crew.run_ranks(3, train_the_same, str(run_dir), _WIRES[way], True))
+        found = _load(crew.run_ranks(3, train_the_same, str(run_dir), _COMPRESSIONS[way], True))
         differences[way][_KILLED] = _largest_difference(alone[way], found)
     yield _panel(differences, "", killed_at)
 
 
 def _train(crew: Crew, size: int, way: str, folder: Path) -> Mapping[str, Tensor]:
     run_dir = str(folder / f"{way}-{size}")
-    if way not in _WIRES:
+    if way not in _COMPRESSIONS:
         return _load(crew.run_ranks(size, train_as_usual, run_dir))
-    return _load(crew.run_ranks(size, train_the_same, run_dir, _WIRES[way], False))
+    return _load(crew.run_ranks(size, train_the_same, run_dir, _COMPRESSIONS[way], False))
 
 
 def _load(path: str) -> Mapping[str, Tensor]:
@@ -62,7 +62,7 @@ def _largest_difference(model: Mapping[str, Tensor], other: Mapping[str, Tensor]
 
 def _train_and_kill(crew: Crew, way: str, run_dir: Path) -> int:
     """Kills worker 2 of 4 once there are checkpoints; returns the last one's step."""
-    children = crew.start_ranks(4, train_the_same, str(run_dir), _WIRES[way], False)
+    children = crew.start_ranks(4, train_the_same, str(run_dir), _COMPRESSIONS[way], False)
     checkpoints = run_dir / "checkpoints"
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
     while not (checkpoints / f"step-{_KILL_AFTER_STEP:08d}").exists():
@@ -100,7 +100,7 @@ def _panel(differences: Differences, status: str, killed_at: dict[str, int] | No
         notes=(
             f"Digits, {NUM_STEPS} steps of 96 samples, with batch norm and dropout. DDP as usual"
             " has batch norm and dropout of each worker's own.",
-            "fp32 sums differ in the last bits by the order in which workers add; wire exact adds"
+            "fp32 sums differ in the last bits by the order in which workers add; `exact` adds"
             " without rounding.",
         ),
         status=status,
@@ -110,7 +110,7 @@ def _panel(differences: Differences, status: str, killed_at: dict[str, int] | No
 
 
 def _cell(way: str, found: dict[str, float], column: str) -> str:
-    if column == _KILLED and way not in _WIRES:
+    if column == _KILLED and way not in _COMPRESSIONS:
         return "-"
     if column not in found:
         return ""
@@ -119,11 +119,11 @@ def _cell(way: str, found: dict[str, float], column: str) -> str:
 
 def _conclude(differences: Differences, killed_at: dict[str, Any]) -> str:
     ours = max(differences["allstep"].values())
-    exact = max(differences["allstep, wire exact"].values())
+    exact = max(differences["allstep, exact"].values())
     usual = max(differences["DDP as usual"].values())
     exact_text = "not one bit differs" if exact == 0 else f"it is {exact:.1e}"
     return (
         f"With allstep parameters differ by at most {ours:.1e}, also after kill -9 at step"
-        f" {killed_at['allstep']} and going on with 3 workers; with wire exact {exact_text}."
+        f" {killed_at['allstep']} and going on with 3 workers; with compression exact {exact_text}."
         f" DDP as usual trains another model: {usual:.1e}."
     )

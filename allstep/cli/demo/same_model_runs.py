@@ -29,9 +29,9 @@ _RECIPE = Digits(
 NUM_STEPS = 4 * 15
 
 
-def train_the_same(comm: Communicator, folder: str, wire: str, resume: bool) -> str:
+def train_the_same(comm: Communicator, folder: str, compression: str, resume: bool) -> str:
     """The recipe `digits`, as `allstep train` runs it; returns the last checkpoint's folder."""
-    recipe = replace(_RECIPE, wire=wire)
+    recipe = replace(_RECIPE, compression=compression)
     report = fit(recipe.task(comm), recipe, comm, folder, resume=resume)
     return str(report.checkpoint)
 

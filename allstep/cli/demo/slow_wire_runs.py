@@ -22,7 +22,7 @@ from allstep.doctor.memory import measure_copy_s_per_byte
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
 from allstep.doctor.timing import slowest_s
 from allstep.doctor.trial import Training, measure_workload
-from allstep.exchange import Exchange, ExchangePolicy, attach, ddp_hook
+from allstep.exchange import Exchange, Stale, Synchronous, attach, ddp_hook
 from allstep.plan import Workload
 
 __all__ = ["BUCKET_BYTES", "KINDS", "NUM_PARAMS", "WAYS", "run_steps", "run_steps_shaped"]
@@ -38,10 +38,10 @@ KINDS = (("fp32", "native"), ("fp16", "recursive_doubling"))  # what two hosts d
 
 WAYS = {
     "alone": None,
-    "plain": ExchangePolicy(plain=True),
+    "plain": Synchronous(plain=True),
     "DDP": None,
-    "fp16": ExchangePolicy(wire="fp16", bucket_bytes=BUCKET_BYTES),
-    "fp16 + staleness 1": ExchangePolicy(wire="fp16", staleness=1, bucket_bytes=BUCKET_BYTES),
+    "fp16": Synchronous(compression="fp16", bucket_bytes=BUCKET_BYTES),
+    "fp16 + staleness 1": Stale(compression="fp16", steps=1, bucket_bytes=BUCKET_BYTES),
 }
 
 
@@ -61,7 +61,7 @@ class _Trainer:
         elif way == "DDP":
             self._model = DistributedDataParallel(self._model)
             if hooks_ddp:
-                hook = ddp_hook(ExchangePolicy(algorithm="native"), comm)
+                hook = ddp_hook(Synchronous(algorithm="native"), comm)
                 self._model.register_comm_hook(None, hook)
 
     def step(self) -> None:

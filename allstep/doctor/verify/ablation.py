@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import WorkerRecord
-from allstep.exchange import Exchange, ExchangePolicy
+from allstep.exchange import Exchange, ExchangePolicy, Synchronous
 from allstep.exchange.hooks import FunctionHook
 
 __all__ = ["Ablation", "Factor"]
@@ -42,7 +42,7 @@ class Ablation:
         """What to attach with."""
         if policy is None or "exchange policy" not in self._factors:
             return policy
-        return ExchangePolicy(reduction=policy.reduction)
+        return Synchronous(reduction=policy.reduction)
 
     def apply(self, exchange: Exchange) -> None:
         """Takes up a model that was just attached."""

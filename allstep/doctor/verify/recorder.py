@@ -20,7 +20,7 @@ from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
 from allstep.exchange import Exchange
 from allstep.exchange.hooks import AccumulationHook, FunctionHook, Removable
-from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.policy import ExchangePolicy, LocalSGD
 
 __all__ = ["Recorder"]
 
@@ -189,16 +189,17 @@ class Recorder:
 def _inexact(policy: ExchangePolicy) -> str | None:
     """What keeps an exchange's policy from giving every step the mean of its own gradients.
 
-    >>> _inexact(ExchangePolicy(wire="fp16", staleness=1))
-    'wire="fp16", staleness=1'
+    >>> from allstep.exchange import Stale
+    >>> _inexact(Stale(compression="fp16"))
+    'compression="fp16", staleness=1'
     """
     words = []
     if not policy.wire_format.is_lossless:
-        words.append(f'wire="{policy.wire_format.name}"')
+        words.append(f'compression="{policy.wire_format.name}"')
     if policy.staleness:
         words.append(f"staleness={policy.staleness}")
-    if policy.is_local:
-        words.append(f"every={policy.every}")
+    if isinstance(policy, LocalSGD):
+        words.append(f"sync_every={policy.sync_every}")
     return ", ".join(words) or None
 
 

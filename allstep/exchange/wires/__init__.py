@@ -43,5 +43,7 @@ def make_wire(wire: str | WireFormat) -> WireFormat:
     if isinstance(wire, WireFormat):
         return wire
     if not isinstance(wire, str) or wire not in WIRES:
-        raise UsageError(f"`wire` (={wire!r}) is no wire format; {nearest_names(str(wire), WIRES)}")
+        raise UsageError(
+            f"`compression` (={wire!r}) is no format; {nearest_names(str(wire), WIRES)}"
+        )
     return WIRES[wire]()

@@ -59,7 +59,7 @@ class _Half(WireFormat):
             largest = torch.finfo(self.dtype).max
             raise UsageError(
                 f"Parameter `{name}` has a gradient beyond {largest:.5g}, the largest number of"
-                f" `wire` (={self.name!r}); {self.cure}"
+                f" `compression` (={self.name!r}); {self.cure}"
             )
 
 
