@@ -68,7 +68,6 @@ class BucketExchange:
         algorithm = transport.algorithm if wire == "fp32" else None
         self._flight = Flight.new(plan, algorithm)  # keeps the memory
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
-        # On CPUs what the backend sums is divided while it is put in the bucket; see `Flight`.
         is_cpu = device.type == "cpu"
         self._native = algorithm if is_cpu and isinstance(algorithm, Native) else None
         self.num_at_once = 1 if self._native is None else 2
@@ -80,7 +79,7 @@ class BucketExchange:
         flat, state = turn[0]
         if self._native is None:
             with torch.no_grad():
-                self._wire.mean_(flat, self._layout, state, self._transport)
+                self._wire.sum_(flat, self._layout, state, self._transport)
         else:
             for posted in [self._native.post(flat) for flat, _ in turn]:
                 posted.wait()

@@ -1,7 +1,7 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -37,7 +37,6 @@ class Exchange(ABC):
         statistics: batch norm's running statistics.
         has_landed: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
-        global_step: the step of the global batch that `steps` is at, whose losses it weighs.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
@@ -55,7 +54,8 @@ class Exchange(ABC):
         self._num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_landed = True
-        self.global_step: int | None = None
+        self._global_step: int | None = None
+        self._carried: set[str] = set()  # parameters whose `p.grad` is this worker's part of a sum
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
         try:
@@ -65,8 +65,12 @@ class Exchange(ABC):
             raise
 
     @abstractmethod
-    def _reduce(self) -> None:
-        """Replaces `p.grad` by the mean, where any worker touched it. Collective."""
+    def _reduce(self) -> Collection[str]:
+        """Replaces `p.grad` by the sum of all times `gradient_scale`. Collective.
+
+        Returns:
+            The parameters that any worker has touched; others keep `p.grad` as it is.
+        """
 
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
         """A backward pass has added to `p.grad`; more may follow in others."""
@@ -90,6 +94,37 @@ class Exchange(ABC):
         finally:
             self._num_suspended -= 1
 
+    @contextmanager
+    def global_batch(self, step: int) -> Iterator[None]:
+        """Around the backward passes of one global batch, whose losses are weighed by samples.
+
+        The weights of all workers' losses must add up to 1: `p.grad` becomes the gradients' sum.
+        What it held before counts once.
+
+        Args:
+            step: the batch's number, the same on every worker.
+        """
+        self._global_step = step
+        self._carry_over_all()
+        try:
+            yield
+        finally:
+            self._global_step = None
+
+    @property
+    def global_step(self) -> int | None:
+        """The number of the global batch that is being run, if one is."""
+        return self._global_step
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied by before they are summed over the workers.
+
+        1/size for a mean; 1 for a sum, and for a global batch, whose losses are weighed already.
+        """
+        is_weighed = self._global_step is not None or self.policy.reduction == "sum"
+        return 1.0 if is_weighed else 1 / self.comm.size
+
     def synchronize(self) -> None:
         """Exchanges what is in `p.grad` now. Collective.
 
@@ -105,6 +140,7 @@ class Exchange(ABC):
             return
         if self._parameters.has_changed():
             self.sync_parameters()
+        self._carry_over_all()
         self._touch_all()
         self._exchange()
 
@@ -146,11 +182,6 @@ class Exchange(ABC):
         self._num_exchanges = state["num_exchanges"]
         if self.averaging is not None and state["averaging"] is not None:
             self.averaging.load_state_dict(state["averaging"])
-
-    @property
-    def loss_scale(self) -> int:
-        """What `steps` multiplies a global batch's losses by, for the exchange to divide by."""
-        return self.comm.size if self.policy.reduction == "mean" else 1
 
     def sync_buffers(self) -> None:
         """Makes batch norm's running statistics the mean over the workers. Collective.
@@ -221,9 +252,37 @@ class Exchange(ABC):
         return self.comm.size > 1
 
     @property
-    def _scales_gradients(self) -> bool:
-        """Whether gradients are multiplied by the size, so that their mean is their sum."""
-        return self.policy.reduction == "sum"
+    def _carries_over(self) -> bool:
+        """Whether what an earlier exchange has left in `p.grad` would count once a worker."""
+        return self.comm.size > 1 and self.gradient_scale == 1
+
+    @torch.no_grad()
+    def _carry_over(self, name: str) -> None:
+        """Makes what `p.grad` holds this worker's part of a sum, in which it counts once."""
+        if self._carries_over and name not in self._carried:
+            self._carried.add(name)
+            gradient = self._parameters.trained[name].grad
+            if gradient is not None:
+                gradient.div_(self.comm.size)
+
+    @torch.no_grad()
+    def _carry_over_all(self) -> None:
+        if not self._carries_over:
+            return
+        trained = self._parameters.trained
+        held = [trained[name].grad for name in trained.keys() - self._carried]
+        gradients = [gradient for gradient in held if gradient is not None]
+        if gradients:
+            torch._foreach_div_(gradients, self.comm.size)
+        self._carried.update(trained)
+
+    def _end_carrying(self, delivered: Collection[str]) -> None:
+        """What no worker has touched is again as it was."""
+        for name in self._carried.difference(delivered):
+            p = self._parameters.trained.get(name)
+            if p is not None and p.grad is not None:
+                p.grad.mul_(self.comm.size)
+        self._carried.clear()
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         self._touched.add(name)
@@ -250,10 +309,13 @@ class Exchange(ABC):
 
     def _exchange(self) -> None:
         stays_local = self._stays_local
-        if not stays_local:
-            self._refuse_sparse_gradients()
-            with torch.no_grad():
-                self._reduce()
+        self._carry_over_all()
+        with torch.no_grad():
+            if stays_local:
+                self._take_own_for_all()
+            else:
+                self._refuse_sparse_gradients()
+                self._end_carrying(self._reduce())
         if self.averaging is not None:
             self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
@@ -264,6 +326,14 @@ class Exchange(ABC):
             # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
             # workers may have different numbers of them.
             self.sync_parameters()
+
+    def _take_own_for_all(self) -> None:
+        """In a local step: makes `p.grad` the sum as if all workers had this gradient."""
+        factor = self.gradient_scale * self.comm.size
+        for p in self._parameters.trained.values():
+            if factor != 1 and p.grad is not None:
+                p.grad.mul_(factor)
+        self._carried.clear()
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
@@ -366,15 +436,10 @@ class Exchange(ABC):
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         on_gradient = WeakHook(self, lambda exchange, p: exchange._on_gradient(name, p))
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
-        if self._scales_gradients:
-            # Scaled before it is accumulated, so that the mean over workers is their sum, also
-            # where `p.grad` already holds an exchanged gradient.
-            scale = WeakHook(self, lambda exchange, new: exchange._scale(new))
-            handles.append(AccumulationHook(p, scale))
+        if self._carries_over:  # also outside of a global batch: before a gradient is added
+            carry_over = WeakHook(self, lambda exchange, _: exchange._carry_over(name))
+            handles.append(AccumulationHook(p, carry_over))
         return handles
-
-    def _scale(self, gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else gradient * self.comm.size  # None: autograd knows zero
 
 
 def _remove_all(handles: list[Removable]) -> None:

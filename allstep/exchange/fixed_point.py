@@ -17,8 +17,9 @@ meaning that doesn't depend on the number of workers: only zero is taken. That `
 in place is seen by torch's version counter, which `p.grad.data` goes past.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +58,15 @@ class FixedPointFlight(Flight):
         rank: this worker.
         left: by parameter; all flights of an exchange share it.
         set_aside_of: name -> what `p.grad` held before the gradient that is being made.
-        factor: by which the mean is multiplied in the end.
+        divisor: what the sum is divided by in the end.
+        factor: by which the result is then multiplied.
     """
 
     exact: Exact = field(default_factory=Exact)
     rank: int = 0
     left: MutableMapping[nn.Parameter, Left] = field(default_factory=dict)
     set_aside_of: dict[str, Tensor | None] = field(default_factory=dict)
+    divisor: int = 1
     factor: float = 1.0
 
     @classmethod
@@ -89,15 +92,20 @@ class FixedPointFlight(Flight):
         self.set_aside_of.clear()
         self.factor = 1.0
 
-    def set_aside(self, name: str, p: nn.Parameter) -> None:
-        """Has autograd leave the next gradient alone in `p.grad`."""
+    def set_aside(self, name: str, p: nn.Parameter, scale: float) -> None:
+        """Has autograd leave the next gradient alone in `p.grad`.
+
+        Args:
+            name, p: the parameter.
+            scale: as in `fill`; a sum of whole numbers is scaled in the end.
+        """
+        self.divisor = round(1 / scale)
         self.set_aside_of[name], p.grad = p.grad, None
 
     def place(self, name: str, p: nn.Parameter) -> None:
         """Adds a gradient to the sum, and to what `p.grad` held before."""
         if name not in self.set_aside_of:
-            self.leave(name, p)
-            return
+            return  # autograd knows that it is zero
         held, new = self.set_aside_of.pop(name), p.grad
         assert new is not None
         self._begin(name, p, held)
@@ -106,9 +114,17 @@ class FixedPointFlight(Flight):
         self.views[name].add_(self.exact.encode(new.detach(), name))
         self._note(p, self.views[name])
 
-    def leave(self, name: str, p: nn.Parameter) -> None:
-        """Sends what `p.grad` stands for; no gradient has come."""
-        self._begin(name, p, p.grad)
+    def fill(
+        self,
+        index: int,
+        parameters: Mapping[str, nn.Parameter],
+        touched: Set[str],
+        scale: float,
+    ) -> None:
+        """Has the sums be what `p.grad` stands for, also where no gradient has come."""
+        self.divisor = round(1 / scale)
+        for name in self.plan.layouts[index].names:
+            self._begin(name, parameters[name], parameters[name].grad)
 
     def deliver(self, name: str, p: nn.Parameter) -> None:
         p.grad = torch.empty_like(p)
@@ -117,6 +133,13 @@ class FixedPointFlight(Flight):
 
     def rescale(self, factor: float) -> None:
         self.factor = factor  # of a mean that has left whole numbers behind
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "divisor": self.divisor}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.divisor = state["divisor"]
 
     def _begin(self, name: str, p: nn.Parameter, held: Tensor | None) -> None:
         """Has the sum be what `p.grad` stands for.

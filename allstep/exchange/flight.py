@@ -1,15 +1,6 @@
-"""The buckets of a model, and one exchange of them from the first gradient to the mean.
+"""The buckets of a model, and one exchange of them from the first gradient to the mean."""
 
-[Note: divided first] The backend's own sum leaves the division to the workers. A gradient that is
-divided while it is copied to its bucket goes through memory once less than one that is divided
-afterwards. But until its bucket is sent a gradient may grow, and autograd would add to what is
-divided already. So `p.grad` stays as it is till then, and points into the bucket afterwards. That
-takes memory twice, so it is done in the bucket that is sent next. Other gradients are divided when
-their bucket is sent, and so are those that have been in it since an earlier step, to which autograd
-adds there.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -27,6 +18,8 @@ from allstep.exchange.parameters import Signature
 from allstep.exchange.tail import check_size, write_check
 
 __all__ = ["BucketPlan", "Flight"]
+
+_LARGE = 1 << 14  # elements; below, a call costs more than another pass
 
 
 @dataclass(frozen=True)
@@ -109,9 +102,24 @@ class BucketPlan:
         return flats[-1][-(1 + len(self.names)) :]
 
 
-def _is_same(gradient: Tensor, view: Tensor) -> bool:
-    """Whether a gradient lies in its place, also if another tensor object says so."""
-    return gradient is view or gradient.data_ptr() == view.data_ptr()
+def copy_scaled(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+    """view = scale * gradient, for pairs of them; large ones go through memory once.
+
+    >>> view = torch.zeros(2)
+    >>> copy_scaled([(view, torch.tensor([2.0, 4.0]))], 0.5)
+    >>> view
+    tensor([1., 2.])
+    """
+    is_once = [scale != 1 and view.numel() >= _LARGE for view, _ in pairs]
+    for (view, gradient), once in zip(pairs, is_once, strict=True):
+        if once:
+            torch.mul(gradient.expand_as(view), scale, out=view)  # or raises
+    small = [pair for pair, once in zip(pairs, is_once, strict=True) if not once]
+    if small:
+        views, gradients = map(list, zip(*small, strict=True))
+        torch._foreach_copy_(views, gradients)
+        if scale != 1:
+            torch._foreach_mul_(views, scale)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -131,13 +139,10 @@ class Flight:
         action: what the worker believes it does; must be the same on all.
         described: the tensors to do it with, for the error if it isn't.
         scale: the gradients' factor when they were made (a GradScaler's).
-        prior_divisor: what gradients are divided by before they are sent.
-        divides_copies: whether those of the next bucket are when they are copied.
-        divisor: what a fixed-point sum is divided by at the end.
+        remembered: residuals of parameters without a gradient here, in case no worker has one.
         failure: why this worker can't take part; the flight then fails for all.
         jobs: the buckets' exchanges, as far as they have been sent.
         block: what `flats` lie in, where workers sum them in place.
-        refunds: what to add to residuals of parameters that nobody has a gradient for.
     """
 
     plan: BucketPlan
@@ -147,15 +152,10 @@ class Flight:
     action: str = ""
     described: Signature = ()
     scale: float = 1.0
-    prior_divisor: int = 1
-    divides_copies: bool = False
-    divisor: int = 1
     failure: str | None = None
     jobs: list[Work[None]] = field(default_factory=list)
     block: Block | None = None
-    refunds: dict[str, Tensor] = field(default_factory=dict)
-    _undivided: set[str] = field(default_factory=set)
-    _unbound: dict[str, nn.Parameter] = field(default_factory=dict)
+    remembered: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def new(cls, plan: BucketPlan, algorithm: AllReduce | None = None) -> "Flight":
@@ -181,57 +181,48 @@ class Flight:
 
     def clear(self) -> None:
         """Makes an old flight's memory ready for gradients."""
-        self.touched, self.failure, self.jobs, self.refunds = frozenset(), None, [], {}
-        self._undivided.clear()
-        self._unbound.clear()
+        self.touched, self.failure, self.jobs, self.remembered = frozenset(), None, [], []
 
     def place(self, name: str, p: nn.Parameter) -> None:
-        """Puts a gradient in its place; `p.grad` will point there. [Note: divided first]"""
-        view, gradient = self.views[name], p.grad
-        if gradient is not None and _is_same(gradient, view):
-            self._undivided.add(name)
-            return
-        divides = self.divides_copies and self.plan.bucket_of[name] == len(self.jobs)
-        self._fill(name, gradient, self.prior_divisor if divides else 1)
-        if gradient is None or gradient.requires_grad:
-            return  # what belongs to a graph for second derivatives stays there
-        if divides:
-            self._unbound[name] = p
-        else:
-            p.grad = view
+        """A gradient has been made; it is put in its bucket when that is full."""
 
-    def leave(self, name: str, p: nn.Parameter) -> None:
-        """Sends what `p.grad` holds, but leaves it as it is: no gradient has come."""
-        view = self.views[name]
-        if p.grad is not None and _is_same(p.grad, view):
-            p.grad = view.clone(memory_format=torch.preserve_format)
-            self._undivided.add(name)
-        else:
-            self._fill(name, p.grad, self.prior_divisor)
+    def fill(
+        self,
+        index: int,
+        parameters: Mapping[str, nn.Parameter],
+        touched: Set[str],
+        scale: float,
+    ) -> None:
+        """Puts the gradients of a bucket in their places, scaled, to be summed.
 
-    def _fill(self, name: str, gradient: Tensor | None, divisor: int) -> None:
-        """Copies a gradient, divided by all or nothing of the prior divisor."""
-        view = self.views[name]
-        self._undivided.discard(name)
-        self._unbound.pop(name, None)  # of a pass that was given up
-        if gradient is None:
-            view.zero_()
-        elif divisor != 1:
-            same = gradient.detach().expand_as(view)  # or raises, where `out` would be resized
-            torch.div(same, divisor, out=view)
-        else:
-            view.copy_(gradient.detach())
-            self._undivided.add(name)
+        What this worker has a new gradient for then lies in the bucket only, and `p.grad` points
+        there. What `p.grad` holds of others is sent, too, but left as it is.
 
-    def seal(self, index: int) -> None:
-        """Divides what a bucket holds undivided, and has `p.grad` point there; it is sent now."""
-        if self.prior_divisor == 1:
-            return
+        Args:
+            index: of the bucket.
+            parameters: by name.
+            touched: those with a new gradient.
+            scale: the only factor between a gradient and its share of the sum.
+        """
+        copied: list[tuple[Tensor, Tensor]] = []
+        in_place: list[Tensor] = []
         for name in self.plan.layouts[index].names:
-            if name in self._unbound:
-                self._unbound.pop(name).grad = self.views[name]
-            elif name in self._undivided:
-                self.views[name].div_(self.prior_divisor)
+            p, view = parameters[name], self.views[name]
+            gradient = p.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is view or gradient.data_ptr() == view.data_ptr():
+                in_place.append(view)
+                if name not in touched:
+                    p.grad = view.clone(memory_format=torch.preserve_format)
+            else:
+                copied.append((view, gradient.detach()))
+                # What belongs to a graph for second derivatives stays there.
+                if name in touched and not gradient.requires_grad:
+                    p.grad = view
+        copy_scaled(copied, scale)
+        if scale != 1 and in_place:
+            torch._foreach_mul_(in_place, scale)
 
     def deliver(self, name: str, p: nn.Parameter) -> None:
         """Has `p.grad` be the mean."""
@@ -246,6 +237,14 @@ class Flight:
         for layout, flat in zip(self.plan.layouts, self.flats, strict=True):
             flat[: layout.num_elements].mul_(factor)
 
+    def flags_of(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """name -> its flag, for some of a bucket's parameters."""
+        start = 1 + sum(len(layout.names) for layout in self.plan.layouts[:index])
+        flags = self.plan.flags(self.flats)[start:]
+        wanted = set(names)
+        members = self.plan.layouts[index].names
+        return {name: flags[i] for i, name in enumerate(members) if name in wanted}
+
     def write_flags(self) -> None:
         """Tells the others which gradients this worker has, and whether it failed."""
         flags = self.plan.flags(self.flats)
@@ -255,7 +254,7 @@ class Flight:
             flags[1:].copy_(torch.tensor(has, dtype=flags.dtype), non_blocking=True)
         flags[0] = self.failure is not None
 
-    def landed_names(self) -> Iterable[str]:
+    def landed_names(self) -> Collection[str]:
         """The parameters that any worker had a gradient for, after the exchange."""
         if len(self.touched) == len(self.plan.names):
             return self.plan.names
@@ -267,7 +266,6 @@ class Flight:
         return {
             "step": self.step,
             "scale": self.scale,
-            "divisor": self.divisor,
             "sums": {name: self.views[name].clone() for name in self.landed_names()},
         }
 
@@ -276,7 +274,7 @@ class Flight:
 
         Parameters that were frozen after it was sent are in no bucket, and get no gradient.
         """
-        self.step, self.scale, self.divisor = state["step"], state["scale"], state["divisor"]
+        self.step, self.scale = state["step"], state["scale"]
         sums = {name: saved for name, saved in state["sums"].items() if name in self.views}
         self.touched = frozenset(sums)
         self.write_flags()

@@ -42,7 +42,7 @@ class GuestMeans:
             check_same_arguments(comm, policy.in_words)
         self._policy = policy
         self._wire = policy.wire_format
-        self._factor = comm.size if policy.reduction == "sum" else 1
+        self._scale = 1.0 if policy.reduction == "sum" else 1 / comm.size
         self._runner = make_runner(comm.device)
         channel = channel_of(comm)  # the engine's own collectives run at the same time
         algorithm = make_algorithm(policy.algorithm, channel, self._wire.dtype)
@@ -74,9 +74,9 @@ class GuestMeans:
         def work() -> None:
             try:
                 with span:
-                    self._wire.mean_(flat, layout, self._state(layout), self._transport)
-                    if self._factor != 1:
-                        flat.mul_(self._factor)
+                    if self._scale != 1:
+                        flat.mul_(self._scale)
+                    self._wire.sum_(flat, layout, self._state(layout), self._transport)
             except BaseException as error:
                 on_end(error)
                 raise

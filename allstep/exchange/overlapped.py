@@ -1,6 +1,6 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
@@ -89,7 +89,7 @@ class OverlappedExchange(Exchange):
     def flush(self) -> Iterator[int]:
         while self._airborne:
             self._clear_gradients()
-            step = self._land()
+            step, _ = self._land()
             self._airborne.settle()
             yield step
 
@@ -122,7 +122,6 @@ class OverlappedExchange(Exchange):
         self._last_scale = state["scale"]
         self._set_plan(state["buckets"])
         self._sender.load_state_dict(state)
-        self._tell_divisor()
         self._airborne.clear()
         for saved in state["in_flight"]:
             flight = self._sender.new_flight()
@@ -164,16 +163,21 @@ class OverlappedExchange(Exchange):
             while self._missing and self._missing[len(self._flight.jobs)] == 0:
                 self._send_next()
 
-    def _place(self, name: str, p: nn.Parameter, *, is_touched: bool = True) -> bool:
-        """Puts a gradient in the flight; what is wrong with it is told to all at the end."""
+    def _place(self, name: str, p: nn.Parameter) -> bool:
+        """Notes a gradient; what is wrong with it is told to all at the end."""
         try:
-            if is_touched:
-                self._flight.place(name, p)
-            else:
-                self._flight.leave(name, p)
+            self._flight.place(name, p)
         except UsageError as error:
             self._failure = str(error)
         return self._failure is None
+
+    def _fill(self, index: int) -> None:
+        """Puts a bucket's gradients in the flight; what is wrong is told to all at the end."""
+        try:
+            trained, scale = self._parameters.trained, self.gradient_scale
+            self._flight.fill(index, trained, self._touched, scale)
+        except UsageError as error:
+            self._failure = str(error)
 
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
@@ -207,6 +211,9 @@ class OverlappedExchange(Exchange):
     def _send_next(self) -> None:
         """Sends the next bucket in the plan's order."""
         flight, index = self._flight, len(self._flight.jobs)
+        names = flight.plan.layouts[index].names
+        if self._failure is None:
+            self._fill(index)
         is_last = index == len(flight.plan.layouts) - 1
         if index == 0:
             self._airborne.settle()
@@ -220,44 +227,35 @@ class OverlappedExchange(Exchange):
             flight.failure = self._failure
             flight.write_flags()
             self._missing = []
-        flight.seal(index)
-        names = flight.plan.layouts[index].names
         untouched = [name for name in names if name not in self._touched]
         self._sender.send(flight, index, untouched, self._residual_factor)
 
     # -- the end of a backward pass --------------------------------------------------------------
 
-    def _reduce(self) -> None:
+    def _reduce(self) -> Collection[str]:
         flight = self._flight
         if not flight.plan.layouts:
-            return
-        if self._failure is None:
-            self._place_rest()
+            return ()
+        delivered: Collection[str] = ()
+        trained = self._parameters.trained
+        self._touched.difference_update([n for n, p in trained.items() if p.grad is None])
         while len(flight.jobs) < len(flight.plan.layouts):
             self._send_next()
         self._airborne.add(flight)
         if len(self._airborne) > self.policy.staleness:
             if self.policy.staleness:
                 self._clear_gradients()
-            self._land()
+            _, delivered = self._land()
             self.has_landed = True
         else:
             self._clear_gradients()
             self.has_landed = False
         self._revise_plan()
         self._next_flight()
+        return delivered
 
-    def _place_rest(self) -> None:
-        """What the last backward pass did not reach."""
-        self._flight.divisor = self._divisor
-        for name, p in self._parameters.trained.items():
-            if p.grad is None:
-                self._touched.discard(name)
-            if name not in self._arrivals:
-                self._place(name, p, is_touched=name in self._touched)
-
-    def _land(self) -> int:
-        """Leaves the oldest flight's means in `p.grad`; returns the step that sent it."""
+    def _land(self) -> tuple[int, Collection[str]]:
+        """Leaves the oldest flight's sums in `p.grad`; returns the step that sent it, and names."""
         flight = self._airborne.land()
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / flight.scale
@@ -267,11 +265,8 @@ class OverlappedExchange(Exchange):
         for name in landed:
             if name in trained and self._failure is None:
                 flight.deliver(name, trained[name])
-        if in_vain := flight.refunds.keys() - landed:
-            refunds = {name: flight.refunds[name] for name in in_vain}
-            self._sender.refund(refunds, self._last_scale / flight.scale)
         self._airborne.retire(flight)
-        return flight.step
+        return flight.step, landed
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
@@ -285,7 +280,6 @@ class OverlappedExchange(Exchange):
 
     def _wait_for_all(self) -> None:
         self._airborne.wait()
-        self._sender.wait_for_refunds()
         for job in self._flight.jobs:
             job.wait()
 
@@ -314,18 +308,8 @@ class OverlappedExchange(Exchange):
         return super()._is_active or always or self._sender.has_residuals
 
     @property
-    def loss_scale(self) -> int:
-        return 1 if self._sender.is_exact else super().loss_scale
-
-    @property
-    def _divisor(self) -> int:
-        """What an exact sum is divided by: losses that `steps` weighs need nothing."""
-        is_sum = self.policy.reduction == "sum" or self.global_step is not None
-        return 1 if is_sum else self.comm.size
-
-    @property
-    def _scales_gradients(self) -> bool:
-        return super()._scales_gradients and not self._sender.is_exact
+    def _carries_over(self) -> bool:
+        return super()._carries_over and not self._sender.is_exact
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()
@@ -343,8 +327,7 @@ class OverlappedExchange(Exchange):
         flight = self._flight
         is_dense = new is not None and new.layout == torch.strided
         if is_dense and isinstance(flight, FixedPointFlight) and not self._stays_local:
-            flight.divisor = self._divisor
-            flight.set_aside(name, p)
+            flight.set_aside(name, p, self.gradient_scale)
 
     def _revise_plan(self) -> None:
         """Other buckets, if the backward pass that ended makes better ones."""
@@ -371,11 +354,3 @@ class OverlappedExchange(Exchange):
         """The flight for the next exchange; takes the memory of one that has landed."""
         self._arrivals.clear()
         self._flight = self._airborne.next_flight()
-        self._tell_divisor()
-
-    def _tell_divisor(self) -> None:
-        """[Note: divided first]"""
-        flight, divisor = self._flight, self._sender.prior_divisor
-        flight.prior_divisor = divisor
-        is_sent_early = self._bucketing.may_overlap and len(flight.plan.layouts) > 1
-        flight.divides_copies = divisor != 1 and is_sent_early

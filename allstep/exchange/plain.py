@@ -1,5 +1,6 @@
 """The plain exchange: the specification of all others, and their oracle."""
 
+from collections.abc import Collection
 from time import perf_counter
 
 import torch
@@ -15,8 +16,10 @@ __all__ = ["PlainExchange"]
 class PlainExchange(Exchange):
     """One all-reduce a tensor, at the end of the backward pass.
 
-    grad = 1/size * sum_r grad_r, where a worker without a gradient counts as zero. A parameter
-    that no worker has a gradient for keeps `p.grad` as it is.
+    grad = sum_r scale * grad_r
+
+    with `gradient_scale`, which is 1/size for a mean. A worker without a gradient counts as zero.
+    A parameter that no worker has a gradient for keeps `p.grad` as it is.
     """
 
     _sent_bytes = 0
@@ -27,16 +30,19 @@ class PlainExchange(Exchange):
             self._num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
         )
 
-    def _reduce(self) -> None:
+    def _reduce(self) -> Collection[str]:
         start_s = perf_counter()
-        gradients = tuple(_gradient(p) for p in self._agree_on_parameters())
+        names, trained = self._agree_on_parameters(), self._parameters.trained
+        gradients = tuple(_gradient(trained[name]) for name in names)
         if gradients:
-            self.comm.all_reduce(gradients, "mean")
+            torch._foreach_mul_(gradients, self.gradient_scale)
+            self.comm.all_reduce(gradients)
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
         self._exchange_s += perf_counter() - start_s
+        return names
 
-    def _agree_on_parameters(self) -> list[nn.Parameter]:
+    def _agree_on_parameters(self) -> list[str]:
         """The parameters that any worker has a new gradient for, in the model's order."""
         trained = self._parameters.trained
         touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
@@ -46,7 +52,7 @@ class PlainExchange(Exchange):
         ):
             flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)
             touched = [flag > 0 for flag in self.comm.all_reduce(flags, "max").tolist()]
-        return [p for p, is_touched in zip(trained.values(), touched, strict=True) if is_touched]
+        return [name for name, is_touched in zip(trained, touched, strict=True) if is_touched]
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

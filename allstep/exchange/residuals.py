@@ -1,7 +1,6 @@
 """What wire formats have not sent yet: by parameter, from plan to plan, and in checkpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from allstep.errors import CheckpointError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires import WireState
 
-__all__ = ["gather_states", "give_back", "load_states", "refundable", "residual_pieces"]
+__all__ = ["gather_states", "give_back", "load_states", "remember", "residual_pieces", "restore"]
 
 
 def residual_pieces(layout: BucketLayout, state: WireState) -> dict[str, Tensor]:
@@ -41,23 +40,29 @@ def give_back(layout: BucketLayout, state: WireState, residuals: Mapping[str, Te
     return given
 
 
-@contextmanager
-def refundable(
-    layout: BucketLayout, state: WireState, names: Sequence[str]
-) -> Iterator[dict[str, Tensor]]:
-    """Afterwards holds what to add to residuals if nothing comes of some parameters' exchange.
+def remember(
+    layout: BucketLayout, state: WireState, flags: Mapping[str, Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For `restore`, before a bucket is summed: some parameters' residuals, and their flags.
 
-    No worker may have a gradient for them. What was sent in vain of their residuals then has not
-    been sent, and what was sent of a `p.grad` that stays as it is leaves nothing to be sent.
+    Args:
+        layout, state: the bucket's.
+        flags: name -> the flag in the buckets' tail that will tell whether any worker has a
+            gradient for it.
     """
-    refunds: dict[str, Tensor] = {}
-    if state.residual is None or not names:
-        yield refunds
-        return
+    if state.residual is None or not flags:
+        return []
     pieces = residual_pieces(layout, state)
-    before = {name: pieces[name].clone() for name in names}
-    yield refunds
-    refunds |= {name: before[name].sub_(pieces[name]) for name in names}
+    return [(pieces[name], pieces[name].clone(), flag) for name, flag in flags.items()]
+
+
+def restore(remembered: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Residuals of parameters that no worker has a gradient for are again as they were.
+
+    What was sent of them, and of an earlier gradient in `p.grad`, is used by nobody.
+    """
+    for residual, before, flag in remembered:
+        residual.copy_(torch.where(flag > 0, residual, before))
 
 
 def gather_states(comm: Communicator, states: Sequence[WireState]) -> list[Any] | None:
@@ -78,13 +83,13 @@ def load_states(
 ) -> None:
     """Goes on where `gather_states` was called.
 
-    With as many workers as then each gets its own back; else each gets the mean of all, so that
-    their mean over the workers, which is what will be sent, stays the same.
+    Each gets its own back if the number of workers is the same; else an equal part of their sum,
+    which is what will be sent.
 
     Raises:
         CheckpointError: if there were other buckets.
     """
-    own = saved[comm.rank] if len(saved) == comm.size else _mean_states(saved)
+    own = saved[comm.rank] if len(saved) == comm.size else _equal_parts(saved, comm.size)
     if len(own) != len(states):
         raise CheckpointError(
             f"The checkpoint has wire states for {len(own)} buckets, the plan has {len(states)}:"
@@ -107,11 +112,11 @@ def _rebuilt(like: Sequence[WireState], tensors: Iterator[Tensor]) -> list[dict[
     ]
 
 
-def _mean_states(states: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The mean residual of all workers, bucket by bucket; the rest is the same on all."""
-    means = []
+def _equal_parts(states: Sequence[Sequence[dict[str, Any]]], size: int) -> list[dict[str, Any]]:
+    """A `size`th of all workers' residuals, bucket by bucket; the rest is the same on all."""
+    parts = []
     for of_bucket in zip(*states, strict=True):
         residuals = [state["residual"] for state in of_bucket]
-        mean = None if residuals[0] is None else torch.stack(residuals).mean(0)
-        means.append({"residual": mean, "tensors": of_bucket[0]["tensors"]})
-    return means
+        part = None if residuals[0] is None else torch.stack(residuals).sum(0) / size
+        parts.append({"residual": part, "tensors": of_bucket[0]["tensors"]})
+    return parts

@@ -24,8 +24,9 @@ from allstep.exchange.residuals import (
     gather_states,
     give_back,
     load_states,
-    refundable,
+    remember,
     residual_pieces,
+    restore,
 )
 from allstep.exchange.runner import Runner, make_runner
 from allstep.exchange.spans import begin_span, job_span
@@ -69,7 +70,6 @@ class Sender:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self.plan = BucketPlan((), comm.size)
         self._states: list[WireState] = []
-        self._last_refund: Work[None] | None = None
         self._left: MutableMapping[nn.Parameter, Left] = WeakTensorKeyDictionary()
         self.close = finalize(
             self, _close, getpid(), self.runner, self.transport, self.comm, comm, self._pending
@@ -98,11 +98,6 @@ class Sender:
     def _may_post(self) -> bool:
         """Whether buckets may be left to the backend, which works on several at once."""
         return self._as_they_are and self.comm.device.type == "cpu" and self.comm.size > 1
-
-    @property
-    def prior_divisor(self) -> int:
-        """What gradients are to be divided by before they are sent. [Note: divided first]"""
-        return 1 if self._native is None else self.comm.size
 
     def set_plan(self, plan: BucketPlan) -> None:
         """Takes other buckets; what was not sent yet of a parameter goes along."""
@@ -138,7 +133,7 @@ class Sender:
         """Exchanges a bucket that belongs to no flight, as those of a flight are exchanged."""
         if self._native is not None:
             return self._native.post(flat)
-        return self.runner.submit(lambda: self.wire.mean_(flat, layout, state, self.transport))
+        return self.runner.submit(lambda: self.wire.sum_(flat, layout, state, self.transport))
 
     def new_flight(self) -> Flight:
         """An empty flight for the plan. Collective."""
@@ -158,7 +153,7 @@ class Sender:
         Args:
             flight: whose.
             index: of the bucket; they must be sent in order.
-            untouched: parameters without a gradient here; maybe nobody has one, see `refund`.
+            untouched: parameters without a gradient here; see `restore`.
             residual_factor: by which gradients are larger than when the residual was left: a
                 GradScaler's scale has changed.
         """
@@ -167,6 +162,7 @@ class Sender:
         if self._native is not None:
             flight.jobs.append(self._post(self._native, flight, index))
             return
+        flags = flight.flags_of(index, untouched)
         span = job_span(_span_name(index), flat.device, self._staleness)
 
         def work() -> None:
@@ -176,35 +172,14 @@ class Sender:
                 if isinstance(flight, FixedPointFlight):
                     transport.all_reduce(flat)
                 else:
-                    with refundable(layout, state, untouched) as refunds:
-                        self.wire.mean_(flat, layout, state, transport)
-                    flight.refunds |= refunds
+                    flight.remembered += remember(layout, state, flags)
+                    self.wire.sum_(flat, layout, state, transport)
+                    if index == len(flight.flats) - 1:
+                        restore(flight.remembered)
             if index == 0:
                 self._compare(flight, self.comm)  # before the others: who disagrees sends none
 
         flight.jobs.append(self.runner.submit(work))
-
-    def refund(self, refunds: Mapping[str, Tensor], factor: float) -> None:
-        """Adds to residuals, after all that was sent before.
-
-        Args:
-            refunds: by parameter.
-            factor: by which gradients are larger than those that were sent.
-        """
-        residuals = self._residuals()
-
-        def work() -> None:
-            for name, refund in refunds.items():
-                if name in residuals:
-                    residuals[name].add_(refund, alpha=factor)
-
-        self._last_refund = self.runner.submit(work)
-
-    def wait_for_refunds(self) -> None:
-        """Until residuals are what they should be."""
-        if self._last_refund is not None:
-            self._last_refund.wait()
-            self._last_refund = None
 
     def _post(self, native: Native, flight: Flight, index: int) -> Work[None]:
         """Hands a bucket to the backend itself, which works on several at once."""

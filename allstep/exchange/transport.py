@@ -47,14 +47,6 @@ class Transport:
         """
         self.algorithm.reduce_(payload)
 
-    def mean(self, payload: Tensor) -> None:
-        """The mean over the workers, in place.
-
-        Args:
-            payload: contiguous, one dimension, floating point.
-        """
-        self.algorithm.mean_(payload)
-
     def all_to_all(self, payload: Tensor) -> Tensor:
         """Row r goes to worker r.
 

@@ -53,8 +53,7 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
         A `Batch` for each global batch.
 
     Raises:
-        UsageError: if no exchange is given, if they differ in their reduction, or if the
-            loader can't be cut in global batches.
+        UsageError: if no exchange is given, or if the loader can't be cut in global batches.
 
     Example:
         >>> import torch, allstep
@@ -75,12 +74,6 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
     """
     if not exchanges:
         raise UsageError("`exchanges` is empty: give `steps` what `allstep.attach` returned.")
-    if len({(exchange.policy.reduction, exchange.loss_scale) for exchange in exchanges}) > 1:
-        kinds = sorted({f"{e.policy.reduction} of {e.policy.compression}" for e in exchanges})
-        raise UsageError(
-            f"`exchanges` have different reductions ({', '.join(kinds)}), so that"
-            " one loss can't be weighed for all of them; attach them with one policy."
-        )
     if not hasattr(loader, "global_batches"):
         raise UsageError(
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
@@ -133,15 +126,20 @@ class Batch:
                 "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
             )
         self._exchanged, self._is_open = False, True
-        self._set_global_step(self.step)
-        with _all(exchange.statistics.step() for exchange in self._exchanges):
-            for micro_batch in self._fetch():
-                with self._running(micro_batch):
-                    yield micro_batch.data
-                self.micro_batch = None
-        if not self._exchanged:
-            self._synchronize()
-        self._set_global_step(None)
+        num_before = [exchange.num_exchanges for exchange in self._exchanges]
+        with _all(exchange.global_batch(self.step) for exchange in self._exchanges):
+            with _all(exchange.statistics.step() for exchange in self._exchanges):
+                for micro_batch in self._fetch():
+                    with self._running(micro_batch):
+                        yield micro_batch.data
+                    self.micro_batch = None
+            if not self._exchanged:
+                if num_before != [exchange.num_exchanges for exchange in self._exchanges]:
+                    raise UsageError(
+                        "`loss.backward()` was called in the loop over a global batch, and its"
+                        " gradient exchanged without a weight; call `batch.backward(loss)`."
+                    )
+                self._synchronize()
         self._num_passes += 1
         self._is_open = False
 
@@ -166,8 +164,7 @@ class Batch:
                 "`backward` was called twice for the last micro-batch: its gradients have been"
                 " exchanged. Add the losses and call it once."
             )
-        # Where workers take a mean, it divides by their number again.
-        share = micro_batch.num_samples / self.num_samples * self._exchanges[0].loss_scale
+        share = micro_batch.num_samples / self.num_samples
         if share != 1:
             loss = loss * share
         if exchange and micro_batch.is_last and len(self._exchanges) == 1:
@@ -191,10 +188,6 @@ class Batch:
         if exchange.num_exchanges == num_before:  # no parameter of the model was in this graph
             exchange.synchronize()
         self._exchanged = True
-
-    def _set_global_step(self, step: int | None) -> None:
-        for exchange in self._exchanges:
-            exchange.global_step = step
 
     def _synchronize(self) -> None:
         for exchange in self._exchanges:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.exchange import Exchange
 from allstep.plan import NoiseScale
 from allstep.train.batch import Batch
 from allstep.train.precision import Precision
@@ -43,7 +42,6 @@ class NoiseProbe:
 
     Args:
         parameters: of the model.
-        exchange: the model's.
         precision: for its gradient scaler.
         micro_batch: samples of micro-batch 0.
         every_steps: steps between two measurements; 0 for none at all.
@@ -57,14 +55,12 @@ class NoiseProbe:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        exchange: Exchange,
         precision: Precision,
         *,
         micro_batch: int,
         every_steps: int,
     ) -> None:
         self._parameters = tuple(parameters)
-        self._exchange = exchange
         self._scaler = precision.scaler
         self.micro_batch = micro_batch
         self._every_steps = every_steps
@@ -90,7 +86,7 @@ class NoiseProbe:
     def see_micro_batch(self, batch: Batch) -> None:
         """Takes the norm of `p.grad`, which holds the current micro-batch's share alone."""
         assert batch.micro_batch is not None
-        share = batch.micro_batch.num_samples / batch.num_samples * self._exchange.loss_scale
+        share = batch.micro_batch.num_samples / batch.num_samples
         self._micro = self._squared_norm() / share**2
 
     def see_global(self, batch: Batch) -> None:

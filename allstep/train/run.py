@@ -62,7 +62,6 @@ class Run:
         )
         self.noise = NoiseProbe(
             self._model.parameters(),
-            self.exchange,
             self.precision,
             micro_batch=options.micro_batch,
             every_steps=options.noise_scale_every_steps,

@@ -39,9 +39,9 @@ class Announced(Native):
         super().__init__(comm)
         self._called = called
 
-    def mean_(self, flat: Tensor) -> None:
+    def reduce_(self, flat: Tensor) -> None:
         self._called.set()
-        super().mean_(flat)
+        super().reduce_(flat)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -448,29 +448,6 @@ def test_what_a_pass_has_sent_cannot_be_given_up() -> None:
     run_ranks(2, worker, timeout_s=20)
 
 
-@pytest.mark.parametrize("bucket_bytes", [56, 1 << 20])
-def test_only_the_next_bucket_takes_memory_twice(bucket_bytes: int) -> None:
-    """A gradient that waits for others lies in its bucket alone. [Note: divided first]"""
-
-    def worker(comm: Communicator) -> None:
-        model, x = mlp(), torch.ones(2, 5)
-        policy = Synchronous(algorithm="native", bucket_bytes=bucket_bytes)
-        exchange = attach(model, comm, policy)
-        for _ in range(2):  # the first pass makes the buckets
-            model(x).sum().backward()
-        places = [(p, p.grad.data_ptr()) for p in model[2:4].parameters()]
-        model.zero_grad()
-        in_place: list[bool] = []
-        hidden = model[:2](x)
-        hidden.register_hook(lambda _: in_place.extend(p.grad.data_ptr() == at for p, at in places))
-        model[2:4](hidden).sum().backward()  # the first bucket waits for the last layer
-        is_next = [name in exchange.buckets[0] for name in ("2.weight", "2.bias")]
-        is_alone = len(exchange.buckets) == 1
-        assert in_place == [is_alone or not is_first for is_first in is_next]
-
-    run_ranks(2, worker, timeout_s=20)
-
-
 class Twice(nn.Module):
     """One layer in two reentrant segments: its gradient comes in two pieces."""
 
@@ -534,8 +511,7 @@ def test_a_resumed_run_expects_gradients_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_pieces_that_come_before_their_bucket_is_sent_are_divided_once(set_to_none: bool) -> None:
-    """What was copied, and divided, when the first piece had come is not what is added to."""
+def test_pieces_that_come_before_their_bucket_is_sent_are_scaled_once(set_to_none: bool) -> None:
 
     def worker(comm: Communicator) -> None:
         model = Twice()
@@ -741,9 +717,9 @@ class Counted(Native):
 
     num_calls = 0
 
-    def mean_(self, flat: Tensor) -> None:
+    def reduce_(self, flat: Tensor) -> None:
         self.num_calls += 1
-        super().mean_(flat)
+        super().reduce_(flat)
 
 
 def test_a_step_sends_its_buckets_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

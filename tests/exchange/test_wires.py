@@ -42,7 +42,7 @@ def bound(wire: WireFormat, layout: BucketLayout, flats: Tensor) -> Tensor | flo
     if isinstance(wire, Int8):
         return largest / 127 + rounding
     if isinstance(wire, Exact):
-        return 2.0 ** -(wire.fraction_bits + 1) + rounding
+        return size * 2.0 ** -(wire.fraction_bits + 1) + rounding
     if isinstance(wire, TopK) and layout.num_elements:
         kept = -int(-wire.fraction * layout.num_elements // 1)
         values = flats.double().abs()

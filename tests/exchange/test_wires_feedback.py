@@ -33,12 +33,12 @@ def steps_of_gradients() -> list[Tensor]:
 
 
 def accumulated_errors(wire: WireFormat, steps: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """[NUM_STEPS, num_elements]: sums of the errors so far; and the mean residual at the end."""
+    """[NUM_STEPS, num_elements]: sums of the errors so far; and the workers' residuals together."""
     workers = exchange(wire, bucket(torch.float64), steps, lambda state, _: state.residual)
     errors = torch.stack([r - g.mean(0) for r, g in zip(workers[0][0], steps, strict=True)])
     residuals = [residual for _, residual in workers]
-    mean_residual = None if residuals[0] is None else torch.stack(residuals).mean(0)
-    return errors.cumsum(0), mean_residual
+    unsent = None if residuals[0] is None else torch.stack(residuals).sum(0)
+    return errors.cumsum(0), unsent
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -111,7 +111,7 @@ def test_a_gradient_left_from_an_earlier_turn_is_no_debt(name: str, staleness: i
     means = drawn.mean(1)
     expected = torch.stack([means[0::2].sum(0), means[1::2].sum(0)])
     (received, residual), *others = run_ranks(SIZE, worker)
-    residual = torch.stack([residual, *(other for _, other in others)]).mean(0)
+    residual = torch.stack([residual, *(other for _, other in others)]).sum(0)
     torch.testing.assert_close(received + residual, expected)
     assert differs_by(received, expected) > 1e-3  # so the residual is what explains it
 

@@ -39,7 +39,7 @@ def test_overflow_names_the_parameter_on_every_worker(bad: float) -> None:
 
     def worker(comm: Communicator) -> str:
         with pytest.raises(UsageError) as caught:
-            Float16().mean_(flats[comm.rank], layout, Float16().new_state(layout), transport(comm))
+            Float16().sum_(flats[comm.rank], layout, Float16().new_state(layout), transport(comm))
         return str(caught.value)
 
     for message in run_ranks(3, worker):
@@ -250,7 +250,7 @@ def test_fixed_point_out_of_range_is_an_error_on_every_worker() -> None:
 
     def worker(comm: Communicator) -> str:
         with pytest.raises(UsageError) as caught:
-            Exact().mean_(flats[comm.rank], layout, Exact().new_state(layout), transport(comm))
+            Exact().sum_(flats[comm.rank], layout, Exact().new_state(layout), transport(comm))
         return str(caught.value)
 
     others, first, second = run_ranks(3, worker, timeout_s=5)

@@ -234,13 +234,22 @@ def test_skipping_whole_batches_is_fine() -> None:
 
 def test_wrong_arguments() -> None:
     comm = Communicator.single_process()
-    exchanges = [
-        allstep.attach(make_model(), comm, allstep.Synchronous(reduction=reduction))
-        for reduction in ("mean", "sum")
-    ]
-    with pytest.raises(UsageError, match=r"different reductions \(mean of fp32, sum of fp32\)"):
-        allstep.steps(make_loader(comm), *exchanges)
     with pytest.raises(UsageError, match="`exchanges` is empty"):
         allstep.steps(make_loader(comm))
     with pytest.raises(UsageError, match=r"DataLoader.*allstep\.data\.loader"):
         allstep.steps(DataLoader(make_set()), allstep.attach(make_model(), comm))  # type: ignore[arg-type]
+
+
+def test_loss_backward_in_the_loop_is_an_error() -> None:
+    """Its gradient would count as often as there are workers."""
+
+    def worker(comm: Communicator) -> None:
+        model = make_model()
+        exchange = allstep.attach(model, comm)
+        loader = make_loader(comm)
+        with pytest.raises(UsageError, match=r"call `batch.backward\(loss\)`"):
+            for batch in allstep.steps(loader, exchange):
+                for x, _ in batch:
+                    model(x).sum().backward()
+
+    run_ranks(2, worker)

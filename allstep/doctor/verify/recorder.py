@@ -79,7 +79,7 @@ class Recorder:
         ]
         for p in model.parameters():
             if p.requires_grad and not is_lazy(p):
-                self._hook_gradient(p)
+                self._hook_gradient(p, exchange)
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -89,16 +89,17 @@ class Recorder:
 
     # -- hooks ---------------------------------------------------------------------------------
 
-    def _hook_gradient(self, p: nn.Parameter) -> None:
+    def _hook_gradient(self, p: nn.Parameter, exchange: Exchange) -> None:
         def add(gradient: Tensor | None) -> None:
             if gradient is None:
                 return
             with torch.no_grad():
                 earlier = self._local.get(p)
                 products = torch.tensor(self._sketch(gradient).products, dtype=torch.float64)
+                products *= exchange.gradient_scale * exchange.comm.size  # the workers' mean counts
                 self._local[p] = products if earlier is None else earlier + products
 
-        self._hooks.append(AccumulationHook(p, add))  # after the exchange's, which may scale it
+        self._hooks.append(AccumulationHook(p, add))
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self.num_events += 1

@@ -1,4 +1,4 @@
-"""What a wire format is: how the mean of one bucket over the workers is taken."""
+"""What a wire format is: how one bucket is summed over the workers."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ class WireState:
 
     Attributes:
         residual: what this worker has not sent yet (error feedback), as long as the bucket's
-            gradients; added to the next gradients. None for formats without.
+            gradients and in their unit, that of the sum; added to the next gradients. None for
+            formats without.
         tensors: anything else that only speeds up or steadies the next exchange, the same on
             every worker; may be dropped when buckets change.
     """
@@ -40,10 +41,10 @@ class WireFormat(ABC):
         return WireState()
 
     @abstractmethod
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers, in place. Collective, blocking.
+        """Makes `flat` the sum over the workers, in place. Collective, blocking.
 
         Args:
             flat: this worker's gradients, then the tail; [num_elements + num_tail] of

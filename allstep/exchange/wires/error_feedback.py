@@ -6,7 +6,7 @@ new residual is v - S(v). Summed over T steps,
     sum of what was sent = sum of gradients - residual
 
 so the accumulated error is one residual, however large T is, where without feedback T errors
-add up. It also holds for the mean over workers: what is missing from it is the mean of the
+add up. It also holds for the sum over workers: what is missing from it is the sum of the
 residuals, whoever keeps them.
 
 A gradient that isn't finite never enters a residual, from which it would never leave again.
@@ -52,7 +52,7 @@ def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tenso
 
 
 def send_to_nobody(flat: Tensor, layout: BucketLayout, state: WireState) -> None:
-    """The mean of a lone worker, with what was not sent when there were others.
+    """The sum of a lone worker, with what was not sent when there were others.
 
     Args:
         flat: [num_elements + num_tail]; overwritten.

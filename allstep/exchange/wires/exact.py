@@ -22,8 +22,8 @@ class Exact(WireFormat):
     """Sends gradients as 64-bit fixed-point numbers: the same bits in whatever order they add up.
 
     whole(x) = round(x * 2^fraction_bits)
-    mean = (sum_r whole(gradient_r)) / 2^fraction_bits / size
-    |error| <= 2^-(fraction_bits + 1), and the rounding of the result
+    sum = (sum_r whole(gradient_r)) / 2^fraction_bits
+    |error| <= size * 2^-(fraction_bits + 1), and the rounding of the result
 
     Whole numbers add up without rounding, so workers may be grouped and ordered in any way.
     Twice the bytes of float32.
@@ -94,10 +94,10 @@ class Exact(WireFormat):
         values.div_(divisor * 2.0**self.fraction_bits)
         out.copy_(values if poisoned is None else values.masked_fill_(poisoned, torch.nan))
 
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`.
+        """Makes `flat` the sum over the workers; see `WireFormat`.
 
         Behind all else ride marks for parameters out of range, by which every worker raises.
         """
@@ -116,7 +116,7 @@ class Exact(WireFormat):
         if not whole.is_cuda and whole[end:].any():
             first = int(whole[end:].nonzero()[0])
             raise refusal or self._refusal_of_another(layout.names[first])
-        self.decode_(whole[:n], flat[:n], transport.size)
+        self.decode_(whole[:n], flat[:n])
         flat[n:] = whole[n:end]
 
     def _refusal_of_another(self, name: str) -> UsageError:

@@ -16,14 +16,14 @@ __all__ = ["FullPrecision"]
 class FullPrecision(WireFormat):
     """Sends gradients in their own dtype: float32, as a rule.
 
-    mean = 1/size * sum_r flat_r
+    sum = sum_r flat_r
     """
 
     name: ClassVar[str] = "fp32"
     is_lossless: ClassVar[bool] = True
 
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`."""
-        transport.mean(flat)
+        """Makes `flat` the sum over the workers; see `WireFormat`."""
+        transport.all_reduce(flat)

@@ -17,10 +17,10 @@ __all__ = ["BFloat16", "Float16"]
 
 @dataclass(frozen=True)
 class _Half(WireFormat):
-    """The mean in 16 bits. [Note: overflow on the wire]
+    """The sum in 16 bits. [Note: overflow on the wire]
 
-    Gradients are divided by the number of workers before they are summed, so that the sum can't
-    overflow where no gradient does. On the way out a finite number that becomes infinite is
+    What is summed has been divided by the number of workers, or weighed by samples, so that the sum
+    can't overflow where no gradient does. On the way out a finite number that becomes infinite is
     made +inf, and one that wasn't finite is made NaN. In a sum NaN wins over inf, and inf over
     all finite numbers. So each worker can tell from the sum alone what has happened, and either
     all raise or none does.
@@ -34,16 +34,13 @@ class _Half(WireFormat):
         if self.on_overflow not in ("raise", "inf"):
             raise UsageError(f'`on_overflow` (={self.on_overflow!r}) must be "raise" or "inf".')
 
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        """Makes `flat` the sum over the workers; see `WireFormat`."""
         if transport.size == 1:
             return
-        n = layout.num_elements
-        payload = torch.empty_like(flat, dtype=self.dtype)
-        torch.div(flat[:n], transport.size, out=payload[:n])
-        payload[n:] = flat[n:]
+        payload = flat.to(self.dtype, copy=True)
         if not _is_finite(payload):
             payload = torch.where(payload.isinf(), payload.abs(), payload)
             payload.masked_fill_(flat.isfinite().logical_not_(), torch.nan)
@@ -67,7 +64,7 @@ class _Half(WireFormat):
 class Float16(_Half):
     """Sends gradients as float16: 11 bits, numbers from 6e-8 to 65,504.
 
-    mean = sum_r float16(gradient_r / size)
+    sum = sum_r float16(gradient_r)
     |error| <= size * (2^-11 * max_r |gradient_r| + 2^-25)
 
     Smaller numbers vanish; `BFloat16` keeps them.
@@ -95,7 +92,7 @@ class Float16(_Half):
 class BFloat16(_Half):
     """Sends gradients as bfloat16: 8 bits, the range of float32.
 
-    mean = sum_r bfloat16(gradient_r / size)
+    sum = sum_r bfloat16(gradient_r)
     |error| <= size * 2^-8 * max_r |gradient_r|
 
     Args:

@@ -26,19 +26,18 @@ class Int8(WireFormat):
     """Sends gradients as whole numbers from -127 to 127, with a float32 scale for each block.
 
     Each worker owns an equal part of the bucket. The parts go to their owners, who add them up in
-    float32 and send the mean to all:
+    float32 and send the sum to all:
 
         v_r    = gradient_r + residual_r
         q(v)   = scale * round(v / scale)            scale = max |v| / 127, in each block
-        m      = 1/size * sum_r q(v_r)               at the owner
-        mean   = q(m)
-        residual_r = v_r - q(v_r),  and for the owner  + size * (m - q(m))
+        s      = sum_r q(v_r)                        at the owner
+        sum    = q(s)
+        residual_r = v_r - q(v_r),  and for the owner  + s - q(s)
 
-    The owner's part of the mean counts 1/size, so what it failed to send counts again in full.
     See [Note: error feedback]. At any number of workers (1 + 4 / block) / 4 of the bytes of a
     float32 ring are sent.
 
-    |error| <= max_r |v_r| / 127, over the blocks that an element was in
+    |error| <= size * max_r |v_r| / 127, over the blocks that an element was in
 
     Args:
         block: elements that share a scale.
@@ -64,10 +63,10 @@ class Int8(WireFormat):
         """See `WireFormat`."""
         return WireState(new_residual(layout) if self.error_feedback else None)
 
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        """Makes `flat` the sum over the workers; see `WireFormat`."""
         if transport.size == 1:
             send_to_nobody(flat, layout, state)
             return
@@ -79,17 +78,17 @@ class Int8(WireFormat):
         keep_unsent(state, parts.join(values))
 
         tails = parts.decode(transport.all_to_all(message), values)
-        mean = values.sum(0, keepdim=True).div_(transport.size)
+        total = values.sum(0, keepdim=True)
         tail = tails.sum(0, keepdim=True, dtype=torch.int32).clamp_(-127, 127)  # zero stays zero
-        message = parts.encode_(mean, tail)
-        self._keep_owned(mean, parts.owned(transport.rank), state, transport.size)
+        message = parts.encode_(total, tail)
+        self._keep_owned(total, parts.owned(transport.rank), state)
 
         tails = parts.decode(transport.all_gather(message[0]), values)
         flat[:n] = parts.join(values)
         flat[n:] = tails.reshape(-1)[: layout.num_tail]
 
-    def _keep_owned(self, unsent: Tensor, owned: slice, state: WireState, size: int) -> None:
-        """Adds what the owner did not send of its part of the mean to its residual."""
+    def _keep_owned(self, unsent: Tensor, owned: slice, state: WireState) -> None:
+        """Adds what the owner did not send of its part of the sum to its residual."""
         if state.residual is not None:
             residual = state.residual[owned]
-            residual += (size * unsent.view(-1)[: len(residual)]).nan_to_num_(0.0, 0.0, 0.0)
+            residual += unsent.view(-1)[: len(residual)].nan_to_num(0.0, 0.0, 0.0)

@@ -31,17 +31,17 @@ class PowerSGD(WireFormat):
 
     M_r = gradient_r + residual_r, as a matrix of shape[0] rows
     P = orthonormal columns of  sum_r M_r Q
-    Q_r = M_r^T P,  Q = 1/size * sum_r Q_r      the next step starts with this Q
-    mean = P Q^T,  residual_r = M_r - P Q_r^T
+    Q_r = M_r^T P,  Q = sum_r Q_r      the next step starts with this Q
+    sum = P Q^T,  residual_r = M_r - P Q_r^T
 
     All P of a bucket are summed at once, then all Q. Vectors, and matrices that would not become
     smaller, are sent as they are, beside P. The result has the same bits on workers whose
     hardware is alike. See [Note: error feedback].
 
-    Where the paper's residual is M_r - P Q^T, ours has the worker's own Q_r: the mean of the
+    Where the paper's residual is M_r - P Q^T, ours has the worker's own Q_r: the sum of the
     residuals is the same, and a worker without a gradient owes nothing.
 
-    |error| = |M - P P^T M| with M the mean of the M_r: what one step of the iteration leaves
+    |error| = |M - P P^T M| with M the sum of the M_r: what one step of the iteration leaves
 
     Args:
         rank: columns of P and Q.
@@ -70,16 +70,16 @@ class PowerSGD(WireFormat):
         residual = new_residual(layout) if self.error_feedback else None
         return WireState(residual, {"q": q.to(layout.device)})
 
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        """Makes `flat` the sum over the workers; see `WireFormat`."""
         if transport.size == 1:
             send_to_nobody(flat, layout, state)
             return
         matrices = self._matrices(layout)
         wanted = with_residual(flat, layout, state)
-        views, means = _real(layout.views(wanted)), _real(layout.views(flat))
+        views, sums = _real(layout.views(wanted)), _real(layout.views(flat))
         compressed = {m.index for m in matrices}
         whole = [i for i in range(len(views)) if i not in compressed]
         tail = flat[layout.num_elements :]
@@ -89,21 +89,21 @@ class PowerSGD(WireFormat):
         message = _pack([*map(torch.matmul, m_r, old_q), *(views[i] for i in whole), tail])
         transport.all_reduce(message)
         shapes = [*((m.rows, m.rank) for m in matrices), *(views[i].shape for i in whole)]
-        *sums, summed_tail = _unpack(message, [*shapes, tail.shape])
+        *summed, summed_tail = _unpack(message, [*shapes, tail.shape])
         tail.copy_(summed_tail)
-        for i, total in zip(whole, sums[len(matrices) :], strict=True):
-            means[i].copy_(total.div_(transport.size))
+        for i, total in zip(whole, summed[len(matrices) :], strict=True):
+            sums[i].copy_(total)
             views[i].sub_(views[i].clone())  # sent; NaN where it wasn't finite
 
-        p = [torch.linalg.qr(total).Q for total in sums[: len(matrices)]]
+        p = [torch.linalg.qr(total).Q for total in summed[: len(matrices)]]
         message = _pack([x.T @ y for x, y in zip(m_r, p, strict=True)])
         for m, x, q in zip(matrices, p, _unpack(message, [y.shape for y in old_q]), strict=True):
             views[m.index].sub_((x @ q.T).view_as(views[m.index]))
         keep_unsent(state, wanted)
         transport.all_reduce(message)
-        new_q = _unpack(message.div_(transport.size), [y.shape for y in old_q])
+        new_q = _unpack(message, [y.shape for y in old_q])
         for m, x, old, new in zip(matrices, p, old_q, new_q, strict=True):
-            means[m.index].copy_((x @ new.T).view_as(means[m.index]))
+            sums[m.index].copy_((x @ new.T).view_as(sums[m.index]))
             is_useful = new.isfinite().all() & new.any()  # else P would be lost for ever
             old.copy_(torch.where(is_useful, new, old))
 

@@ -28,13 +28,13 @@ class TopK(WireFormat):
     """Sends the largest elements of each bucket, and where they are; the rest waits.
 
     v_r = gradient_r + residual_r
-    mean = 1/size * sum_r top(v_r),  residual_r = v_r - top(v_r)
+    sum = sum_r top(v_r),  residual_r = v_r - top(v_r)
 
     where top(v) keeps the ceil(fraction * elements) largest |v|. Each worker sends 8 bytes for
     each of them to every other, so the bytes grow with the number of workers.
     See [Note: error feedback].
 
-    |error| <= max_r |v_r - top(v_r)| <= min_r,i |top(v_r)_i|
+    |error| <= sum_r |v_r - top(v_r)|, each at most min_i |top(v_r)_i|
 
     Args:
         fraction: of a bucket's elements, above 0 and at most 1.
@@ -62,10 +62,10 @@ class TopK(WireFormat):
         """See `WireFormat`."""
         return WireState(new_residual(layout) if self.error_feedback else None)
 
-    def mean_(
+    def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the mean over the workers; see `WireFormat`."""
+        """Makes `flat` the sum over the workers; see `WireFormat`."""
         if transport.size == 1:
             send_to_nobody(flat, layout, state)
             return
@@ -77,13 +77,13 @@ class TopK(WireFormat):
         keep_unsent(state, wanted)
 
         message = _pack(values, indices, flat[n:])
-        mean = wanted.zero_()
+        total = wanted.zero_()
         tail = flat.new_zeros(layout.num_tail)
         for row in transport.all_gather(message):
             values, indices, their_tail = _unpack(row, len(indices), wanted.dtype)
-            mean.index_add_(0, indices, values)
+            total.index_add_(0, indices, values)
             tail += their_tail
-        flat[:n] = mean.div_(transport.size)
+        flat[:n] = total
         flat[n:] = tail
 
 
