@@ -74,7 +74,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        flag = torch.zeros(1, device=self._messages.device)
+        flag = torch.zeros(1, device=self.messages.device)
         self._wire.all_reduce(flag, dist.ReduceOp.SUM, "barrier").wait()
         flag.item()  # on CUDA the wait above is the stream's alone
 
@@ -103,7 +103,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         roster = self._wire.roster
         roster.take_word_back()
         message = encode((color, key, self.node_rank, ticket))
-        entries = [decode(other) for other in self._messages.all_gather(message, "split")]
+        entries = [decode(other) for other in self.messages.all_gather(message, "split")]
         if color is None:
             return None
         if store is None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from allstep.comm.agreement import agree
 from allstep.comm.communicator import Communicator, check_timeout
 from allstep.comm.failures import translated
 from allstep.comm.meeting import meet
@@ -126,13 +127,8 @@ def _join_launch(
 
 
 def _check_devices(comm: Communicator) -> None:
-    types = comm.all_gather_object(comm.device.type)
-    if len(set(types)) > 1:
-        odd = types.index(next(kind for kind in types if kind != types[0]))
-        raise UsageError(
-            f"`device`: rank 0 computes on {types[0]}, rank {odd} on {types[odd]}; pass `device` "
-            "so that all workers compute on the same kind."
-        )
+    cure = "Pass `device` so that all workers compute on the same kind."
+    agree(comm, f"compute on {comm.device.type}", cure=cure)
 
 
 def _destroy() -> None:

@@ -1,6 +1,5 @@
 """Where workers that a launcher has started find each other."""
 
-import hashlib
 import os
 import stat
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from allstep.comm.agreement import digest
 from allstep.comm.failures import translated
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, UsageError
@@ -57,7 +57,7 @@ def _meet_on_this_node(launch: Launch, timeout_s: float) -> TCPStore:
     leaves its number in a folder that only this user can write to; it removes the file when all
     workers have come.
     """
-    path = _private_folder() / hashlib.sha256(launch.job_id.encode()).hexdigest()[:32]
+    path = _private_folder() / f"{digest(launch.job_id):016x}"
     if launch.rank != 0:
         port = _wait_for_port(path, launch, timeout_s)
         store = _connect(launch, "127.0.0.1", port, timeout_s)

@@ -1,29 +1,23 @@
 """What every verb needs: who this worker is, its wire, and checks of arguments."""
 
 from collections.abc import Sequence
-from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from allstep.comm.agreement import agree
+from allstep.comm.group import Dependent
 from allstep.comm.inbox import Inbox
 from allstep.comm.messages import Messages
 from allstep.comm.topology import Topology
 from allstep.comm.weak_list import WeakList
 from allstep.comm.wire import Wire
-from allstep.errors import DisagreementError, UsageError
+from allstep.errors import UsageError
 
-__all__ = ["Dependent", "Member"]
+__all__ = ["PRIVATE_TAG", "Member"]
 
 PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
-
-
-class Dependent(Protocol):
-    """What must not go on when a communicator is aborted."""
-
-    def abort(self) -> None:
-        """Lets ranks who wait for this one fail fast."""
 
 
 class Member:
@@ -53,31 +47,25 @@ class Member:
         """Raw tensors to and from other ranks, for algorithms."""
         return self._wire
 
+    @property
+    def messages(self) -> Messages:
+        """Bytes of any length to and from other ranks, for comparisons."""
+        return self._messages
+
     def add_dependent(self, dependent: Dependent) -> None:
         """Aborts it too when this communicator is aborted; it is held weakly."""
         self._dependents.add(dependent)
 
-    def _compare(self, verb: str, wanted: str, equal: str) -> None:
+    def _compare(self, verb: str, wanted: str = "", equal: str = "arguments") -> None:
         """Raises DisagreementError on every rank unless all of them want the same.
-
-        A digest goes ahead, of one size whatever they want; only where one differs, all tell.
 
         Args:
             verb: names the call in errors, and tells it from others.
-            wanted: what this rank wants.
+            wanted: what this rank wants of it.
             equal: the arguments that must be equal on all ranks, for the error.
         """
-        if self.size == 1:
-            return
-        digest = sha256(wanted.encode()).digest()
-        if all(other == digest for other in self._messages.all_gather(digest, verb)):
-            return
-        for rank, body in enumerate(self._messages.all_gather(wanted.encode(), verb)):
-            if body != wanted.encode():
-                raise DisagreementError(
-                    f"`{verb}`: {self._named(self.rank)} wants {wanted}, {self._named(rank)} "
-                    f"{body.decode(errors='replace')}; pass equal {equal} on all ranks."
-                )
+        cure = f"Pass equal {equal} on all ranks."
+        agree(self, f"`{verb}` {wanted}".rstrip(), verb=verb, cure=cure)
 
     def _named(self, rank: int) -> str:
         """A rank as errors call it. [Note: roster]"""

@@ -21,10 +21,13 @@ _PREFIX_BYTES = 9  # one for the verb, eight for the body's length
 _INLINE_BYTES = _HEADER_BYTES - _PREFIX_BYTES
 _REST_TAG = (1 << 30) + 1  # beyond the tags that users may choose
 _VERBS = (
+    "agree",
     "all_gather",
+    "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "all_to_all_single",
     "broadcast",
     "broadcast_object",
     "gather",
@@ -35,14 +38,8 @@ _VERBS = (
     "send",
     "send_object",
     "split",
-    "all_gather(check=True)",
-    "all_gather_into_tensor(check=True)",
-    "all_to_all(check=True)",
-    "all_to_all_single(check=True)",
-    "broadcast(check=True)",
-    "gather(check=True)",
-    "scatter(check=True)",
 )
+_COMPARES = 0x80  # beside the verb: what follows is a comparison of arguments
 
 
 class Messages:
@@ -55,22 +52,24 @@ class Messages:
     def broadcast(self, body: bytes | None, root: int, verb: str) -> bytes:
         """The root's body, on every rank."""
         is_root = self._wire.rank == root
-        header = self._seal(body or b"", verb) if is_root else self._empty(_HEADER_BYTES)
+        header = (
+            self._seal(body or b"", _VERBS.index(verb)) if is_root else self._empty(_HEADER_BYTES)
+        )
         self._wire.broadcast(header, root, verb).wait()
         if is_root:
             rest = self._rest(body or b"")
             self._wire.broadcast(rest, root, verb).wait()
             return body or b""
-        num_bytes, start = self._open(header, verb, root)
+        num_bytes, start = self._open(header, _VERBS.index(verb), root)
         rest = self._empty(num_bytes - len(start))
         self._wire.broadcast(rest, root, verb).wait()
         return start + _to_bytes(rest)
 
-    def all_gather(self, body: bytes, verb: str) -> list[bytes]:
-        """Every rank's body, on every rank."""
-        size = self._wire.size
-        headers = self._wire.all_gather(self._seal(body, verb), [_HEADER_BYTES] * size, verb)
-        opened = [self._open(header, verb, rank) for rank, header in enumerate(headers)]
+    def all_gather(self, body: bytes, verb: str, *, compares: bool = False) -> list[bytes]:
+        """Every rank's body, on every rank; `compares` if it is of a comparison."""
+        size, code = self._wire.size, _VERBS.index(verb) | (_COMPARES if compares else 0)
+        headers = self._wire.all_gather(self._seal(body, code), [_HEADER_BYTES] * size, verb)
+        opened = [self._open(header, code, rank) for rank, header in enumerate(headers)]
         sizes_bytes = [num_bytes - len(start) for num_bytes, start in opened]
         if not any(sizes_bytes):
             return [start for _, start in opened]
@@ -80,9 +79,10 @@ class Messages:
     def all_to_all(self, bodies: Sequence[bytes], verb: str) -> list[bytes]:
         """A body for each rank against one from each."""
         size = self._wire.size
-        sealed = [self._seal(body, verb) for body in bodies]
+        code = _VERBS.index(verb)
+        sealed = [self._seal(body, code) for body in bodies]
         headers = self._wire.all_to_all(sealed, [_HEADER_BYTES] * size, verb)
-        opened = [self._open(header, verb, rank) for rank, header in enumerate(headers)]
+        opened = [self._open(header, code, rank) for rank, header in enumerate(headers)]
         rests = [self._empty(num_bytes - len(start)) for num_bytes, start in opened]
         posted = [
             call
@@ -100,33 +100,33 @@ class Messages:
 
     def send(self, body: bytes, dest: int, tag: int, verb: str) -> list[Work[None]]:
         """Posts a body to another rank."""
-        parts = (self._seal(body, verb), self._rest(body))
+        parts = (self._seal(body, _VERBS.index(verb)), self._rest(body))
         return [self._wire.send(part, dest, tag, verb) for part in parts]
 
     def recv(self, source: int, tag: int, verb: str, sent_by: str) -> bytes:
         """Waits for a body that another rank sends by the verb `sent_by`."""
         header = self._empty(_HEADER_BYTES)
         self._wire.recv(header, source, tag, verb).wait()
-        num_bytes, start = self._open(header, sent_by, source)
+        num_bytes, start = self._open(header, _VERBS.index(sent_by), source)
         rest = self._empty(num_bytes - len(start))
         self._wire.recv(rest, source, tag, verb).wait()
         return start + _to_bytes(rest)
 
-    def _seal(self, body: bytes, verb: str) -> Tensor:
+    def _seal(self, body: bytes, code: int) -> Tensor:
         """The header of a body."""
-        prefix = bytes([_VERBS.index(verb)]) + len(body).to_bytes(8, "little")
+        prefix = bytes([code]) + len(body).to_bytes(8, "little")
         return self._to_tensor((prefix + body[:_INLINE_BYTES]).ljust(_HEADER_BYTES, b"\0"))
 
-    def _open(self, header: Tensor, verb: str, source: int) -> tuple[int, bytes]:
+    def _open(self, header: Tensor, code: int, source: int) -> tuple[int, bytes]:
         """The length of the whole body and its beginning."""
         data = _to_bytes(header)
         num_bytes = int.from_bytes(data[1:_PREFIX_BYTES], "little")
-        if data[0] != _VERBS.index(verb):
-            sent = f"`{_VERBS[data[0]]}`" if data[0] < len(_VERBS) else "something else"
+        if data[0] != code:
             roster = self._wire.roster
             raise DisagreementError(
-                f"{roster.named(self._wire.rank)} expected `{verb}` where {roster.named(source)} "
-                f"called {sent}; call the same verbs in the same order on all ranks."
+                f"{roster.named(self._wire.rank)} expected {_named(code)} where "
+                f"{roster.named(source)} called {_named(data[0])}; call the same verbs in "
+                "the same order on all ranks."
             )
         return num_bytes, data[_PREFIX_BYTES:][:num_bytes]
 
@@ -138,6 +138,13 @@ class Messages:
 
     def _to_tensor(self, data: bytes) -> Tensor:
         return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).to(self.device)
+
+
+def _named(code: int) -> str:
+    verb = code & ~_COMPARES
+    if verb >= len(_VERBS):
+        return "something else"
+    return f"the comparison of `{_VERBS[verb]}`" if code & _COMPARES else f"`{_VERBS[verb]}`"
 
 
 def _to_bytes(buffer: Tensor) -> bytes:

@@ -37,8 +37,8 @@ class MovementVerbs(Member):
         """
         layout = Layout.of(x)
         if check:
-            self._compare("all_gather(check=True)", "", "arguments")
-        headers = self._messages.all_gather(layout.encode(), "all_gather")
+            self._compare("all_gather")
+        headers = self.messages.all_gather(layout.encode(), "all_gather")
         layouts = [Layout.decode(header) for header in headers]
         sizes_bytes = [other.num_bytes for other in layouts]
         buffers = self._wire.all_gather(
@@ -62,8 +62,8 @@ class MovementVerbs(Member):
         xs = self._check_one_per_rank("xs", xs)
         own = [Layout.of(x, "xs") for x in xs]
         if check:
-            self._compare("all_to_all(check=True)", "", "arguments")
-        headers = self._messages.all_to_all([layout.encode() for layout in own], "all_to_all")
+            self._compare("all_to_all")
+        headers = self.messages.all_to_all([layout.encode() for layout in own], "all_to_all")
         layouts = [Layout.decode(header) for header in headers]
         packed = [layout.pack(x, self._transport_device) for layout, x in zip(own, xs, strict=True)]
         sizes_bytes = [layout.num_bytes for layout in layouts]
@@ -85,7 +85,7 @@ class MovementVerbs(Member):
         """
         self._check_root(root)
         if check:
-            self._compare("gather(check=True)", f"`root` (={root})", "`root`")
+            self._compare("gather", f"to rank {root}", "`root`")
         if self.rank != root:
             self._send(x, root, PRIVATE_TAG, "gather").wait()
             return None
@@ -116,7 +116,7 @@ class MovementVerbs(Member):
         """
         self._check_root(root)
         if check:
-            self._compare("scatter(check=True)", f"`root` (={root})", "`root`")
+            self._compare("scatter", f"from rank {root}", "`root`")
         if self.rank != root:
             return _to(self._recv(root, PRIVATE_TAG, "scatter", "scatter"), self.device)
         xs = self._check_one_per_rank("xs", xs)
@@ -153,11 +153,11 @@ class MovementVerbs(Member):
         if self.rank == root and own is None:
             raise UsageError("`x` is None on the root of `broadcast`; pass what it shall send.")
         if check:
-            self._compare("broadcast(check=True)", f"`root` (={root})", "`root`")
+            self._compare("broadcast", f"from rank {root}", "`root`")
         header = own.encode() if own is not None and self.rank == root else None
-        layout = Layout.decode(self._messages.broadcast(header, root, "broadcast"))
+        layout = Layout.decode(self.messages.broadcast(header, root, "broadcast"))
         if check:
-            self._compare("broadcast(check=True)", str(own or layout), "shapes and dtypes")
+            self._compare("broadcast", f"of {own or layout}", "shapes and dtypes")
         if self.rank == root:
             self._wire.broadcast(layout.pack(x, self._transport_device), root, "broadcast").wait()
             return x
@@ -228,12 +228,12 @@ class MovementVerbs(Member):
 
     def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Work[None]:
         layout = Layout.of(x)
-        posted = self._messages.send(layout.encode(), dest, tag, verb)
+        posted = self.messages.send(layout.encode(), dest, tag, verb)
         posted.append(self._wire.send(layout.pack(x, self._transport_device), dest, tag, verb))
         return JoinedWork(posted, lambda: None)
 
     def _recv(self, source: int, tag: int, verb: str, sent_by: str) -> Tensors:
-        layout = Layout.decode(self._messages.recv(source, tag, verb, sent_by))
+        layout = Layout.decode(self.messages.recv(source, tag, verb, sent_by))
         buffer = layout.empty_buffer(self._transport_device)
         self._wire.recv(buffer, source, tag, verb).wait()
         return layout.unpack(buffer)

@@ -27,22 +27,22 @@ class ObjectVerbs(Member):
         """
         self._check_root(root)
         body = encode(obj) if self.rank == root else None
-        return decode(self._messages.broadcast(body, root, "broadcast_object"))
+        return decode(self.messages.broadcast(body, root, "broadcast_object"))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, on all ranks: a list with one entry a rank."""
-        return [decode(b) for b in self._messages.all_gather(encode(obj), "all_gather_object")]
+        return [decode(b) for b in self.messages.all_gather(encode(obj), "all_gather_object")]
 
     def gather_object(self, obj: Any, root: int = 0) -> list[Any] | None:
         """Every rank's object, on the root: a list with one entry a rank; None elsewhere."""
         self._check_root(root)
         body = encode(obj)
         if self.rank != root:
-            for call in self._messages.send(body, root, PRIVATE_TAG, "gather_object"):
+            for call in self.messages.send(body, root, PRIVATE_TAG, "gather_object"):
                 call.wait()
             return None
         verb = "gather_object"
-        bodies = {rank: self._messages.recv(rank, PRIVATE_TAG, verb, verb) for rank in self._others}
+        bodies = {rank: self.messages.recv(rank, PRIVATE_TAG, verb, verb) for rank in self._others}
         bodies[root] = body
         return [decode(bodies[rank]) for rank in range(self.size)]
 
@@ -51,12 +51,12 @@ class ObjectVerbs(Member):
         self._check_root(root)
         if self.rank != root:
             verb = "scatter_object"
-            return decode(self._messages.recv(root, PRIVATE_TAG, verb, verb))
+            return decode(self.messages.recv(root, PRIVATE_TAG, verb, verb))
         bodies = [encode(obj) for obj in self._check_one_per_rank("objs", objs)]
         posted = [
             call
             for rank in self._others
-            for call in self._messages.send(bodies[rank], rank, PRIVATE_TAG, "scatter_object")
+            for call in self.messages.send(bodies[rank], rank, PRIVATE_TAG, "scatter_object")
         ]
         for call in posted:
             call.wait()
@@ -65,7 +65,7 @@ class ObjectVerbs(Member):
     def send_object(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Sends an object to another rank, which calls `recv_object`."""
         self._check_peer("dest", dest, tag)
-        for call in self._messages.send(encode(obj), dest, tag, "send_object"):
+        for call in self.messages.send(encode(obj), dest, tag, "send_object"):
             call.wait()
 
     def recv_object(self, source: int, tag: int = 0) -> Any:
@@ -73,7 +73,7 @@ class ObjectVerbs(Member):
         self._check_peer("source", source, tag)
 
         def receive() -> Any:
-            return decode(self._messages.recv(source, tag, "recv_object", "send_object"))
+            return decode(self.messages.recv(source, tag, "recv_object", "send_object"))
 
         return self._inbox.receive(source, tag, receive)
 

@@ -213,6 +213,6 @@ class ReductionVerbs(Member):
         if signature in self._agreed and not check:
             return
         devices = ", ".join(sorted({tensor.device.type for tensor in tensors}))
-        wanted = f"the {op} of {Layout.of(tensors)} on {devices or 'no device'}"
+        wanted = f"with {op} of {Layout.of(tensors)} on {devices or 'no device'}"
         self._compare(verb, wanted, "shapes, dtypes and `op`")
         self._agreed.add(signature)

@@ -32,7 +32,7 @@ class RowVerbs(Member):
         tensor([[1., 1.]])
         """
         if check:
-            self._compare("all_gather_into_tensor(check=True)", _spec(x), "shapes and dtypes")
+            self._compare("all_gather_into_tensor", _spec(x), "shapes and dtypes")
         raw = _bytes_of(x).to(self._wire.transport_device(x.device))
         parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_into_tensor")
         return _rows(parts, x, (self.size, *x.shape))
@@ -53,7 +53,7 @@ class RowVerbs(Member):
         if not x.dim() or x.shape[0] != self.size:
             raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
         if check:
-            self._compare("all_to_all_single(check=True)", _spec(x), "shapes and dtypes")
+            self._compare("all_to_all_single", _spec(x), "shapes and dtypes")
         raw = _bytes_of(x).to(self._wire.transport_device(x.device)).chunk(self.size)
         if not x.numel():
             return x.clone()
@@ -62,7 +62,7 @@ class RowVerbs(Member):
 
 
 def _spec(x: Tensor) -> str:
-    return f"{Layout.of(x)} on {x.device.type}"
+    return f"of {Layout.of(x)} on {x.device.type}"
 
 
 def _bytes_of(x: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
+from allstep.comm.agreement import digest
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange.agreement import agree, digest
+from allstep.exchange.agreement import agree
 from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.hooks import AccumulationHook, FunctionHook, Hook, Removable, WeakHook
@@ -337,7 +338,7 @@ class Exchange(ABC):
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
-        agree(self.comm, action, agreed, described)
+        agree(self.comm, action, described, details_digest=agreed)
 
     # -- errors that all workers get ---------------------------------------------------------
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Work
+from allstep.comm.agreement import digest
 from allstep.comm.algorithms import AllReduce, SharedMemory
 from allstep.comm.shared_memory import Block
-from allstep.exchange.agreement import digest
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature
 from allstep.exchange.tail import check_size, write_check

@@ -6,7 +6,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from allstep.exchange.agreement import agree, digest
+from allstep.exchange.agreement import agree
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.policy import ExchangeStats
 
@@ -46,9 +46,12 @@ class PlainExchange(Exchange):
         """The parameters that any worker has a new gradient for, in the model's order."""
         trained = self._parameters.trained
         touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
-        pattern = 0 if all(touched) else digest(touched)
         if not agree(
-            self.comm, "exchange gradients", self._digest, self._signature, optional=pattern
+            self.comm,
+            "exchange gradients",
+            self._signature,
+            details_digest=self._digest,
+            optional=touched,
         ):
             flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)
             touched = [flag > 0 for flag in self.comm.all_reduce(flags, "max").tolist()]

@@ -352,7 +352,7 @@ def test_ranks_that_choose_differently_are_told():
     def work(comm):
         comm.all_reduce(torch.ones(1), algorithm="ring" if comm.rank else "dummy")
 
-    with pytest.raises(DisagreementError, match=r"wants the sum \((dummy|ring)\)"):
+    with pytest.raises(DisagreementError, match=r"wants: `all_reduce` with sum \((dummy|ring)\)"):
         run_ranks(2, work)
 
 

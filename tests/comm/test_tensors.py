@@ -379,9 +379,11 @@ def test_bad_arguments_are_refused_before_anything_is_sent(call, message):
 def test_ranks_that_reduce_unlike_tensors_are_told():
     def work(comm):
         shape = 4 if comm.rank == 1 else 3
-        with pytest.raises(DisagreementError, match=r"rank \d wants .*float32\[\d\].* rank \d the"):
+        with pytest.raises(
+            DisagreementError, match=r"rank 0 wants: .*float32\[3\].*rank 1 .*\[4\]"
+        ):
             comm.all_reduce(torch.ones(shape))
-        with pytest.raises(DisagreementError, match=r"sum of .* max of|max of .* sum of"):
+        with pytest.raises(DisagreementError, match=r"with sum of .* with max of"):
             comm.reduce_scatter(torch.ones(2), "max" if comm.rank else "sum")
         comm.barrier()
 

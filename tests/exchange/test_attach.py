@@ -246,8 +246,8 @@ def test_names_what_differs_in_the_policies_and_the_ranks(
         with pytest.raises(DisagreementError) as caught:
             attach(mlp(), comm, policy)
         assert str(caught.value) == (
-            f"Workers were given different policies: `{name}` is {usual} on ranks 0, 2; {other}"
-            " on rank 1. Pass the same on every worker."
+            f"Workers that attach a model disagree: `{name}` is {usual} on ranks 0, 2; {other}"
+            " on rank 1. Pass the same policy on every worker."
         )
 
     run_ranks(3, worker, timeout_s=20)
@@ -375,7 +375,7 @@ def test_different_calls_are_an_error_not_a_hang() -> None:
                 exchange.sync_buffers()
             else:
                 model(torch.ones(1, 5)).sum().backward()
-        words = r"rank 0: exchange gradients 0.*; rank 1: sum running statistics"
+        words = r"rank 0 wants: exchange gradients 0.*; rank 1 wants: sum running statistics"
         assert re.search(words, str(caught.value))
 
     run_ranks(2, worker)

@@ -134,7 +134,7 @@ def test_models_that_change_differently_are_an_error(
             model.append(nn.Linear(1, 1))
         elif rank_0_adds:
             model.append(nn.Linear(1, 2))
-        words = r"`5.weight` is \(2, 1\)" if rank_0_adds else "rank 1: take up new parameters"
+        words = r"`5.weight` is \(2, 1\)" if rank_0_adds else "rank 1 wants: take up new parameters"
         with pytest.raises(DisagreementError, match=words):
             model(torch.ones(1, 5)).sum().backward()
 

@@ -1,7 +1,7 @@
 """Ways to sum a tensor over ranks; see `ALGORITHMS`."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -12,10 +12,8 @@ from allstep.comm.algorithms.native import Dummy, Native
 from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
 from allstep.comm.algorithms.ring import Ring
 from allstep.comm.algorithms.shared import SharedMemory
+from allstep.comm.group import WorkerGroup
 from allstep.errors import UsageError, nearest_names
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = [
     "ALGORITHMS",
@@ -51,8 +49,8 @@ ALGORITHMS: Mapping[str, type[AllReduce]] = {
 
 
 def make_algorithm(
-    algorithm: "str | Callable[[Communicator], AllReduce] | None",
-    comm: "Communicator",
+    algorithm: str | Callable[[Any], AllReduce] | None,
+    comm: WorkerGroup,
     dtype: torch.dtype = torch.float32,
     num_at_once: int = 1,
 ) -> AllReduce:
@@ -78,7 +76,7 @@ def make_algorithm(
     return ALGORITHMS[algorithm](comm)
 
 
-def default_algorithm(comm: "Communicator", dtype: torch.dtype = torch.float32) -> str:
+def default_algorithm(comm: WorkerGroup, dtype: torch.dtype = torch.float32) -> str:
     """The name of what suits the ranks' machines: the backend's own, but for CPU ranks
 
     - of one host shared memory;

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from statistics import mean
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,7 @@ from allstep.comm.algorithms.native import Native
 from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
 from allstep.comm.algorithms.ring import Ring
 from allstep.comm.algorithms.shared import SharedMemory
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
+from allstep.comm.group import WorkerGroup
 
 __all__ = ["Auto"]
 
@@ -48,7 +47,7 @@ class Auto(AllReduce):
 
     def __init__(
         self,
-        comm: "Communicator",
+        comm: WorkerGroup,
         dtype: torch.dtype = torch.float32,
         num_at_once: int = 1,
     ) -> None:
@@ -83,9 +82,9 @@ class Auto(AllReduce):
         size = size_bytes // self._dtype.itemsize
         x = torch.zeros(size, dtype=self._dtype, device=self.comm.device)
         names = list(self._algorithms)
-        seconds = torch.tensor([self._time(self._algorithms[name], x) for name in names])
-        self.comm.all_reduce(seconds, "mean")
-        return dict(zip(names, seconds.tolist(), strict=True))
+        own = [self._time(self._algorithms[name], x) for name in names]
+        by_name = zip(*self.comm.all_gather_object(own), strict=True)
+        return {name: mean(seconds) for name, seconds in zip(names, by_name, strict=True)}
 
     def _time(self, algorithm: AllReduce, x: Tensor) -> float:
         """Seconds of a sum, in the best of a few goes."""
@@ -157,7 +156,7 @@ class Auto(AllReduce):
             algorithm.abort()
 
 
-def _candidates(comm: "Communicator") -> list[type[AllReduce]]:
+def _candidates(comm: WorkerGroup) -> list[type[AllReduce]]:
     """What may be the fastest for these ranks and nodes."""
     kinds: list[type[AllReduce]] = [Native, Ring, HalvingDoubling, RecursiveDoubling]
     if comm.num_nodes == 1 and comm.device.type == "cpu":

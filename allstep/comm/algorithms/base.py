@@ -2,15 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from allstep.comm.group import WorkerGroup
 from allstep.comm.work import Work
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["AllReduce", "Messenger"]
 
@@ -34,7 +32,7 @@ class AllReduce(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, comm: "Communicator") -> None:
+    def __init__(self, comm: WorkerGroup) -> None:
         self.comm = comm
         self._messenger = Messenger(comm)
         self._roster = comm.wire.roster
@@ -124,7 +122,7 @@ class AllReduce(ABC):
 class Messenger:
     """Messages whose sizes both ends know, counted at the sender."""
 
-    def __init__(self, comm: "Communicator") -> None:
+    def __init__(self, comm: WorkerGroup) -> None:
         self._wire = comm.wire
         self.sent_bytes = 0
         self.num_messages = 0

@@ -1,7 +1,7 @@
 """Algorithms that know which ranks share a node."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,11 +9,9 @@ from torch import Tensor
 from allstep.comm.algorithms.base import AllReduce, Messenger
 from allstep.comm.algorithms.native import Native
 from allstep.comm.algorithms.ring import Ring
+from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory import NotShared, Segment
 from allstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["Hierarchical", "TwoDimensional"]
 
@@ -29,9 +27,9 @@ class _OverNodes(AllReduce):
 
     def __init__(
         self,
-        comm: "Communicator",
+        comm: WorkerGroup,
         across: int | None,
-        inner: "Callable[[Communicator], AllReduce]",
+        inner: Callable[[WorkerGroup], AllReduce],
     ) -> None:
         super().__init__(comm)
         inside, outside = comm.split(comm.node_rank), comm.split(across)
@@ -85,8 +83,8 @@ class Hierarchical(_OverNodes):
 
     def __init__(
         self,
-        comm: "Communicator",
-        inner: "Callable[[Communicator], AllReduce]" = Native,
+        comm: WorkerGroup,
+        inner: Callable[[WorkerGroup], AllReduce] = Native,
         *,
         share_memory: bool = True,
     ) -> None:
@@ -167,7 +165,7 @@ class TwoDimensional(_OverNodes):
     name: ClassVar[str] = "two_dimensional"
 
     def __init__(
-        self, comm: "Communicator", inner: "Callable[[Communicator], AllReduce]" = Native
+        self, comm: WorkerGroup, inner: Callable[[WorkerGroup], AllReduce] = Native
     ) -> None:
         local_sizes = comm.all_gather_object(comm.local_size)
         if len(set(local_sizes)) > 1:

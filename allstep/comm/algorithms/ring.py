@@ -1,16 +1,14 @@
 """The ring that Baidu brought to deep learning."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
+from allstep.comm.group import WorkerGroup
 from allstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["Ring", "chunks_sent"]
 
@@ -36,7 +34,7 @@ class Ring(AllReduce):
 
     name: ClassVar[str] = "ring"
 
-    def __init__(self, comm: "Communicator", order: Sequence[int] | None = None) -> None:
+    def __init__(self, comm: WorkerGroup, order: Sequence[int] | None = None) -> None:
         super().__init__(comm)
         order = range(comm.size) if order is None else order
         if sorted(order) != list(range(comm.size)):

@@ -1,16 +1,14 @@
 """The all-reduce of CPU ranks that share memory."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.native import Native
+from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory import Block, NotShared, Segment
 from allstep.comm.weak_list import WeakList
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["SharedMemory"]
 
@@ -33,7 +31,7 @@ class SharedMemory(AllReduce):
 
     name: ClassVar[str] = "shared_memory"
 
-    def __init__(self, comm: "Communicator", slot_bytes: int | None = None) -> None:
+    def __init__(self, comm: WorkerGroup, slot_bytes: int | None = None) -> None:
         super().__init__(comm)
         self.fallback: AllReduce | None = None
         self._segment: Segment | None = None

@@ -10,16 +10,12 @@ all ranks' tensors, in the order of ranks, and writes the sum to all of them:
 Between a rank's FILLED and the last REDUCED the others write to its tensor; at no other time.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory.cuts import cut_in_slices
 from allstep.comm.shared_memory.meeting import share_memory
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["Block"]
 
@@ -41,7 +37,7 @@ class Block:
         DisagreementError: on every rank, if `num_bytes` differ.
     """
 
-    def __init__(self, comm: "Communicator", num_bytes: int) -> None:
+    def __init__(self, comm: WorkerGroup, num_bytes: int) -> None:
         memory = share_memory(comm, comm.size * num_bytes)
         self._rank = comm.rank
         self._every = torch.frombuffer(memory, dtype=torch.uint8).view(comm.size, num_bytes)

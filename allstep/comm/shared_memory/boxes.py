@@ -8,17 +8,14 @@ many messages before they wait for any do not block each other.
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory.meeting import Meeting, meet
 from allstep.comm.shared_memory.signals import FIRST_FREE, Signals, lines_bytes
 from allstep.errors import DisagreementError
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["Boxes"]
 
@@ -55,7 +52,7 @@ class Boxes:
         self._rooms: list[deque[Tensor]] = [deque() for _ in range(self.size)]
 
     @classmethod
-    def meet(cls, comm: "Communicator", slot_bytes: int | None = None) -> "Boxes":
+    def meet(cls, comm: WorkerGroup, slot_bytes: int | None = None) -> "Boxes":
         """Maps memory that all ranks of `comm` share. Collective.
 
         Args:

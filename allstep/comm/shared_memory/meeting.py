@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from allstep.comm.agreement import agree
+from allstep.comm.group import WorkerGroup
 from allstep.comm.roster import Roster
-from allstep.errors import DisagreementError
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["Bells", "Meeting", "NotShared", "meet", "share_memory"]
 
@@ -88,7 +85,7 @@ class Meeting:
     roster: Roster
 
 
-def meet(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> Meeting:
+def meet(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> Meeting:
     """Maps memory that all ranks of `comm` share, and ties the bells. Collective.
 
     Args:
@@ -108,7 +105,7 @@ def meet(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> Meet
     return Meeting(memory, pids, bells, comm.wire.roster)
 
 
-def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True) -> mmap.mmap:
+def share_memory(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> mmap.mmap:
     """Maps the same memory on all ranks of `comm`, zero at first. Collective; see `meet`.
 
     Raises:
@@ -118,9 +115,9 @@ def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True)
     first = comm.wire.roster.numbers[0]
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
     try:
-        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble, num_bytes))
-        hosts, pids, fds, troubles, sizes_bytes = zip(*entries, strict=True)
-        _check_sizes(comm, sizes_bytes)
+        agree(comm, f"share {num_bytes} bytes of memory")  # else they would see other places of it
+        entries = comm.all_gather_object((_host(comm), os.getpid(), fd, trouble))
+        hosts, pids, fds, troubles = zip(*entries, strict=True)
         if troubles[0]:
             raise NotShared(troubles[0])
         for rank, host in enumerate(hosts):
@@ -136,19 +133,7 @@ def share_memory(comm: "Communicator", num_bytes: int, *, populate: bool = True)
     return memory
 
 
-def _check_sizes(comm: "Communicator", sizes_bytes: Sequence[int]) -> None:
-    """Raises on every rank if they disagree: they would look at different places of a mapping."""
-    for rank, size_bytes in enumerate(sizes_bytes):
-        if size_bytes != sizes_bytes[0]:
-            roster = comm.wire.roster
-            raise DisagreementError(
-                f"shared memory: {roster.named(0)} wants {sizes_bytes[0]} bytes, "
-                f"{roster.named(rank)} {size_bytes}; make the same calls with the same arguments "
-                "on all ranks."
-            )
-
-
-def _check_all(comm: "Communicator", trouble: str) -> None:
+def _check_all(comm: WorkerGroup, trouble: str) -> None:
     """Raises on every rank if one of them has trouble."""
     for rank, other in enumerate(comm.all_gather_object(trouble)):
         if other:
@@ -156,7 +141,7 @@ def _check_all(comm: "Communicator", trouble: str) -> None:
             raise NotShared(f"{named} cannot map memory of another: {other}")
 
 
-def _host(comm: "Communicator") -> tuple[str, str, int, str]:
+def _host(comm: WorkerGroup) -> tuple[str, str, int, str]:
     """Equal on ranks that can see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = "/proc/self/ns/pid"

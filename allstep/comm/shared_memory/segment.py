@@ -16,11 +16,11 @@ bits, since the order is the same.
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory.block import Block
 from allstep.comm.shared_memory.cuts import Cut, Piece, add_up
 from allstep.comm.shared_memory.meeting import Meeting, meet
@@ -32,9 +32,6 @@ from allstep.comm.shared_memory.signals import (
     Signals,
     lines_bytes,
 )
-
-if TYPE_CHECKING:
-    from allstep.comm.communicator import Communicator
 
 __all__ = ["Segment"]
 
@@ -70,7 +67,7 @@ class Segment:
         self._is_open = True
 
     @classmethod
-    def meet(cls, comm: "Communicator", slot_bytes: int | None = None) -> "Segment":
+    def meet(cls, comm: WorkerGroup, slot_bytes: int | None = None) -> "Segment":
         """Maps memory that all ranks of `comm` share. Collective.
 
         Args:

@@ -15,7 +15,6 @@ needs no neighbour, and what arrived is added last.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from allstep.comm import Work
+from allstep.comm.agreement import digest
 from allstep.comm.work import JoinedWork
 from allstep.errors import UsageError
 from allstep.nn.windows.grid import Grid
@@ -254,7 +254,7 @@ def _agree(
 @lru_cache(maxsize=1024)
 def _described(layout: Layout, windows: tuple[Window, ...]) -> str:
     """Short, for many workers have many windows."""
-    marks = [sha256(repr(value).encode()).hexdigest()[:8] for value in (layout, windows)]
+    marks = [f"{digest(value):016x}"[:8] for value in (layout, windows)]
     return f"of an array of shape {list(layout.shape)} (layout {marks[0]}, windows {marks[1]})"
 
 

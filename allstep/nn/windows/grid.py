@@ -5,8 +5,9 @@ from contextlib import contextmanager
 from math import isqrt, prod
 
 from allstep.comm import Communicator
+from allstep.comm.agreement import agree
 from allstep.comm.parcels import Parcels
-from allstep.errors import DisagreementError, UsageError
+from allstep.errors import UsageError
 from allstep.nn.windows.plan import FetchStats
 from allstep.nn.windows.window import Layout
 
@@ -72,18 +73,9 @@ class Grid:
             UsageError: with `fault`.
             DisagreementError: if another worker wants something else, or cannot.
         """
-        if wanted not in self._agreed:
-            said = self.comm.all_gather_object(f"cannot: {fault}" if fault else wanted)
-            if fault is None:
-                for rank, other in enumerate(said):
-                    if other != wanted:
-                        raise DisagreementError(
-                            f"rank {self.rank} wants: {wanted}; rank {rank} {_told(other)}; make "
-                            "the same calls with the same layouts on all ranks."
-                        )
-        if fault is not None:
-            raise UsageError(fault)
-        self._agreed.add(wanted)
+        if fault is not None or wanted not in self._agreed:
+            agree(self.comm, wanted, fault=fault)
+            self._agreed.add(wanted)
 
     @contextmanager
     def together(self, wanted: str) -> Iterator[None]:
@@ -109,7 +101,3 @@ def nearest_square(size: int) -> tuple[int, int]:
     """
     columns = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // columns, columns
-
-
-def _told(said: str) -> str:
-    return said if said.startswith("cannot: ") else f"wants: {said}"
