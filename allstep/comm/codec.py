@@ -7,6 +7,7 @@ that name no code to run, and whose contents are checked before numpy or torch s
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,19 +22,25 @@ from allstep.errors import CommunicationError, UsageError
 __all__ = ["decode", "encode"]
 
 _TUPLE, _INT, _SET, _FROZENSET, _ARRAY, _SCALAR, _TENSOR, _ORDERED_DICT, _COMPLEX = range(1, 10)
+_STORED_TENSOR = 10
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8(\[\w+\])?)")
 _KNOWN = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, "
     "numpy arrays and scalars, CPU tensors"
 )
 
+Store = Callable[[Tensor], str]
+Load = Callable[[str], Tensor]
 
-def encode(obj: Any) -> bytes:
+
+def encode(obj: Any, store: Store | None = None) -> bytes:
     """Encodes plain data; see [Note: safe encoding].
 
     Args:
         obj: None, bool, int of any size, float, complex, str, bytes, list, tuple, dict, set,
             numpy arrays and scalars, CPU tensors, nested as you like.
+        store: takes each tensor of `obj`, in its order, and returns a name that the bytes hold in
+            its place; by default they hold its values.
 
     Raises:
         UsageError: if there is anything else in `obj`; the message names its type.
@@ -43,7 +50,10 @@ def encode(obj: Any) -> bytes:
     """
     try:
         data: bytes = msgpack.packb(
-            obj, default=_extend, strict_types=True, unicode_errors="surrogatepass"
+            obj,
+            default=partial(_extend, store=store),
+            strict_types=True,
+            unicode_errors="surrogatepass",
         )
     except UsageError:
         raise
@@ -55,15 +65,22 @@ def encode(obj: Any) -> bytes:
     return data
 
 
-def decode(data: bytes | memoryview) -> Any:
+def decode(data: bytes | memoryview, load: Load | None = None) -> Any:
     """Decodes what `encode` made.
+
+    Args:
+        data: the bytes.
+        load: gives the tensor for a name that `store` returned.
 
     Raises:
         CommunicationError: if `data` is anything else.
     """
     try:
         return msgpack.unpackb(
-            data, ext_hook=_restore, strict_map_key=False, unicode_errors="surrogatepass"
+            data,
+            ext_hook=partial(_restore, load=load),
+            strict_map_key=False,
+            unicode_errors="surrogatepass",
         )
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise CommunicationError(
@@ -73,59 +90,63 @@ def decode(data: bytes | memoryview) -> Any:
         raise CommunicationError("received bytes that are no message of allstep") from error
 
 
-def _extend(obj: Any) -> msgpack.ExtType:
+def _extend(obj: Any, store: Store | None) -> msgpack.ExtType:
     """What msgpack does not know, as an extension type."""
+    code, content = _plain(obj, store)
+    return msgpack.ExtType(code, encode(content, store))
+
+
+def _plain(obj: Any, store: Store | None) -> tuple[int, Any]:
+    """The type's code, and its contents by other types."""
     kind = type(obj)
     if kind is tuple:
-        return msgpack.ExtType(_TUPLE, encode(list(obj)))
+        return _TUPLE, list(obj)
     if kind is int:
-        return msgpack.ExtType(_INT, obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True))
+        return _INT, obj.to_bytes(obj.bit_length() // 8 + 1, "big", signed=True)
     if kind in (set, frozenset):
-        return msgpack.ExtType(_SET if kind is set else _FROZENSET, encode(list(obj)))
+        return _SET if kind is set else _FROZENSET, list(obj)
     if kind is OrderedDict:
-        return msgpack.ExtType(_ORDERED_DICT, encode([list(item) for item in obj.items()]))
+        return _ORDERED_DICT, [list(item) for item in obj.items()]
     if kind is complex:
-        return msgpack.ExtType(_COMPLEX, encode([obj.real, obj.imag]))
+        return _COMPLEX, [obj.real, obj.imag]
     if kind is np.ndarray or isinstance(obj, np.generic):
-        code = _ARRAY if kind is np.ndarray else _SCALAR
-        return msgpack.ExtType(code, _encode_array(np.asarray(obj)))
+        return _ARRAY if kind is np.ndarray else _SCALAR, _plain_array(np.asarray(obj))
     if kind in (Tensor, torch.nn.Parameter):
-        return msgpack.ExtType(_TENSOR, _encode_tensor(obj))
+        return (_TENSOR, _plain_tensor(obj)) if store is None else (_STORED_TENSOR, store(obj))
     raise UsageError(
         f"`obj` holds a {kind.__module__}.{kind.__qualname__}, which cannot be sent; send plain "
         f"data: {_KNOWN}."
     )
 
 
-def _encode_array(array: np.ndarray[Any, Any]) -> bytes:
+def _plain_array(array: np.ndarray[Any, Any]) -> list[Any]:
     if not _NUMPY_DTYPE.fullmatch(array.dtype.str):
         raise UsageError(
             f"`obj` holds a numpy array of dtype {array.dtype}, which cannot be sent; send numbers "
             "or texts of fixed length, or `.tolist()`."
         )
-    return encode([array.dtype.str, list(array.shape), array.tobytes()])
+    return [array.dtype.str, list(array.shape), array.tobytes()]
 
 
-def _encode_tensor(tensor: Tensor) -> bytes:
+def _plain_tensor(tensor: Tensor) -> list[Any]:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
         raise UsageError(
             f"`obj` holds a {tensor.layout} tensor on {tensor.device}, which cannot be sent as an "
             "object; send `.cpu()` or `.to_dense()` of it, or the tensor itself by `broadcast`."
         )
-    data = bytes_of(tensor).numpy().tobytes()
-    return encode([dtype_name(tensor.dtype), list(tensor.shape), data])
+    return [dtype_name(tensor.dtype), list(tensor.shape), bytes_of(tensor).numpy().tobytes()]
 
 
-def _restore(code: int, data: bytes) -> Any:
+def _restore(code: int, data: bytes, load: Load | None) -> Any:
     """The inverse of `_extend`."""
-    restore = _RESTORERS.get(code)
+    restore = load if code == _STORED_TENSOR else _RESTORERS.get(code)
     if restore is None:
         raise ValueError(f"unknown extension type {code}")
-    return restore(data)
+    return restore(decode(data, load))
 
 
-def _decode_array(data: bytes) -> np.ndarray[Any, Any]:
-    dtype, shape, values = decode(data)
+def _array(content: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, values = content
     if not _NUMPY_DTYPE.fullmatch(dtype):
         raise ValueError(f"numpy dtype {dtype!r}")
     if np.dtype(dtype).itemsize == 0:  # texts that are all empty
@@ -133,8 +154,8 @@ def _decode_array(data: bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(values, dtype).reshape(shape).copy()
 
 
-def _decode_tensor(data: bytes) -> Tensor:
-    name, shape, values = decode(data)
+def _tensor(content: Any) -> Tensor:
+    name, shape, values = content
     dtype = dtype_of_name(name)
     if prod(shape) * dtype.itemsize != len(values):
         raise ValueError(f"{len(values)} bytes for a tensor of shape {shape}")
@@ -143,14 +164,14 @@ def _decode_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape)
 
 
-_RESTORERS: dict[int, Callable[[bytes], Any]] = {
-    _TUPLE: lambda data: tuple(decode(data)),
-    _INT: lambda data: int.from_bytes(data, "big", signed=True),
-    _SET: lambda data: set(decode(data)),
-    _FROZENSET: lambda data: frozenset(decode(data)),
-    _ORDERED_DICT: lambda data: OrderedDict(decode(data)),
-    _COMPLEX: lambda data: complex(*decode(data)),
-    _ARRAY: _decode_array,
-    _SCALAR: lambda data: _decode_array(data)[()],
-    _TENSOR: _decode_tensor,
+_RESTORERS: dict[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _INT: partial(int.from_bytes, byteorder="big", signed=True),
+    _SET: set,
+    _FROZENSET: frozenset,
+    _ORDERED_DICT: OrderedDict,
+    _COMPLEX: lambda parts: complex(*parts),
+    _ARRAY: _array,
+    _SCALAR: lambda content: _array(content)[()],
+    _TENSOR: _tensor,
 }

@@ -1,6 +1,5 @@
 """A run's checkpoints: the newest few are kept, the newest that is whole is used."""
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -12,14 +11,7 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
-from allstep.train.checkpoint_files import (
-    discard,
-    read_parts,
-    sweep,
-    write_checkpoint,
-)
-from allstep.train.manifest import Manifest
-from allstep.train.state_tree import unflatten
+from allstep.train.storage import Stored, discard, read_stored, sweep, write_checkpoint
 
 __all__ = ["Checkpoints", "Stateful", "check_same", "load_model_state", "load_optimizer_state"]
 
@@ -158,12 +150,12 @@ class Checkpoints:
                 " resume that run, or take another folder."
             )
 
-    def _read_newest(self) -> tuple[Manifest, dict[str, Tensor]] | None:
+    def _read_newest(self) -> Stored | None:
         sweep(self.folder)
         reasons: list[str] = []
         for step in self.saved_steps():
             try:
-                found = read_parts(self.path(step))
+                found = read_stored(self.path(step))
             except CheckpointError as error:
                 self._damaged.add(step)
                 reasons.append(str(error))
@@ -175,17 +167,15 @@ class Checkpoints:
             _logger.warning("%s; there is no older one", reason)
         return None
 
-    def _send(self, found: tuple[Manifest, dict[str, Tensor]] | None) -> tuple[int, Any] | None:
+    def _send(self, found: Stored | None) -> tuple[int, Any] | None:
         if found is None:
             self._comm.broadcast_object({})
             return None
-        manifest, tensors = found
-        groups = list(_groups(tensors, self._message_bytes))
-        skeleton = json.dumps(manifest.state)
-        self._comm.broadcast_object({"step": manifest.step, "state": skeleton, "names": groups})
+        groups = list(_groups(found.tensors, self._message_bytes))
+        self._comm.broadcast_object({"step": found.step, "data": found.data, "names": groups})
         for names in groups:
-            self._comm.broadcast(tuple(tensors[name] for name in names))
-        return manifest.step, unflatten(manifest.state, tensors)
+            self._comm.broadcast(tuple(found.tensors[name] for name in names))
+        return found.step, found.unpack()
 
     def _receive(self) -> tuple[int, Any] | None:
         found = self._comm.broadcast_object()
@@ -198,7 +188,7 @@ class Checkpoints:
             received = self._comm.broadcast()
             # a clone each, for they are views of one message
             tensors.update({n: t.cpu().clone() for n, t in zip(names, received, strict=True)})
-        return found["step"], unflatten(json.loads(found["state"]), tensors)
+        return found["step"], Stored(found["step"], found["data"], tensors).unpack()
 
     def _delete_old(self, step: int) -> None:
         """Keeps the newest whole ones up to `step`.

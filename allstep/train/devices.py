@@ -1,4 +1,4 @@
-"""Nested data on a device, and how many cores this process may use."""
+"""Nested data on a device; which cores and processes this machine has."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["map_tensors", "num_cores", "to_device"]
+__all__ = ["is_alive", "map_tensors", "num_cores", "to_device"]
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -48,3 +48,14 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -29,6 +29,7 @@ import allstep.comm
 from allstep.comm import Communicator
 from allstep.env import Launch, read_error_file, read_launch
 from allstep.errors import AllstepError, CommunicationError, DisagreementError
+from allstep.train.devices import is_alive
 from allstep.train.stop import REPEAT_S, SIGNALS
 
 __all__ = ["FAILED", "PEER_LOST", "USAGE", "message_of", "run_worker"]
@@ -170,7 +171,7 @@ class _Guard:
             for file in self._error_file.parent.parent.glob(f"*/{self._error_file.name}"):
                 if file != self._error_file:
                     return True
-        return not all(_exists(pid) for pid in self._peer_pids)
+        return not all(is_alive(pid) for pid in self._peer_pids)
 
     def _peer_fails_soon(self) -> bool:
         """The same, giving a dying peer (and the launcher that reaps it) a moment."""
@@ -223,13 +224,3 @@ class _Guard:
                 stream.write("\x1b[?25h")  # a progress bar hides the cursor
             stream.flush()
         os._exit(code)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from allstep.comm import Communicator
 from allstep.recipes.digits import Digits
 from allstep.train import fit
-from allstep.train.checkpoint_files import write_checkpoint
+from allstep.train.storage import write_checkpoint
 
 __all__ = ["NUM_STEPS", "train_as_usual", "train_the_same"]
 
