@@ -180,4 +180,4 @@ class _Script:
         from allstep.cli import advise_script
 
         found = advise_script.profile(self._path, self._arguments, self._known.timeout_s)
-        return found.job(self._known.global_batch)
+        return found.spec(self._known.global_batch)

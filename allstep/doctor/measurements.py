@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from allstep.doctor.files import write_whole
 from allstep.errors import UsageError
 from allstep.plan import Cluster, Link, MeasuredCollective, check_positive, read_measured_collective
 
@@ -87,10 +88,8 @@ class Measurements:
         Raises:
             UsageError: if it can't be written.
         """
-        draft = path.with_name(f".{path.name}.draft")
         try:
-            draft.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-            draft.replace(path)
+            write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
         except OSError as error:
             raise UsageError(f"`path` (={path}) can't be written: {error}.") from None
 

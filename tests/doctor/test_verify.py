@@ -9,7 +9,6 @@ import pytest
 
 import allstep
 from allstep.doctor.verify import Diagnosis, Factor, Recorder, RunRecord, WorkerRecord, diagnose
-from allstep.doctor.verify.ablation import Ablation
 from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
@@ -38,17 +37,13 @@ def leave() -> None:
 def attached(monkeypatch):
     """Lets each thread's recorder see what its rank attaches."""
     attach = allstep.exchange.attach
-    watchers = {}
+    recorders = {}
 
     def recorded(model, comm, policy=None):
-        recorder, ablation = watchers[comm.rank]
-        exchange = attach(model, comm, ablation.policy(policy))
-        ablation.apply(exchange)
-        recorder.watch(exchange)
-        return exchange
+        return recorders[comm.rank].attach(attach, model, comm, policy)
 
     monkeypatch.setattr(allstep.exchange, "attach", recorded)
-    return watchers
+    return recorders
 
 
 @pytest.fixture
@@ -60,18 +55,17 @@ def compare(attached, thread_generators):  # noqa: F811
     ) -> RunRecord:
         def work(comm) -> WorkerRecord:
             recorder = recorders[comm.rank]
-            ablation = Ablation(without, recorder.record)
-            attached[comm.rank] = recorder, ablation
+            attached[comm.rank] = recorder
             seed_this_thread(comm.rank)
             with (
                 thread_generators(),
                 contextlib.suppress(EnoughError),
-                contextlib.closing(ablation),
+                contextlib.closing(recorder.ablation),
             ):
                 getattr(TRAIN, f"{loop}_loop")(bug, comm)
             return recorder.record
 
-        recorders = [Recorder(rank, num_steps, leave) for rank in range(size)]
+        recorders = [Recorder(rank, num_steps, leave, without) for rank in range(size)]
         try:
             return RunRecord(run_ranks(size, work))
         finally:

@@ -1,5 +1,6 @@
 """Whether a script trains the same model on any number of workers."""
 
+from allstep.doctor.script import Failure
 from allstep.doctor.verify.ablation import Factor
 from allstep.doctor.verify.causes import Cause
 from allstep.doctor.verify.compare import (
@@ -10,7 +11,7 @@ from allstep.doctor.verify.compare import (
     total_norm,
 )
 from allstep.doctor.verify.diagnose import Diagnosis, diagnose
-from allstep.doctor.verify.record import Failure, RunRecord, StepRecord, WorkerRecord, read_worker
+from allstep.doctor.verify.record import RunRecord, StepRecord, WorkerRecord, read_worker
 from allstep.doctor.verify.recorder import Recorder
 from allstep.doctor.verify.script import RecordRequest, record_path, record_script
 

@@ -27,6 +27,7 @@ __all__ = [
     "find_divergence",
     "largest_difference",
     "limit_of",
+    "noise_tensors",
     "nonfinite_step",
     "total_norm",
 ]
@@ -154,7 +155,7 @@ def _differences_at(
     x, y = one.first.steps[step], other.first.steps[step]
     yield "gradient", _tensor_differences(x.gradients, y.gradients, limit)
     yield "options", _option_differences(x, y)
-    noise = _noise_tensors(one, step, limit) | _noise_tensors(other, step, limit)
+    noise = noise_tensors(one, step, limit) | noise_tensors(other, step, limit)
     parameters = _tensor_differences(x.parameters, y.parameters, limit)
     yield "parameters", {name: d for name, d in parameters.items() if name not in noise}
 
@@ -173,7 +174,7 @@ def _relative(x: float, y: float) -> float:
     return 0.0 if is_same else abs(x - y) / max(abs(x), abs(y))
 
 
-def _noise_tensors(run: RunRecord, last_step: int, limit: float) -> set[str]:
+def noise_tensors(run: RunRecord, last_step: int, limit: float) -> set[str]:
     """Tensors whose gradient was nothing but rounding in some step so far."""
     noise = set()
     for step in run.first.steps[: last_step + 1]:

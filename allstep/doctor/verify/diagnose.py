@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from allstep.doctor.verify.ablation import Factor
-from allstep.doctor.verify.causes import Cause
-from allstep.doctor.verify.compare import Divergence, find_divergence, nonfinite_step
-from allstep.doctor.verify.record import RunRecord
-from allstep.doctor.verify.signatures import (
+from allstep.doctor.verify.causes import (
+    Cause,
     data_causes,
     gradient_causes,
     option_causes,
     peer_causes,
 )
+from allstep.doctor.verify.compare import Divergence, find_divergence, nonfinite_step
+from allstep.doctor.verify.record import RunRecord
 
 __all__ = ["Diagnosis", "Rerun", "diagnose"]
 

@@ -1,16 +1,17 @@
 """What a worker writes down about a script's first steps, and all workers' notes of one run."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from allstep.doctor.files import write_whole
+from allstep.doctor.script import Failure
 from allstep.doctor.verify.sketch import Sketch
 
-__all__ = ["Failure", "RunRecord", "StepRecord", "WorkerRecord", "read_worker", "write_worker"]
+__all__ = ["RunRecord", "StepRecord", "WorkerRecord", "read_worker", "write_worker"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +42,6 @@ class StepRecord:
         """What to call an option of a parameter group; of a lone optimizer, that is enough."""
         of = f" of optimizer {self.optimizer}" if self.optimizer else ""
         return f"{key} of parameter group {group_index}{of}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a script ended before its time.
-
-    Attributes:
-        kind: "error", "exit" (with a code of its own) or "timeout" (no progress).
-        text: a traceback, or what the code was.
-        is_own: whether no other worker's end brought it about.
-        time_s: when, for finding the first.
-    """
-
-    kind: str
-    text: str
-    is_own: bool
-    time_s: float
 
 
 @dataclass(kw_only=True)
@@ -127,9 +111,7 @@ class RunRecord:
 
 def write_worker(path: Path, worker: WorkerRecord) -> None:
     """Writes a record; the file is whole or not there."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(worker)))
-    os.replace(partial, path)
+    write_whole(path, json.dumps(asdict(worker)))
 
 
 def read_worker(path: Path) -> WorkerRecord:

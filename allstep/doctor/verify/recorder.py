@@ -16,6 +16,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
+from allstep.comm import Communicator
+from allstep.doctor.script import Attach
+from allstep.doctor.verify.ablation import Ablation, Factor
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
 from allstep.exchange import Exchange
@@ -35,14 +38,23 @@ class Recorder:
         rank: of the worker.
         num_steps: steps to write down.
         on_end: called after the last of them.
+        without: factors to take out of the training.
 
     Attributes:
         record: what was written down.
+        ablation: takes the factors out.
         num_events: forwards and steps so far, from which one can see that the script lives.
     """
 
-    def __init__(self, rank: int, num_steps: int, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_steps: int,
+        on_end: Callable[[], None],
+        without: Sequence[Factor] = (),
+    ) -> None:
         self.record = WorkerRecord(rank=rank)
+        self.ablation = Ablation(without, self.record)
         self.num_events = 0
         self._num_steps = num_steps
         self._on_end = on_end
@@ -60,8 +72,17 @@ class Recorder:
             register_optimizer_step_post_hook(self._after_step),
         ]
 
-    def watch(self, exchange: Exchange) -> None:
-        """Takes up a model that was just attached."""
+    def attach(
+        self,
+        attach: Attach,
+        model: nn.Module,
+        comm: Communicator,
+        policy: ExchangePolicy | None = None,
+        **options: Any,
+    ) -> Exchange:
+        """Attaches without the factors, and watches the model from then on."""
+        exchange = attach(model, comm, self.ablation.policy(policy), **options)
+        self.ablation.apply(exchange)
         model, record = exchange.model, self.record
         record.num_attached += 1
         record.num_batch_norms += sum(isinstance(m, _BatchNorm) for m in model.modules())
@@ -80,9 +101,11 @@ class Recorder:
         for p in model.parameters():
             if p.requires_grad and not is_lazy(p):
                 self._hook_gradient(p, exchange)
+        return exchange
 
     def close(self) -> None:
         """Removes all hooks."""
+        self.ablation.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -236,5 +259,7 @@ def _checksums_of_samples(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _checksum(tensor: Tensor, start: int = 0) -> int:
-    strided = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    return zlib.crc32(strided.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), start)
+    """Of its values' bits, however they lie in memory."""
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    values = dense.cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().tobytes(), start)

@@ -1,6 +1,6 @@
 """What the first steps of a user's script take, seen by hooks on the model that it attaches.
 
-[Note: watched script] A step goes from one `optimizer.step()` of the model's parameters to the
+[Note: profiled script] A step goes from one `optimizer.step()` of the model's parameters to the
 next, whatever happens between: data, several micro-batches, clipping. A micro-batch is what goes
 through the model for one backward pass, or for several if they come from the same outputs. The
 last of these begins where it reaches the outputs; all before it, since the micro-batch or the step
@@ -22,19 +22,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from allstep.doctor.script import Attach
 from allstep.doctor.timing import runnable_s, synchronize
-from allstep.doctor.user_script import Attach
 from allstep.doctor.workload import TimedStep, num_elements_of
 from allstep.exchange import Exchange
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.hooks import FunctionHook
 
-__all__ = ["ScriptWatch", "WatchedStep"]
+__all__ = ["ProfiledStep", "Profiler"]
 
 
 @dataclass(frozen=True)
-class WatchedStep:
-    """A step of a lone worker.
+class ProfiledStep:
+    """A step of a single worker.
 
     Attributes:
         num_samples: of each of its micro-batches.
@@ -61,8 +61,8 @@ class _Backward:
     num_samples: int = 0
 
 
-class ScriptWatch:
-    """Hooks of the first attached model, and the steps that they have seen.
+class Profiler:
+    """An observer that times the steps of the first attached model.
 
     Args:
         num_steps: enough of them; the one before the first isn't seen from its beginning.
@@ -79,7 +79,7 @@ class ScriptWatch:
     """
 
     def __init__(self, num_steps: int, on_end: Callable[[], None]) -> None:
-        self.steps: list[WatchedStep] = []
+        self.steps: list[ProfiledStep] = []
         self.parameters: dict[Tensor, None] = {}  # in order
         self.global_batch: int | None = None
         self.is_cut = False
@@ -95,20 +95,15 @@ class ScriptWatch:
         self._watched_pass = 0  # the number of the last that came through the outputs
         self._handle = register_optimizer_step_post_hook(self._after_step)
 
-    def watch(self, attach: Attach) -> Attach:
-        """`attach`, watched; the first model counts."""
-
-        @functools.wraps(attach)
-        def watched(model: nn.Module, *args: Any, **options: Any) -> Exchange:
-            exchange: Exchange = attach(model, *args, **options)
-            if self._exchange is None:
-                self._exchange, self.global_batch = exchange, options.get("global_batch")
-                hook = FunctionHook(self, self._after_forward)
-                exchange.model.register_forward_hook(hook, with_kwargs=True)
-                self._hook_parameters()
-            return exchange
-
-        return watched
+    def attach(self, attach: Attach, model: nn.Module, *args: Any, **options: Any) -> Exchange:
+        """Attaches; the first model counts."""
+        exchange = attach(model, *args, **options)
+        if self._exchange is None:
+            self._exchange, self.global_batch = exchange, options.get("global_batch")
+            hook = FunctionHook(self, self._after_forward)
+            exchange.model.register_forward_hook(hook, with_kwargs=True)
+            self._hook_parameters()
+        return exchange
 
     def close(self) -> None:
         """Looks at no more steps."""
@@ -179,7 +174,7 @@ class ScriptWatch:
         self._passes, self._ready_s = [], {}
         self._core_start_s, self._start_s = runnable_s(), self._now()
 
-    def _finish_step(self) -> WatchedStep:
+    def _finish_step(self) -> ProfiledStep:
         end_s, core_s = self._now(), runnable_s() - self._core_start_s
         last = self._pass
         last.end_s = last.end_s or end_s  # an update within the backward pass
@@ -196,7 +191,7 @@ class ScriptWatch:
             + [(num_elements_of(p), backward_s) for p in self.parameters if p not in self._ready_s],
         )
         timed.core_s = core_s * timed.seconds / (end_s - self._start_s)
-        return WatchedStep(tuple(self._passes[i].num_samples for i in firsts), timed)
+        return ProfiledStep(tuple(self._passes[i].num_samples for i in firsts), timed)
 
     def _now(self) -> float:
         synchronize(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,0 +1,256 @@
+"""A user's script, run in this process as `python SCRIPT` would, and observed from `attach` on."""
+
+import contextlib
+import functools
+import importlib
+import os
+import runpy
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import StackSummary, extract_stack
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+import allstep
+from allstep.errors import CommunicationError, DisagreementError
+from allstep.exchange import Exchange
+
+__all__ = ["Attach", "Failure", "Observer", "ScriptRunner", "Watchdog"]
+
+Attach = Callable[..., Exchange]
+
+_MEETING_S, _STUCK_S = 60.0, 5.0
+
+
+class Observer(Protocol):
+    """Watches a script by hooks that change nothing in it."""
+
+    @property
+    def num_events(self) -> int:
+        """Forwards and steps so far, from which one can see that the script lives."""
+
+    def attach(self, attach: Attach, *args: Any, **options: Any) -> Exchange:
+        """What the script finds in the place of `allstep.attach`, which is given."""
+
+    def close(self) -> None:
+        """Removes all hooks."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a script ended before its time.
+
+    Attributes:
+        kind: "error", "exit" (with a code of its own) or "timeout" (no progress).
+        text: a traceback, or what the code was.
+        is_own: whether no other worker's end brought it about.
+        time_s: when, for finding the first.
+    """
+
+    kind: str
+    text: str
+    is_own: bool
+    time_s: float
+
+
+class _EnoughSteps(BaseException):
+    """Leaves the script."""
+
+
+class ScriptRunner:
+    """Runs a script until its observer has seen enough, it ends, or it makes no progress.
+
+    Args:
+        script: any Python file that calls `allstep.attach`.
+        arguments: the script's own.
+        timeout_s: after so long without a forward or a step this process ends.
+        report: leaves what was seen where others find it, with the failure if there was one;
+            called once.
+        meet: waits for other workers to report, for so many seconds at most; while they have not,
+            they need this one.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        timeout_s: float,
+        report: Callable[[Failure | None], None],
+        meet: Callable[[float], None] = lambda timeout_s: None,
+    ) -> None:
+        self._script, self._arguments = script, arguments
+        self._report, self._meet = report, meet
+        self._has_reported = False
+        self._watchdog = Watchdog(timeout_s, self._give_up)
+
+    def run(self, observer: Observer) -> Failure | None:
+        """Runs the script; returns why it failed, if it did.
+
+        Whoever has taken `attach` from its room before doesn't find the observer's: import little
+        before.
+        """
+        failure = None
+        self._watchdog.start(lambda: observer.num_events)
+        try:
+            with _in_place_of_attach(observer), _as_main(self._script, self._arguments):
+                runpy.run_path(str(self._script), run_name="__main__")
+        except _EnoughSteps:
+            pass
+        except BaseException as error:
+            failure = _failure(error, self._script)
+        finally:
+            self._watchdog.stop()
+            observer.close()
+        self._report_once(failure)
+        return failure
+
+    def stop(self) -> NoReturn:
+        """Leaves the script from a hook, as soon as enough was seen; it may still tidy up."""
+        if self._report_once(None):
+            self._watchdog.expect_end()
+            self._meet(_MEETING_S)
+        raise _EnoughSteps
+
+    def _give_up(self, place: StackSummary) -> None:
+        text = "".join(_frames_of_user(place, self._script).format())
+        self._report_once(Failure("timeout", text, True, time.time()))
+        self._meet(_STUCK_S)  # others may be stuck elsewhere
+
+    def _report_once(self, failure: Failure | None) -> bool:
+        is_first, self._has_reported = not self._has_reported, True
+        if is_first:
+            self._report(failure)
+        return is_first
+
+
+@contextlib.contextmanager
+def _in_place_of_attach(observer: Observer) -> Iterator[None]:
+    room = importlib.import_module("allstep.exchange")
+    attach = room.attach
+
+    @functools.wraps(attach)
+    def observed(*args: Any, **options: Any) -> Exchange:
+        return observer.attach(attach, *args, **options)
+
+    vars(room)["attach"] = observed
+    try:
+        yield
+    finally:
+        vars(room)["attach"] = attach
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    argv, path = sys.argv, sys.path[:]
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _failure(error: BaseException, script: Path) -> Failure | None:
+    """What ended the script; None if it ended by itself."""
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return None
+        return Failure("exit", str(error.code), True, time.time())
+    is_own = isinstance(error, DisagreementError) or not isinstance(error, CommunicationError)
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = _frames_of_script(told.stack, script)
+    return Failure("error", "".join(told.format()), is_own, time.time())
+
+
+def _frames_of_script(stack: StackSummary, script: Path) -> StackSummary:
+    """From where the script begins."""
+    names = [os.path.realpath(frame.filename) for frame in stack]
+    mine = os.path.realpath(script)
+    start = names.index(mine) if mine in names else len(names)
+    return StackSummary.from_list(stack[start:])
+
+
+def _frames_of_user(stack: StackSummary, script: Path) -> StackSummary:
+    """From there up to where it calls torch or allstep."""
+    frames = _frames_of_script(stack, script)
+    libraries = tuple(os.path.dirname(module.__file__ or "") for module in (torch, allstep))
+    inside = (i for i, frame in enumerate(frames) if frame.filename.startswith(libraries))
+    return StackSummary.from_list(frames[: next(inside, len(frames))])
+
+
+class Watchdog:
+    """A thread that ends this process when nothing happens for too long, or its launcher is gone.
+
+    Args:
+        timeout_s: longest time in which nothing may happen.
+        give_up: called with where the main thread is, before the end.
+        tidy_s: how long the script may take to end after `expect_end`.
+        end: ends the process, with an exit code.
+        parent: tells the launcher's process id.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        give_up: Callable[[StackSummary], None],
+        *,
+        tidy_s: float = 10.0,
+        poll_s: float = 0.2,
+        end: Callable[[int], object] = os._exit,
+        parent: Callable[[], int] = os.getppid,
+    ) -> None:
+        self._timeout_s, self._give_up = timeout_s, give_up
+        self._tidy_s, self._poll_s = tidy_s, poll_s
+        self._end, self._parent = end, parent
+        self._deadline_s: float | None = None
+        self._stopped = threading.Event()
+
+    def start(self, num_events: Callable[[], int]) -> None:
+        """Begins to watch this thread.
+
+        Args:
+            num_events: tells how much has happened.
+        """
+        watched = threading.get_ident(), num_events, self._parent()
+        threading.Thread(
+            target=self._watch, args=watched, name="allstep watchdog", daemon=True
+        ).start()
+
+    def expect_end(self) -> None:
+        """All is reported: the script may still tidy up, but not for long."""
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._tidy_s
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+
+    def _watch(self, thread: int, num_events: Callable[[], int], launcher: int) -> None:
+        code = self._wait_for_end(thread, num_events, launcher)
+        if code is not None:
+            self._end(code)
+
+    def _wait_for_end(
+        self, thread: int, num_events: Callable[[], int], launcher: int
+    ) -> int | None:
+        """The exit code to end with; None if nobody needs watching any more."""
+        seen, since_s = -1, time.monotonic()
+        while not self._stopped.wait(self._poll_s):
+            now_s = time.monotonic()
+            if self._parent() != launcher:
+                return 1
+            if num_events() != seen:
+                seen, since_s = num_events(), now_s
+            if self._deadline_s is not None:
+                if now_s > self._deadline_s:
+                    return 0
+            elif now_s - since_s > self._timeout_s:
+                self._give_up(extract_stack(sys._current_frames()[thread]))
+                return 1
+        return None

@@ -1,0 +1,110 @@
+"""Causes from signatures and from ablated runs."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from allstep.doctor.verify import RunRecord, WorkerRecord, diagnose
+from allstep.doctor.verify.causes import gradient_causes, option_causes
+from tests.doctor.records import options, steps_with
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_runs_that_stop_being_finite_are_compared_up_to_there(bad):
+    def refuse(factors, steps):
+        raise AssertionError("nothing is left to find")
+
+    same = diagnose(steps_with([1, 2, bad, bad]), steps_with([1, 2, bad, bad, bad]), refuse)
+    assert same.is_same
+    assert (same.nonfinite_at, same.divergence) == (2, None)
+    # A rate that is no number is the same in both, too.
+    rates = [steps_with([1, bad], rate=math.nan) for _ in range(2)]
+    assert diagnose(*rates, refuse).is_same
+
+
+def test_divergence_before_both_runs_stop_being_finite():
+    def rerun(factors, steps):
+        return steps_with([1] * steps), steps_with([2] * steps)
+
+    bad = math.nan
+    found = diagnose(steps_with([1, 2, bad]), steps_with([1, 3, bad]), rerun)
+    assert (found.is_same, found.divergence.step, found.nonfinite_at) == (False, 1, 2)
+    # One of them stops being finite earlier: that is where they diverge.
+    found = diagnose(steps_with([1, bad, bad]), steps_with([1, 2, bad]), rerun)
+    assert (found.divergence.step, found.divergence.difference) == (1, math.inf)
+
+
+def test_ablated_runs_that_are_not_finite_name_no_cause():
+    """They agree on nothing but infinity."""
+
+    def rerun(factors, steps):
+        return steps_with([math.inf] * steps), steps_with([math.inf] * steps)
+
+    one, other = steps_with([1, 1]), steps_with([2, 2])
+    other.first.policies.append("fp16")
+    assert diagnose(one, other, rerun).causes == []
+    right = diagnose(one, other, lambda factors, steps: (one, one))
+    assert [cause.name for cause in right.causes] == ["exchange policy"]
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "causes"),
+    [
+        ([1, 1, 1, 1, 1], [2, 2, 2], ["learning rate scaled"]),
+        ([1, 1, 1, 1, 1], [1.4142, 1.4142, 1.4142], ["learning rate scaled"]),
+        ([16, 8, 4, 2, 1], [16, 4, 1], ["scheduler"]),
+        ([16, 8, 4, 2, 1], [32, 8, 2], ["learning rate scaled", "scheduler"]),
+        # A warm-up from zero, twice as fast or twice as high: it could be either.
+        ([0, 1, 2, 3, 4], [0, 2, 4], ["learning rate scaled", "scheduler"]),
+        ([1, 2, 3, 4, 5], [1, 3, 3.5], []),
+        ([0, 0, 0], [1, 1, 1], []),
+        ([3, 2, 1], [3, 2, 1], []),
+    ],
+)
+def test_rates_are_recognised(few, many, causes):
+    found = option_causes(options(few, 1), options(many, 2))
+    assert [cause.name for cause in found] == causes
+
+
+def test_each_optimizer_has_a_rate_of_its_own():
+    """Steps of two take turns; the second's rate is scaled."""
+
+    def run(size, factor):
+        steps = options([1.0, 8.0 * factor, 0.5, 4.0 * factor], size)
+        for worker in steps.workers:
+            turns = [replace(step, optimizer=i % 2) for i, step in enumerate(worker.steps)]
+            worker.steps[:] = turns
+        return steps
+
+    assert option_causes(run(1, 1), run(2, 1)) == []
+    (cause,) = option_causes(run(1, 1), run(2, 2))
+    assert cause.name == "learning rate scaled"
+
+
+def inputs(shapes: list[list[int]], gradients: list[float]) -> RunRecord:
+    """A step whose workers have inputs of these shapes and gradients that are one number."""
+    workers = []
+    for rank, (shape, value) in enumerate(zip(shapes, gradients, strict=True)):
+        record = WorkerRecord(rank=rank)
+        step = steps_with([value]).first.steps[0]
+        rows = [hash((rank, tuple(shape), i)) for i in range(shape[0])]
+        record.steps = [replace(step, samples=rows, input_shapes=[shape])]
+        workers.append(record)
+    return RunRecord(workers)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "gradients", "causes"),
+    [
+        ([[7, 8, 3], [7, 8, 3]], [0.5, 0.5], ["loss summed"]),
+        ([[7, 12, 3], [7, 4, 3]], [4 / 3, 0.0], ["unequal shards"]),
+        ([[7, 16, 3], [7, 16, 3]], [1.0, 1.0], ["global batch"]),
+        ([[7, 8, 3], [7, 24, 3]], [1.0, 1.0], ["global batch"]),
+        ([[7, 8, 3], [7, 8, 3]], [3.0, 0.0], []),
+    ],
+)
+def test_samples_may_lie_along_the_second_dimension(shapes, gradients, causes):
+    """As `nn.LSTM` takes them: seven steps of time, sixteen samples."""
+    found = gradient_causes(inputs([[7, 16, 3]], [1.0]), inputs(shapes, gradients), 0)
+    assert [cause.name for cause in found] == causes

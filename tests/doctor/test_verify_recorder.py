@@ -1,0 +1,131 @@
+"""What the recorder writes down of an attached model's steps."""
+
+import pytest
+import torch
+from torch import nn
+
+import allstep
+from allstep import Communicator
+from allstep.doctor.verify import Recorder, RunRecord, limit_of
+from allstep.doctor.verify.record import Failure, read_worker, write_worker
+from tests.doctor.records import train_once
+
+
+def test_a_record_survives_its_file(tmp_path):
+    record = train_once(nn.Linear(3, 2), torch.randn(4, 3))
+    record.failure = Failure("error", "text", True, 1.5)
+    write_worker(tmp_path / "a.json", record)
+    assert read_worker(tmp_path / "a.json") == record
+    assert len(record.steps) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_samples_are_told_apart_also_by_a_second_tensor():
+    model = nn.Bilinear(3, 3, 2)
+    x, y = torch.ones(4, 3), torch.ones(4, 3)
+    y[2] = 7
+    recorder = Recorder(0, 1, lambda: None)
+    recorder.attach(allstep.attach, model, Communicator.single_process())
+    optimizer = torch.optim.SGD(model.parameters())
+    with torch.no_grad():
+        model(x, y)  # no training: not recorded
+    model.eval()
+    model(x, y)
+    model.train()
+    model(x, input2=y).sum().backward()
+    optimizer.step()
+    recorder.close()
+    (step,) = recorder.record.steps
+    assert [step.samples.count(s) for s in step.samples] == [3, 3, 1, 3]
+
+
+def noncontiguous(kind: str) -> torch.Tensor:
+    x = torch.arange(12.0).view(3, 4)
+    return {
+        "transposed": x.t(),
+        "strided": x.repeat(1, 2)[:, ::2].t(),
+        "expanded": x[:, :1].t().expand(4, 3),
+        "flipped": x.flip(0).t(),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["transposed", "strided", "expanded", "flipped"])
+def test_samples_of_inputs_that_are_not_contiguous(kind):
+    x = noncontiguous(kind)
+    (step,) = train_once(nn.Linear(3, 2), x).steps
+    (same,) = train_once(nn.Linear(3, 2), x.contiguous()).steps
+    assert step.samples == same.samples
+    assert len(set(step.samples)) == len(x.unique(dim=0))
+
+
+def test_samples_of_conjugated_inputs():
+    x = torch.randn(3, 2, dtype=torch.complex64)
+    model = nn.Linear(2, 1, dtype=torch.complex64)
+    (step,) = train_once(nn.Sequential(model, Magnitude()), x.conj()).steps
+    (same,) = train_once(nn.Sequential(model, Magnitude()), x.conj().resolve_conj()).steps
+    assert step.samples == same.samples
+
+
+class Magnitude(nn.Module):
+    def forward(self, x):
+        return x.abs()
+
+
+def test_other_optimizers_are_not_steps():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    record = train_once(model, torch.ones(1, 2), torch.optim.SGD(other.parameters()))
+    assert record.steps == []
+
+
+def test_models_of_several_are_told_apart():
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    recorder = Recorder(0, 2, lambda: None)
+    for model in models:
+        recorder.attach(allstep.attach, model, Communicator.single_process())
+    for model in models:
+        model(torch.ones(3, 2)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    recorder.close()
+    names = [list(step.gradients) for step in recorder.record.steps]
+    assert names == [[f"model {i}: weight", f"model {i}: bias"] for i in range(2)]
+    assert len(recorder.record.initial_parameters) == 4
+
+
+def test_hooks_go_away():
+    model = nn.Linear(2, 2)
+    record = train_once(model, torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model.parameters()).step()
+    assert len(record.steps) == 1
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "epsilon"),
+    [
+        (torch.float32, False, 2.0**-23),
+        (torch.float64, False, 2.0**-52),
+        (torch.float32, True, 2.0**-7),
+    ],
+)
+def test_the_coarsest_format_says_what_is_rounding(dtype, autocast, epsilon):
+    model = nn.Linear(2, 2).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        record = train_once(model, torch.ones(1, 2, dtype=dtype))
+    run = RunRecord([record])
+    assert limit_of(run, run) == pytest.approx(epsilon**0.5)
+
+
+class AutocastInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+def test_autocast_inside_of_a_forward_is_seen():
+    run = RunRecord([train_once(AutocastInside(), torch.ones(1, 2))])
+    assert limit_of(run, run) == pytest.approx(2.0**-3.5)
