@@ -11,7 +11,7 @@ from allstep.data.idx import read_idx
 from allstep.data.loaders import loader
 from allstep.data.map_loader import MapLoader
 from allstep.data.sampler import GlobalBatchSampler
-from allstep.data.scattering import scatter
+from allstep.data.splitting import split
 from allstep.data.streams import StreamLoader
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = [
     "StreamLoader",
     "loader",
     "read_idx",
-    "scatter",
+    "split",
 ]
 
 _READERS = ("image_folder", "text_folder")

@@ -222,7 +222,10 @@ def make_policy(
         staleness: the `steps` of `Stale`; 0 for another policy.
         sync_every: that of `LocalSGD`; None for another policy.
         average_optimizer_state: that of `LocalSGD`, if that is chosen.
-        transport: the fields of `ExchangePolicy`.
+        transport: the options of `ExchangePolicy`.
+
+    Returns:
+        A `Synchronous`, `Stale` or `LocalSGD` policy.
 
     Raises:
         UsageError: if both `staleness` and `sync_every` are given, or one is out of range.

@@ -16,7 +16,7 @@ from tests.helpers.ranks import run_ranks
 
 def parts_of(size: int, dataset: Any, **arguments: Any) -> list[list[Any]]:
     def part(comm: Communicator) -> list[Any]:
-        own = allstep.data.scatter(dataset, comm, **arguments)
+        own = allstep.data.split(dataset, comm, **arguments)
         return [own[i] for i in range(len(own))]
 
     return run_ranks(size, part)
@@ -46,7 +46,7 @@ def test_from_one_worker(root: int) -> None:
         dataset = None
         if comm.rank == root:
             dataset = [(torch.full((i % 3,), i), np.float32(i), {"name": f"{i}"}) for i in range(7)]
-        own = allstep.data.scatter(dataset, comm, root=root)
+        own = allstep.data.split(dataset, comm, root=root)
         return [own[i] for i in range(len(own))]
 
     parts = run_ranks(3, part)
@@ -59,7 +59,7 @@ def test_from_one_worker(root: int) -> None:
 def test_tensors_from_one_worker_stay_tensors() -> None:
     def part(comm: Communicator) -> Any:
         dataset = TensorDataset(torch.arange(5), torch.ones(5, 2)) if comm.rank == 0 else None
-        return allstep.data.scatter(dataset, comm, root=0, shuffle=True)
+        return allstep.data.split(dataset, comm, root=0, shuffle=True)
 
     parts = run_ranks(2, part)
     assert all(type(own) is TensorDataset for own in parts)
@@ -84,7 +84,7 @@ def test_messages(dataset: Any, arguments: dict[str, Any], message: str) -> None
 def test_the_roots_mistake_ends_every_worker(dataset: Any) -> None:
     def part(comm: Communicator) -> str:
         with pytest.raises(UsageError, match="`dataset`") as caught:
-            allstep.data.scatter(dataset if comm.rank == 0 else None, comm, root=0)
+            allstep.data.split(dataset if comm.rank == 0 else None, comm, root=0)
         return str(caught.value)
 
     assert len(run_ranks(2, part)) == 2

@@ -12,10 +12,10 @@ from allstep.comm import Communicator
 from allstep.data.random import derive_permutation
 from allstep.errors import UsageError
 
-__all__ = ["scatter"]
+__all__ = ["split"]
 
 
-def scatter(
+def split(
     dataset: Dataset[Any] | None,
     comm: Communicator,
     *,
@@ -41,7 +41,7 @@ def scatter(
     Raises:
         UsageError: if the data set is empty or has no length, or `root` is no rank.
 
-    >>> len(scatter(range(10), Communicator.single_process()))
+    >>> len(split(range(10), Communicator.single_process()))
     10
     """
     if root is None:
