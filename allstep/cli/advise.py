@@ -40,8 +40,8 @@ def run(arguments: list[str]) -> int:
         return _measure(known, subject)
     cluster, counts = read_machines(known)
     stragglers = Stragglers(spread=known.stragglers / 100)
-    noise_scale = _noise_scale(known)
-    job = subject.job(cluster)
+    noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
+    job = _with_length(subject.job(cluster), total_samples)
     predictions = predict(job, cluster, POLICIES, counts, stragglers)
     advice = _advise(known, job, cluster, predictions, noise_scale)
     if name is None and known.step_ms is None:
@@ -62,18 +62,23 @@ def _measure(known: Namespace, subject: Subject) -> int:
 
     check_flags(known)
     counts = worker_counts(known)
-    noise_scale = _noise_scale(known)
+    noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
 
     def finish(answers: Sequence["Answer"]) -> None:
         last = answers[-1]
-        predictions = [p for found in answers for p in found.predictions]
+        job = _with_length(last.job, total_samples)
+        predictions = [
+            replace(p, total_samples=job.total_samples)
+            for found in answers
+            for p in found.predictions
+        ]
         measured_s = {
             (p.policy.name, p.num_workers): found.measured_s[p.policy.name]
             for found in answers
             for p in found.predictions
         }
         cluster = last.measurements.cluster()
-        _show(known, _advise(known, last.job, cluster, predictions, noise_scale, measured_s))
+        _show(known, _advise(known, job, cluster, predictions, noise_scale, measured_s))
 
     return measure_here(subject.question, counts, finish)
 
@@ -103,10 +108,14 @@ def _advise(
     )
 
 
-def _noise_scale(known: Namespace) -> int | None:
-    if known.noise_scale is None:
-        return None
-    return parse_count("noise_scale", known.noise_scale)
+def _with_length(job: TrainingSpec, total_samples: int | None) -> TrainingSpec:
+    """The training with the length that a flag gives it, if one does."""
+    return job if total_samples is None else replace(job, total_samples=total_samples)
+
+
+def _count(known: Namespace, name: str) -> int | None:
+    text = getattr(known, name)
+    return None if text is None else parse_count(name, text)
 
 
 def _show(known: Namespace, advice: Advice) -> None:

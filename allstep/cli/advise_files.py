@@ -75,7 +75,7 @@ def _write_json(path: Path, advice: Advice) -> None:
 
 def plain_advice(advice: Advice) -> dict[str, Any]:
     """All numbers as plain data; `null` for what isn't known or wasn't asked for."""
-    choice, micro = advice.recommendation.choice, advice.job.micro
+    found, micro = advice.recommendation, advice.job.micro
     return {
         "params": micro.num_params,
         "micro_batch": micro.num_samples,
@@ -84,14 +84,22 @@ def plain_advice(advice: Advice) -> dict[str, Any]:
         "optimizer_s": micro.optimizer_s,
         "compute_s": micro.compute_s,
         "global_batch": advice.job.global_batch,
+        "total_samples": advice.job.total_samples,
         "noise_scale": None if advice.target is None else advice.target.critical_batch,
         "cluster": asdict(advice.cluster),
         "accuracy_task": advice.accuracy.task,
         "predictions": [_plain_prediction(advice, p) for p in advice.predictions],
-        "recommended": None if choice is None else _plain_prediction(advice, choice),
-        "in_code": None if choice is None else choice.policy.in_code,
-        "advice": advice.recommendation.sentence,
+        "recommended": _plain_or_none(advice, found.choice),
+        "in_code": None if found.choice is None else found.choice.policy.in_code,
+        "advice": found.sentence,
+        "lossy": _plain_or_none(advice, found.lossy),
+        "lossy_in_code": None if found.lossy is None else found.lossy.policy.in_code,
+        "lossy_advice": found.lossy_sentence,
     }
+
+
+def _plain_or_none(advice: Advice, prediction: Prediction | None) -> dict[str, Any] | None:
+    return None if prediction is None else _plain_prediction(advice, prediction)
 
 
 def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:

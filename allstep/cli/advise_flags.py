@@ -56,6 +56,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="samples of a step whatever the workers (default: one micro-batch a worker)",
     )
     job.add_argument(
+        "--total-samples",
+        metavar="N",
+        help="samples of the whole training, such as 115M (epochs times the training set): says"
+        " how long it takes, and whether that is worth starting several workers",
+    )
+    job.add_argument(
         "--timeout-s",
         metavar="S",
         type=float,
@@ -74,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="X",
         type=float,
         default=0.5,
-        help="points of accuracy that a policy may cost (default: 0.5)",
+        help="points of accuracy that a lossy policy may cost to be proposed (default: 0.5)",
     )
     cluster = parser.add_argument_group("the machines")
     cluster.add_argument(

@@ -89,9 +89,15 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
         *lanes, key = timeline(choice.report.timeline, console.width)
         console.print("\n".join(["", *lanes]), markup=False, soft_wrap=True)
         console.print(key, style="dim")
-    console.print(f"\n[bold]advice:[/] {escape(advice.recommendation.sentence)}")
-    if choice is not None:
-        console.print(f"[bold]in code:[/] {choice.policy.in_code}", soft_wrap=True)
+    found = advice.recommendation
+    for name, sentence, prediction in (
+        ("advice", found.sentence, found.choice),
+        ("lossy", found.lossy_sentence, found.lossy),
+    ):
+        if sentence:
+            console.print(f"\n[bold]{name}:[/] {escape(sentence)}")
+        if prediction is not None:
+            console.print(f"[bold]in code:[/] {prediction.policy.in_code}", soft_wrap=True)
 
 
 def _assumptions(advice: Advice) -> str:

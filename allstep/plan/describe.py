@@ -48,6 +48,7 @@ def plain_data(prediction: Prediction) -> dict[str, Any]:
         "single_worker_samples_per_s": prediction.single_worker_samples_per_s,
         "speed_up": prediction.speed_up,
         "efficiency": prediction.efficiency,
+        "training_s": prediction.training_s,
         **asdict(report.traffic),
     }
 

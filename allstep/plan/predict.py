@@ -31,8 +31,9 @@ class Prediction:
         global_batch: samples of a step.
         num_micro_batches: of a step, over all workers.
         report: of a step.
-        single_worker_batch: samples of a step of one worker alone.
+        single_worker_batch: samples of a step of one worker.
         single_worker_samples_per_s: what it reaches.
+        total_samples: samples of the whole training; None if its length isn't known.
     """
 
     policy: PolicySpec
@@ -42,6 +43,7 @@ class Prediction:
     report: StepReport
     single_worker_batch: int
     single_worker_samples_per_s: float
+    total_samples: int | None = None
 
     @property
     def samples_per_s(self) -> float:
@@ -52,6 +54,18 @@ class Prediction:
     def speed_up(self) -> float:
         """Samples per second over those of one worker."""
         return self.samples_per_s / self.single_worker_samples_per_s
+
+    @property
+    def training_s(self) -> float | None:
+        """Seconds of the whole training; None if its length isn't known."""
+        return None if self.total_samples is None else self.total_samples / self.samples_per_s
+
+    @property
+    def single_worker_training_s(self) -> float | None:
+        """Seconds of the whole training on one worker; None if its length isn't known."""
+        if self.total_samples is None:
+            return None
+        return self.total_samples / self.single_worker_samples_per_s
 
     @property
     def idle_share(self) -> float:
@@ -124,6 +138,7 @@ def predict_one(
         report=simulate(workload, part, best, stragglers),
         single_worker_batch=job.batch(1),
         single_worker_samples_per_s=job.batch(1) / job.workload(1).compute_s,
+        total_samples=job.total_samples,
     )
 
 

@@ -1,11 +1,16 @@
-"""Which policy, how many workers, and why; or «don't».
+"""Which policy, on how many workers, and why; or that one worker is better.
 
-[Note: recommendation] A policy may be recommended if it costs nothing in accuracy, or at most the
-points that the user can spare as measured, or if it has not been measured but still takes the mean
-of everyone's gradients at every step; the sentence then says so. Averaging parameters now and then
-changes the training too much for that, and the more the more workers do: it may be recommended for
-as many workers as it was measured on. Of policies within 2 % of the fastest, the simplest wins.
-Workers are added as long as each of them brings a quarter of what the first one does.
+[Note: recommendation] What is recommended costs no accuracy: nothing is lost in compression, and
+every update uses the mean of all gradients of its own step. Of such policies within 2 % of the
+fastest, the simplest is chosen. Workers are added as long as each of them brings a quarter of what
+the first one does. If the length of the training is known, several workers must save more time
+than it takes to start them.
+
+What a lossy policy would bring beyond that is said separately, with what it costs. It is proposed
+if it is at least 10 % faster than the recommendation, and if it lost at most as many points of
+accuracy as the user can spare. A policy without a measurement is proposed, too, and said to be
+unmeasured, unless it is local SGD: that changes the training more, the more workers there are, so
+that it is proposed only for as many workers as it was measured on.
 """
 
 from collections.abc import Sequence
@@ -14,30 +19,39 @@ from dataclasses import dataclass
 from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.bottlenecks import growing_bottleneck, largest_bottleneck
 from allstep.plan.cluster import check_not_negative
-from allstep.plan.policies import PolicySpec
+from allstep.plan.describe import seconds_text
 from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 
-__all__ = ["Recommendation", "recommend", "simplest_fast"]
+__all__ = ["STARTUP_S", "Recommendation", "recommend", "simplest_fast"]
 
-# Differences below this share are less than predictions are good for.
+# Seconds until several workers have imported torch, found each other and begun to train.
+STARTUP_S = 10.0
+# Differences below this share are smaller than the errors of predictions.
 _AS_FAST = 0.02
+# A lossy policy that gains less than this is not worth a word.
+_WORTH_A_LOSS = 0.10
 # Up to here ImageNet kept its accuracy with plain SGD (Goyal et al., 2017).
 _LARGE_BATCH = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What to do.
+    """What to do, and what else could be done at a cost in accuracy.
 
     Attributes:
-        choice: the recommended cell of the table; None means «don't scale».
+        choice: the recommended prediction, which costs no accuracy; None for one worker.
         sentence: what to do and why.
-        best: of each number of workers beyond one, what may be recommended for it.
+        lossy: a faster prediction that may cost accuracy; None if there is none.
+        lossy_sentence: what `lossy` would bring and cost, and what would be faster still; "" if
+            nothing would be faster.
+        best: for each number of workers above one, the best that costs no accuracy.
     """
 
     choice: Prediction | None
     sentence: str
+    lossy: Prediction | None = None
+    lossy_sentence: str = ""
     best: Sequence[Prediction] = ()
 
 
@@ -47,61 +61,92 @@ def recommend(
     *,
     max_points_lost: float = 0.5,
     target: Target | None = None,
+    startup_s: float = STARTUP_S,
 ) -> Recommendation:
     """Chooses among predictions. See [Note: recommendation].
 
     Args:
         predictions: of policies, the simplest first, for several numbers of workers.
         accuracy: what the policies cost.
-        max_points_lost: points of accuracy that may be lost.
-        target: with it, what counts is time to the target and not samples per second.
+        max_points_lost: points of accuracy that a lossy policy may cost.
+        target: with it, time to the target counts, and not samples per second.
+        startup_s: seconds to start several workers; counts if the predictions know the length
+            of the training.
 
     Raises:
-        UsageError: if `max_points_lost` is negative.
+        UsageError: if `max_points_lost` or `startup_s` is negative.
     """
-    check_not_negative("max_points_lost", max_points_lost, "0 takes what costs nothing")
+    check_not_negative("max_points_lost", max_points_lost, "0 allows only what costs nothing")
+    check_not_negative("startup_s", startup_s, "10 is usual")
     several = [p for p in predictions if p.num_workers > 1]
     if not several:
         return Recommendation(choice=None, sentence="one worker has nobody to talk to.")
-    allowed = [p for p in several if _is_allowed(p, accuracy, max_points_lost)]
-    counts = sorted({p.num_workers for p in allowed})
-    best = [simplest_fast([p for p in allowed if p.num_workers == count]) for count in counts]
-    num_workers = worth_adding([(1, 1.0), *((p.num_workers, _gain(p, target)) for p in best)])
-    choice = next((p for p in best if p.num_workers == num_workers), None)
-    others = [p for p in several if p not in allowed]
+    best = _best_by_workers([p for p in several if is_lossless(p.policy)])
+    choice = _largest_worth_adding(best, target)
     if choice is None:
-        sentences = [_dont(best, target), _temptation(others, best, 1.0, accuracy, target)]
+        sentences = [_no_gain(best, target)]
+    elif not _saves_startup(choice, target, startup_s):
+        sentences = [_too_short(choice, target, startup_s)]
+        choice = None
     else:
         sentences = [
             _do(choice, target),
+            _duration(choice, target),
             _batch_note(choice, target),
-            _instead_of(choice, _simplest(predictions, num_workers)),
-            _accuracy_note(choice.policy, accuracy),
+            _instead_of(choice, _simplest(predictions, choice.num_workers)),
             _limit(choice, best, target),
-            _temptation(others, best, _gain(choice, target), accuracy, target),
         ]
+    reached = 1.0 if choice is None else _gain(choice, target)
+    faster = [
+        p
+        for p in several
+        if not is_lossless(p.policy)
+        and _gain(p, target) >= (1 + _WORTH_A_LOSS) * reached
+        and _saves_startup(p, target, startup_s)
+    ]
+    allowed = [p for p in faster if _is_allowed(p, accuracy, max_points_lost)]
+    lossy = _largest_worth_adding(_best_by_workers(allowed), target)
+    lossy_sentences = [
+        "" if lossy is None else _bring_and_cost(lossy, choice, accuracy, target),
+        _temptation([p for p in faster if p not in allowed], best, lossy, accuracy, target),
+    ]
     return Recommendation(
-        choice=choice, sentence=" ".join(filter(None, sentences)), best=tuple(best)
+        choice=choice,
+        sentence=" ".join(filter(None, sentences)),
+        lossy=lossy,
+        lossy_sentence=" ".join(filter(None, lossy_sentences)),
+        best=tuple(best),
     )
-
-
-def _is_allowed(prediction: Prediction, accuracy: AccuracyTable, max_points_lost: float) -> bool:
-    policy = prediction.policy
-    cost = accuracy.cost(policy)
-    if cost is None:
-        return policy.sync_every == 1
-    return cost.mean <= max_points_lost and not _is_beyond(prediction, accuracy)
-
-
-def _is_beyond(prediction: Prediction, accuracy: AccuracyTable) -> bool:
-    """Whether more workers train alone for some steps than when that was measured."""
-    return prediction.policy.sync_every > 1 and prediction.num_workers > accuracy.num_workers
 
 
 def simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
     """The first of those that are as good as the fastest."""
     fastest_s = min(p.report.step_s for p in predictions)
     return next(p for p in predictions if p.report.step_s <= (1 + _AS_FAST) * fastest_s)
+
+
+def _best_by_workers(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """For each number of workers the simplest of the fastest."""
+    counts = sorted({p.num_workers for p in predictions})
+    return [simplest_fast([p for p in predictions if p.num_workers == count]) for count in counts]
+
+
+def _largest_worth_adding(best: Sequence[Prediction], target: Target | None) -> Prediction | None:
+    """The most workers of which each brings enough; None for one worker."""
+    num_workers = worth_adding([(1, 1.0), *((p.num_workers, _gain(p, target)) for p in best)])
+    return next((p for p in best if p.num_workers == num_workers), None)
+
+
+def _is_allowed(prediction: Prediction, accuracy: AccuracyTable, max_points_lost: float) -> bool:
+    cost = accuracy.cost(prediction.policy)
+    if cost is None:
+        return max_points_lost > 0 and prediction.policy.sync_every == 1
+    return cost.mean <= max_points_lost and not _is_beyond(prediction, accuracy)
+
+
+def _is_beyond(prediction: Prediction, accuracy: AccuracyTable) -> bool:
+    """Whether it is local SGD on more workers than in the measurement."""
+    return prediction.policy.sync_every > 1 and prediction.num_workers > accuracy.num_workers
 
 
 def _simplest(predictions: Sequence[Prediction], num_workers: int) -> Prediction:
@@ -111,6 +156,18 @@ def _simplest(predictions: Sequence[Prediction], num_workers: int) -> Prediction
 def _gain(prediction: Prediction, target: Target | None) -> float:
     """How many times as fast as one worker."""
     return prediction.speed_up if target is None else target.speed_up(prediction)
+
+
+def _training_s(prediction: Prediction, target: Target | None) -> float | None:
+    """Seconds of the whole training, the samples to the target counted; None if not known."""
+    one_s = prediction.single_worker_training_s
+    return None if one_s is None else one_s / _gain(prediction, target)
+
+
+def _saves_startup(prediction: Prediction, target: Target | None, startup_s: float) -> bool:
+    """Whether the whole training is shorter by more than the start of several workers takes."""
+    one_s, several_s = prediction.single_worker_training_s, _training_s(prediction, target)
+    return one_s is None or several_s is None or one_s - several_s > startup_s
 
 
 def _do(choice: Prediction, target: Target | None) -> str:
@@ -125,7 +182,17 @@ def _do(choice: Prediction, target: Target | None) -> str:
             f"{target.speed_up(choice):,.1f}x one worker on the way to the target,"
             f" {choice.speed_up:,.1f}x in samples per second"
         )
-    return f"{workers}: {gain}{batch}."
+    return f"{workers}: {gain}{batch}. The exchange costs no accuracy."
+
+
+def _duration(choice: Prediction, target: Target | None) -> str:
+    one_s, several_s = choice.single_worker_training_s, _training_s(choice, target)
+    if one_s is None or several_s is None:
+        return ""
+    return (
+        f"The whole training takes {seconds_text(several_s)} instead of {seconds_text(one_s)} on"
+        " one worker."
+    )
 
 
 def _batch_note(choice: Prediction, target: Target | None) -> str:
@@ -140,10 +207,7 @@ def _batch_note(choice: Prediction, target: Target | None) -> str:
 
 def _instead_of(choice: Prediction, simplest: Prediction) -> str:
     if choice.policy.name == simplest.policy.name:
-        return (
-            f"Nothing that may be recommended is more than {_AS_FAST:.0%} faster, so keep it"
-            " simple."
-        )
+        return f"No lossless policy is more than {_AS_FAST:.0%} faster, so keep it simple."
     share, gain = simplest.report.exchange_share, simplest.report.step_s / choice.report.step_s
     return (
         f"With {simplest.policy.name} the exchange takes {share:.0%} of a step; this is"
@@ -151,50 +215,72 @@ def _instead_of(choice: Prediction, simplest: Prediction) -> str:
     )
 
 
-def _accuracy_note(policy: PolicySpec, accuracy: AccuracyTable) -> str:
-    if is_lossless(policy):
-        return ""
-    cost = accuracy.cost(policy)
-    if cost is None:
-        return "What it costs in accuracy is not measured: compare a short run with fp32."
-    return f"It cost {cost} points of accuracy on {accuracy.task}."
-
-
 def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None) -> str:
     """Why more workers don't pay: what grows most on the way to the next number of them."""
     following = next((p for p in best if p.num_workers > choice.num_workers), None)
     if following is None:
         return ""
-    loss = growing_bottleneck(choice, following, target)
+    bottleneck = growing_bottleneck(choice, following, target)
     return (
         f"More workers don't pay: {following.num_workers:,} would be"
         f" {_gain(following, target):,.1f}x one worker with {following.policy.name}, as"
-        f" {loss.reason}."
+        f" {bottleneck.reason}."
     )
 
 
-def _dont(best: Sequence[Prediction], target: Target | None) -> str:
+def _no_gain(best: Sequence[Prediction], target: Target | None) -> str:
     if not best:
-        return "don't: none of these may be recommended."
+        return "stay on one worker: all of these policies may cost accuracy."
     fastest = max(best, key=lambda p: _gain(p, target))
-    loss = largest_bottleneck(fastest, target)
+    bottleneck = largest_bottleneck(fastest, target)
     way = "" if target is None else " on the way to the target"
     return (
-        f"don't: {fastest.num_workers:,} workers with {fastest.policy.name}, the best that may be"
-        f" recommended, come to {_gain(fastest, target):,.2f}x the speed of one{way}:"
-        f" {loss.reason}. What would help: {loss.cure}."
+        f"stay on one worker: {fastest.num_workers:,} workers with {fastest.policy.name}, the best"
+        f" that costs no accuracy, come to {_gain(fastest, target):,.2f}x the speed of one{way}:"
+        f" {bottleneck.reason}. What would help: {bottleneck.cure}."
+    )
+
+
+def _too_short(choice: Prediction, target: Target | None, startup_s: float) -> str:
+    one_s, several_s = choice.single_worker_training_s, _training_s(choice, target)
+    assert one_s is not None
+    assert several_s is not None
+    return (
+        f"stay on one worker: it takes {seconds_text(one_s)} for the whole training."
+        f" {choice.num_workers:,} workers with {choice.policy.name} would save"
+        f" {seconds_text(one_s - several_s)}, but take about {seconds_text(startup_s)} to start."
+    )
+
+
+def _bring_and_cost(
+    lossy: Prediction, choice: Prediction | None, accuracy: AccuracyTable, target: Target | None
+) -> str:
+    """A lossy policy against the recommendation."""
+    gain = _gain(lossy, target)
+    against = "" if choice is None else f", {gain / _gain(choice, target):.2f}x the above"
+    duration = _training_s(lossy, target)
+    whole = "" if duration is None else f", {seconds_text(duration)} for the whole training"
+    cost = accuracy.cost(lossy.policy)
+    if cost is None:
+        price = "What it costs in accuracy is not measured: compare a short run with fp32."
+    else:
+        price = f"It lost {cost} points of accuracy on {accuracy.task}."
+    return (
+        f"{lossy.num_workers:,} workers with {lossy.policy.name} would be {gain:,.1f}x one"
+        f" worker{against}{whole}. {price}"
     )
 
 
 def _temptation(
     others: Sequence[Prediction],
     best: Sequence[Prediction],
-    reached: float,
+    lossy: Prediction | None,
     accuracy: AccuracyTable,
     target: Target | None,
 ) -> str:
-    """What else would pay if accuracy didn't matter."""
+    """What else would be faster if accuracy didn't matter."""
     gains = {p.num_workers: _gain(p, target) for p in best}
+    reached = 1.0 if lossy is None else _gain(lossy, target)
     tempting = [
         p
         for p in others

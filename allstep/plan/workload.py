@@ -171,15 +171,18 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
-    """A model, its micro-batch, and the global batch if that is fixed.
+    """A model, its micro-batch, the global batch if that is fixed, and the length if it is known.
 
     Args:
         micro: a worker's step of one micro-batch of `micro.num_samples`.
         global_batch: samples of a step whatever the workers; None for one micro-batch a worker,
             so that the batch grows with the workers.
+        total_samples: samples of the whole training, which is epochs times samples of the
+            training set; None if its length isn't known.
 
     Raises:
-        UsageError: if the global batch is no multiple of the micro-batch.
+        UsageError: if the global batch is no multiple of the micro-batch, or the length is not
+            positive.
 
     >>> micro = Workload(num_params=10, forward_s=1.0, backward_s=2.0, num_samples=32)
     >>> TrainingSpec(micro=micro).batch(4), TrainingSpec(micro=micro, global_batch=256).batch(4)
@@ -190,8 +193,11 @@ class TrainingSpec:
 
     micro: Workload
     global_batch: int | None = None
+    total_samples: int | None = None
 
     def __post_init__(self) -> None:
+        if self.total_samples is not None and self.total_samples < 1:
+            raise UsageError(f"`total_samples` (={self.total_samples}) must be at least 1.")
         batch, micro_batch = self.global_batch, self.micro.num_samples
         if batch is not None and (batch < 1 or batch % micro_batch):
             raise UsageError(

@@ -34,8 +34,10 @@ def test_all_numbers_are_written():
     assert cell["sent_bytes"] == pytest.approx(2 * 7 / 8 * 100e6, rel=1e-3)
     assert cell["step_s"] > cell["compute_s"] == pytest.approx(0.11)
     assert cell["speed_up"] == pytest.approx(8 * cell["efficiency"])
-    assert found["recommended"]["policy"] == "fp16 + staleness 1"
-    assert found["advice"].startswith("32 workers")
+    assert found["recommended"]["policy"] == "fp32"
+    assert found["advice"].startswith("32 workers with fp32: ")
+    assert found["lossy"]["policy"] == "fp16 + staleness 1"
+    assert found["lossy_advice"].startswith("32 workers with fp16 + staleness 1 would be ")
 
 
 def test_what_makes_the_table_is_written():
@@ -61,9 +63,9 @@ def test_what_makes_the_table_is_written():
 def test_what_is_not_known_is_null(monkeypatch):
     monkeypatch.setattr(advise, "measured_accuracy", lambda: AccuracyTable(None, 0, {}))
     found = numbers(*BARE)
-    assert (found["noise_scale"], found["accuracy_task"]) == (None, None)
+    assert (found["noise_scale"], found["accuracy_task"], found["total_samples"]) == (None,) * 3
     cell = next(p for p in found["predictions"] if p["policy"] == "fp16")
-    for name in ("points_lost", "measured_s", "relative_time_to_target"):
+    for name in ("points_lost", "measured_s", "training_s", "relative_time_to_target"):
         assert cell[name] is None
 
 
