@@ -10,6 +10,7 @@ import tomllib
 from importlib.metadata import metadata, version
 from pathlib import Path
 
+import grimp
 import pytest
 from packaging.requirements import Requirement
 
@@ -108,6 +109,23 @@ def test_type_checkers_see_the_same_door() -> None:
             assert getattr(allstep, name) is importlib.import_module(f"allstep.{original}")
         else:
             assert getattr(allstep, name) is getattr(importlib.import_module(module), original)
+
+
+def modules_in_circles(graph: grimp.ImportGraph) -> set[str]:
+    """What is left when modules whose imports are all gone are taken away, again and again."""
+    left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while done := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in done:
+            del left[module]
+    return set(left)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even for type checkers."""
+    graph = grimp.build_graph("allstep", exclude_type_checking_imports=False, cache_dir=None)
+    assert modules_in_circles(graph) == set()
+    graph.add_import(importer="allstep.errors", imported="allstep.comm.communicator")
+    assert {"allstep.errors", "allstep.comm.communicator"} <= modules_in_circles(graph)
 
 
 def test_layers_hold() -> None:
