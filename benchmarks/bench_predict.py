@@ -41,7 +41,7 @@ from predict_worker import LINKS, Network
 from rich.console import Console
 from rich.table import Table
 
-from allstep.doctor.measurements import measurements_of
+from allstep.doctor import measurements_of
 from allstep.plan import PolicySpec, TrainingSpec, predict, read_workload
 from allstep.plan.recommend import simplest_fast
 

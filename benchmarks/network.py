@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from allstep.doctor import shaped_hosts
-from allstep.doctor.shaped_hosts import UnavailableError
+from allstep import doctor
+from allstep.doctor import UnavailableError
 
 __all__ = ["KEPT_MEMORY", "ShapedHosts", "UnavailableError", "run_on_one_host"]
 
@@ -22,7 +22,7 @@ _POLL_S = 0.05
 _ONE_CORE: Variables = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}  # for each rank
 
 
-class ShapedHosts(shaped_hosts.ShapedHosts):
+class ShapedHosts(doctor.ShapedHosts):
     """Hosts with slow links that run a command and wait for it."""
 
     def run(

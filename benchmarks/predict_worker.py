@@ -23,7 +23,7 @@ from torch import nn
 import allstep
 from allstep.comm import Communicator
 from allstep.comm.algorithms import default_algorithm
-from allstep.doctor.measure import measure
+from allstep.doctor import measure
 from allstep.doctor.trial import (
     RunSteps,
     Training,

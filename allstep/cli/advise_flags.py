@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from allstep.cli.quantities import parse_bandwidth, parse_counts
-from allstep.doctor.measurements import read_measurements
+from allstep.doctor import read_measurements
 from allstep.errors import UsageError
 from allstep.plan import (
     Cluster,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from allstep import data
 from allstep.cli.run_folder import data_parallel, find_recipe
 from allstep.comm import Communicator
-from allstep.doctor.trial import Training, measure_workload
+from allstep.doctor import Training, measure_workload
 from allstep.plan import Workload
 from allstep.recipes import AnyRecipe, Recipe
 from allstep.train.devices import map_tensors

@@ -10,7 +10,7 @@ from rich.console import Console
 from allstep.cli.launch import launch_workers
 from allstep.cli.profile_worker import result_path, worker_command
 from allstep.cli.script_worker import last_lines
-from allstep.doctor.profile import NUM_UPDATES, ScriptProfile, read_profile
+from allstep.doctor import NUM_UPDATES, ScriptProfile, read_profile
 from allstep.errors import UsageError
 
 __all__ = ["profile"]

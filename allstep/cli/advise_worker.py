@@ -11,9 +11,15 @@ from typing import Any
 from allstep.cli.run_folder import data_parallel, recipe_from_plain
 from allstep.cli.workers import run_here
 from allstep.comm import Communicator
-from allstep.doctor.measure import measure
-from allstep.doctor.measurements import Measurements, read_measurements
-from allstep.doctor.trial import Training, measure_policy, measure_workload, sleeping_training
+from allstep.doctor import (
+    Measurements,
+    Training,
+    measure,
+    measure_policy,
+    measure_workload,
+    read_measurements,
+    sleeping_training,
+)
 from allstep.plan import POLICIES, Prediction, TrainingSpec, Workload, predict, read_workload
 
 __all__ = [

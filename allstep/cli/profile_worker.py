@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from allstep.cli.script_worker import run_in_folder
-from allstep.doctor.profile import profile_script
+from allstep.doctor import profile_script
 from allstep.env import forget_launch
 
 __all__ = ["result_path", "run", "worker_command"]

@@ -7,7 +7,7 @@ import torch
 from allstep.cli.rows import print_rows
 from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
-from allstep.doctor.gemm import measure_gemm_flops
+from allstep.doctor import measure_gemm_flops
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
 from allstep.train import RunReport

@@ -11,7 +11,7 @@ from rich.console import Console
 from allstep.cli.quantities import parse_counts
 from allstep.cli.verify_output import Verdict, show, show_json
 from allstep.cli.verify_runs import Runs
-from allstep.doctor.verify import Factor, RunRecord, diagnose, nonfinite_step
+from allstep.doctor import Factor, RunRecord, diagnose, nonfinite_step
 from allstep.errors import UsageError
 
 __all__ = ["run"]

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from allstep.doctor.verify import (
+from allstep.doctor import (
     Diagnosis,
     Divergence,
     RunRecord,

@@ -9,14 +9,7 @@ from rich.console import Console
 
 from allstep.cli.script_worker import last_lines
 from allstep.cli.verify_worker import write_task
-from allstep.doctor.verify import (
-    Factor,
-    Failure,
-    RecordRequest,
-    RunRecord,
-    read_worker,
-    record_path,
-)
+from allstep.doctor import Factor, Failure, RecordRequest, RunRecord, read_worker, record_path
 from allstep.errors import UsageError
 
 __all__ = ["Runs"]

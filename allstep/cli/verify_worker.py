@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from allstep.cli.script_worker import run_in_folder
-from allstep.doctor.verify import RecordRequest, record_script
+from allstep.doctor import RecordRequest, record_script
 
 __all__ = ["run", "write_task"]
 

@@ -1,4 +1,4 @@
-"""What exchanging a bucket takes here, from encoding to decoding, alone and beside compute.
+"""What exchanging a bucket takes here, from encoding to decoding, by itself and beside compute.
 
 [Note: timed collectives] Whole exchanges of buckets are timed, as an attached model makes them, on
 all workers at once: what they cost is what formats, sums, the network's software and workers that
@@ -8,11 +8,12 @@ several times: a shared machine is slower for seconds, which so changes one of m
 of them, and not all of them for one. Each has connections of its own, as a training has: TCP keeps
 what larger buckets have made of a connection, and small ones then come late (seen with eight hosts
 and 1 MiB: 38 ms, not 10). What the backend does with several buckets at once it is given two at a
-time, and half of a pair's time is a bucket's: alone, a small one may take longer.
+time, and half of a pair's time is a bucket's: by itself, a small one may take longer.
 """
 
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter, sleep
 
 import torch
@@ -20,22 +21,18 @@ import torch
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Native, SharedMemory, make_algorithm
 from allstep.doctor.contention import measure_contention
-from allstep.doctor.timing import agreed_repeats, mean_s, synchronize
+from allstep.doctor.timing import USUAL_EFFORT, Effort, agreed_repeats, mean_s, synchronize
 from allstep.exchange.flight import BucketPlan, Flight
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wires import make_wire
 from allstep.plan import MeasuredCollective
 
-__all__ = ["BucketExchange", "measure_burst_s", "measure_collectives"]
+__all__ = ["BucketExchange", "head_start_s", "measure_burst_s", "measure_collectives"]
 
-_SIZES_BYTES = tuple(1 << exponent for exponent in (12, 16, 18, 20, 21, 22, 23, 25))
 _USUAL_BYTES = 8 << 20
 _CACHED_BYTES, _MOST_BUCKETS = 64 << 20, 8
 _ENOUGH_S = 0.25  # a slow network is known before the largest size
-_BATCH_S = 0.06
-_PAUSE_S = 0.03
 _NUM_PAUSES = 14
 _MOST_RANKS_APART = 16  # among more, connections of each size would be too many to hold open
 
@@ -53,6 +50,7 @@ class BucketExchange:
 
     Attributes:
         num_elements: of a bucket.
+        flats: the buckets' memory.
         num_at_once: exchanges of a run. The backend's own sums are handed to it as buckets become
             ready, and on CPUs it works on several at once.
     """
@@ -67,7 +65,8 @@ class BucketExchange:
         plan = BucketPlan((self._layout,) * num_buckets, transport.comm.size)
         algorithm = transport.algorithm if wire == "fp32" else None
         self._flight = Flight.new(plan, algorithm)  # keeps the memory
-        self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self._flight.flats]
+        self.flats = self._flight.flats
+        self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self.flats]
         is_cpu = device.type == "cpu"
         self._native = algorithm if is_cpu and isinstance(algorithm, Native) else None
         self.num_at_once = 1 if self._native is None else 2
@@ -89,24 +88,20 @@ class BucketExchange:
 def measure_collectives(
     comm: Communicator,
     kinds: Sequence[tuple[str, str]],
-    *,
-    sizes_bytes: Sequence[int] | None = None,
-    num_rounds: int = 5,
+    effort: Effort = USUAL_EFFORT,
 ) -> tuple[MeasuredCollective, ...]:
     """Times exchanges of buckets of growing sizes. See [Note: timed collectives]. Collective.
 
     Args:
         comm: at least two workers.
         kinds: names of a wire format and an algorithm each.
-        sizes_bytes: of the buckets in float32, growing; None for 4 KiB to 32 MiB.
-        num_rounds: how often each is timed.
+        effort: sizes and rounds.
 
     Returns:
         The workers' mean of their medians in seconds, the same on all.
     """
-    sizes = sizes_bytes or _SIZES_BYTES
-    timings = [_Timing(comm, wire, algorithm, sizes) for wire, algorithm in kinds]
-    for _ in range(num_rounds):
+    timings = [_Timing(comm, wire, algorithm, effort) for wire, algorithm in kinds]
+    for _ in range(effort.num_rounds):
         for timing in timings:
             timing.add_round()
     return tuple(timing.finish() for timing in timings)
@@ -115,22 +110,20 @@ def measure_collectives(
 class _Timing:
     """The exchanges of one kind, a few at a time."""
 
-    def __init__(
-        self, comm: Communicator, wire: str, algorithm: str, sizes_bytes: Sequence[int]
-    ) -> None:
+    def __init__(self, comm: Communicator, wire: str, algorithm: str, effort: Effort) -> None:
         self.kind = wire, algorithm
-        self.comm = comm
+        self.comm, self.effort = comm, effort
         self.transports: list[Transport] = []
         self.buckets: list[BucketExchange] = []
         self.num_runs: list[int] = []
-        for num_bytes in sizes_bytes:
+        for num_bytes in effort.bucket_sizes_bytes:
             if not self.transports or comm.size <= _MOST_RANKS_APART:
                 self.transports.append(_connect(comm, algorithm))
             bucket = BucketExchange(self.transports[-1], wire, num_bytes)
             bucket.run()  # makes connections
             comm.barrier()
             self.buckets.append(bucket)
-            most = agreed_repeats(comm, bucket.run, 3 * _BATCH_S)
+            most = agreed_repeats(comm, bucket.run, 3 * effort.batch_s)
             self.num_runs.append(min(most, max(3, most // 3)))
             is_slow = self.num_runs[-1] == 1 and self._run(-1) * bucket.num_at_once > _ENOUGH_S
             if len(self.buckets) > 2 and is_slow:
@@ -139,7 +132,7 @@ class _Timing:
         usual = min(self.buckets[-1].num_elements, _USUAL_BYTES // 4)
         self.usual = next(i for i, b in enumerate(self.buckets) if b.num_elements >= usual)
         self.slowdowns: list[tuple[float, float]] = []
-        self.runner = ThreadRunner()
+        self.executor = ThreadPoolExecutor(1, "allstep exchange")
         self._contention()  # the first time it is slow
 
     def add_round(self) -> None:
@@ -150,7 +143,7 @@ class _Timing:
 
     def finish(self) -> MeasuredCollective:
         """What the rounds have shown; nothing can be timed afterwards."""
-        self.runner.close()
+        self.executor.shutdown()
         for transport in self.transports:
             _disconnect(transport, self.comm)
         wire, algorithm = self.kind
@@ -167,7 +160,8 @@ class _Timing:
     def _contention(self) -> tuple[float, float]:
         bucket, num_runs = self.buckets[self.usual], self.num_runs[self.usual]
         num_beside = 2 * num_runs if num_runs > 1 else 1
-        return measure_contention(self.comm, bucket.run, num_beside, self.runner)
+        product_s = 2 * self.effort.batch_s
+        return measure_contention(self.comm, bucket.run, num_beside, product_s, self.executor)
 
     def _run(self, index: int) -> float:
         return _seconds_of(self.comm, self.buckets[index], self.num_runs[index])
@@ -185,37 +179,57 @@ def _disconnect(transport: Transport, comm: Communicator) -> None:
         transport.comm.close()
 
 
-def measure_burst_s(comm: Communicator, timed: MeasuredCollective) -> float:
+def measure_burst_s(
+    comm: Communicator, timed: MeasuredCollective, effort: Effort = USUAL_EFFORT
+) -> float:
     """By how much an exchange is faster after a pause than right after another. Collective.
 
     Args:
         comm: the workers.
         timed: float32 and the backend's own sums, without pauses.
+        effort: how long a pause is.
 
     Returns:
-        Seconds, the same on all workers; 0 if it is within a twentieth of the exchange, or if the
-        upper quartile of those after a pause isn't below the lower quartile of the others: where
-        many workers share a core, medians alone differ by chance.
+        Seconds, the same on all workers; see `head_start_s`.
     """
     sizes = zip(timed.num_elements, timed.seconds, strict=True)
-    num_elements = next((n for n, s in sizes if s > _PAUSE_S / 3), timed.num_elements[-1])
+    num_elements = next((n for n, s in sizes if s > effort.pause_s / 3), timed.num_elements[-1])
     transport = _connect(comm, timed.algorithm)
     bucket = BucketExchange(transport, timed.compression, 4 * num_elements)
     bucket.run()
-    paused: list[float] = []
-    busy: list[float] = []
+    paused_s: list[float] = []
+    busy_s: list[float] = []
     for _ in range(_NUM_PAUSES):
         comm.barrier()
-        sleep(_PAUSE_S)
+        sleep(effort.pause_s)
         start_s = perf_counter()
         bucket.run()
-        paused.append(perf_counter() - start_s)
-        busy.append(bucket.num_at_once * _seconds_of(comm, bucket, num_runs=2))
+        paused_s.append(perf_counter() - start_s)
+        busy_s.append(bucket.num_at_once * _seconds_of(comm, bucket, num_runs=2))
     _disconnect(transport, comm)
-    first_busy_s, busy_s, _ = (mean_s(comm, s) for s in statistics.quantiles(busy, n=4))
-    _, paused_s, last_paused_s = (mean_s(comm, s) for s in statistics.quantiles(paused, n=4))
-    burst_s = busy_s - paused_s
-    return burst_s if burst_s > 0.05 * busy_s and last_paused_s < first_busy_s else 0.0
+    return head_start_s(comm, paused_s, busy_s)
+
+
+def head_start_s(comm: Communicator, paused_s: Sequence[float], busy_s: Sequence[float]) -> float:
+    """What a pause saves an exchange, of several with and without one. Collective.
+
+    Args:
+        comm: the workers.
+        paused_s: seconds of this worker's exchanges after a pause.
+        busy_s: the same right after another.
+
+    Returns:
+        The difference of the medians; 0 if it is within a twentieth of the exchange, or if the
+        upper quartile of those after a pause isn't below the lower quartile of the others: where
+        many workers share a core, medians by themselves differ by chance.
+    """
+    first_busy_s, median_busy_s, _ = (mean_s(comm, s) for s in statistics.quantiles(busy_s, n=4))
+    _, median_paused_s, last_paused_s = (
+        mean_s(comm, s) for s in statistics.quantiles(paused_s, n=4)
+    )
+    saved_s = median_busy_s - median_paused_s
+    is_clear = saved_s > 0.05 * median_busy_s and last_paused_s < first_busy_s
+    return saved_s if is_clear else 0.0
 
 
 def _seconds_of(comm: Communicator, bucket: BucketExchange, num_runs: int) -> float:

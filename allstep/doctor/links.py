@@ -5,22 +5,21 @@ from itertools import combinations
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from allstep.comm import Communicator, Work
+from allstep.comm import Communicator
 from allstep.comm.algorithms.base import Messenger
 from allstep.doctor.measurements import PairTiming
+from allstep.doctor.timing import USUAL_EFFORT, Effort, synchronize
 from allstep.plan import Link
 
 __all__ = ["measure_pairs", "slowest"]
 
 _NUM_PINGS = 20
-_SIZES_BYTES = tuple(1 << exponent for exponent in (14, 16, 18, 20, 22))
 _ENOUGH_S = 0.03  # a slow link is known before the largest size
 _REPEATS = 3
 
 
-def measure_pairs(comm: Communicator) -> tuple[PairTiming, ...]:
+def measure_pairs(comm: Communicator, effort: Effort = USUAL_EFFORT) -> tuple[PairTiming, ...]:
     """Times messages between the first workers of every two hosts, and inside each host.
 
     bandwidth = 8 (n1 - n0) / (seconds of n1 bytes - seconds of n0 bytes)
@@ -37,7 +36,7 @@ def measure_pairs(comm: Communicator) -> tuple[PairTiming, ...]:
     for pair in pairs:
         comm.barrier()
         if comm.rank == pair[0]:
-            own[pair] = _ask(comm, pair[1])
+            own[pair] = _ask(comm, pair[1], effort.message_sizes_bytes)
         elif comm.rank == pair[1]:
             _answer(comm, pair[0])
     links = {pair: link for found in comm.all_gather_object(_plain(own)) for pair, link in found}
@@ -79,21 +78,21 @@ def _plain(links: dict[tuple[int, int], Link]) -> list[tuple[tuple[int, int], tu
     return [(pair, (link.bandwidth_bps, link.latency_s)) for pair, link in links.items()]
 
 
-def _ask(comm: Communicator, peer: int) -> Link:
+def _ask(comm: Communicator, peer: int, sizes_bytes: Sequence[int]) -> Link:
     """Sends messages that are confirmed; says before each how long it is, 0 to end."""
     messenger = Messenger(comm)
     round_trips = [_send(comm, messenger, peer, 1) for _ in range(_NUM_PINGS)]
     ping_s = sorted(round_trips)[_NUM_PINGS // 2]
     seconds: list[float] = []
-    for num_bytes in _SIZES_BYTES:
+    for num_bytes in sizes_bytes:
         seconds.append(min(_send(comm, messenger, peer, num_bytes) for _ in range(_REPEATS)))
         if len(seconds) > 2 and seconds[-1] > _ENOUGH_S:
             break
     _header(comm, messenger, peer, 0)
-    sizes = _SIZES_BYTES[: len(seconds)]
-    s_per_byte = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+    smaller, largest = sizes_bytes[len(seconds) - 2 : len(seconds)]
+    s_per_byte = (seconds[-1] - seconds[-2]) / (largest - smaller)
     if s_per_byte <= 0:  # too fast for this clock: all of it is latency
-        s_per_byte = seconds[-1] / sizes[-1]
+        s_per_byte = seconds[-1] / largest
     # A ping is a header, a byte and an answer.
     return Link(bandwidth_bps=8 / s_per_byte, latency_s=ping_s / 3)
 
@@ -103,7 +102,8 @@ def _send(comm: Communicator, messenger: Messenger, peer: int, num_bytes: int) -
     start_s = perf_counter()
     _header(comm, messenger, peer, num_bytes)
     messenger.send(x, peer).wait()
-    _wait_for(messenger.recv(x[:1], peer), x)
+    messenger.recv(x[:1], peer).wait()
+    synchronize(comm.device)
     return perf_counter() - start_s
 
 
@@ -120,11 +120,6 @@ def _answer(comm: Communicator, peer: int) -> None:
         if not num_bytes:
             return
         x = torch.zeros(num_bytes, dtype=torch.uint8, device=comm.device)
-        _wait_for(messenger.recv(x, peer), x)
+        messenger.recv(x, peer).wait()
+        synchronize(comm.device)
         messenger.send(x[:1], peer).wait()
-
-
-def _wait_for(posted: Work[None], x: Tensor) -> None:
-    posted.wait()
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

@@ -1,6 +1,7 @@
 """Clocks of one worker, and those of several made one."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -8,10 +9,45 @@ import torch
 
 from allstep.comm import Communicator
 
-__all__ = ["agreed_repeats", "mean_s", "runnable_s", "slowest_s", "synchronize"]
+__all__ = [
+    "USUAL_EFFORT",
+    "Effort",
+    "agreed_repeats",
+    "mean_s",
+    "runnable_s",
+    "slowest_s",
+    "synchronize",
+]
 
 _MOST_REPEATS = 256
 _THREADS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured, and for how long: by default enough for the planner in a minute.
+
+    Attributes:
+        bucket_sizes_bytes: of the buckets that are exchanged, in float32; growing.
+        message_sizes_bytes: of the messages between two workers; growing.
+        copy_bytes: of what is copied in memory.
+        matrix_size: rows and columns of the matrices that a CPU multiplies: large enough to be
+            bound by arithmetic.
+        batch_s: about how long one timing takes.
+        pause_s: before an exchange that is timed after a pause.
+        num_rounds: how often each exchange is timed.
+    """
+
+    bucket_sizes_bytes: tuple[int, ...] = tuple(1 << n for n in (12, 16, 18, 20, 21, 22, 23, 25))
+    message_sizes_bytes: tuple[int, ...] = tuple(1 << n for n in (14, 16, 18, 20, 22))
+    copy_bytes: int = 32 << 20
+    matrix_size: int = 1024
+    batch_s: float = 0.06
+    pause_s: float = 0.03
+    num_rounds: int = 5
+
+
+USUAL_EFFORT = Effort()
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Training steps under a policy, timed for real."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,12 +19,15 @@ from allstep.exchange import Exchange, ExchangePolicy, attach, make_policy
 from allstep.plan import PolicySpec, Workload
 
 __all__ = [
+    "PausingLayer",
     "RunSteps",
     "Training",
     "exchange_policy",
     "measure_policy",
     "measure_workload",
+    "pausing_training",
     "sleeping_training",
+    "slowest_step",
     "steps_under",
     "time_steps",
     "whole_rounds",
@@ -86,10 +89,10 @@ def time_steps(comm: Communicator, training: Training, num_steps: int) -> list[T
 
     for _ in range(2):
         step()
-    return [_slowest(comm, step()) for _ in range(num_steps)]
+    return [slowest_step(comm, step()) for _ in range(num_steps)]
 
 
-def _slowest(comm: Communicator, timed: TimedStep) -> TimedStep:
+def slowest_step(comm: Communicator, timed: TimedStep) -> TimedStep:
     """When the last worker reached each point of a step."""
     ends_s = [timed.forward_s, timed.forward_s + timed.backward_s, timed.optimizer_s]
     ends_s += [timed.forward_s + ready_s for _, ready_s in timed.gradients]
@@ -154,13 +157,14 @@ def measure_policy(
 
 @contextmanager
 def steps_under(
-    comm: Communicator, training: Training, policy: PolicySpec, *, num_micro_batches: int = 1
+    comm: Communicator, training: Training, policy: PolicySpec | None, *, num_micro_batches: int = 1
 ) -> Iterator[RunSteps]:
     """Steps of a training under a policy, as many as one wants and when one wants. Collective.
 
     Args:
-        comm, policy, num_micro_batches: as of `measure_policy`.
+        comm, num_micro_batches: as in `measure_policy`.
         training: the same on each worker.
+        policy: as in `measure_policy`, or None to exchange nothing.
 
     Yields:
         What runs so many steps so many times, and returns the seconds of one on the slowest
@@ -202,9 +206,9 @@ def whole_rounds(run: RunSteps, policy: PolicySpec, seconds: float) -> int:
 
 
 def _attached(
-    comm: Communicator, training: Training, policy: PolicySpec
+    comm: Communicator, training: Training, policy: PolicySpec | None
 ) -> tuple[nn.Module, Exchange | None]:
-    if comm.size == 1:
+    if comm.size == 1 or policy is None:
         return training.model, None
     if policy.name == "DDP":
         return DistributedDataParallel(training.model, process_group=comm.process_group), None
@@ -232,19 +236,32 @@ class _Pause(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.weight, ctx.seconds = weight, backward_s
-        sleep(forward_s)
+        if forward_s:
+            sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        sleep(ctx.seconds)
+        if ctx.seconds:
+            sleep(ctx.seconds)
         # So small that a bucket's sum is finite in 16 bits, as a real gradient's is.
         return grads[0], torch.full_like(ctx.weight, 2**-10), None, None
 
 
-class _PausingLayer(nn.Module):
+class PausingLayer(nn.Module):
+    """A layer that computes nothing, and hands out a gradient.
+
+    Args:
+        num_elements, dtype: of its weight.
+        forward_s, backward_s: how long it sleeps.
+    """
+
     def __init__(
-        self, num_elements: int, dtype: torch.dtype, forward_s: float, backward_s: float
+        self,
+        num_elements: int,
+        dtype: torch.dtype = torch.float32,
+        forward_s: float = 0.0,
+        backward_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_elements, dtype=dtype))
@@ -266,10 +283,18 @@ def sleeping_training(workload: Workload) -> Training:
     buckets = reversed(workload.buckets(sizes))  # ready first is last in the forward pass
     forward_s = workload.forward_s / len(sizes)
     dtype = _DTYPES[workload.element_bytes]
-    layers = [_PausingLayer(b.num_elements, dtype, forward_s, b.backward_s) for b in buckets]
-    model = nn.Sequential(*layers)
+    layers = [PausingLayer(b.num_elements, dtype, forward_s, b.backward_s) for b in buckets]
+    return pausing_training(layers)
+
+
+def pausing_training(
+    layers: Sequence[PausingLayer], device: torch.device | str = "cpu"
+) -> Training:
+    """A training of these layers."""
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    return Training(model, lambda net: net(torch.zeros((), requires_grad=True)), optimizer)
+    x = torch.zeros((), requires_grad=True, device=device)
+    return Training(model, lambda net: net(x), optimizer)
 
 
 def _eighth_bytes(workload: Workload) -> int:

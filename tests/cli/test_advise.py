@@ -10,7 +10,7 @@ import pytest
 from allstep.cli import advise
 from allstep.cli.main import main
 from allstep.comm import Communicator
-from allstep.doctor.measure import measure
+from allstep.doctor import measure
 from allstep.plan import AccuracyCost, AccuracyTable, measured_accuracy
 
 BARE = ("--params", "25M", "--step-ms", "110", "--link", "10gbit", "--workers", "1,2,4,8,32")

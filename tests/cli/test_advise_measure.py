@@ -10,7 +10,7 @@ from allstep.cli import advise_measure, advise_worker
 from allstep.cli.advise_worker import Question, ask_first
 from allstep.cli.main import main
 from allstep.comm import Communicator
-from allstep.doctor import collectives, contention, gemm, links, memory
+from allstep.doctor import Effort, measure
 from allstep.plan import POLICIES, Workload
 from tests.helpers.ranks import run_ranks
 
@@ -28,14 +28,15 @@ def refuse(refused):
 @pytest.fixture
 def workers_as_threads(monkeypatch):
     """In a hurry, and without torch's DDP, which wants processes."""
-    monkeypatch.setattr(collectives, "_SIZES_BYTES", (1 << 12, 1 << 14, 1 << 16))
-    for name in ("_BATCH_S", "_PAUSE_S"):
-        monkeypatch.setattr(collectives, name, 0.001)
-    monkeypatch.setattr(contention, "_ALONE_S", 0.001)
-    monkeypatch.setattr(links, "_SIZES_BYTES", (1 << 10, 1 << 14, 1 << 16))
-    monkeypatch.setattr(memory, "_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(memory, "_COPY_S", 0.001)
-    monkeypatch.setattr(gemm, "_CPU_SIZE", 64)
+    hurry = Effort(
+        bucket_sizes_bytes=(1 << 12, 1 << 14, 1 << 16),
+        message_sizes_bytes=(1 << 10, 1 << 14, 1 << 16),
+        copy_bytes=1 << 16,
+        matrix_size=64,
+        batch_s=0.001,
+        pause_s=0.001,
+    )
+    monkeypatch.setattr(advise_worker, "measure", partial(measure, effort=hurry))
     monkeypatch.setattr(advise_worker, "POLICIES", POLICIES[1:3])
     once = partial(advise_worker.measure_policy, num_repeats=1, seconds=0.001)
     monkeypatch.setattr(advise_worker, "measure_policy", once)

@@ -17,7 +17,7 @@ from allstep.cli import advise_script, launch
 from allstep.cli.main import main
 from allstep.cli.profile_worker import result_path
 from allstep.cli.script_worker import log_path
-from allstep.doctor.profile import ScriptProfile
+from allstep.doctor import ScriptProfile
 from allstep.plan import Workload
 
 LINK = ("--link", "10gbit", "--workers", "1,2,4")

@@ -34,9 +34,13 @@ from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
-from allstep.doctor import shaped_hosts
-from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
-from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
+from allstep.doctor import (
+    ShapedCommunicator,
+    ShapedHosts,
+    TokenBucket,
+    UnavailableError,
+    shaped_hosts,
+)
 from allstep.plan import MeasuredCollective, Workload
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks

@@ -14,9 +14,15 @@ import pytest
 
 from allstep.cli import launch
 from allstep.cli.main import main
-from allstep.doctor.verify import Failure, RecordRequest, StepRecord, WorkerRecord, record_script
+from allstep.doctor import (
+    Failure,
+    RecordRequest,
+    StepRecord,
+    WorkerRecord,
+    record_path,
+    record_script,
+)
 from allstep.doctor.verify.record import write_worker
-from allstep.doctor.verify.script import record_path
 from allstep.doctor.verify.sketch import NUM_PRODUCTS, Sketch
 
 SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"

@@ -5,7 +5,8 @@ from torch import nn
 
 import allstep
 from allstep import Communicator
-from allstep.doctor.verify import Recorder, RunRecord, StepRecord, WorkerRecord
+from allstep.doctor import RunRecord, StepRecord, WorkerRecord
+from allstep.doctor.verify.recorder import Recorder
 from allstep.doctor.verify.sketch import Sketcher
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import allstep
-from allstep.doctor.verify import Diagnosis, Factor, Recorder, RunRecord, WorkerRecord, diagnose
+from allstep.doctor import Diagnosis, Factor, RunRecord, WorkerRecord, diagnose
+from allstep.doctor.verify.recorder import Recorder
 from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 

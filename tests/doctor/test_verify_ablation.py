@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import allstep
 from allstep import Communicator
-from allstep.doctor.verify import WorkerRecord
+from allstep.doctor import WorkerRecord
 from allstep.doctor.verify.ablation import Ablation
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from allstep.doctor.verify import RunRecord
+from allstep.doctor import RunRecord
 from allstep.doctor.verify.compare import find_divergence, limit_of, noise_tensors, nonfinite_step
 from tests.doctor.records import runs_with, train_once
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from allstep.doctor.verify import RunRecord, WorkerRecord, diagnose
+from allstep.doctor import RunRecord, WorkerRecord, diagnose
 from allstep.doctor.verify.causes import gradient_causes, option_causes
 from tests.doctor.records import options, steps_with
 

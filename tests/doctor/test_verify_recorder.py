@@ -6,8 +6,9 @@ from torch import nn
 
 import allstep
 from allstep import Communicator
-from allstep.doctor.verify import Recorder, RunRecord, limit_of
-from allstep.doctor.verify.record import Failure, read_worker, write_worker
+from allstep.doctor import Failure, RunRecord, limit_of, read_worker
+from allstep.doctor.verify.record import write_worker
+from allstep.doctor.verify.recorder import Recorder
 from tests.doctor.records import train_once
 
 

@@ -15,7 +15,7 @@ from allstep.cli.demo.slow_wire_runs import (
     WAYS,
     run_steps_shaped,
 )
-from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
+from allstep.doctor import ShapedHosts, UnavailableError
 from allstep.plan import (
     DDP,
     Cluster,

@@ -17,11 +17,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, init
-from allstep.doctor.collectives import measure_collectives
-from allstep.doctor.memory import measure_copy_s_per_byte
-from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
-from allstep.doctor.timing import slowest_s
-from allstep.doctor.trial import Training, measure_workload
+from allstep.doctor import (
+    Effort,
+    ShapedCommunicator,
+    TokenBucket,
+    Training,
+    measure_collectives,
+    measure_copy_s_per_byte,
+    measure_workload,
+    slowest_s,
+)
 from allstep.exchange import Exchange, Stale, Synchronous, attach, ddp_hook
 from allstep.plan import Workload
 
@@ -33,7 +38,7 @@ _WIDTH, _NUM_LAYERS = 512, 8  # a layer is a bucket
 NUM_PARAMS = _NUM_LAYERS * _WIDTH**2
 _COMPUTE_S = 0.2
 _FIRST_STEPS, _NUM_REPEATS, _NUM_STEPS, _NUM_ALONE = 3, 3, 3, 9
-_TIMED_BYTES = (MIB // 4, MIB, 4 * MIB)
+_EFFORT = Effort(bucket_sizes_bytes=(MIB // 4, MIB, 4 * MIB), num_rounds=_NUM_REPEATS)
 KINDS = (("fp32", "native"), ("fp16", "recursive_doubling"))  # what two hosts do by themselves
 
 WAYS = {
@@ -87,7 +92,7 @@ class _Trainer:
 def run_steps(comm: Communicator, *, hooks_ddp: bool = False) -> dict[str, Any]:
     """Seconds of a step each way, of the slowest worker, and what a prediction needs."""
     torch.set_num_threads(1)
-    timed = measure_collectives(comm, KINDS, sizes_bytes=_TIMED_BYTES, num_rounds=_NUM_REPEATS)
+    timed = measure_collectives(comm, KINDS, _EFFORT)
     x = _make_batch(comm)
     trainers = {way: _Trainer(way, comm, x, hooks_ddp=hooks_ddp) for way in WAYS}
     for trainer in trainers.values():
