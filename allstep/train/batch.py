@@ -16,8 +16,9 @@ from allstep.train.devices import to_device
 
 __all__ = ["Batch", "steps"]
 
-# Keeps dropout's random numbers apart from those that the data room derives from the same seed.
-_COMPUTE = 0x636F6D70757465
+# Keep random numbers apart from those that the data room derives from the same seed: of dropout and
+# its like, and of optimizers that draw some in a step.
+_COMPUTE, _UPDATE = 0x636F6D70757465, 0x757064617465
 
 
 class Loader(Protocol):
@@ -39,6 +40,8 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
         grad = sum_k num_samples_k / num_samples * grad_k
 
     whichever worker ran micro-batch k. A worker may have several micro-batches, or none.
+    After the loop over an item the random state is the same on all workers, so that an optimizer
+    that draws noise makes the same update everywhere.
     At the end of the epoch batch norm's running statistics are made equal on all workers.
 
     Args:
@@ -140,6 +143,8 @@ class Batch:
                         " gradient exchanged without a weight; call `batch.backward(loss)`."
                     )
                 self._synchronize()
+        # Workers that ran different micro-batches must draw the same numbers for the update.
+        seed_all(derive_seed(self._seed, _UPDATE, self.step, self._num_passes), self._device)
         self._num_passes += 1
         self._is_open = False
 

@@ -1,6 +1,7 @@
 """`steps`: weights, exchange on the last micro-batch, empty shares, replay, wrong turns."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import allstep
 from allstep import Communicator
 from allstep.errors import UsageError
+from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES = 22
@@ -163,6 +165,31 @@ def test_random_state_belongs_to_seed_step_and_micro_batch() -> None:
     assert not set(draws(1)) & set(draws(2))
     replayed = draws(1, replay=True)
     assert len(set(replayed)) == NUM_SAMPLES  # a second pass draws other numbers
+
+
+def test_random_state_of_the_update_is_the_same_on_any_worker(
+    thread_generators: type[ThreadGenerator],  # noqa: F811
+) -> None:
+    """Noise that an optimizer draws must not make parameters differ between workers."""
+
+    def draws(comm: Communicator) -> tuple[list[float], list[float]]:
+        exchange = allstep.attach(make_model(), comm)
+        inside, after = [], []
+        with thread_generators():
+            for batch in allstep.steps(make_loader(comm), exchange):
+                number = math.nan  # the control: what goes on from the last micro-batch
+                for _ in batch:
+                    number = torch.rand(()).item()
+                inside.append(number)
+                after.append(torch.rand(()).item())
+        return inside, after
+
+    ((_, expected),) = run_ranks(1, draws)
+    assert len(set(expected)) == len(expected) == 3
+    for size in (2, 3):
+        found = run_ranks(size, draws)
+        assert [after for _, after in found] == [expected] * size
+        assert len({str(inside) for inside, _ in found}) == size
 
 
 def test_replay_gives_the_same_data_again() -> None:
