@@ -105,7 +105,7 @@ def _with_its_warmup(recipe: AnyRecipe) -> AnyRecipe:
     if warmup_epochs and recipe.epochs != type(recipe).epochs:
         with speaking_once():
             print(
-                f"warm-up: {warmup_epochs:g} of {recipe.epochs} epochs, the recipe's usual share;"
+                f"warm-up: {warmup_epochs:.2g} of {recipe.epochs} epochs, the recipe's usual share;"
                 " `--warmup-epochs` sets another"
             )
     return replace(recipe, warmup_epochs=warmup_epochs)

@@ -33,7 +33,7 @@ from allstep.optim.schedules import (
     slow_start,
     step_decay,
 )
-from allstep.optim.settings import SecondStage, Settings
+from allstep.optim.settings import OptimizerName, ScheduleName, SecondStage, Settings
 
 if TYPE_CHECKING:
     from allstep.optim.checks import NonfiniteGradientError as NonfiniteGradientError
@@ -69,7 +69,9 @@ __all__ = [
     "LargeBatch",
     "MixedBatch",
     "PublishedRecipe",
+    "OptimizerName",
     "Rescaled",
+    "ScheduleName",
     "SecondStage",
     "Settings",
     "find_published",

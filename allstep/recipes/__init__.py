@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from allstep.recipes.base import Recipe
-from allstep.recipes.divided import DividedRecipe
+from allstep.recipes.base import DividedRecipe, Recipe
 
 __all__ = ["REGISTRY", "AnyRecipe", "DividedRecipe", "Recipe"]
 

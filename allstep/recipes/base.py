@@ -1,24 +1,71 @@
-"""What every recipe has: the options of the loop, and how the model is optimized."""
+"""What every recipe has: a name, a check, and how the model is optimized or trains itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 import allstep
-from allstep import Communicator, Task, TrainOptions, UsageError
+from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
 
-__all__ = ["Recipe"]
+__all__ = ["DividedRecipe", "Objective", "Recipe"]
+
+
+class Objective(Protocol):
+    """What a model is trained for and measured by; see `allstep.Task`."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+
+    def metrics(self, model: nn.Module, batch: Any) -> Metrics: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(TrainOptions, ABC):
-    """A training as data: every field is a flag of `allstep train`.
+class _Named:
+    """A training as data: a frozen dataclass, every field a flag of `allstep train`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    def check(self) -> None:
+        """Looks for what the recipe needs; cheap, meant to run before any worker starts.
+
+        Raises:
+            UsageError: if data or a package is missing; says how to get it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedRecipe(_Named, ABC):
+    """A training that runs itself, of a model that is divided over the workers.
+
+    `Recipe` is for data parallelism: workers share out the samples of a batch. Here they share
+    out the model, and each of them sees every sample.
+    """
+
+    @abstractmethod
+    def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
+        """Trains, or goes on from the newest checkpoint, and writes `report.json`.
+
+        Args:
+            comm: the workers that share the model; each of them must call this.
+            run_dir: the run's folder, which exists.
+            resume: go on.
+
+        Returns:
+            The exit code: 0, or 128 + the signal that ended the run after a checkpoint.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(_Named, TrainOptions, ABC):
+    """A data-parallel training.
 
     A recipe of your own is a frozen dataclass that derives from this one and says in
     `build` what to train; `fit(recipe.task(comm), recipe, comm, run_dir)` trains it.
@@ -27,12 +74,10 @@ class Recipe(TrainOptions, ABC):
         UsageError: if a value is out of range.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
     warmup_share: ClassVar[float] = 0.0
     """Of `epochs`, where `warmup_epochs` is left out."""
 
-    optimizer: Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"] = "sgd"
+    optimizer: allstep.optim.OptimizerName = "sgd"
     """SGD with Nesterov momentum, AdamW, LARS (MLPerf's form), LAMB, or RMSprop turning SGD."""
 
     lr: float = 0.1
@@ -44,7 +89,7 @@ class Recipe(TrainOptions, ABC):
     weight_decay: float = 5e-4
     """Decay of weight matrices and kernels; biases and normalisation have none."""
 
-    lr_schedule: Literal["cosine", "poly", "linear", "step", "slow_start", "constant"] = "cosine"
+    lr_schedule: allstep.optim.ScheduleName = "cosine"
     """How the rate falls after the warm-up; poly is quadratic, step is a tenth three times."""
 
     warmup_epochs: float | None = None
@@ -98,13 +143,6 @@ class Recipe(TrainOptions, ABC):
             f"Recipe `{self.name}` has no sequences that could grow in a second stage; `text` has."
         )
 
-    def check(self) -> None:
-        """Looks for what the recipe needs; cheap, meant to run before any worker starts.
-
-        Raises:
-            UsageError: if data or a package is missing; says how to get it.
-        """
-
     @abstractmethod
     def build(self, comm: Communicator) -> Task:
         """Model, data, loss and optimizer; the random state is set from `seed` already."""
@@ -123,6 +161,29 @@ class Recipe(TrainOptions, ABC):
         if self.last_statistics:
             allstep.nn.keep_last_statistics(task.model)
         return task
+
+    def make_task(
+        self,
+        model: nn.Module,
+        train_set: Dataset[Any],
+        test_set: Dataset[Any],
+        objective: Objective,
+        later_stages: Sequence[allstep.Stage] = (),
+    ) -> Task:
+        """The task with the recipe's optimizer and schedule; `train_set` must have a length."""
+        assert isinstance(train_set, Sized)
+        seconds = [stage.train_set for stage in later_stages]
+        num_second = len(seconds[0]) if seconds and isinstance(seconds[0], Sized) else None
+        return Task(
+            model=model,
+            train_set=train_set,
+            test_set=test_set,
+            loss=objective.loss,
+            metrics=objective.metrics,
+            optimizer=self.make_optimizer,
+            schedule=self.make_schedule(len(train_set), num_second),
+            later_stages=later_stages,
+        )
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer over the model's parameters; biases and normalisation have no decay.

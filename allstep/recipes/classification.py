@@ -1,4 +1,4 @@
-"""Loss and metrics that the recipes with pictures share."""
+"""Loss, metrics and a small net that the recipes with pictures share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from allstep import Metrics
 
-__all__ = ["Classifier"]
+__all__ = ["Classifier", "ConvNet"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,35 @@ class Classifier:
             best = logits.topk(min(self.top_k, logits.shape[1]), dim=1).indices
             metrics[f"top{self.top_k}"] = ((best == labels[:, None]).sum(), count)
         return metrics
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm and ReLU, pooling after each group, dropout, a linear layer.
+
+    Args:
+        groups: channels of each 3 x 3 convolution, a group for each pooling; pictures are grey.
+        pixels: rows and columns that are left after the last pooling.
+        dropout: probability of dropping a feature before the linear layer.
+        num_classes: outputs.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[int]], pixels: int, dropout: float, num_classes: int = 10
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        num_in = 1
+        for group in groups:
+            for num_out in group:
+                convolution = nn.Conv2d(num_in, num_out, 3, padding=1, bias=False)
+                layers += [convolution, nn.BatchNorm2d(num_out), nn.ReLU()]
+                num_in = num_out
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(num_in * pixels * pixels, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[batch, 1, height, width] -> logits [batch, class]."""
+        logits: Tensor = self.classifier(self.dropout(self.features(images).flatten(1)))
+        return logits

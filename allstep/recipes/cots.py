@@ -10,6 +10,7 @@ from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
+from allstep.recipes.base import DividedRecipe
 from allstep.recipes.cots_data import (
     Photos,
     Portraits,
@@ -19,11 +20,10 @@ from allstep.recipes.cots_data import (
     read_portraits,
 )
 from allstep.recipes.cots_faces import FaceTest, Stimuli
-from allstep.recipes.cots_net import NETS, Size, make_stages
+from allstep.recipes.cots_net import NETS, WIDER, Size
 from allstep.recipes.cots_pictures import PictureFormat, TrainingPictures
 from allstep.recipes.cots_report import show, table_of_neurons
 from allstep.recipes.cots_training import GreedyTraining
-from allstep.recipes.divided import DividedRecipe
 
 __all__ = ["Cots"]
 
@@ -185,15 +185,28 @@ class Cots(DividedRecipe):
 
     def stages(self, grid: "allstep.nn.Grid", seed: int) -> "list[allstep.nn.Stage]":
         """The untrained net."""
-        return make_stages(
-            grid,
-            self.pixels,
-            self.channels,
-            self.size,
-            relu=self.nonlinearity == "relu",
-            seed=seed,
-            dtype=self.dtype,
-        )
+        layout, channels = grid.split((self.pixels, self.pixels)), self.channels
+        stages: list[allstep.nn.Stage] = []
+        for index, shape in enumerate(NETS[self.pixels].stages):
+            depth, *sides = shape.block
+            depth *= WIDER if self.size == "large" else 1
+            stage = allstep.nn.Stage(
+                grid,
+                layout,
+                channels,
+                shape.kernel_size,
+                shape.step,
+                (depth, *sides),
+                pool_size=shape.pool_size,
+                pool_stride=shape.pool_stride,
+                norm_size=shape.norm_size,
+                relu=self.nonlinearity == "relu",
+                seed=1000 * seed + index,
+                dtype=self.dtype,
+            )
+            stages.append(stage)
+            layout, channels = stage.out_layout, depth
+        return stages
 
     def pictures(
         self, grid: "allstep.nn.Grid", photographs: list[list[Tensor]], portraits: Portraits

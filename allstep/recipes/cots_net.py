@@ -4,11 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-import allstep
-
-__all__ = ["NETS", "NetShape", "Size", "StageShape", "make_stages"]
+__all__ = ["NETS", "WIDER", "NetShape", "Size", "StageShape"]
 
 Size = Literal["small", "large"]
 
@@ -66,39 +62,4 @@ NETS: Mapping[int, NetShape] = {
 }
 """Rows and columns of a picture -> the stages of the small net."""
 
-_WIDER = 4  # maps of the large net for each of the small one
-
-
-def make_stages(
-    grid: "allstep.nn.Grid",
-    pixels: int,
-    channels: int,
-    size: Size,
-    *,
-    relu: bool,
-    seed: int,
-    dtype: torch.dtype,
-) -> "list[allstep.nn.Stage]":
-    """The three stages, on a grid of workers."""
-    layout = grid.split((pixels, pixels))
-    stages: list[allstep.nn.Stage] = []
-    for index, shape in enumerate(NETS[pixels].stages):
-        depth, *sides = shape.block
-        depth *= _WIDER if size == "large" else 1
-        stage = allstep.nn.Stage(
-            grid,
-            layout,
-            channels,
-            shape.kernel_size,
-            shape.step,
-            (depth, *sides),
-            pool_size=shape.pool_size,
-            pool_stride=shape.pool_stride,
-            norm_size=shape.norm_size,
-            relu=relu,
-            seed=1000 * seed + index,
-            dtype=dtype,
-        )
-        stages.append(stage)
-        layout, channels = stage.out_layout, depth
-    return stages
+WIDER = 4  # maps of the large net for each of the small one

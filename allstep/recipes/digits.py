@@ -5,14 +5,13 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from allstep import Communicator, Task, UsageError
 from allstep.recipes.base import Recipe
-from allstep.recipes.classification import Classifier
+from allstep.recipes.classification import Classifier, ConvNet
 
-__all__ = ["Digits", "DigitsNet", "load_digits"]
+__all__ = ["Digits", "digits_net", "load_digits"]
 
 _NUM_TEST_PER_CLASS = 36
 _NUM_CLASSES = 10
@@ -43,51 +42,13 @@ class Digits(Recipe):
             raise UsageError("Recipe `digits` needs scikit-learn: pip install scikit-learn.")
 
     def build(self, comm: Communicator) -> Task:
-        train_set, test_set = load_digits()
         classifier = Classifier(mean=[4.88], std=[6.02])
-        return Task(
-            model=DigitsNet(self.width, self.dropout),
-            train_set=train_set,
-            test_set=test_set,
-            loss=classifier.loss,
-            metrics=classifier.metrics,
-            optimizer=self.make_optimizer,
-            schedule=self.make_schedule(len(train_set)),
-        )
+        return self.make_task(digits_net(self.width, self.dropout), *load_digits(), classifier)
 
 
-class DigitsNet(nn.Module):
-    """Three convolutions with batch norm, dropout, one linear layer.
-
-    Args:
-        width: channels of the first two convolutions.
-        dropout: probability of dropping a feature before the linear layer.
-    """
-
-    def __init__(self, width: int = 32, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            *_conv(1, width),
-            *_conv(width, width),
-            nn.MaxPool2d(2),
-            *_conv(width, 2 * width),
-            nn.MaxPool2d(2),
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(2 * width * 2 * 2, _NUM_CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[batch, 1, 8, 8] -> logits [batch, 10]."""
-        logits: Tensor = self.classifier(self.dropout(self.features(images).flatten(1)))
-        return logits
-
-
-def _conv(num_in: int, num_out: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(num_in, num_out, 3, padding=1, bias=False),
-        nn.BatchNorm2d(num_out),
-        nn.ReLU(),
-    ]
+def digits_net(width: int = 32, dropout: float = 0.3) -> ConvNet:
+    """Three convolutions for 8 x 8 pictures: two of `width` channels, one of twice as many."""
+    return ConvNet([(width, width), (2 * width,)], 2, dropout)
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:

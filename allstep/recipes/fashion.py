@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, Task, UsageError
 from allstep.recipes.base import Recipe
-from allstep.recipes.classification import Classifier
+from allstep.recipes.classification import Classifier, ConvNet
 
-__all__ = ["Fashion", "FashionNet"]
+__all__ = ["Fashion"]
 
-_NUM_CLASSES = 10
 _SUFFIXES = ("", ".gz")
 
 
@@ -46,17 +44,10 @@ class Fashion(Recipe):
 
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's pictures."""
-        train_set = self._load("train")
+        width = self.width
+        model = ConvNet([(width,), (2 * width,), (4 * width,)], 3, self.dropout)
         classifier = Classifier(mean=[72.94], std=[90.02])
-        return Task(
-            model=FashionNet(self.width, self.dropout),
-            train_set=train_set,
-            test_set=self._load("t10k"),
-            loss=classifier.loss,
-            metrics=classifier.metrics,
-            optimizer=self.make_optimizer,
-            schedule=self.make_schedule(len(train_set)),
-        )
+        return self.make_task(model, self._load("train"), self._load("t10k"), classifier)
 
     def _load(self, part: str) -> TensorDataset:
         images = allstep.data.read_idx(self._file(f"{part}-images-idx3-ubyte"))
@@ -73,34 +64,3 @@ class Fashion(Recipe):
             " a package: apt-get install dataset-fashion-mnist. Or give the folder of the four"
             " IDX files with `--folder`."
         )
-
-
-class FashionNet(nn.Module):
-    """Three convolutions with batch norm and pooling, dropout, one linear layer.
-
-    Args:
-        width: channels of the first convolution.
-        dropout: probability of dropping a feature before the linear layer.
-    """
-
-    def __init__(self, width: int = 32, dropout: float = 0.2) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            *_stage(1, width), *_stage(width, 2 * width), *_stage(2 * width, 4 * width)
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(4 * width * 3 * 3, _NUM_CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[batch, 1, 28, 28] -> logits [batch, 10]."""
-        logits: Tensor = self.classifier(self.dropout(self.features(images).flatten(1)))
-        return logits
-
-
-def _stage(num_in: int, num_out: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(num_in, num_out, 3, padding=1, bias=False),
-        nn.BatchNorm2d(num_out),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-    ]

@@ -84,20 +84,18 @@ class Images(Recipe):
             folder.ImageFolder, size=self.image_size, on_bad_image=self.on_bad_image
         )
         # ImageNet's mean and standard deviation, in units of the uint8 values.
-        classifier = _Readable(
+        kind = _Readable if self.on_bad_image == "skip" else Classifier
+        classifier = kind(
             mean=[123.675, 116.28, 103.53],
             std=[58.395, 57.12, 57.375],
             label_smoothing=self.label_smoothing,
             top_k=5 if len(classes) > 5 else 0,
         )
-        return Task(
-            model=resnet(self.depth, len(classes), self.stem),
-            train_set=make(train_images, crop=folder.random_crop),
-            test_set=make(test_images, crop=folder.center_crop),
-            loss=classifier.loss,
-            metrics=classifier.metrics,
-            optimizer=self.make_optimizer,
-            schedule=self.make_schedule(len(train_images)),
+        return self.make_task(
+            resnet(self.depth, len(classes), self.stem),
+            make(train_images, crop=folder.random_crop),
+            make(test_images, crop=folder.center_crop),
+            classifier,
         )
 
     def _find(self) -> tuple[list[str], list[_Image], list[_Image]]:

@@ -33,7 +33,7 @@ class Text(Recipe):
     epochs: int = 2
     global_batch: int = 32
     micro_batch: int = 16
-    optimizer: Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"] = "adamw"
+    optimizer: allstep.optim.OptimizerName = "adamw"
     lr: float = 3e-3
     weight_decay: float = 0.05
     clip_norm: float | None = 1.0
@@ -181,29 +181,21 @@ class Text(Recipe):
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's texts."""
         train_tokens, test_tokens = self._tokens(comm)
-        train_set = self._sequences(train_tokens, self.sequence_length)
-        later_stages = self._later_stages(train_tokens, test_tokens)
-        num_second_samples = None
-        if later_stages:
-            num_second_samples = len(self._sequences(train_tokens, self.longest_sequence))
-        modelling = LanguageModelling(_log_frequencies(train_tokens, self.vocab_size))
-        return Task(
-            model=Transformer(
-                vocab_size=self.vocab_size,
-                sequence_length=self.longest_sequence,
-                width=self.width,
-                depth=self.depth,
-                heads=self.heads,
-                dropout=self.dropout,
-                causal=self.objective == "causal",
-            ),
-            train_set=train_set,
-            test_set=self._sequences(test_tokens, self.sequence_length),
-            loss=modelling.loss,
-            metrics=modelling.metrics,
-            optimizer=self.make_optimizer,
-            schedule=self.make_schedule(len(train_set), num_second_samples),
-            later_stages=later_stages,
+        model = Transformer(
+            vocab_size=self.vocab_size,
+            sequence_length=self.longest_sequence,
+            width=self.width,
+            depth=self.depth,
+            heads=self.heads,
+            dropout=self.dropout,
+            causal=self.objective == "causal",
+        )
+        return self.make_task(
+            model,
+            self._sequences(train_tokens, self.sequence_length),
+            self._sequences(test_tokens, self.sequence_length),
+            LanguageModelling(_log_frequencies(train_tokens, self.vocab_size)),
+            self._later_stages(train_tokens, test_tokens),
         )
 
     def _later_stages(self, train_tokens: Tensor, test_tokens: Tensor) -> list[allstep.Stage]:

@@ -23,7 +23,7 @@ from torch.utils.data import Subset, TensorDataset
 from allstep.comm import Communicator
 from allstep.optim import LAMB, LARS, NonfiniteGradientError, cosine, groups, linear_scaling
 from allstep.recipes.classification import Classifier
-from allstep.recipes.digits import DigitsNet, load_digits
+from allstep.recipes.digits import digits_net, load_digits
 from allstep.train import Task, TrainOptions, fit
 
 __all__ = ["EPOCHS", "FACTOR", "LINES", "MICRO_BATCH", "Line", "Settings", "train"]
@@ -62,7 +62,7 @@ class Settings:
         classifier = Classifier(mean=[4.88], std=[6.02])
         steps_per_epoch = ceil(len(train_set) / self.global_batch)
         return Task(
-            model=DigitsNet(_WIDTH),
+            model=digits_net(_WIDTH),
             train_set=train_set,
             test_set=test_set,
             loss=classifier.loss,
