@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral
 
 __all__ = [
     "AllstepError",
@@ -12,6 +13,7 @@ __all__ = [
     "DisagreementError",
     "PeerLostError",
     "UsageError",
+    "check_counts",
     "nearest_multiples",
     "nearest_names",
 ]
@@ -47,6 +49,22 @@ class CollectiveTimeoutError(CommunicationError):
 
 class DisagreementError(CommunicationError):
     """Workers passed tensors, names or keys that do not match."""
+
+
+def check_counts(**counts: object) -> None:
+    """Refuses what is not a whole number of at least 1.
+
+    Raises:
+        UsageError: naming the argument.
+
+    >>> check_counts(epochs=3)
+    >>> check_counts(epochs=0)
+    Traceback (most recent call last):
+    allstep.errors.UsageError: `epochs` (=0) must be at least 1, a whole number.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise UsageError(f"`{name}` (={value!r}) must be at least 1, a whole number.")
 
 
 def nearest_names(name: str, valid: Iterable[str]) -> str:

@@ -6,24 +6,9 @@ Schedules are plain functions and come without torch; the rest is imported when 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from allstep.optim.compose import (
-    chain,
-    gradual_warmup,
-    hold,
-    in_samples,
-    scaled,
-    two_stage,
-)
+from allstep.optim.compose import chain, gradual_warmup, hold, in_samples
 from allstep.optim.published import PUBLISHED, MixedBatch, PublishedRecipe
-from allstep.optim.rescaling import (
-    Change,
-    LargeBatch,
-    Rescaled,
-    find_published,
-    large_batch,
-    rescale,
-)
-from allstep.optim.scaling import linear_scaling, linear_warmup_epochs, sqrt_scaling
+from allstep.optim.scaling import Change, Rescaled, linear_scaling, rescale, sqrt_scaling
 from allstep.optim.schedules import (
     Schedule,
     constant,
@@ -66,7 +51,6 @@ __all__ = [
     *_MODULE_OF,
     "PUBLISHED",
     "Change",
-    "LargeBatch",
     "MixedBatch",
     "PublishedRecipe",
     "OptimizerName",
@@ -74,8 +58,6 @@ __all__ = [
     "ScheduleName",
     "SecondStage",
     "Settings",
-    "find_published",
-    "large_batch",
     "rescale",
     "Schedule",
     "constant",
@@ -87,11 +69,8 @@ __all__ = [
     "gradual_warmup",
     "hold",
     "in_samples",
-    "scaled",
-    "two_stage",
     "sgd_share",
     "linear_scaling",
-    "linear_warmup_epochs",
     "sqrt_scaling",
 ]
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from allstep.errors import UsageError
-from allstep.optim.schedules import Schedule, check_schedule, check_step, poly
+from allstep.errors import UsageError, check_counts
+from allstep.optim.schedules import Schedule, check_schedule, check_step, check_warmup
 
-__all__ = ["chain", "gradual_warmup", "hold", "in_samples", "scaled", "two_stage"]
+__all__ = ["chain", "gradual_warmup", "hold", "in_samples"]
 
 
 def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) -> Schedule:
@@ -33,8 +33,7 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
     Source: Goyal et al., 2017, arXiv:1706.02677, section 2.2.
     """
     check_schedule(schedule)
-    if not warmup_steps >= 0:
-        raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
+    check_warmup(warmup_steps)
     if not 0 <= start <= 1:
         raise UsageError(f"`start` (={start}) must be between 0 and 1, a share of the full rate.")
 
@@ -44,27 +43,6 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
         return schedule(step) * (start + (1 - start) * (step + 1) / warmup_steps)
 
     return multiplier
-
-
-def scaled(schedule: Schedule, factor: float) -> Schedule:
-    """Another schedule times a factor.
-
-    Args:
-        schedule: step -> multiplier.
-        factor: what each of its multipliers is multiplied by.
-
-    Returns:
-        The scaled schedule.
-
-    Raises:
-        UsageError: if `schedule` is no function.
-
-    >>> from allstep.optim import constant
-    >>> scaled(constant(), 0.5)(0)
-    0.5
-    """
-    check_schedule(schedule)
-    return lambda step: factor * schedule(step)
 
 
 def hold(schedule: Schedule, total_steps: int) -> Schedule:
@@ -104,7 +82,7 @@ def in_samples(
         The schedule as a function of the optimizer's step.
 
     Raises:
-        UsageError: if `schedule` is no function, or a number not positive.
+        UsageError: if `schedule` is no function, or a number below 1 or not whole.
 
     >>> from allstep.optim import poly
     >>> [in_samples(poly(128, power=1.0), 32)(step) for step in range(5)]
@@ -114,10 +92,9 @@ def in_samples(
     [1.0, 0.6, 0.5, 0.1, 0.0]
     """
     check_schedule(schedule)
-    if not global_batch >= 1:
-        raise UsageError(f"`global_batch` (={global_batch}) must be positive.")
-    if samples_per_epoch is not None and samples_per_epoch < 1:
-        raise UsageError(f"`samples_per_epoch` (={samples_per_epoch}) must be positive.")
+    check_counts(global_batch=global_batch)
+    if samples_per_epoch is not None:
+        check_counts(samples_per_epoch=samples_per_epoch)
 
     def multiplier(step: int) -> float:
         check_step(step)
@@ -131,6 +108,9 @@ def in_samples(
 
 def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
     """Schedules one after the other, each counted from its own step 0.
+
+    Two warm-ups with a decay each are LAMB's mixed batch: when the batch and the length of the
+    sequences change, the rate begins again from 0, so that new statistics meet no large rate.
 
     Args:
         stages: (number of steps, schedule) of each stage; the last may be asked at its end, too.
@@ -146,6 +126,8 @@ def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
     >>> chained = chain([(2, poly(2, power=1.0)), (4, poly(4, power=1.0))])
     >>> [chained(step) for step in range(7)]
     [1.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    Source: You et al., 2020, arXiv:1904.00962, section 4.1 (re-warm-up).
     """
     lengths = [num_steps for num_steps, _ in stages]
     if not lengths or min(lengths) < 1:
@@ -164,42 +146,3 @@ def chain(stages: Sequence[tuple[int, Schedule]]) -> Schedule:
         return stages[-1][1](step - begin)
 
     return multiplier
-
-
-def two_stage(
-    first_steps: int,
-    second_steps: int,
-    first_warmup_steps: int,
-    second_warmup_steps: int,
-    second_peak: float = 1.0,
-) -> Schedule:
-    """LAMB's mixed batch: a warm-up and a linear decay to 0, twice.
-
-    When the batch and the length of the sequences change, the rate begins again from 0 and warms
-    up anew, so that the new statistics do not meet a large rate.
-
-    Args:
-        first_steps, second_steps: optimizer steps of each stage, warm-up included.
-        first_warmup_steps, second_warmup_steps: their warm-ups.
-        second_peak: the second stage's highest multiplier; its batch is another.
-
-    Returns:
-        The schedule of both stages.
-
-    Raises:
-        UsageError: if a warm-up is not shorter than its stage, or `second_peak` not positive.
-
-    >>> [round(two_stage(4, 4, 2, 1, 0.5)(step), 3) for step in range(9)]
-    [0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 0.333, 0.167, 0.0]
-
-    Source: You et al., 2020, arXiv:1904.00962, section 4.1 (re-warm-up).
-    """
-    if not second_peak > 0:
-        raise UsageError(f"`second_peak` (={second_peak}) must be positive.")
-    second = poly(second_steps, second_warmup_steps, power=1.0)
-    return chain(
-        [
-            (first_steps, poly(first_steps, first_warmup_steps, power=1.0)),
-            (second_steps, scaled(second, second_peak)),
-        ]
-    )

@@ -8,7 +8,6 @@ stays at its last value, often 0, would train nothing in silence. `hold` allows 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from numbers import Integral
 
 from allstep.errors import UsageError
 
@@ -25,27 +24,19 @@ __all__ = [
 Schedule = Callable[[int], float]
 
 
-def constant(*, warmup_steps: int = 0) -> Schedule:
-    """1 at every step after a linear warm-up.
-
-    multiplier(step) = min(1, (step + 1) / warmup_steps)
-
-    Args:
-        warmup_steps: steps of linear growth; the last of them runs at the full rate.
+def constant() -> Schedule:
+    """1 at every step.
 
     Returns:
         A function of the step, which counts from 0.
 
-    >>> [constant(warmup_steps=4)(step) for step in range(6)]
-    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-    Source: the gradual warm-up of Goyal et al., 2017, arXiv:1706.02677.
+    >>> constant()(7)
+    1.0
     """
-    _check_warmup(warmup_steps)
 
     def multiplier(step: int) -> float:
         check_step(step)
-        return 1.0 if step >= warmup_steps else (step + 1) / warmup_steps
+        return 1.0
 
     return multiplier
 
@@ -105,41 +96,33 @@ def poly(
     return _decay(total_steps, warmup_steps, final, lambda progress: (1 - progress) ** power)
 
 
-def step_decay(milestones: Sequence[int], factor: float = 0.1, warmup_steps: int = 0) -> Schedule:
-    """Multiplied by `factor` at each of the milestones, after a linear warm-up.
+def step_decay(milestones: Sequence[int], factor: float = 0.1) -> Schedule:
+    """Multiplied by `factor` at each of the milestones.
 
     multiplier(step) = factor ** (number of milestones <= step)
 
     Args:
-        milestones: increasing steps, counted from 0 with the warm-up included.
+        milestones: increasing steps, counted from 0; a `gradual_warmup` leaves them in place.
         factor: what each milestone multiplies by, above 0 and at most 1.
-        warmup_steps: steps of linear growth before the first milestone.
 
     Returns:
         A function of the step, which counts from 0.
 
     Raises:
-        UsageError: if the milestones don't increase or an argument is out of range.
+        UsageError: if the milestones don't increase or `factor` is out of range.
 
     >>> [step_decay([2, 4], factor=0.5)(step) for step in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
     steps = list(milestones)
-    _check_warmup(warmup_steps)
     if not 0 < factor <= 1:
         raise UsageError(f"`factor` (={factor}) must be above 0 and at most 1; 0.1 is usual.")
     if any(late <= early for early, late in itertools.pairwise(steps)):
         raise UsageError(f"`milestones` (={steps}) must increase; sort them and drop repeats.")
-    if steps and steps[0] < warmup_steps:
-        raise UsageError(
-            f"`milestones` (={steps}) must not begin before the warm-up ends;"
-            f" `warmup_steps` is {warmup_steps}."
-        )
-    warmup = constant(warmup_steps=warmup_steps)
 
     def multiplier(step: int) -> float:
-        passed = sum(milestone <= step for milestone in steps)
-        return warmup(step) * factor**passed
+        check_step(step)
+        return factor ** sum(milestone <= step for milestone in steps)
 
     return multiplier
 
@@ -216,7 +199,7 @@ def sgd_share(step: float, center_steps: float, period_steps: float) -> float:
 def _decay(
     total_steps: int, warmup_steps: int, final: float, shape: Callable[[float], float]
 ) -> Schedule:
-    _check_warmup(warmup_steps)
+    check_warmup(warmup_steps)
     if not total_steps > warmup_steps:
         raise UsageError(
             f"`total_steps` (={total_steps}) must exceed `warmup_steps` (={warmup_steps});"
@@ -224,32 +207,25 @@ def _decay(
         )
     if not 0 <= final <= 1:
         raise UsageError(f"`final` (={final}) must be between 0 and 1, the share of the full rate.")
-    warmup = constant(warmup_steps=warmup_steps)
 
     def multiplier(step: int) -> float:
         check_step(step, total_steps)
         if step < warmup_steps:
-            return warmup(step)
+            return (step + 1) / warmup_steps
         progress = (step - warmup_steps) / (total_steps - warmup_steps)
         return final + (1 - final) * shape(progress)
 
     return multiplier
 
 
-def _check_warmup(warmup_steps: int) -> None:
-    if not warmup_steps >= 0:
-        raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
-
-
-def check_counts(**counts: object) -> None:
-    """Refuses what is not a whole number of at least 1.
+def check_warmup(warmup_steps: int) -> None:
+    """Refuses a warm-up of negative length.
 
     Raises:
-        UsageError: naming the argument.
+        UsageError: naming it.
     """
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise UsageError(f"`{name}` (={value!r}) must be at least 1, a whole number.")
+    if not warmup_steps >= 0:
+        raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
 
 
 def check_schedule(schedule: object) -> None:

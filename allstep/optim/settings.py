@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from allstep.errors import UsageError, nearest_names
-from allstep.optim.compose import chain, gradual_warmup, scaled
+from allstep.errors import UsageError, check_counts, nearest_names
+from allstep.optim.compose import chain, gradual_warmup
 from allstep.optim.schedules import (
     Schedule,
-    check_counts,
     constant,
     cosine,
     poly,
@@ -229,8 +228,8 @@ class Settings:
         second_warmup = self.second.warmup_epochs * second_steps_per_epoch
         first = self._one_stage(first_steps, warmup, start)
         second = self._one_stage(second_steps, second_warmup, 0.0)
-        second = scaled(second, self.second.lr / self.lr)
-        return chain([(first_steps, first), (second_steps, second)])
+        factor = self.second.lr / self.lr
+        return chain([(first_steps, first), (second_steps, lambda step: factor * second(step))])
 
     def _refuse_long_warmup(self, epochs: int) -> None:
         if self.optimizer != "rmsprop_warmup" and self.warmup_epochs > epochs:

@@ -17,8 +17,6 @@ from allstep.optim import (
     RMSpropWarmup,
     SecondStage,
     Settings,
-    find_published,
-    large_batch,
     rescale,
 )
 
@@ -28,7 +26,7 @@ NAMES = [
 STUDY = Path(__file__).parents[2] / "benchmarks" / "results" / "large_batch"
 
 
-def test_the_published_ones() -> None:
+def test_published_recipes_are_complete() -> None:
     assert list(PUBLISHED) == NAMES
     for name, published in PUBLISHED.items():
         assert published.name == name
@@ -37,7 +35,7 @@ def test_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_own_batch_and_epochs_change_nothing(name: str) -> None:
+def test_rescale_to_its_own_batch_and_epochs_changes_nothing(name: str) -> None:
     published = PUBLISHED[name]
     rescaled = rescale(
         name,
@@ -53,7 +51,7 @@ def test_its_own_batch_and_epochs_change_nothing(name: str) -> None:
         assert change.rule and change.source
 
 
-def test_rates_of_the_papers_tables() -> None:
+def test_rescaled_rates_are_those_of_the_papers_tables() -> None:
     """Goyal's 0.1 * batch / 256, Akiba's 12.8 and LAMB's 4 / (2**2 * 100) at 2,048."""
     assert rescale("goyal_1h", global_batch=256, epochs=90).settings.lr == pytest.approx(0.1)
     assert PUBLISHED["akiba_15min"].lr == pytest.approx(0.1 * 32768 / 256)
@@ -62,7 +60,7 @@ def test_rates_of_the_papers_tables() -> None:
     assert lamb.warmup_epochs == pytest.approx(1.25)
 
 
-def test_the_rules_differ() -> None:
+def test_linear_and_sqrt_rules_differ() -> None:
     """A quarter of the batch: a quarter of the rate by one rule, a half by the other."""
     linear = rescale("akiba_15min", global_batch=8192, epochs=90).settings
     root = rescale("lamb_imagenet", global_batch=8192, epochs=90).settings
@@ -86,7 +84,7 @@ def test_the_rules_differ() -> None:
         (131072, 65536, 24.699 * 2, 0.951807, 1e-4, 31 / 86),
     ],
 )
-def test_lars_goes_from_the_nearest_reference(
+def test_lars_rescales_from_the_nearest_reference(
     batch: int, origin: Any, lr: Any, momentum: Any, weight_decay: Any, warmup: Any
 ) -> None:
     rescaled = rescale("lars_32k", global_batch=batch, epochs=10)
@@ -100,7 +98,7 @@ def test_lars_goes_from_the_nearest_reference(
 
 
 @pytest.mark.parametrize(("batch", "epochs"), [(4096, 15), (1024, 5)])
-def test_our_own_is_the_best_that_the_study_tried(batch: int, epochs: int) -> None:
+def test_lamb_fashion_is_the_best_point_of_the_study(batch: int, epochs: int) -> None:
     points = [json.loads(path.read_text()) for path in STUDY.glob(f"own/*-{batch}.json")]
     assert len(points) == 8
     best = max(points, key=lambda point: point["accuracy"])["settings"]
@@ -110,7 +108,7 @@ def test_our_own_is_the_best_that_the_study_tried(batch: int, epochs: int) -> No
         assert getattr(settings, name) == rounded, name
 
 
-def test_what_batch_norm_sees_is_told() -> None:
+def test_rescale_reports_the_micro_batch() -> None:
     rescaled = rescale("lars_32k", global_batch=4096, epochs=10, micro_batch=32)
     (change,) = [c for c in rescaled.changes if c.name == "micro_batch"]
     assert (change.before, change.after) == (128, 32)
@@ -118,7 +116,7 @@ def test_what_batch_norm_sees_is_told() -> None:
     assert "last_statistics" in names and "micro_batch" not in names
 
 
-def test_fractions_of_the_run_stay_fractions() -> None:
+def test_warmup_stays_a_fraction_of_the_run() -> None:
     for name in NAMES:
         published = PUBLISHED[name]
         short = rescale(name, global_batch=published.global_batch, epochs=10).settings
@@ -127,7 +125,7 @@ def test_fractions_of_the_run_stay_fractions() -> None:
 
 @pytest.mark.parametrize("epochs", [2, 3, 5, 40])
 @pytest.mark.parametrize("batch", [65536, 4096])
-def test_two_stages_warm_up_by_a_share_of_their_own_epochs(epochs: int, batch: int) -> None:
+def test_mixed_batch_warmups_are_shares_of_their_stages(epochs: int, batch: int) -> None:
     """Linear in the batch, as all of LAMB's; see table 2 of the paper's version 5."""
     settings = rescale("lamb_bert_76min", global_batch=batch, epochs=epochs).settings
     assert settings.second is not None
@@ -136,13 +134,13 @@ def test_two_stages_warm_up_by_a_share_of_their_own_epochs(epochs: int, batch: i
     assert settings.second.warmup_epochs == pytest.approx(0.128 * share * settings.second.epochs)
 
 
-def test_no_warmup_begins_above_its_peak() -> None:
+def test_warmup_start_is_at_most_the_peak() -> None:
     """Below the small batch, whose rate it begins at."""
     settings = rescale("goyal_1h", global_batch=128, epochs=90).settings
     assert (settings.lr, settings.warmup_start) == (pytest.approx(0.05), 1.0)
 
 
-def test_the_second_stage_begins_at_nothing() -> None:
+def test_second_stage_begins_at_zero() -> None:
     second = SecondStage(epochs=1, lr=0.5, warmup_epochs=1.0)
     settings = Settings(lr=1.0, warmup_epochs=1.0, warmup_start=0.5, second=second)
     schedule = settings.make_schedule(epochs=2, steps_per_epoch=4, second_steps_per_epoch=8)
@@ -150,19 +148,19 @@ def test_the_second_stage_begins_at_nothing() -> None:
     assert schedule(4) == pytest.approx(0.5 / 7)
 
 
-def test_a_warmup_that_grows_stays_within_half_the_run() -> None:
+def test_growing_warmup_is_at_most_half_the_run() -> None:
     rescaled = rescale("lamb_imagenet", global_batch=2**20, epochs=10)
     assert rescaled.settings.warmup_epochs == 5.0
     (rule,) = [c.rule for c in rescaled.changes if c.name == "warmup_epochs"]
     assert "at most half" in rule
 
 
-def test_goyals_rate_begins_at_the_small_batchs_and_falls_at_30_60_80() -> None:
-    made = large_batch(
-        "goyal_1h", nn.Linear(2, 2), global_batch=8192, epochs=90, steps_per_epoch=100
-    )
-    lr = made.optimizer.param_groups[0]["lr"]
-    rates = [lr * made.schedule(step) for step in range(9000)]
+def test_goyal_rates_over_the_whole_run() -> None:
+    """From the small batch's rate by a warm-up; a tenth at 30, 60 and 80 epochs."""
+    settings = rescale("goyal_1h", global_batch=8192, epochs=90).settings
+    schedule = settings.make_schedule(epochs=90, steps_per_epoch=100)
+    lr = settings.make_optimizer(nn.Linear(2, 2)).param_groups[0]["lr"]
+    rates = [lr * schedule(step) for step in range(9000)]
     assert lr == 3.2
     assert rates[0] == pytest.approx(0.1 + 3.1 / 500)
     assert rates[499] == pytest.approx(3.2)
@@ -171,23 +169,18 @@ def test_goyals_rate_begins_at_the_small_batchs_and_falls_at_30_60_80() -> None:
         assert rates[100 * epoch] == pytest.approx(expected)
 
 
-def test_mixed_batches_warm_up_twice() -> None:
-    made = large_batch(
-        "lamb_bert_76min",
-        nn.Linear(2, 2),
-        global_batch=65536,
-        epochs=10,
-        steps_per_epoch=1000,
-        second_steps_per_epoch=2000,
+def test_mixed_batch_schedule_warms_up_twice() -> None:
+    schedule = rescale("lamb_bert_76min", global_batch=65536, epochs=10).settings.make_schedule(
+        epochs=10, steps_per_epoch=1000, second_steps_per_epoch=2000
     )
     peak = round(0.2843 * 9000)
-    assert made.schedule(peak - 1) == pytest.approx(1.0)
-    assert made.schedule(8999) < 0.001 < 0.002 < made.schedule(9010)
-    assert made.schedule(9000 + round(0.128 * 2000) - 1) == pytest.approx(4 / 6)
-    assert made.schedule(11000) == 0.0
+    assert schedule(peak - 1) == pytest.approx(1.0)
+    assert schedule(8999) < 0.001 < 0.002 < schedule(9010)
+    assert schedule(9000 + round(0.128 * 2000) - 1) == pytest.approx(4 / 6)
+    assert schedule(11000) == 0.0
 
 
-def test_optimizers_are_the_published_kinds_and_step() -> None:
+def test_make_optimizer_makes_the_published_kind() -> None:
     kinds = {
         "goyal_1h": torch.optim.SGD,
         "akiba_15min": RMSpropWarmup,
@@ -196,27 +189,27 @@ def test_optimizers_are_the_published_kinds_and_step() -> None:
     }
     for name, kind in kinds.items():
         model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
-        made = large_batch(name, model, global_batch=64, epochs=9, steps_per_epoch=2)
-        assert type(made.optimizer) is kind
-        assert [group["weight_decay"] > 0 for group in made.optimizer.param_groups] == [True, False]
+        settings = rescale(name, global_batch=64, epochs=9).settings
+        optimizer = settings.make_optimizer(model, steps_per_epoch=2)
+        assert type(optimizer) is kind
+        assert [group["weight_decay"] > 0 for group in optimizer.param_groups] == [True, False]
         before = model[0].weight.clone()
         model(torch.ones(2, 4)).square().mean().backward()
-        made.optimizer.step()
+        optimizer.step()
         assert not torch.equal(before, model[0].weight)
 
 
-def test_akibas_transition_is_at_a_ninth_of_the_run() -> None:
-    made = large_batch(
-        "akiba_15min", nn.Linear(2, 2), global_batch=512, epochs=18, steps_per_epoch=50
-    )
-    (group, _) = made.optimizer.param_groups
+def test_akiba_transition_is_at_a_ninth_of_the_run() -> None:
+    settings = rescale("akiba_15min", global_batch=512, epochs=18).settings
+    (group, _) = settings.make_optimizer(nn.Linear(2, 2), steps_per_epoch=50).param_groups
     assert (group["center_steps"], group["period_steps"]) == (100, 50)
-    assert made.schedule(0) == 0.5  # no growing rate beside RMSprop
+    schedule = settings.make_schedule(epochs=18, steps_per_epoch=50)
+    assert schedule(0) == 0.5  # no growing rate beside RMSprop
 
 
-def test_bad_names_and_numbers() -> None:
+def test_rescale_refuses_bad_names_and_numbers() -> None:
     with pytest.raises(UsageError, match=r"`large_batch` \(='goyal'\): did you mean `goyal_1h`"):
-        find_published("goyal")
+        rescale("goyal", global_batch=1, epochs=1)
     with pytest.raises(UsageError, match=r"`global_batch` \(=0\) must be at least 1"):
         rescale("goyal_1h", global_batch=0, epochs=1)
     with pytest.raises(UsageError, match=r"`epochs` \(=0\) must be at least 1"):
@@ -230,8 +223,8 @@ def test_bad_names_and_numbers() -> None:
     with pytest.raises(UsageError, match=r"`epochs` \(=1\) must be at least 2 for two stages"):
         rescale("lamb_bert_76min", global_batch=64, epochs=1)
     with pytest.raises(UsageError, match=r"`second_steps_per_epoch` \(=None\) must be given"):
-        large_batch(
-            "lamb_bert_76min", nn.Linear(2, 2), global_batch=64, epochs=2, steps_per_epoch=1
+        rescale("lamb_bert_76min", global_batch=64, epochs=2).settings.make_schedule(
+            epochs=2, steps_per_epoch=1
         )
 
 
@@ -245,7 +238,7 @@ def test_bad_names_and_numbers() -> None:
         ({"warmup_epochs": math.nan}, r"`warmup_epochs` \(=nan\)"),
     ],
 )
-def test_bad_second_stages(changes: dict[str, Any], message: str) -> None:
+def test_second_stage_out_of_range(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SecondStage(**{"epochs": 1, "lr": 0.1, "warmup_epochs": 0.5} | changes)
 
@@ -279,7 +272,7 @@ def test_bad_second_stages(changes: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_schedules_that_do_not_fit(
+def test_make_schedule_refuses_what_does_not_fit(
     settings: Settings, changes: dict[str, int], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
@@ -299,12 +292,12 @@ def test_schedules_that_do_not_fit(
         ({"lr_schedule": "cosin"}, r"`lr_schedule` \(='cosin'\): did you mean `cosine`"),
     ],
 )
-def test_bad_settings(changes: dict[str, object], message: str) -> None:
+def test_settings_out_of_range(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Settings(**changes)  # type: ignore[arg-type]
 
 
-def test_rmsprop_needs_to_know_its_steps() -> None:
+def test_rmsprop_warmup_needs_steps_per_epoch_and_a_warmup() -> None:
     with pytest.raises(UsageError, match=r"`steps_per_epoch` \(=None\) must be given"):
         Settings(optimizer="rmsprop_warmup", warmup_epochs=1.0).make_optimizer(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"`warmup_epochs` \(=0.0\) must be positive"):
@@ -313,7 +306,7 @@ def test_rmsprop_needs_to_know_its_steps() -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "poly", "linear", "step", "slow_start", "constant"])
 @pytest.mark.parametrize("start", [0.0, 0.25])
-def test_every_schedule_warms_up(name: Any, start: float) -> None:
+def test_make_schedule_warms_up_linearly(name: Any, start: float) -> None:
     """By equal steps up to what it would be without a warm-up, or begins there."""
     settings = Settings(lr_schedule=name, warmup_epochs=1.0, warmup_start=start)
     warm = settings.make_schedule(epochs=10, steps_per_epoch=8)
@@ -323,7 +316,7 @@ def test_every_schedule_warms_up(name: Any, start: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["step", "slow_start"])
-def test_milestones_stay_where_they_are(name: Any) -> None:
+def test_make_schedule_keeps_milestones_in_place(name: Any) -> None:
     """Even those before a long warm-up's end."""
     warm = Settings(lr_schedule=name, warmup_epochs=50.0).make_schedule(
         epochs=90, steps_per_epoch=1
