@@ -6,7 +6,7 @@ Windows and their intersections are those that `allstep.nn` would use; nothing i
 from dataclasses import dataclass
 from math import isqrt
 
-from allstep.nn.windows import Layout, Reach, Window, plan_fetch
+from allstep.nn.windows import Layout, Reach, Window, plan_halo
 
 __all__ = ["Counts", "count", "depth_for"]
 
@@ -85,7 +85,7 @@ def _fetched(
     whole = Window.whole(layout.shape)
     wanted = tuple(reach.inputs(window).intersect(whole) for window in out_layout.windows)
     for rank, worker in enumerate(workers):
-        stats = plan_fetch(layout, wanted, rank).stats(channels * BATCH * FLOAT_BYTES)
+        stats = plan_halo(layout, wanted, rank).stats(channels * BATCH * FLOAT_BYTES)
         worker.messages += stats.messages_sent
         worker.sent_bytes += stats.bytes_sent
         if num_passes == 2:

@@ -22,7 +22,7 @@ from allstep import Communicator
 from allstep.comm import Work
 from allstep.comm.parcels import Parcels
 from allstep.nn import Grid, Stage
-from allstep.nn.windows import own_part
+from allstep.nn.windows import local_shard
 
 __all__ = ["BATCH", "NETS", "Shape", "run_point"]
 
@@ -55,7 +55,7 @@ class Step:
         layout, stages = grid.split((pixels, pixels)), []
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(BATCH, channels, pixels, pixels, generator=generator)
-        self.x = own_part(grid, x, layout).clone()
+        self.x = local_shard(grid, x, layout).clone()
         for seed, (kernel, step, block, pool, stride, norm) in enumerate(shapes):
             stage = Stage(
                 grid, layout, channels, kernel, step, block,

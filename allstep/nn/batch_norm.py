@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from allstep.comm import Communicator
-from allstep.errors import UsageError, nearest_multiples
+from allstep.errors import UsageError, check_counts, nearest_multiples
 from allstep.nn.batch_norm_across import batch_norm_across, per_channel, statistics_dtype
 
 __all__ = ["GroupedBatchNorm", "convert_batch_norm"]
@@ -17,22 +17,23 @@ __all__ = ["GroupedBatchNorm", "convert_batch_norm"]
 def convert_batch_norm(
     model: nn.Module,
     comm: Communicator,
-    span: int,
+    group_size: int,
     *,
     micro_batch: int,
     global_batch: int | None = None,
 ) -> nn.Module:
-    """Replaces each batch norm by one whose statistics are of groups of `span` samples.
+    """Replaces each batch norm by one whose statistics are of groups of `group_size` samples.
 
-    [Note: groups of samples] A group is `span` consecutive samples of the global batch, so that
-    the model is the same on any number of workers:
+    [Note: groups of samples] A group is `group_size` consecutive samples of the global batch, so
+    that the model is the same on any number of workers:
 
-    - `span` up to `micro_batch` (ghost batch norm): groups within a micro-batch. Nothing is sent.
-    - `span` beyond it: groups of span / micro_batch micro-batches, of consecutive workers, which
-      must all run at the same time. So each worker has to have one micro-batch in each step, and
-      short steps, in which some have none, can't be: train with `drop_last=True`. A worker that
-      calls the model without samples is fine. The result is that of `micro_batch=span` on fewer
-      workers.
+    - `group_size` up to `micro_batch` (ghost batch norm): groups within a micro-batch. Nothing is
+      sent.
+    - `group_size` above it: groups of group_size / micro_batch micro-batches, of consecutive
+      workers, which must all run at the same time. So each worker has to have one micro-batch in
+      each step, and short steps, in which some have none, can't be: train with `drop_last=True`.
+      A worker that calls the model without samples is fine. The result is that of
+      `micro_batch=group_size` on fewer workers.
 
     The last group may be short. A call's statistics in the running ones are the mean over its
     groups, weighted by samples.
@@ -40,28 +41,27 @@ def convert_batch_norm(
     Args:
         model: changed in place; parameters and buffers stay the same tensors.
         comm: the workers; all of them must call this.
-        span: samples that share statistics.
+        group_size: samples that share statistics.
         micro_batch: samples that a worker puts through the model at once.
-        global_batch: samples of one optimizer step; needed where `span` exceeds `micro_batch`.
+        global_batch: samples of one optimizer step; needed if `group_size` exceeds `micro_batch`.
 
     Returns:
         The model; another module only if it is itself a batch norm.
 
     Raises:
-        UsageError: if groups of `span` would depend on the workers, or if a batch norm has not
-            got its shape yet, or is more than torch's own.
+        UsageError: if groups of `group_size` would depend on the workers, or if a batch norm has
+            no shape yet, or is more than torch's own.
 
     Call it before `attach`.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    >>> convert_batch_norm(model, Communicator.single_process(), span=16, micro_batch=32)[1].span
+    >>> comm = Communicator.single_process()
+    >>> convert_batch_norm(model, comm, group_size=16, micro_batch=32)[1].group_size
     16
 
     Source: Hoffer et al., 2017, arXiv:1705.08741 (ghost batch norm).
     """
-    for name, value in (("span", span), ("micro_batch", micro_batch)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"`{name}` (={value!r}) must be a whole number, at least 1.")
+    check_counts(group_size=group_size, micro_batch=micro_batch)
     for name, module in model.named_modules():
         if isinstance(module, _LazyNormBase):
             raise UsageError(
@@ -70,8 +70,8 @@ def convert_batch_norm(
             )
         if isinstance(module, _BatchNorm):
             _refuse_what_would_be_lost(name or "the module", module)
-    peers = _peers(comm, span, micro_batch, global_batch)
-    return _converted(model, peers, span, micro_batch, {})
+    peers = _peers(comm, group_size, micro_batch, global_batch)
+    return _converted(model, peers, group_size, micro_batch, {})
 
 
 class GroupedBatchNorm(_BatchNorm):
@@ -79,20 +79,20 @@ class GroupedBatchNorm(_BatchNorm):
 
     Args:
         norm: whose parameters, buffers and settings it takes over.
-        span: samples that share statistics.
+        group_size: samples that share statistics.
         micro_batch: most samples in a training call.
         peers: the workers of this worker's group, if groups are larger than a micro-batch.
     """
 
     def __init__(
-        self, norm: _BatchNorm, span: int, micro_batch: int, peers: Communicator | None
+        self, norm: _BatchNorm, group_size: int, micro_batch: int, peers: Communicator | None
     ) -> None:
         super().__init__(norm.num_features, norm.eps, norm.momentum, affine=False, device="meta")
         self.affine, self.track_running_stats = norm.affine, norm.track_running_stats
         self._parameters.update(norm._parameters)
         self._buffers.update(norm._buffers)
         self.training = norm.training
-        self.span = span
+        self.group_size = group_size
         self._micro_batch = micro_batch
         self._across = None if peers is None else _Across(peers)
 
@@ -122,7 +122,7 @@ class GroupedBatchNorm(_BatchNorm):
     def extra_repr(self) -> str:
         """The module's settings."""
         given: str = super().extra_repr()  # type: ignore[no-untyped-call]
-        return f"{given}, span={self.span}"
+        return f"{given}, group_size={self.group_size}"
 
     def _within(self, x: Tensor) -> Tensor:
         """Groups within this call, one after the other: torch's kernels take no groups."""
@@ -131,7 +131,7 @@ class GroupedBatchNorm(_BatchNorm):
         weight = None if self.weight is None else self.weight.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         ys = []
-        for group in torch.split(x, self.span):
+        for group in torch.split(x, self.group_size):
             last = x.new_zeros(2, channels, dtype=dtype)
             mean, var = last
             if group.numel() == channels:
@@ -231,37 +231,37 @@ def _normalised_alone(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 
 
 def _peers(
-    comm: Communicator, span: int, micro_batch: int, global_batch: int | None
+    comm: Communicator, group_size: int, micro_batch: int, global_batch: int | None
 ) -> Communicator | None:
     """The workers whose micro-batches form a group; None if a micro-batch is enough."""
-    if span <= micro_batch:
-        if micro_batch % span:
+    if group_size <= micro_batch:
+        if micro_batch % group_size:
             divisors = [n for n in range(1, micro_batch + 1) if micro_batch % n == 0]
-            below = max(n for n in divisors if n < span)
-            above = min(n for n in divisors if n > span)
+            below = max(n for n in divisors if n < group_size)
+            above = min(n for n in divisors if n > group_size)
             raise UsageError(
-                f"`span` (={span}) must divide `micro_batch` (={micro_batch}); nearest:"
+                f"`group_size` (={group_size}) must divide `micro_batch` (={micro_batch}); nearest:"
                 f" {below}, {above}."
             )
         return None
-    if span % micro_batch:
+    if group_size % micro_batch:
         raise UsageError(
-            f"`span` (={span}) must be a multiple of `micro_batch` (={micro_batch}); nearest:"
-            f" {nearest_multiples(span, micro_batch)}."
+            f"`group_size` (={group_size}) must be a multiple of `micro_batch` (={micro_batch});"
+            f" nearest: {nearest_multiples(group_size, micro_batch)}."
         )
     if global_batch != comm.size * micro_batch:
         raise UsageError(
-            f"`span` (={span}) exceeds `micro_batch` (={micro_batch}), so that each worker must"
-            f" have one micro-batch in each step: `global_batch` (={global_batch}) must be"
-            f" {comm.size} x {micro_batch} = {comm.size * micro_batch}. Or take `micro_batch`"
-            f" = {span}."
+            f"`group_size` (={group_size}) exceeds `micro_batch` (={micro_batch}), so that each"
+            f" worker must have one micro-batch in each step: `global_batch` (={global_batch}) must"
+            f" be {comm.size} x {micro_batch} = {comm.size * micro_batch}. Or take `micro_batch`"
+            f" = {group_size}."
         )
-    num_peers = span // micro_batch
+    num_peers = group_size // micro_batch
     if comm.size % num_peers:
         raise UsageError(
-            f"`span` (={span}) takes {num_peers} workers at `micro_batch` (={micro_batch}), and"
-            f" {comm.size} workers don't divide in such groups; nearest numbers of workers:"
-            f" {nearest_multiples(comm.size, num_peers)}."
+            f"`group_size` (={group_size}) takes {num_peers} workers at `micro_batch`"
+            f" (={micro_batch}), and {comm.size} workers don't divide in such groups;"
+            f" nearest numbers of workers: {nearest_multiples(comm.size, num_peers)}."
         )
     # Its own channel, for in a backward pass the exchange may be using the given one.
     return comm.split(color=comm.rank // num_peers)
@@ -270,17 +270,17 @@ def _peers(
 def _converted(
     module: nn.Module,
     peers: Communicator | None,
-    span: int,
+    group_size: int,
     micro_batch: int,
     done: dict[nn.Module, nn.Module],
 ) -> nn.Module:
     """The module with its batch norms replaced; one that is used twice stays one."""
     if module not in done:
         if isinstance(module, _BatchNorm):
-            done[module] = GroupedBatchNorm(module, span, micro_batch, peers)
+            done[module] = GroupedBatchNorm(module, group_size, micro_batch, peers)
         else:
             done[module] = module
             for name, child in module._modules.items():
                 if child is not None:
-                    module._modules[name] = _converted(child, peers, span, micro_batch, done)
+                    module._modules[name] = _converted(child, peers, group_size, micro_batch, done)
     return done[module]

@@ -5,7 +5,7 @@
 views of the array. A few of them, as many as stay in the cache, are copied side by side into a
 buffer that is used again and again; there they are one batch of [fan_in, batch] matrices, and a
 batched product with the blocks' filters does the rest. Unfolding would write every receptive
-field to memory at once, (kernel / step)^2 times the array.
+field to memory at once, (kernel / stride)^2 times the array.
 
 The three functions are linear in each argument, and the backward of each is the other two.
 Shapes: x [height, width, channels, batch]; weight [rows, columns, filters, fan_in] of blocks,
@@ -32,11 +32,11 @@ class Fields:
 
     Attributes:
         kernel: rows and columns of a receptive field.
-        step: rows and columns between those of neighbouring blocks.
+        stride: rows and columns between those of neighbouring blocks.
     """
 
     kernel: tuple[int, int]
-    step: tuple[int, int]
+    stride: tuple[int, int]
 
     def input_shape(self, blocks: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns that so many blocks see.
@@ -45,7 +45,7 @@ class Fields:
         (5, 9)
         """
         height, width = (
-            (n - 1) * s + k for n, s, k in zip(blocks, self.step, self.kernel, strict=True)
+            (n - 1) * s + k for n, s, k in zip(blocks, self.stride, self.kernel, strict=True)
         )
         return height, width
 
@@ -60,13 +60,13 @@ class Fields:
         line, pixel, _, _ = x.stride()
         return x.as_strided(
             (num, self.kernel[0], self.kernel[1] * channels, batch),
-            (every * self.step[1] * pixel, line, batch, 1),
-            x.storage_offset() + row * self.step[0] * line + first * self.step[1] * pixel,
+            (every * self.stride[1] * pixel, line, batch, 1),
+            x.storage_offset() + row * self.stride[0] * line + first * self.stride[1] * pixel,
         )
 
     def overlap(self) -> int:
         """Receptive fields of a row that are so many blocks apart do not overlap."""
-        return -(-self.kernel[1] // self.step[1])
+        return -(-self.kernel[1] // self.stride[1])
 
 
 Room = Callable[[], Tensor]

@@ -2,8 +2,8 @@
 
 [Note: blocks] The neurons of a block - `depth` maps at `height` x `width` neighbouring positions -
 share one receptive field, so a block's response is one dense matrix product. Blocks lie side by
-side: the next one's receptive field is `step` positions on. A bigger block means bigger products,
-and for as many neurons as before a bigger step.
+side: the next one's receptive field is `stride` positions on. A bigger block means bigger products,
+and for as many neurons as before a bigger stride.
 """
 
 from collections.abc import Sequence
@@ -68,13 +68,15 @@ class _Blocks(nn.Module):
     def extra_repr(self) -> str:
         """What torch's layers show."""
         reach, block = self._windows.reach, (self.depth, *self._windows.block)
-        return f"{self.in_channels}, kernel_size={reach.kernel}, step={reach.stride}, block={block}"
+        return (
+            f"{self.in_channels}, kernel_size={reach.kernel}, stride={reach.stride}, block={block}"
+        )
 
 
 class LocallyConnected2d(_Blocks):
     """Filters that differ from place to place; see [Note: blocks].
 
-    y[:, f of block i, j] = weight[i, j, f] . x[:, :, i * step : i * step + kernel_size, ...]
+    y[:, f of block i, j] = weight[i, j, f] . x[:, :, i * stride : i * stride + kernel_size, ...]
 
     Every worker has the filters of its own part of the output alone.
 
@@ -84,7 +86,7 @@ class LocallyConnected2d(_Blocks):
             `out_layout` of the layer before.
         in_channels: of the input.
         kernel_size: rows and columns of a receptive field.
-        step: rows and columns between the receptive fields of neighbouring blocks.
+        stride: rows and columns between the receptive fields of neighbouring blocks.
         block: maps, rows and columns of a block. The output has as many maps.
         bias: whether each neuron has one.
         seed: of the initial values, uniform in +-1 / sqrt(fan_in), which depend on a block's place
@@ -105,7 +107,7 @@ class LocallyConnected2d(_Blocks):
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 2, 2))
+    >>> layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, stride=2, block=(4, 2, 2))
     >>> layer(torch.ones(8, 3, 9, 9)).shape, layer.weight.shape
     (torch.Size([8, 4, 6, 6]), torch.Size([3, 3, 16, 75]))
 
@@ -119,18 +121,18 @@ class LocallyConnected2d(_Blocks):
         in_layout: Layout,
         in_channels: int,
         kernel_size: int | Sequence[int],
-        step: int | Sequence[int],
+        stride: int | Sequence[int],
         block: Sequence[int],
         bias: bool = True,
         *,
         seed: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        wanted = (in_layout.shape, in_channels, kernel_size, step, block, bias)
+        wanted = (in_layout.shape, in_channels, kernel_size, stride, block, bias)
         with grid.together(f"LocallyConnected2d{wanted}"):
             depth, *sides = _block(block)
-            kernel, steps = pair("kernel_size", kernel_size, 1), pair("step", step, 1)
-            reach = Reach(kernel, steps, ((0, 0), (0, 0)), (1, 1))
+            kernel, strides = pair("kernel_size", kernel_size, 1), pair("stride", stride, 1)
+            reach = Reach(kernel, strides, ((0, 0), (0, 0)), (1, 1))
             blocks = grid.split(reach.out_shape(in_layout.shape))
             windows = OverWindows(grid, in_layout, blocks, reach, first_dim=0, block=_two(sides))
             shape = (depth * sides[0] * sides[1], kernel[0] * kernel[1] * in_channels)
@@ -200,7 +202,7 @@ class LocallyConnectedTranspose2d(_Blocks):
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> encoder = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 1, 1))
+    >>> encoder = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, stride=2, block=(4, 1, 1))
     >>> decoder = LocallyConnectedTranspose2d(encoder, tied=True)
     >>> decoder(encoder(torch.ones(8, 3, 9, 9))).shape, decoder.weight is encoder.weight
     (torch.Size([8, 3, 9, 9]), True)

@@ -14,10 +14,9 @@ from allstep.nn.windows import (
     Layout,
     Reach,
     Window,
-    finish_deliver,
-    plan_fetch,
-    start_deliver,
-    start_fetch,
+    plan_halo,
+    start_halo_gather,
+    start_halo_scatter_add,
 )
 from allstep.nn.windows.receptive import around
 
@@ -67,7 +66,7 @@ class OverWindows:
     def is_local(self) -> bool:
         """Has every worker what it needs?"""
         ranks = range(self.grid.size)
-        plans = (plan_fetch(self.in_layout, self.input_windows, rank) for rank in ranks)
+        plans = (plan_halo(self.in_layout, self.input_windows, rank) for rank in ranks)
         return not any(plan.receives for plan in plans)
 
     @cached_property
@@ -77,7 +76,7 @@ class OverWindows:
         None of them where nothing is on the way to this worker.
         """
         start = self.outputs.start
-        if not plan_fetch(self.in_layout, self.input_windows, self.grid.rank).receives:
+        if not plan_halo(self.in_layout, self.input_windows, self.grid.rank).receives:
             return Window(start, start)
         return self.reach.inner(self.outputs, self.own, self.in_layout.shape)
 
@@ -98,7 +97,7 @@ class OverWindows:
         if self.is_local:
             check_window(x, self.own, self.first_dim, "x")
             return compute(self._local_inputs(x, self.outputs), self.outputs)
-        local, work = start_fetch(
+        local, work = start_halo_gather(
             self.grid,
             x,
             self.in_layout,
@@ -124,7 +123,7 @@ class OverWindows:
         check_window(y, self.outputs.scaled(self.block), self.first_dim, "y")
         if self.is_local:
             return self._home(compute(y, self.outputs), self.outputs)
-        kept, delivery = start_deliver(
+        kept, finish = start_halo_scatter_add(
             self.grid,
             [compute(self._part(y, strip), strip) for strip in self.strips],
             self.in_layout,
@@ -134,7 +133,7 @@ class OverWindows:
         )
         if self.inner.num_positions:
             kept = kept + self._home(compute(self._part(y, self.inner), self.inner), self.inner)
-        return finish_deliver(kept, delivery)
+        return finish(kept)
 
     def _local_inputs(self, x: Tensor, outputs: Window) -> Tensor:
         """The inputs of outputs that need no neighbour."""
@@ -178,7 +177,7 @@ def _cut(x: Tensor, held: Window, wanted: Window, first_dim: int, fill: float) -
     """A window of a tensor that holds another one; `fill` where they do not overlap."""
     first = first_dim % x.dim()
     both = held.intersect(wanted)
-    x = x[(slice(None),) * first + both.slices(held)]
+    x = both.view(x, held, first)
     margins = []
     for dim in reversed(range(2)):  # pad names the last dim first
         margins += [both.start[dim] - wanted.start[dim], wanted.stop[dim] - both.stop[dim]]

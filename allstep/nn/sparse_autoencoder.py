@@ -11,7 +11,7 @@ from allstep.nn.contrast import LocalContrastNorm
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
 from allstep.nn.pooling import L2Pool2d
 from allstep.nn.replicated import replicated
-from allstep.nn.windows import Grid, Layout, Window, gather_whole, own_part
+from allstep.nn.windows import Grid, Layout, Window, full_tensor, local_shard
 
 __all__ = ["SparseAutoencoder", "Stage", "StageTraining"]
 
@@ -24,7 +24,7 @@ class Stage(nn.Module):
     Args:
         grid: the workers; all of them must make and call the layer.
         in_layout: who owns what of the input.
-        in_channels, kernel_size, step, block: as `LocallyConnected2d`'s.
+        in_channels, kernel_size, stride, block: as `LocallyConnected2d`'s.
         pool_size, pool_stride: positions of a pool in each dim, and between two pools.
         norm_size: positions of the contrast normalisation's neighbourhood in each dim; odd.
         relu: let responses below zero be zero; else filtering is linear, as it was published.
@@ -52,7 +52,7 @@ class Stage(nn.Module):
         in_layout: Layout,
         in_channels: int,
         kernel_size: int | Sequence[int],
-        step: int | Sequence[int],
+        stride: int | Sequence[int],
         block: Sequence[int],
         *,
         pool_size: int,
@@ -64,7 +64,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.filtering = LocallyConnected2d(
-            grid, in_layout, in_channels, kernel_size, step, block, False, seed=seed, dtype=dtype
+            grid, in_layout, in_channels, kernel_size, stride, block, False, seed=seed, dtype=dtype
         )
         self.pooling = L2Pool2d(grid, self.filtering.out_layout, pool_size, pool_stride)
         self.norm = LocalContrastNorm(grid, self.pooling.out_layout, norm_size)
@@ -88,13 +88,13 @@ class Stage(nn.Module):
     def whole_filters(self) -> Tensor | None:
         """All workers' filters on rank 0, None elsewhere; all workers call it."""
         layer = self.filtering
-        return gather_whole(self.grid, layer.weight, layer.block_layout, first_dim=0)
+        return full_tensor(self.grid, layer.weight, layer.block_layout, first_dim=0)
 
     @torch.no_grad()
     def load_filters(self, whole: Tensor) -> None:
         """Takes this worker's part of what `whole_filters` gave."""
         layer = self.filtering
-        layer.weight.copy_(own_part(self.grid, whole, layer.block_layout, first_dim=0))
+        layer.weight.copy_(local_shard(self.grid, whole, layer.block_layout, first_dim=0))
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input; see [Note: batch last]."""
@@ -274,13 +274,13 @@ class StageTraining:
     def _whole(self, x: Tensor) -> Tensor | None:
         stage = self.autoencoder.stage
         if x.dim():
-            return gather_whole(stage.grid, x, stage.filtering.block_layout, first_dim=0)
+            return full_tensor(stage.grid, x, stage.filtering.block_layout, first_dim=0)
         return x.clone() if stage.grid.rank == 0 else None
 
     def _part(self, whole: Tensor) -> Tensor:
         stage = self.autoencoder.stage
         if whole.dim():
-            return own_part(stage.grid, whole, stage.filtering.block_layout, first_dim=0)
+            return local_shard(stage.grid, whole, stage.filtering.block_layout, first_dim=0)
         return whole
 
 

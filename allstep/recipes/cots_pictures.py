@@ -46,7 +46,7 @@ class PictureFormat:
     def own_part(self, grid: "allstep.nn.Grid", x: Tensor) -> Tensor:
         """This worker's part of whole pictures, a view."""
         layout = grid.split((self.pixels, self.pixels))
-        return allstep.nn.windows.own_part(grid, x, layout)
+        return allstep.nn.windows.local_shard(grid, x, layout)
 
     def resized(self, x: Tensor) -> Tensor:
         """Grey squares, uint8 [num, side, side], as uint8 [num, channels, pixels, pixels]."""

@@ -155,12 +155,14 @@ def test_ghost_groups_within_a_micro_batch(num_samples: int) -> None:
 
 
 def trained(
-    comm: Communicator, micro_batch: int, span: int | None, batches: Sequence[Tensor]
+    comm: Communicator, micro_batch: int, group_size: int | None, batches: Sequence[Tensor]
 ) -> Result:
     """Some steps with the exchange's running statistics."""
     model: nn.Module = copy.deepcopy(NET)
-    if span is not None:
-        convert_batch_norm(model, comm, span, micro_batch=micro_batch, global_batch=len(batches[0]))
+    if group_size is not None:
+        convert_batch_norm(
+            model, comm, group_size, micro_batch=micro_batch, global_batch=len(batches[0])
+        )
     exchange = attach(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in batches:
@@ -244,7 +246,7 @@ def test_parameters_settings_and_shared_modules_stay() -> None:
     assert (net[0].eps, net[0].momentum, net[0].weight) == (0.1, None, None)
     assert not net[2].training
     assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == state
-    assert "span=2" in repr(net[0])
+    assert "group_size=2" in repr(net[0])
 
     x = torch.randn(4, 3)
     for part in (x, 2 * x):  # without momentum: the mean over all calls
@@ -316,14 +318,14 @@ def test_calls_without_samples_are_not_counted() -> None:
         assert mean == 1.5 and count == 2
 
 
-@pytest.mark.parametrize("span", [1, 4])
-def test_a_group_of_one_value_is_its_own_mean(span: int) -> None:
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_a_group_of_one_value_is_its_own_mean(group_size: int) -> None:
     """The same within a micro-batch as across workers, where torch's kernel refuses."""
 
     def work(comm: Communicator) -> list[Tensor]:
         norm = nn.BatchNorm1d(2)
         nn.init.constant_(norm.bias, 0.5)
-        ghost = convert_batch_norm(copy.deepcopy(norm), comm, span, micro_batch=4)
+        ghost = convert_batch_norm(copy.deepcopy(norm), comm, group_size, micro_batch=4)
         across = convert_batch_norm(norm, comm, 8, micro_batch=4, global_batch=8)
         x = torch.tensor([[2.0, -3.0]]) if comm.rank == 0 else torch.zeros(0, 2)
         found = []
@@ -371,13 +373,22 @@ def test_half_precision_keeps_its_dtype_and_float_statistics() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"span": 0}, "`span` (=0) must be a whole number"),
-        ({"span": 4, "micro_batch": 2.5}, "`micro_batch` (=2.5) must be a whole number"),
-        ({"span": 5}, "`span` (=5) must divide `micro_batch` (=8); nearest: 4, 8."),
-        ({"span": 12}, "`span` (=12) must be a multiple of `micro_batch` (=8); nearest: 8, 16."),
-        ({"span": 16}, "`global_batch` (=None) must be 3 x 8 = 24. Or take `micro_batch` = 16."),
-        ({"span": 16, "global_batch": 48}, "`global_batch` (=48) must be 3 x 8 = 24."),
-        ({"span": 16, "global_batch": 24}, "3 workers don't divide in such groups"),
+        ({"group_size": 0}, "`group_size` (=0) must be at least 1, a whole number"),
+        (
+            {"group_size": 4, "micro_batch": 2.5},
+            "`micro_batch` (=2.5) must be at least 1, a whole number",
+        ),
+        ({"group_size": 5}, "`group_size` (=5) must divide `micro_batch` (=8); nearest: 4, 8."),
+        (
+            {"group_size": 12},
+            "`group_size` (=12) must be a multiple of `micro_batch` (=8); nearest: 8, 16.",
+        ),
+        (
+            {"group_size": 16},
+            "`global_batch` (=None) must be 3 x 8 = 24. Or take `micro_batch` = 16.",
+        ),
+        ({"group_size": 16, "global_batch": 48}, "`global_batch` (=48) must be 3 x 8 = 24."),
+        ({"group_size": 16, "global_batch": 24}, "3 workers don't divide in such groups"),
     ],
 )
 def test_layouts_that_cannot_honour_the_span(arguments: dict, message: str) -> None:
@@ -424,9 +435,9 @@ def test_nothing_that_a_batch_norm_has_is_lost(norm: nn.Module, message: str) ->
 
 def test_other_kinds_of_torchs_batch_norms_convert_and_again() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm3d(2))
-    for span in (4, 2):
-        convert_batch_norm(model, Communicator.single_process(), span, micro_batch=4)
-        assert [norm.span for norm in model] == [span, span]
+    for group_size in (4, 2):
+        convert_batch_norm(model, Communicator.single_process(), group_size, micro_batch=4)
+        assert [norm.group_size for norm in model] == [group_size, group_size]
 
 
 def test_copies_share_their_peers_and_pickles_are_refused() -> None:

@@ -20,7 +20,7 @@ from allstep.nn import (
     MaxPool2d,
     SubtractiveNorm,
 )
-from allstep.nn.windows import Layout, Reach, plan_fetch
+from allstep.nn.windows import Layout, Reach, plan_halo
 from tests.nn.grids import GRIDS, on_grid, part, values, whole
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -244,7 +244,7 @@ def test_a_layer_sends_its_halo_and_nothing_else(grid_shape):
         conv(x).sum().backward()
         reach = Reach((5, 3), (2, 1), ((2, 2), (1, 1)), (1, 1))
         wanted = tuple(reach.inputs(window) for window in conv.out_layout.windows)
-        once = plan_fetch(conv.in_layout, wanted, grid.rank).stats(3 * 2 * 8)
+        once = plan_halo(conv.in_layout, wanted, grid.rank).stats(3 * 2 * 8)
         return grid.stats == once + once.mirrored()
 
     assert all(on_grid(grid_shape, work))

@@ -16,46 +16,46 @@ from tests.nn.grids import GRIDS, on_grid, part, values, whole
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def unfolded(x: Tensor, kernel, step) -> Tensor:
+def unfolded(x: Tensor, kernel, stride) -> Tensor:
     """[batch, rows, columns, fan_in] with fan_in = kernel height * kernel width * channels."""
-    fields = x.unfold(2, kernel[0], step[0]).unfold(3, kernel[1], step[1])
+    fields = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1])
     return fields.permute(0, 2, 3, 4, 5, 1).flatten(3)
 
 
-def oracle(x: Tensor, weight: Tensor, bias: Tensor, kernel, step, block) -> Tensor:
+def oracle(x: Tensor, weight: Tensor, bias: Tensor, kernel, stride, block) -> Tensor:
     """[batch, channel, height, width] by one product that has every block's field."""
-    y = torch.einsum("bijk,ijfk->bijf", unfolded(x, kernel, step), weight)
+    y = torch.einsum("bijk,ijfk->bijf", unfolded(x, kernel, stride), weight)
     batch, rows, columns, _ = y.shape
     depth, height, width = block
     y = y.view(batch, rows, columns, height, width, depth).permute(0, 5, 1, 3, 2, 4)
     return y.reshape(batch, depth, rows * height, columns * width) + bias.permute(2, 0, 1)
 
 
-def decoder_oracle(y: Tensor, weight: Tensor, size, kernel, step, block) -> Tensor:
+def decoder_oracle(y: Tensor, weight: Tensor, size, kernel, stride, block) -> Tensor:
     """The transpose of the encoder, as autograd finds it."""
     channels = weight.shape[3] // (kernel[0] * kernel[1])
     x = y.new_zeros(y.shape[0], channels, *size, requires_grad=True)
     zero = weight.new_zeros(1, 1, block[0])
-    encoded = oracle(x, weight, zero, kernel, step, block)
+    encoded = oracle(x, weight, zero, kernel, stride, block)
     return torch.autograd.grad(encoded, x, y, create_graph=True)[0]
 
 
-def check(grid_shape, size, channels, kernel, step, block):
+def check(grid_shape, size, channels, kernel, stride, block):
     """Encoder, and decoder with a weight of its own: outputs and all gradients."""
     x = values(3, channels, *size)
 
     def make(grid):
         layout = grid.split(size)
         return LocallyConnected2d(
-            grid, layout, channels, kernel, step, block, seed=7, dtype=torch.float64
+            grid, layout, channels, kernel, stride, block, seed=7, dtype=torch.float64
         )
 
     alone = make(Grid(Communicator.single_process()))
     x.requires_grad_()
     weight, bias = (p.detach().clone().requires_grad_() for p in (alone.weight, alone.bias))
-    y = oracle(x, weight, bias, kernel, step, block)
+    y = oracle(x, weight, bias, kernel, stride, block)
     again = weight.detach().clone().requires_grad_()
-    z = decoder_oracle(y, again, size, kernel, step, block)
+    z = decoder_oracle(y, again, size, kernel, stride, block)
     loss = (z**2 * values(*z.shape, seed=4)).sum() + (y**3).sum()
     expected = torch.autograd.grad(loss, (x, weight, bias, again))
 
@@ -92,7 +92,7 @@ def check(grid_shape, size, channels, kernel, step, block):
         torch.testing.assert_close(mine, theirs, **CLOSE)
 
 
-# size, channels, kernel, step, block
+# size, channels, kernel, stride, block
 SHAPES = (
     ((15, 13), 2, (5, 4), (2, 3), (3, 1, 1)),
     ((15, 13), 2, (4, 4), (2, 2), (2, 2, 3)),
@@ -115,10 +115,10 @@ def test_encoder_and_decoder(grid_shape, shape):
     st.tuples(*[st.integers(1, 3)] * 2),
     st.tuples(*[st.integers(1, 2)] * 3),
 )
-def test_any_encoder_and_decoder(grid_shape, size, kernel, step, block):
+def test_any_encoder_and_decoder(grid_shape, size, kernel, stride, block):
     for d in range(2):
-        assume(kernel[d] <= size[d] and (size[d] - kernel[d]) // step[d] + 1 >= grid_shape[d])
-    check(grid_shape, size, 2, kernel, step, block)
+        assume(kernel[d] <= size[d] and (size[d] - kernel[d]) // stride[d] + 1 >= grid_shape[d])
+    check(grid_shape, size, 2, kernel, stride, block)
 
 
 def test_a_tied_decoder_adds_to_the_encoders_gradient():
@@ -235,14 +235,14 @@ def test_no_halo_gradients_differ():
     ("change", "message"),
     [
         ({"kernel_size": 12}, r"`kernel_size` \(=\(12, 12\)\) reaches over 12"),
-        ({"step": 0}, r"`step` \(=0\) must be an int of at least 1"),
+        ({"stride": 0}, r"`stride` \(=0\) must be an int of at least 1"),
         ({"block": (2, 1)}, r"`block` \(=\(2, 1\)\) must be depth, height and width"),
         ({"block": (2, 0, 1)}, r"`block` \(=\(2, 0, 1\)\) must be depth, height and width"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
     grid = Grid(Communicator.single_process())
-    arguments = {"kernel_size": 3, "step": 1, "block": (2, 1, 1), **change}
+    arguments = {"kernel_size": 3, "stride": 1, "block": (2, 1, 1), **change}
     with pytest.raises(UsageError, match=message):
         LocallyConnected2d(grid, grid.split((8, 8)), 1, **arguments)
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import Grid, SparseAutoencoder, Stage, StageTraining
-from allstep.nn.windows import gather_whole, own_part
+from allstep.nn.windows import full_tensor, local_shard
 from tests.nn.grids import on_grid, values
 
 SIDE = 19
-STAGES = (  # kernel, step, block, pool, its stride
+STAGES = (  # kernel, stride, block, pool, its stride
     (5, 2, (4, 2, 2), 3, 2),
     (3, 1, (6, 1, 1), 2, 1),
     (2, 1, (8, 1, 1), 2, 1),
@@ -20,16 +20,16 @@ STAGES = (  # kernel, step, block, pool, its stride
 
 def nine_layers(grid: Grid, *, relu: bool = False) -> nn.Sequential:
     layout, channels, stages = grid.split((SIDE, SIDE)), 2, []
-    for seed, (kernel, step, block, pool, stride) in enumerate(STAGES):
+    for seed, (kernel, stride, block, pool, pool_stride) in enumerate(STAGES):
         stage = Stage(
             grid,
             layout,
             channels,
             kernel,
-            step,
+            stride,
             block,
             pool_size=pool,
-            pool_stride=stride,
+            pool_stride=pool_stride,
             norm_size=3,
             relu=relu,
             seed=seed,
@@ -42,7 +42,7 @@ def nine_layers(grid: Grid, *, relu: bool = False) -> nn.Sequential:
 
 def batch(grid: Grid, step: int) -> Tensor:
     layout = grid.split((SIDE, SIDE))
-    return own_part(grid, values(6, 2, SIDE, SIDE, seed=step), layout)
+    return local_shard(grid, values(6, 2, SIDE, SIDE, seed=step), layout)
 
 
 def lone() -> Grid:
@@ -218,7 +218,7 @@ def test_a_state_goes_on_on_another_grid():
 def test_the_whole_array_and_its_parts():
     def there_and_back(grid: Grid) -> Tensor | None:
         layout = grid.split((5, 7))
-        return gather_whole(grid, own_part(grid, x, layout, first_dim=1), layout, first_dim=1)
+        return full_tensor(grid, local_shard(grid, x, layout, first_dim=1), layout, first_dim=1)
 
     x = values(2, 5, 7, 3)
     found, *others = on_grid((2, 2), there_and_back)

@@ -102,7 +102,7 @@ def test_further_kinds_of_normalisation() -> None:
 def test_biases_of_many_dimensions() -> None:
     """Each place of a locally connected layer has a bias of its own."""
     grid = Grid(Communicator.single_process())
-    layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, step=2, block=(4, 2, 2))
+    layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, stride=2, block=(4, 2, 2))
     assert layer.bias is not None and layer.bias.ndim > 1
     decayed, others = groups(layer)
     assert [name for name, _ in decayed["params"]] == ["weight"]

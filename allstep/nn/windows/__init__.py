@@ -1,36 +1,32 @@
 """Distributed arrays: who owns what, who needs what, and what travels between them."""
 
-from allstep.nn.windows.fetch import (
-    Delivery,
-    deliver,
-    fetch,
-    finish_deliver,
-    redistribute,
-    start_deliver,
-    start_fetch,
-)
 from allstep.nn.windows.grid import Grid
-from allstep.nn.windows.plan import FetchPlan, FetchStats, Parcel, plan_fetch
+from allstep.nn.windows.halo import (
+    halo_gather,
+    halo_scatter_add,
+    redistribute,
+    start_halo_gather,
+    start_halo_scatter_add,
+)
+from allstep.nn.windows.plan import HaloPlan, HaloStats, Slice, plan_halo
 from allstep.nn.windows.receptive import Reach
-from allstep.nn.windows.whole import gather_whole, own_part
+from allstep.nn.windows.shards import full_tensor, local_shard
 from allstep.nn.windows.window import Layout, Window
 
 __all__ = [
-    "Delivery",
-    "FetchPlan",
-    "FetchStats",
     "Grid",
+    "HaloPlan",
+    "HaloStats",
     "Layout",
-    "Parcel",
     "Reach",
+    "Slice",
     "Window",
-    "deliver",
-    "fetch",
-    "finish_deliver",
-    "gather_whole",
-    "own_part",
-    "plan_fetch",
+    "full_tensor",
+    "halo_gather",
+    "halo_scatter_add",
+    "local_shard",
+    "plan_halo",
     "redistribute",
-    "start_deliver",
-    "start_fetch",
+    "start_halo_gather",
+    "start_halo_scatter_add",
 ]

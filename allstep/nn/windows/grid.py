@@ -8,7 +8,7 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import agree
 from allstep.comm.parcels import Parcels
 from allstep.errors import UsageError
-from allstep.nn.windows.plan import FetchStats
+from allstep.nn.windows.plan import HaloStats
 from allstep.nn.windows.window import Layout
 
 __all__ = ["Grid", "nearest_square"]
@@ -27,8 +27,8 @@ class Grid:
     Attributes:
         comm, rank, size: the communicator, this worker's number and how many there are.
         shape: rows and columns.
-        parcels: carries the messages of fetches.
-        stats: the messages of all fetches that this worker has taken part in, there and back.
+        parcels: carries the messages of halo exchanges.
+        stats: the messages of all halo exchanges of this worker, forward and backward.
 
     Raises:
         UsageError: if `shape` has another number of workers.
@@ -44,7 +44,7 @@ class Grid:
         self.rank = comm.rank
         self.size = comm.size
         self.parcels = Parcels(comm)
-        self.stats = FetchStats()
+        self.stats = HaloStats()
         self._agreed: set[str] = set()
         self.shape = nearest_square(comm.size) if shape is None else tuple(shape)
         with self.together(f"Grid of shape {self.shape}"):

@@ -1,4 +1,4 @@
-"""On paper: what travels between whom when each worker fetches its input window."""
+"""What travels between whom when each worker gathers its input window, without sending it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from functools import lru_cache
 from allstep.errors import UsageError
 from allstep.nn.windows.window import Layout, Window
 
-__all__ = ["FetchPlan", "FetchStats", "Parcel", "plan_fetch"]
+__all__ = ["HaloPlan", "HaloStats", "Slice", "plan_halo"]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Slice:
     """A part of the array that another worker gets, or has."""
 
     peer: int
@@ -19,11 +19,11 @@ class Parcel:
 
 
 @dataclass
-class FetchStats:
+class HaloStats:
     """Messages of one worker.
 
-    >>> FetchStats(1, 8) + FetchStats(messages_received=2, bytes_received=5)
-    FetchStats(messages_sent=1, bytes_sent=8, messages_received=2, bytes_received=5)
+    >>> HaloStats(1, 8) + HaloStats(messages_received=2, bytes_received=5)
+    HaloStats(messages_sent=1, bytes_sent=8, messages_received=2, bytes_received=5)
     """
 
     messages_sent: int = 0
@@ -31,57 +31,55 @@ class FetchStats:
     messages_received: int = 0
     bytes_received: int = 0
 
-    def __add__(self, other: "FetchStats") -> "FetchStats":
-        return FetchStats(
+    def __add__(self, other: "HaloStats") -> "HaloStats":
+        return HaloStats(
             self.messages_sent + other.messages_sent,
             self.bytes_sent + other.bytes_sent,
             self.messages_received + other.messages_received,
             self.bytes_received + other.bytes_received,
         )
 
-    def mirrored(self) -> "FetchStats":
+    def mirrored(self) -> "HaloStats":
         """Those of the way back: what was sent is received.
 
-        >>> FetchStats(1, 8).mirrored()
-        FetchStats(messages_sent=0, bytes_sent=0, messages_received=1, bytes_received=8)
+        >>> HaloStats(1, 8).mirrored()
+        HaloStats(messages_sent=0, bytes_sent=0, messages_received=1, bytes_received=8)
         """
-        return FetchStats(
+        return HaloStats(
             self.messages_received, self.bytes_received, self.messages_sent, self.bytes_sent
         )
 
 
 @dataclass(frozen=True)
-class FetchPlan:
-    """One worker's part in a fetch; see [Note: halo] in fetch.py.
+class HaloPlan:
+    """One worker's part in a `halo_gather`; see [Note: halo] in halo.py.
 
     Attributes:
         own: its output window.
-        wanted: its input window.
         sends: what of `own` the others want.
-        receives: what of `wanted` the others have.
+        receives: what of its input window the others have.
     """
 
     own: Window
-    wanted: Window
-    sends: tuple[Parcel, ...]
-    receives: tuple[Parcel, ...]
+    sends: tuple[Slice, ...]
+    receives: tuple[Slice, ...]
 
-    def stats(self, position_bytes: int) -> FetchStats:
-        """The messages of a fetch.
+    def stats(self, position_bytes: int) -> HaloStats:
+        """The messages of a `halo_gather`.
 
         Args:
             position_bytes: size of what the array has at one position.
         """
-        return FetchStats(
+        return HaloStats(
             len(self.sends),
-            position_bytes * sum(parcel.window.num_positions for parcel in self.sends),
+            position_bytes * sum(part.window.num_positions for part in self.sends),
             len(self.receives),
-            position_bytes * sum(parcel.window.num_positions for parcel in self.receives),
+            position_bytes * sum(part.window.num_positions for part in self.receives),
         )
 
 
 @lru_cache(maxsize=1024)
-def plan_fetch(layout: Layout, input_windows: tuple[Window, ...], rank: int) -> FetchPlan:
+def plan_halo(layout: Layout, input_windows: tuple[Window, ...], rank: int) -> HaloPlan:
     """What one worker sends and receives: the intersections, nothing else.
 
     Args:
@@ -93,17 +91,17 @@ def plan_fetch(layout: Layout, input_windows: tuple[Window, ...], rank: int) -> 
         UsageError: if there is not one window of the array's number of dims for each worker.
 
     >>> layout = Layout.split((10,), (2,))
-    >>> plan_fetch(layout, (Window((-1,), (6,)), Window((4,), (11,))), 0)
-    FetchPlan(own=Window(start=(0,), stop=(5,)), wanted=Window(start=(-1,), stop=(6,)),
-              sends=(Parcel(peer=1, window=Window(start=(4,), stop=(5,))),),
-              receives=(Parcel(peer=1, window=Window(start=(5,), stop=(6,))),))
+    >>> plan_halo(layout, (Window((-1,), (6,)), Window((4,), (11,))), 0)
+    HaloPlan(own=Window(start=(0,), stop=(5,)),
+              sends=(Slice(peer=1, window=Window(start=(4,), stop=(5,))),),
+              receives=(Slice(peer=1, window=Window(start=(5,), stop=(6,))),))
     """
     check_input_windows(layout, input_windows)
     own, wanted = layout.windows[rank], input_windows[rank]
     peers = [peer for peer in range(len(input_windows)) if peer != rank]
-    sends = [Parcel(peer, own.intersect(input_windows[peer])) for peer in peers]
-    receives = [Parcel(peer, layout.windows[peer].intersect(wanted)) for peer in peers]
-    return FetchPlan(own, wanted, _not_empty(sends), _not_empty(receives))
+    sends = [Slice(peer, own.intersect(input_windows[peer])) for peer in peers]
+    receives = [Slice(peer, layout.windows[peer].intersect(wanted)) for peer in peers]
+    return HaloPlan(own, _not_empty(sends), _not_empty(receives))
 
 
 def check_input_windows(layout: Layout, input_windows: Sequence[Window]) -> None:
@@ -121,5 +119,5 @@ def check_input_windows(layout: Layout, input_windows: Sequence[Window]) -> None
             )
 
 
-def _not_empty(parcels: list[Parcel]) -> tuple[Parcel, ...]:
-    return tuple(parcel for parcel in parcels if parcel.window.num_positions)
+def _not_empty(parts: list[Slice]) -> tuple[Slice, ...]:
+    return tuple(part for part in parts if part.window.num_positions)

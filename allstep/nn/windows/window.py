@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
 
+from torch import Tensor
+
 from allstep.errors import UsageError
 
 __all__ = ["Layout", "Window"]
@@ -64,6 +66,16 @@ class Window:
         """
         bounds = zip(self.start, self.stop, origin.start, strict=True)
         return tuple(slice(a - first, b - first) for a, b, first in bounds)
+
+    def view(self, x: Tensor, held: "Window", first_dim: int) -> Tensor:
+        """The part of a tensor that holds a larger window.
+
+        Args:
+            x: the tensor.
+            held: the window that `x` holds.
+            first_dim: the first dim of `x` that is the array's.
+        """
+        return x[(slice(None),) * (first_dim % x.dim()) + self.slices(held)]
 
     def scaled(self, factors: Sequence[int]) -> "Window":
         """The same part of an array that is `factors` times as large.

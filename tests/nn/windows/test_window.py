@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from allstep.errors import UsageError
-from allstep.nn.windows import FetchStats, Layout, Parcel, Reach, Window, plan_fetch
+from allstep.nn.windows import HaloStats, Layout, Reach, Slice, Window, plan_halo
 from allstep.nn.windows.grid import nearest_square
 from allstep.nn.windows.receptive import around, pair
 
@@ -47,7 +47,7 @@ def test_a_grid_may_have_fewer_dims_than_the_array():
 @given(st.tuples(windows(), windows(), windows()), st.integers(0, 2))
 def test_a_plan_has_the_intersections_and_nothing_else(wanted, rank):
     layout = Layout.split((6, 5), (3, 1))
-    plan = plan_fetch(layout, wanted, rank)
+    plan = plan_halo(layout, wanted, rank)
     own = layout.windows[rank]
     for peer in set(range(3)) - {rank}:
         sent = positions(own) & positions(wanted[peer])
@@ -61,7 +61,7 @@ def test_a_plan_has_the_intersections_and_nothing_else(wanted, rank):
 @given(st.tuples(windows(), windows()))
 def test_what_one_sends_the_other_receives(wanted):
     layout = Layout.split((6, 5), (1, 2))
-    plans = [plan_fetch(layout, wanted, rank) for rank in range(2)]
+    plans = [plan_halo(layout, wanted, rank) for rank in range(2)]
     for one, other in (plans, plans[::-1]):
         assert [p.window for p in one.sends] == [p.window for p in other.receives]
         sent, received = one.stats(8), other.stats(8)
@@ -75,14 +75,14 @@ def test_a_halo_on_paper():
     layout = Layout.split((8, 6), (2, 2))
     reach = Reach((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
     wanted = tuple(reach.inputs(window) for window in layout.windows)
-    plan = plan_fetch(layout, wanted, 0)
+    plan = plan_halo(layout, wanted, 0)
     assert plan.wanted == Window((-1, -1), (5, 4))
     assert plan.receives == (
-        Parcel(1, Window((0, 3), (4, 4))),
-        Parcel(2, Window((4, 0), (5, 3))),
-        Parcel(3, Window((4, 3), (5, 4))),
+        Slice(1, Window((0, 3), (4, 4))),
+        Slice(2, Window((4, 0), (5, 3))),
+        Slice(3, Window((4, 3), (5, 4))),
     )
-    assert plan.stats(10) == FetchStats(3, 80, 3, 80)
+    assert plan.stats(10) == HaloStats(3, 80, 3, 80)
 
 
 reaches = st.builds(
@@ -151,9 +151,9 @@ WHOLE = Window((0, 0), (4, 4))
         (lambda: Layout.split((4, 4), (5, 1)), r"`grid` \(=\(5, 1\)\) has 5 workers in dim 0"),
         (lambda: Layout.split((4,), (2, 2)), r"`grid` \(=\(2, 2\)\) does not fit"),
         (lambda: Layout.split((4,), (0,)), r"`grid` \(=\(0,\)\) does not fit"),
-        (lambda: plan_fetch(Layout((4, 4), (WHOLE,)), (), 0), "`input_windows` has 0 windows"),
+        (lambda: plan_halo(Layout((4, 4), (WHOLE,)), (), 0), "`input_windows` has 0 windows"),
         (
-            lambda: plan_fetch(Layout((4, 4), (WHOLE,)), (Window((0,), (1,)),), 0),
+            lambda: plan_halo(Layout((4, 4), (WHOLE,)), (Window((0,), (1,)),), 0),
             r"`input_windows\[0\]` .* has 1 dims, the array 2",
         ),
         (lambda: pair("stride", 0, 1), r"`stride` \(=0\) must be an int of at least 1"),

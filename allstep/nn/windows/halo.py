@@ -2,20 +2,22 @@
 
 [Note: halo] An array is split over workers; each owns its output window. To compute the next
 array's part a worker needs its input window: what its receptive fields see, in the same global
-coordinates. The two overlap with other workers', so `fetch` sends every worker the intersections
-of its input window with the others' output windows, one message each, and nothing else; what lies
-outside of the array is padding. Its backward is `deliver`: the gradient of each intersection goes
-home and is added to the owner's. The backward of `deliver` is `fetch`.
+coordinates. The two overlap with other workers', so `halo_gather` sends every worker the
+intersections of its input window with the others' output windows, one message each, and nothing
+else; what lies outside of the array is padding. Its backward is `halo_scatter_add`: the gradient
+of each intersection goes to the owner and is added there. The backward of `halo_scatter_add` is
+`halo_gather`.
 
-[Note: overlap] Both come in two phases. `start_fetch` posts all messages and gives x back;
+[Note: overlap] Both come in two phases. `start_halo_gather` posts all messages and gives x back;
 what needs no neighbour is computed from that x; `wait` gives the rest. Autograd runs backward in
 reversed order, so it overlaps as well: the rest's gradients are posted first, then goes what
-needs no neighbour, and what arrived is added last.
+needs no neighbour, and what arrived is added last. An empty tensor, the token, goes from each
+start to its finish, so that autograd knows this order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,22 +28,20 @@ from allstep.comm.agreement import digest
 from allstep.comm.work import JoinedWork
 from allstep.errors import UsageError
 from allstep.nn.windows.grid import Grid
-from allstep.nn.windows.plan import plan_fetch
-from allstep.nn.windows.trip import Trip
+from allstep.nn.windows.halo_exchange import HaloExchange
+from allstep.nn.windows.plan import plan_halo
 from allstep.nn.windows.window import Layout, Window
 
 __all__ = [
-    "Delivery",
-    "deliver",
-    "fetch",
-    "finish_deliver",
+    "halo_gather",
+    "halo_scatter_add",
     "redistribute",
-    "start_deliver",
-    "start_fetch",
+    "start_halo_gather",
+    "start_halo_scatter_add",
 ]
 
 
-def fetch(
+def halo_gather(
     grid: Grid,
     x: Tensor,
     layout: Layout,
@@ -70,14 +70,14 @@ def fetch(
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process(), (1,))
     >>> layout = grid.split((3,))
-    >>> fetch(grid, torch.ones(3), layout, [Window((-1,), (5,))], first_dim=0)
+    >>> halo_gather(grid, torch.ones(3), layout, [Window((-1,), (5,))], first_dim=0)
     tensor([0., 1., 1., 1., 0., 0.])
     """
-    _, work = start_fetch(grid, x, layout, input_windows, first_dim=first_dim, fill=fill)
+    _, work = start_halo_gather(grid, x, layout, input_windows, first_dim=first_dim, fill=fill)
     return work.wait()[0]
 
 
-def start_fetch(
+def start_halo_gather(
     grid: Grid,
     x: Tensor,
     layout: Layout,
@@ -87,10 +87,10 @@ def start_fetch(
     first_dim: int = -2,
     fill: float = 0.0,
 ) -> tuple[Tensor, Work[tuple[Tensor, ...]]]:
-    """Posts the messages of `fetch`; see [Note: overlap].
+    """Posts the messages of `halo_gather`; see [Note: overlap].
 
     Args:
-        grid, x, layout, input_windows, first_dim, fill: as in `fetch`.
+        grid, x, layout, input_windows, first_dim, fill: as in `halo_gather`.
         pieces: parts of this worker's input window that are wanted; None for the whole of it.
 
     Returns:
@@ -98,26 +98,19 @@ def start_fetch(
     """
     windows = tuple(input_windows)
     dims = _dims(x, layout, first_dim)
-    _agree(grid, "fetch", x, layout, windows, layout.windows[grid.rank], dims)
-    trip = Trip(grid, plan_fetch(layout, windows, grid.rank), dims, _pieces(grid, windows, pieces))
-    trip.fill = fill
-    local, ticket = _StartFetch.apply(trip, x)  # type: ignore[no-untyped-call]
+    _agree(grid, "halo_gather", x, layout, windows, layout.windows[grid.rank], dims)
+    plan, cut = plan_halo(layout, windows, grid.rank), _pieces(grid, windows, pieces)
+    exchange = HaloExchange(grid, plan, dims, cut, "halo_gather", fill)
+    local, token = _StartGather.apply(exchange, x)  # type: ignore[no-untyped-call]
 
-    def assemble() -> tuple[Tensor, ...]:
-        pieces: tuple[Tensor, ...] = _FinishFetch.apply(trip, local, ticket)  # type: ignore[no-untyped-call]
-        return pieces
+    def gather() -> tuple[Tensor, ...]:
+        gathered: tuple[Tensor, ...] = _FinishGather.apply(exchange, local, token)  # type: ignore[no-untyped-call]
+        return gathered
 
-    return local, JoinedWork([trip.arrivals], assemble)
-
-
-class Delivery(NamedTuple):
-    """A delivery under way: its messages, and what puts it in autograd's order."""
-
-    trip: Trip
-    ticket: Tensor
+    return local, JoinedWork([exchange.arrivals], gather)
 
 
-def deliver(
+def halo_scatter_add(
     grid: Grid,
     x: Tensor,
     layout: Layout,
@@ -125,9 +118,9 @@ def deliver(
     *,
     first_dim: int = -2,
 ) -> Tensor:
-    """Sends what each worker has for other workers' positions home, where it is added.
+    """Sends each worker's contributions to their owners, where they are added.
 
-    The transpose of `fetch`, with its arguments.
+    The transpose of `halo_gather`, with its arguments.
 
     Args:
         grid: the workers; all of them must call this.
@@ -141,14 +134,15 @@ def deliver(
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process(), (1,))
-    >>> deliver(grid, torch.ones(6), grid.split((3,)), [Window((-1,), (5,))], first_dim=0)
+    >>> layout = grid.split((3,))
+    >>> halo_scatter_add(grid, torch.ones(6), layout, [Window((-1,), (5,))], first_dim=0)
     tensor([1., 1., 1.])
     """
-    kept, delivery = start_deliver(grid, (x,), layout, input_windows, first_dim=first_dim)
-    return finish_deliver(kept, delivery)
+    kept, finish = start_halo_scatter_add(grid, (x,), layout, input_windows, first_dim=first_dim)
+    return finish(kept)
 
 
-def start_deliver(
+def start_halo_scatter_add(
     grid: Grid,
     xs: Sequence[Tensor],
     layout: Layout,
@@ -156,40 +150,34 @@ def start_deliver(
     *,
     pieces: Sequence[Window] | None = None,
     first_dim: int = -2,
-) -> tuple[Tensor, Delivery]:
-    """Posts the messages of `deliver`; see [Note: overlap].
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Posts the messages of `halo_scatter_add`; see [Note: overlap].
 
     Args:
-        grid, layout, input_windows, first_dim: as in `deliver`.
+        grid, layout, input_windows, first_dim: as in `halo_scatter_add`.
         xs: the contributions, one for each piece.
         pieces: parts of this worker's input window; None for the whole of it. Where they overlap
             they are added.
 
     Returns:
-        This worker's own part of the contributions; what `finish_deliver` needs beside it.
+        This worker's own part of the contributions; a function that takes it, with all that this
+        worker adds to it, waits for the messages and returns the output window. No `Work`, because
+        autograd has to see what is added.
     """
     windows = tuple(input_windows)
     dims = _dims(xs[0], layout, first_dim)
     cut = _pieces(grid, windows, pieces)
     for x, piece in zip(xs, cut, strict=True):
-        _agree(grid, "deliver", x, layout, windows, piece, dims)
-    trip = Trip(grid, plan_fetch(layout, windows, grid.rank), dims, cut)
-    kept, ticket = _StartDelivery.apply(trip, *xs)  # type: ignore[no-untyped-call]
-    return kept, Delivery(trip, ticket)
+        _agree(grid, "halo_scatter_add", x, layout, windows, piece, dims)
+    plan = plan_halo(layout, windows, grid.rank)
+    exchange = HaloExchange(grid, plan, dims, cut, "halo_scatter_add")
+    kept, token = _StartScatterAdd.apply(exchange, *xs)  # type: ignore[no-untyped-call]
 
+    def finish(kept: Tensor) -> Tensor:
+        total: Tensor = _FinishScatterAdd.apply(exchange, kept, token)  # type: ignore[no-untyped-call]
+        return total
 
-def finish_deliver(kept: Tensor, delivery: Delivery) -> Tensor:
-    """Waits for the messages of `start_deliver` and adds them up; see [Note: overlap].
-
-    Args:
-        kept: what `start_deliver` returned, with all that this worker adds to it.
-        delivery: what it returned beside that.
-
-    Returns:
-        This worker's output window.
-    """
-    total: Tensor = _FinishDelivery.apply(delivery.trip, kept, delivery.ticket)  # type: ignore[no-untyped-call]
-    return total
+    return kept, finish
 
 
 def redistribute(
@@ -210,7 +198,7 @@ def redistribute(
     if source.shape != target.shape:
         fault = f"`target` has shape {target.shape}, `source` {source.shape}; pass equal shapes."
     grid.agree(f"redistribute of {source.shape}", fault)
-    return fetch(grid, x, source, target.windows, first_dim=first_dim)
+    return halo_gather(grid, x, source, target.windows, first_dim=first_dim)
 
 
 def _dims(x: Tensor, layout: Layout, first_dim: int) -> tuple[int, ...]:
@@ -258,59 +246,61 @@ def _described(layout: Layout, windows: tuple[Window, ...]) -> str:
     return f"of an array of shape {list(layout.shape)} (layout {marks[0]}, windows {marks[1]})"
 
 
-class _StartFetch(Function):
+class _StartGather(Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        trip.send_own(x, "fetch")
+    def forward(ctx: Any, exchange: HaloExchange, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        exchange.send_own(x)
         return x.view_as(x), x.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        grad, ticket = grads
-        back, ctx.trip.back = ctx.trip.back, None
+        grad, token = grads
+        back, ctx.exchange.back = ctx.exchange.back, None
         if back is None:  # nothing here depends on the pieces; the others still wait
-            back = ctx.trip.reversed("backward of fetch")
-            kept, ticket = _StartDelivery.apply(back, *back.zeros(grad))  # type: ignore[no-untyped-call]
+            back = ctx.exchange.reversed()
+            kept, token = _StartScatterAdd.apply(back, *back.zeros(grad))  # type: ignore[no-untyped-call]
             grad = grad + kept
-        return None, _FinishDelivery.apply(back, grad, ticket)  # type: ignore[no-untyped-call]
+        return None, _FinishScatterAdd.apply(back, grad, token)  # type: ignore[no-untyped-call]
 
 
-class _FinishFetch(Function):
+class _FinishGather(Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, local: Tensor, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.trip = trip
-        return trip.assemble(local)
+    def forward(
+        ctx: Any, exchange: HaloExchange, local: Tensor, token: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.gather(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
-        back = ctx.trip.back = ctx.trip.reversed("backward of fetch")
-        return None, *_StartDelivery.apply(back, *grads)  # type: ignore[no-untyped-call]
+        back = ctx.exchange.back = ctx.exchange.reversed()
+        return None, *_StartScatterAdd.apply(back, *grads)  # type: ignore[no-untyped-call]
 
 
-class _StartDelivery(Function):
+class _StartScatterAdd(Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, *xs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        return trip.send_home(xs, "deliver"), xs[0].new_zeros(())
+    def forward(ctx: Any, exchange: HaloExchange, *xs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        return exchange.send_contributions(xs), xs[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, ticket = grads
-        back, ctx.trip.back = ctx.trip.back, None
+        grad, token = grads
+        back, ctx.exchange.back = ctx.exchange.back, None
         if back is None:  # nothing here depends on the sum; the others still wait
-            back = ctx.trip.reversed("backward of deliver")
-            _, ticket = _StartFetch.apply(back, torch.zeros_like(grad))  # type: ignore[no-untyped-call]
-        return None, *_FinishFetch.apply(back, grad, ticket)  # type: ignore[no-untyped-call]
+            back = ctx.exchange.reversed()
+            _, token = _StartGather.apply(back, torch.zeros_like(grad))  # type: ignore[no-untyped-call]
+        return None, *_FinishGather.apply(back, grad, token)  # type: ignore[no-untyped-call]
 
 
-class _FinishDelivery(Function):
+class _FinishScatterAdd(Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, kept: Tensor, ticket: Tensor) -> Tensor:
-        ctx.trip = trip
-        return trip.add_arrived(kept)
+    def forward(ctx: Any, exchange: HaloExchange, kept: Tensor, token: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.add(kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
-        back = ctx.trip.back = ctx.trip.reversed("backward of deliver")
-        return None, *_StartFetch.apply(back, *grads)  # type: ignore[no-untyped-call]
+        back = ctx.exchange.back = ctx.exchange.reversed()
+        return None, *_StartGather.apply(back, *grads)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whole arrays, for what is small or done once: files, pictures, tests."""
+"""Full tensors from local shards and back, for what is small or done once."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.window import Layout, Window
 
-__all__ = ["gather_whole", "own_part"]
+__all__ = ["full_tensor", "local_shard"]
 
 
 @torch.no_grad()
-def gather_whole(
+def full_tensor(
     grid: Grid, x: Tensor, layout: Layout, *, first_dim: int = -2, root: int = 0
 ) -> Tensor | None:
     """The whole array on the root, from each worker's part; None elsewhere.
@@ -27,7 +27,7 @@ def gather_whole(
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> gather_whole(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
+    >>> full_tensor(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
     torch.Size([3, 4, 6])
     """
     if grid.size == 1:
@@ -39,11 +39,11 @@ def gather_whole(
     last = first + len(layout.shape)
     whole = x.new_empty([*x.shape[:first], *layout.shape, *x.shape[last:]])
     for part, window in zip(parts, layout.windows, strict=True):
-        whole[(slice(None),) * first + window.slices(Window.whole(layout.shape))] = part
+        window.view(whole, Window.whole(layout.shape), first).copy_(part)
     return whole
 
 
-def own_part(grid: Grid, whole: Tensor, layout: Layout, *, first_dim: int = -2) -> Tensor:
+def local_shard(grid: Grid, whole: Tensor, layout: Layout, *, first_dim: int = -2) -> Tensor:
     """This worker's part of an array that it has whole.
 
     Args:
@@ -57,9 +57,7 @@ def own_part(grid: Grid, whole: Tensor, layout: Layout, *, first_dim: int = -2) 
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> own_part(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
+    >>> local_shard(grid, torch.ones(3, 4, 6), grid.split((4, 6))).shape
     torch.Size([3, 4, 6])
     """
-    first = first_dim % whole.dim()
-    window = layout.windows[grid.rank]
-    return whole[(slice(None),) * first + window.slices(Window.whole(layout.shape))]
+    return layout.windows[grid.rank].view(whole, Window.whole(layout.shape), first_dim)

@@ -9,17 +9,16 @@ from allstep.comm import Communicator
 from allstep.comm.group_wire import GroupWire
 from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, UsageError
 from allstep.nn.windows import (
-    FetchStats,
     Grid,
+    HaloStats,
     Layout,
     Window,
-    deliver,
-    fetch,
-    finish_deliver,
-    plan_fetch,
+    halo_gather,
+    halo_scatter_add,
+    plan_halo,
     redistribute,
-    start_deliver,
-    start_fetch,
+    start_halo_gather,
+    start_halo_scatter_add,
 )
 from tests.helpers.ranks import run_ranks
 from tests.nn.grids import GRIDS, on_grid, part, values, whole
@@ -36,7 +35,7 @@ def wider(layout: Layout, margin: int) -> tuple[Window, ...]:
 
 
 def check_fetch(grid_shape, layout, wanted, first_dim=-2):
-    """Values, gradients and second derivatives of `fetch` and `deliver`, and their messages."""
+    """Values, first and second derivatives, and messages of both directions."""
     shape = (2, 3, *layout.shape) if first_dim == -2 else (*layout.shape, 3, 2)
     x = values(*shape).requires_grad_()
     weights = [values(*part(x, w, first_dim).shape, seed=9 + i) for i, w in enumerate(wanted)]
@@ -54,18 +53,18 @@ def check_fetch(grid_shape, layout, wanted, first_dim=-2):
 
     def work(grid):
         own = part(x.detach(), layout.windows[grid.rank], first_dim).clone().requires_grad_()
-        window = fetch(grid, own, layout, wanted, first_dim=first_dim)
+        window = halo_gather(grid, own, layout, wanted, first_dim=first_dim)
         (grad,) = torch.autograd.grad(loss(window, grid.rank), own, create_graph=True)
         (again,) = torch.autograd.grad((grad**2).sum(), own)
-        home = deliver(grid, weights[grid.rank], layout, wanted, first_dim=first_dim)
+        home = halo_scatter_add(grid, weights[grid.rank], layout, wanted, first_dim=first_dim)
         return window.detach(), grad.detach(), again, home, grid.stats
 
     results = on_grid(grid_shape, work)
     for rank, (window, *_, stats) in enumerate(results):
         torch.testing.assert_close(window, fetched[rank].detach(), rtol=0, atol=0)
-        once = plan_fetch(layout, wanted, rank).stats(6 * 8)
+        once = plan_halo(layout, wanted, rank).stats(6 * 8)
         # there, back, and twice more for the second derivative; then one delivery
-        assert stats == sum([once, once.mirrored()] * 2 + [once.mirrored()], FetchStats())
+        assert stats == sum([once, once.mirrored()] * 2 + [once.mirrored()], HaloStats())
     for i, expected in enumerate((first.detach(), second, delivered), start=1):
         got = whole([result[i] for result in results], layout, first_dim)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
@@ -139,10 +138,10 @@ def test_pieces_of_a_window_are_enough():
             own = part(x, layout.windows[grid.rank]).clone().requires_grad_()
             cut = strips(wanted[grid.rank])
             if in_pieces:
-                local, work = start_fetch(grid, own, layout, wanted, pieces=cut)
+                local, work = start_halo_gather(grid, own, layout, wanted, pieces=cut)
                 pieces = work.wait()
             else:
-                window = fetch(grid, own, layout, wanted)
+                window = halo_gather(grid, own, layout, wanted)
                 local = own
                 pieces = [part(window, Window(
                     tuple(a - b for a, b in zip(p.start, wanted[grid.rank].start, strict=True)),
@@ -150,8 +149,8 @@ def test_pieces_of_a_window_are_enough():
                 )) for p in cut]  # fmt: skip
             loss = (local**2).sum() + sum((i + 2) * (p**3).sum() for i, p in enumerate(pieces))
             loss.backward()
-            home, delivery = start_deliver(grid, pieces, layout, wanted, pieces=cut)
-            grads.append((own.grad, finish_deliver(home + local, delivery).detach()))
+            home, finish = start_halo_scatter_add(grid, pieces, layout, wanted, pieces=cut)
+            grads.append((own.grad, finish(home + local).detach()))
         return grads
 
     for (grad, home), (expected_grad, expected_home) in on_grid((2, 2), work):
@@ -189,7 +188,7 @@ def test_messages_are_posted_before_the_wait_and_gradients_before_the_local_back
         grid = Grid(comm, (2, 1))
         x = values(4, 4).requires_grad_()
         del order[:]
-        local, work = start_fetch(grid, x, layout, wanted)
+        local, work = start_halo_gather(grid, x, layout, wanted)
         y = Computed.apply(local) if comm.rank == 0 else local * 2
         (window,) = work.wait()
         (y.sum() + (window**2).sum()).backward()
@@ -217,7 +216,7 @@ def test_nothing_but_the_parcels_goes_over_the_wire(monkeypatch):
 
     def work(grid):
         x = part(values(3, *SHAPE), layout.windows[grid.rank])
-        fetch(grid, x, layout, wanted)
+        halo_gather(grid, x, layout, wanted)
         grid.comm.barrier()
         if grid.rank == 0:
             sent.clear()
@@ -225,12 +224,12 @@ def test_nothing_but_the_parcels_goes_over_the_wire(monkeypatch):
         grid.comm.barrier()
         others.clear()
         before = grid.stats
-        fetch(grid, x, layout, wanted)
+        halo_gather(grid, x, layout, wanted)
         return grid.stats.bytes_sent - before.bytes_sent
 
     counted = on_grid((2, 2), work)
     for rank in range(4):
-        plan = plan_fetch(layout, wanted, rank)
+        plan = plan_halo(layout, wanted, rank)
         own = sorted(num_bytes for sender, num_bytes in sent if sender == rank)
         assert own == sorted(3 * 8 * parcel.window.num_positions for parcel in plan.sends)
         assert counted[rank] == sum(own) == plan.stats(3 * 8).bytes_sent
@@ -252,7 +251,7 @@ def test_without_halo_gradients_the_result_differs():
 
     def work(grid):
         x = part(values(8, 4), layout.windows[grid.rank]).clone().requires_grad_()
-        right = torch.autograd.grad((fetch(grid, x, layout, wanted) ** 2).sum(), x)[0]
+        right = torch.autograd.grad((halo_gather(grid, x, layout, wanted) ** 2).sum(), x)[0]
         cut = torch.autograd.grad((x**2).sum(), x)[0]
         return (right - cut).abs().max().item()
 
@@ -276,7 +275,7 @@ def test_any_dtype_travels(dtype):
 
     def work(grid):
         own = part(x, layout.windows[grid.rank])
-        return fetch(grid, own, layout, wider(layout, 1))
+        return halo_gather(grid, own, layout, wider(layout, 1))
 
     for window, wanted in zip(on_grid((2, 1), work), wider(layout, 1), strict=True):
         assert window.dtype == dtype and torch.equal(window, part(x, wanted))
@@ -303,7 +302,7 @@ def test_a_wrong_size_is_named_on_every_rank():
 
     def work(grid):
         rows = layout.windows[grid.rank].shape[0] + (grid.rank == 1)
-        fetch(grid, torch.ones(2, rows, 4), layout, wider(layout, 1))
+        halo_gather(grid, torch.ones(2, rows, 4), layout, wider(layout, 1))
 
     told = refused((3, 1), work, (UsageError, DisagreementError))
     assert "`x` has shape [2, 4, 4]; rank 1's window of the array of shape [8, 4]" in told[1]
@@ -328,13 +327,13 @@ def test_ranks_that_disagree_are_named_on_every_rank(differs):
         asked.update(differs(grid.rank))
         x = torch.ones(asked["batch"], 4, 4, dtype=asked["dtype"])
         x.requires_grad_(asked["requires_grad"])
-        fetch(grid, x, layout, wider(layout, asked["margin"]))
+        halo_gather(grid, x, layout, wider(layout, asked["margin"]))
 
     told = refused((2, 1), work, DisagreementError)
     assert sorted(told) == [0, 1]
     for rank in range(2):
-        assert f"rank {rank} wants: `fetch` of torch.float" in told[rank]
-        assert f"rank {1 - rank} wants: `fetch` of" in told[rank]
+        assert f"rank {rank} wants: `halo_gather` of torch.float" in told[rank]
+        assert f"rank {1 - rank} wants: `halo_gather` of" in told[rank]
 
 
 def test_a_rank_that_stays_away_in_backward_is_named():
@@ -342,7 +341,7 @@ def test_a_rank_that_stays_away_in_backward_is_named():
 
     def work(grid):
         x = torch.ones(4, 4, requires_grad=True)
-        window = fetch(grid, x, layout, wider(layout, 1))
+        window = halo_gather(grid, x, layout, wider(layout, 1))
         if grid.rank == 0:
             window.sum().backward()
 
@@ -357,7 +356,7 @@ def test_a_rank_that_stays_away_in_backward_is_named():
 
     with pytest.raises((CollectiveTimeoutError, PeerLostError)):
         run_ranks(2, guarded, timeout_s=0.5)
-    assert "`backward of fetch` on rank 0 of 2" in told[0]
+    assert "`backward of halo_gather` on rank 0 of 2" in told[0]
 
 
 def test_grids_that_do_not_fit_are_named():
