@@ -45,21 +45,21 @@ def test_a_grid_may_have_fewer_dims_than_the_array():
 
 
 @given(st.tuples(windows(), windows(), windows()), st.integers(0, 2))
-def test_a_plan_has_the_intersections_and_nothing_else(wanted, rank):
+def test_plan_halo_has_the_intersections_only(wanted, rank):
     layout = Layout.split((6, 5), (3, 1))
     plan = plan_halo(layout, wanted, rank)
     own = layout.windows[rank]
     for peer in set(range(3)) - {rank}:
         sent = positions(own) & positions(wanted[peer])
         received = positions(layout.windows[peer]) & positions(wanted[rank])
-        for parcels, expected in ((plan.sends, sent), (plan.receives, received)):
-            found = [parcel for parcel in parcels if parcel.peer == peer]
+        for slices, expected in ((plan.sends, sent), (plan.receives, received)):
+            found = [s for s in slices if s.peer == peer]
             assert len(found) == bool(expected)
             assert not expected or positions(found[0].window) == expected
 
 
 @given(st.tuples(windows(), windows()))
-def test_what_one_sends_the_other_receives(wanted):
+def test_plan_halo_sends_are_the_receives_of_the_peer(wanted):
     layout = Layout.split((6, 5), (1, 2))
     plans = [plan_halo(layout, wanted, rank) for rank in range(2)]
     for one, other in (plans, plans[::-1]):
@@ -71,12 +71,12 @@ def test_what_one_sends_the_other_receives(wanted):
         )
 
 
-def test_a_halo_on_paper():
+def test_plan_halo_of_a_convolution():
     layout = Layout.split((8, 6), (2, 2))
     reach = Reach((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
     wanted = tuple(reach.inputs(window) for window in layout.windows)
     plan = plan_halo(layout, wanted, 0)
-    assert plan.wanted == Window((-1, -1), (5, 4))
+    assert wanted[0] == Window((-1, -1), (5, 4))
     assert plan.receives == (
         Slice(1, Window((0, 3), (4, 4))),
         Slice(2, Window((4, 0), (5, 3))),
