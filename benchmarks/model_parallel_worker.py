@@ -20,7 +20,7 @@ from torch import nn
 import allstep
 from allstep import Communicator
 from allstep.comm import Work
-from allstep.comm.parcels import Parcels
+from allstep.comm.batched_send_recv import BatchedSendRecv
 from allstep.nn import Grid, Stage
 from allstep.nn.windows import local_shard
 
@@ -105,12 +105,12 @@ class Exposed:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        exchange = Parcels.exchange
+        exchange = BatchedSendRecv.exchange
 
-        def timed(parcels: Parcels, *args: Any, **options: Any) -> Any:
+        def timed(parcels: BatchedSendRecv, *args: Any, **options: Any) -> Any:
             return _Counted(self._count(lambda: exchange(parcels, *args, **options)), self._count)
 
-        Parcels.exchange = timed  # type: ignore[method-assign]
+        BatchedSendRecv.exchange = timed  # type: ignore[method-assign]
 
     def _count(self, call: Callable[[], Any]) -> Any:
         start_s = time.perf_counter()
@@ -158,7 +158,7 @@ def _measure_net(
 
 def _link(comm: Communicator) -> dict[str, float]:
     """Latency and bytes per second from one worker to the other, as halos travel."""
-    parcels, other = Parcels(comm), 1 - comm.rank
+    parcels, other = BatchedSendRecv(comm), 1 - comm.rank
     options: Any = {"dtype": torch.uint8, "device": torch.device("cpu"), "verb": "ping"}
     seconds = []
     for num_bytes in (8, PING_BYTES):

@@ -12,7 +12,7 @@ from typing import Any
 
 from allstep.comm.codec import decode, encode
 from allstep.comm.group import MessageGroup
-from allstep.comm.roll_call import listed
+from allstep.comm.missing import listed
 from allstep.errors import DisagreementError, UsageError
 
 __all__ = ["Details", "agree", "digest", "explain"]
@@ -90,7 +90,7 @@ def explain(
     """Who wants what, once it is known that the workers differ. Collective; see `agree`."""
     own = encode((action, fault, [list(map(str, entry)) for entry in details]))
     told = [decode(body) for body in group.messages.all_gather(own, verb, compares=True)]
-    numbers = group.wire.roster.numbers
+    numbers = group.wire.names.numbers
     wishes = [f"want: {do}" if fault is None else f"cannot: {fault}" for do, fault, _ in told]
     if len(set(wishes)) > 1:
         who = "; ".join(f"{ranks} {wish}" for wish, ranks in _ranks_by(wishes, numbers).items())

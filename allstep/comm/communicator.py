@@ -8,22 +8,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from allstep.comm.codec import decode, encode
+from allstep.comm.collectives import TensorCollectives
 from allstep.comm.failures import translated
-from allstep.comm.group_wire import GroupWire
-from allstep.comm.groups import make_group
-from allstep.comm.movements import MovementVerbs
-from allstep.comm.objects import ObjectVerbs
-from allstep.comm.reductions import ReductionVerbs
-from allstep.comm.roster import Roster
-from allstep.comm.rows import RowVerbs
-from allstep.comm.topology import Topology
+from allstep.comm.group import Topology
+from allstep.comm.group_wire import GroupWire, make_group
+from allstep.comm.missing import RankNames
+from allstep.comm.objects import ObjectCollectives
+from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
 from allstep.errors import UsageError
 
 __all__ = ["Communicator"]
 
 
-class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
+class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     """One worker's end of a group of workers; made by `init`, `split` or `single_process`.
 
     Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`
@@ -58,7 +56,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         device: torch.device,
         timeout_s: float,
         close: Callable[[], None] = lambda: None,
-        roster: Roster | None = None,
+        names: RankNames | None = None,
     ) -> "Communicator":
         """A communicator over torch's process group.
 
@@ -68,9 +66,9 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
             device: where it computes.
             timeout_s: how long a call may take.
             close: called once when the communicator is closed.
-            roster: what errors call its ranks; None for the numbers that they have here.
+            names: what errors call its ranks; None for the numbers that they have here.
         """
-        return cls(GroupWire(group, timeout_s, close, roster), topology, device)
+        return cls(GroupWire(group, timeout_s, close, names), topology, device)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -100,8 +98,8 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         group = self.process_group
         store = None if group is None else group.get_group_store()
         ticket = store.add("allstep/split", 1) if store is not None and self.rank == 0 else 0
-        roster = self._wire.roster
-        roster.take_word_back()
+        names = self._wire.names
+        names.withdraw_report()
         message = encode((color, key, self.node_rank, ticket))
         entries = [decode(other) for other in self.messages.all_gather(message, "split")]
         if color is None:
@@ -111,7 +109,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         ranks = [rank for rank in range(self.size) if entries[rank][0] == color]
         ranks.sort(key=lambda rank: entries[rank][1])
         new_rank = ranks.index(self.rank)
-        with translated("split", roster.number, roster.size, self.timeout_s):
+        with translated("split", names.number, names.size, self.timeout_s):
             new_group = make_group(
                 PrefixStore(f"allstep/split/{entries[0][3]}/{color}", store),
                 new_rank,
@@ -121,11 +119,11 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
             )
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
         new = Communicator.over(
-            new_group, topology, self.device, self.timeout_s, roster=roster.part(ranks, new_rank)
+            new_group, topology, self.device, self.timeout_s, names=names.part(ranks, new_rank)
         )
         self.add_dependent(new)
         new.barrier()  # one that left at once would break off the others' connecting
-        new.wire.roster.last_met = "split"
+        new.wire.names.last_call = "split"
         return new
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -139,7 +137,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
         """
         check_timeout(timeout_s)
         self.timeout_s = self._wire.timeout_s = timeout_s
-        for dependent in self._dependents:
+        for dependent in self._alive_dependents:
             if isinstance(dependent, Communicator):
                 dependent.set_timeout(timeout_s)
 
@@ -150,7 +148,7 @@ class Communicator(ReductionVerbs, MovementVerbs, RowVerbs, ObjectVerbs):
 
     def abort(self) -> None:
         """Leaves the group, and those split off, so that ranks who wait for this one fail fast."""
-        for dependent in self._dependents:
+        for dependent in self._alive_dependents:
             dependent.abort()
         self._wire.close(abort=True)
 

@@ -1,4 +1,4 @@
-"""The wire of a process group of torch's; the only file that calls one."""
+"""Makes process groups of torch's, and sends through them; the only file that calls one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -9,39 +9,84 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from allstep.comm.failures import is_timeout, translated
-from allstep.comm.roll_call import call_roll
-from allstep.comm.roster import Roster
+from allstep.comm.missing import RankNames, find_missing_ranks
 from allstep.comm.work import BackendWork, Work
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
-__all__ = ["GroupWire"]
+__all__ = ["GroupWire", "make_group"]
 
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
 _SWAP_TAG = (1 << 31) - 2
 _ABORT_TAG = (1 << 31) - 1
 
+_BackendType = dist.ProcessGroup.BackendType
 _Start = Callable[[dist.ProcessGroup], dist.Work]
 
 
+def make_group(
+    store: Store, rank: int, size: int, *, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    """A group of `size` workers who meet on `store`: Gloo, and NCCL beside it on CUDA.
+
+    torch's global state is left alone. Any number of groups may live in a process, also of
+    several threads.
+
+    Args:
+        store: shared by the members and by nobody else; wrap it in a PrefixStore.
+        rank, size: this member and how many there are.
+        device: where this member computes.
+        timeout_s: how long a call in the group may take, and the meeting too.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.ProcessGroup(store, rank, size)
+    gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, size, timeout)
+    group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
+    group._set_default_backend(_BackendType.GLOO)
+    if device.type == "cuda":
+        _add_nccl(group, store, device, timeout)
+    return group
+
+
+def _add_nccl(
+    group: dist.ProcessGroup, store: Store, device: torch.device, timeout: timedelta
+) -> None:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
+    group.bound_device_id = device
+    group._register_backend(torch.device("cuda"), _BackendType.NCCL, nccl)
+    group._set_default_backend(_BackendType.NCCL)
+
+
 class GroupWire:
-    """The wire of a process group of torch's; see `Wire` for the verbs."""
+    """The wire of a process group of torch's; see `Wire` for the verbs.
+
+    Args:
+        group: whose calls this makes.
+        timeout_s: how long a call may take.
+        close: called once when the wire is closed.
+        names: what errors call the ranks; None for the numbers that they have here.
+        chunk_bytes: the longest message; longer ones go in pieces.
+    """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         timeout_s: float,
         close: Callable[[], None] = lambda: None,
-        roster: Roster | None = None,
+        names: RankNames | None = None,
+        chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
         self.rank = group.rank()
         self.size = group.size()
         self.timeout_s = timeout_s
         self._close = close
-        self.roster = roster or Roster.of(group)
+        self._chunk_bytes = chunk_bytes
+        self.names = names or RankNames.of(group)
         self._device_types = {
             device.type
             for device in group._device_types
@@ -81,27 +126,27 @@ class GroupWire:
 
         def note_meeting() -> None:
             if meets:
-                self.roster.last_met = verb
+                self.names.last_call = verb
 
-        name = f"`{verb}` on {self.roster.own}"
+        name = f"`{verb}` on {self.names.own}"
         explained = partial(self._explained, verb)
         return BackendWork(works, explained, name, note_meeting, timeout_s)
 
     @contextmanager
     def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
-        """Typed errors for what fails inside; after the group's own timeout with a roll call."""
+        """Typed errors for what fails inside; who is missing after the group's own timeout."""
         try:
-            number, size = self.roster.number, self.roster.size
+            number, size = self.names.number, self.names.size
             with translated(verb, number, size, timeout_s or self.timeout_s):
                 yield
         except PeerLostError:
-            self.roster.leave_word(verb)
+            self.names.report_stuck(verb)
             raise
         except CollectiveTimeoutError as error:
             if timeout_s is not None and timeout_s < self.timeout_s:
                 raise  # the caller may wait again
-            roll = call_roll(self.roster, verb)
-            raise CollectiveTimeoutError(f"{error} {roll}".rstrip()) from error.__cause__
+            missing = find_missing_ranks(self.names, verb)
+            raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
 
     def _options(self, kind: type[Any]) -> Any:
         options = kind()
@@ -141,10 +186,7 @@ class GroupWire:
         options.rootRank = root
         options.rootTensor = 0
 
-        def of(chunk: Tensor) -> _Start:
-            return lambda group: group.broadcast([chunk], options)
-
-        return [of(chunk) for chunk in _chunks(buffer)]
+        return [partial(_broadcast, chunk=chunk, options=options) for chunk in self._chunks(buffer)]
 
     def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
         return self._post(verb, self._broadcasts(buffer, root))
@@ -154,7 +196,7 @@ class GroupWire:
         pieces = list(torch.split(output, list(sizes_bytes)))
         if buffer.device.type == "cpu":
             self._swap([buffer.contiguous()] * self.size, pieces, verb)
-        elif len(set(sizes_bytes)) == 1 and output.numel() <= _CHUNK_BYTES:
+        elif len(set(sizes_bytes)) == 1 and output.numel() <= self._chunk_bytes:
             base = buffer.contiguous()
             options = self._options(AllgatherOptions)
             self._post(verb, [lambda group: group._allgather_base(output, base, options)]).wait()
@@ -198,20 +240,20 @@ class GroupWire:
         starts: list[_Start] = []
         for distance in range(1, self.size):
             source, dest = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            starts += _recvs(incoming[source], source, _SWAP_TAG)
-            starts += _sends(outgoing[dest], dest, _SWAP_TAG)
+            starts += self._recvs(incoming[source], source, _SWAP_TAG)
+            starts += self._sends(outgoing[dest], dest, _SWAP_TAG)
         self._post(verb, starts, self.timeout_s, meets=True).wait()
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
-        return self._post(verb, _sends(buffer, dest, tag), self._limit_s(buffer))
+        return self._post(verb, self._sends(buffer, dest, tag), self._limit_s(buffer))
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
-        return self._post(verb, _recvs(buffer, source, tag), self._limit_s(buffer))
+        return self._post(verb, self._recvs(buffer, source, tag), self._limit_s(buffer))
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
-        starts = [*_recvs(incoming, source, tag), *_sends(outgoing, dest, tag)]
+        starts = [*self._recvs(incoming, source, tag), *self._sends(outgoing, dest, tag)]
         if incoming.device.type == "cpu":
             return self._post(verb, starts, self._limit_s(incoming))
 
@@ -223,6 +265,18 @@ class GroupWire:
             return group._end_coalescing(incoming.device)
 
         return self._post(verb, [together] if starts else [])
+
+    def _sends(self, buffer: Tensor, dest: int, tag: int) -> list[_Start]:
+        return [partial(_send, chunk=chunk, dest=dest, tag=tag) for chunk in self._chunks(buffer)]
+
+    def _recvs(self, buffer: Tensor, source: int, tag: int) -> list[_Start]:
+        return [
+            partial(_recv, chunk=chunk, source=source, tag=tag) for chunk in self._chunks(buffer)
+        ]
+
+    def _chunks(self, buffer: Tensor) -> list[Tensor]:
+        """Pieces that any backend can send; none if there is nothing to send."""
+        return list(torch.split(buffer, self._chunk_bytes)) if buffer.numel() else []
 
     def _limit_s(self, buffer: Tensor) -> float | None:
         """Gloo takes the timeout of a send or receive at its wait; NCCL's wait would block."""
@@ -240,23 +294,18 @@ class GroupWire:
         self._close()
 
 
-def _sends(buffer: Tensor, dest: int, tag: int) -> list[_Start]:
-    def of(chunk: Tensor) -> _Start:
-        return lambda group: group.send([chunk], dest, tag)
-
-    return [of(chunk) for chunk in _chunks(buffer)]
+def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:
+    return group.send([chunk], dest, tag)
 
 
-def _recvs(buffer: Tensor, source: int, tag: int) -> list[_Start]:
-    def of(chunk: Tensor) -> _Start:
-        return lambda group: group.recv([chunk], source, tag)
-
-    return [of(chunk) for chunk in _chunks(buffer)]
+def _recv(group: dist.ProcessGroup, chunk: Tensor, source: int, tag: int) -> dist.Work:
+    return group.recv([chunk], source, tag)
 
 
-def _chunks(buffer: Tensor) -> list[Tensor]:
-    """Pieces that any backend can send; none if there is nothing to send."""
-    return list(torch.split(buffer, _CHUNK_BYTES)) if buffer.numel() else []
+def _broadcast(
+    group: dist.ProcessGroup, chunk: Tensor, options: dist.BroadcastOptions
+) -> dist.Work:
+    return group.broadcast([chunk], options)
 
 
 def _break_connections(group: dist.ProcessGroup) -> None:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from allstep.comm.roster import Roster
+from allstep.comm.missing import RankNames
 from allstep.comm.work import ThreadWork, Work
 
 __all__ = ["Inbox"]
@@ -20,11 +20,11 @@ class Inbox:
     order, would block each other otherwise.
 
     Args:
-        roster: what errors call the ranks.
+        names: what errors call the ranks.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, names: RankNames) -> None:
+        self._names = names
         self._last: dict[tuple[int, int], ThreadWork[Any]] = {}  # under way, by source and tag
         self._lock = threading.Lock()
 
@@ -50,6 +50,6 @@ class Inbox:
 
         with self._lock:
             previous = self._last.get((source, tag))
-            name = f"`recv` from {self._roster.named(source)} (tag {tag})"
+            name = f"`recv` from {self._names.named(source)} (tag {tag})"
             work = self._last[source, tag] = ThreadWork.start(run, name)
         return work

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from allstep.comm.agreement import agree
 from allstep.comm.communicator import Communicator, check_timeout
 from allstep.comm.failures import translated
-from allstep.comm.meeting import meet
-from allstep.comm.topology import Topology
+from allstep.comm.group import Topology
+from allstep.comm.rendezvous import rendezvous
 from allstep.env import Launch, read_launch
 from allstep.errors import UsageError
 
@@ -105,15 +105,15 @@ def _join_launch(
     device = choose_device(device, launch.local_rank, launch.local_size)
     with translated("init", launch.rank, launch.size, timeout_s):
         if launch.launcher == "torchrun":
-            meeting: dict[str, Any] = {"init_method": "env://"}
+            arguments: dict[str, Any] = {"init_method": "env://"}
         else:
-            store = meet(launch, timeout_s)
-            meeting = {"store": store, "rank": launch.rank, "world_size": launch.size}
+            store = rendezvous(launch, timeout_s)
+            arguments = {"store": store, "rank": launch.rank, "world_size": launch.size}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
-            **meeting,
+            **arguments,
         )
     group = dist.distributed_c10d._get_default_group()
     topology = Topology(launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)

@@ -122,10 +122,10 @@ class Messages:
         data = _to_bytes(header)
         num_bytes = int.from_bytes(data[1:_PREFIX_BYTES], "little")
         if data[0] != code:
-            roster = self._wire.roster
+            names = self._wire.names
             raise DisagreementError(
-                f"{roster.named(self._wire.rank)} expected {_named(code)} where "
-                f"{roster.named(source)} called {_named(data[0])}; call the same verbs in "
+                f"{names.named(self._wire.rank)} expected {_named(code)} where "
+                f"{names.named(source)} called {_named(data[0])}; call the same verbs in "
                 "the same order on all ranks."
             )
         return num_bytes, data[_PREFIX_BYTES:][:num_bytes]

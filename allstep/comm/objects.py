@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+from allstep.comm.base import PRIVATE_TAG, CommunicatorBase
 from allstep.comm.codec import decode, encode
-from allstep.comm.member import PRIVATE_TAG, Member
 from allstep.errors import DisagreementError
 
-__all__ = ["ObjectVerbs"]
+__all__ = ["ObjectCollectives"]
 
 
-class ObjectVerbs(Member):
+class ObjectCollectives(CommunicatorBase):
     """Collectives and point-to-point messages of plain data; nothing is ever unpickled.
 
     An object is None, a bool, int, float, complex, str, bytes, numpy array or scalar, CPU tensor,

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from allstep.comm.algorithms import AllReduce, check_algorithm, make_algorithm
+from allstep.comm.base import CommunicatorBase
+from allstep.comm.group import Topology
 from allstep.comm.layout import Layout, as_tuple
-from allstep.comm.member import Member
 from allstep.comm.reduce_ops import ReduceOp, check_reduction, torch_op, wire_form, write_back
-from allstep.comm.topology import Topology
 from allstep.comm.wire import Wire
 from allstep.comm.work import CompletedWork, JoinedWork, Work
 from allstep.errors import UsageError, nearest_multiples
 
-__all__ = ["ReductionVerbs"]
+__all__ = ["Reductions"]
 
 X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 
 
-class ReductionVerbs(Member):
+class Reductions(CommunicatorBase):
     """Reductions of tensors of equal shapes and dtypes on all ranks."""
 
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:

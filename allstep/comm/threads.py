@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from allstep.comm.communicator import Communicator, check_timeout
 from allstep.comm.failures import translated
-from allstep.comm.groups import make_group
-from allstep.comm.topology import Topology
+from allstep.comm.group import Topology
+from allstep.comm.group_wire import make_group
 from allstep.errors import CommunicationError, PeerLostError, UsageError, nearest_multiples
 
 __all__ = ["run_ranks"]

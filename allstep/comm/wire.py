@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allstep.comm.roster import Roster
+from allstep.comm.missing import RankNames
 from allstep.comm.work import CompletedWork, Work
 
 __all__ = ["SingleProcessWire", "Wire"]
@@ -23,7 +23,7 @@ class Wire(Protocol):
     size: int
     timeout_s: float
     group: dist.ProcessGroup | None
-    roster: Roster
+    names: RankNames
 
     def transport_device(self, device: torch.device) -> torch.device:
         """The device that a tensor on `device` must travel from."""
@@ -71,7 +71,7 @@ class SingleProcessWire:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.roster = Roster([0], 0, 1)
+        self.names = RankNames([0], 0, 1)
 
     def transport_device(self, device: torch.device) -> torch.device:
         return device

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allstep.comm import Communicator, Work
-from allstep.comm.topology import Topology
+from allstep.comm.group import Topology
 from allstep.comm.wire import Wire
 from allstep.comm.work import CompletedWork, JoinedWork
 
@@ -86,7 +86,7 @@ class ShapedWire:
     def __init__(self, wire: Wire, bucket: TokenBucket) -> None:
         self._wire, self._bucket = wire, bucket
         self.rank, self.size, self.group = wire.rank, wire.size, wire.group
-        self.roster = wire.roster
+        self.names = wire.names
 
     @property
     def timeout_s(self) -> float:

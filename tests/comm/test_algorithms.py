@@ -208,37 +208,30 @@ def test_auto_takes_the_choice_of_the_nearest_size():
 def favour(*names):
     """Seconds in which the named are the fastest, each for some sizes."""
 
-    def measure(auto, size_bytes):
-        favourite = names[size_bytes.bit_length() % len(names)]
-        return {name: 0.01 if name == favourite else 0.02 for name in auto._algorithms}
+    def measure(algorithm, x):
+        return 0.01 if algorithm.name == names[x.nbytes.bit_length() % len(names)] else 0.02
 
     return measure
 
 
-def test_auto_goes_on_with_its_choices(monkeypatch):
+def test_auto_goes_on_with_its_choices():
     """Whatever the clock would say now."""
-
-    def made(comm, *names):
-        monkeypatch.setattr(Auto, "_measure", favour(*names))
-        comm.barrier()
-        return Auto(comm)
 
     def work(comm):
         x = torch.randn(1 << 10, generator=torch.Generator().manual_seed(comm.rank))
-        first = made(comm, "ring", "recursive_doubling")
+        first = Auto(comm, measure=favour("ring", "recursive_doubling"))
         expected, state = _sum(first, x.clone()), first.state_dict()
-        second = made(comm, "native")
+        second = Auto(comm, measure=favour("native"))
         assert set(second.choices.values()) == {"native"}
         second.load_state_dict(state)
         assert second.choices == first.choices
-        assert set(second._algorithms) == {"ring", "recursive_doubling"}
         return state, torch.equal(_sum(second, x.clone()), expected)
 
     results = run_ranks(4, work)
     assert all(equal for _, equal in results)
 
     def elsewhere(comm):
-        auto = made(comm, "native")
+        auto = Auto(comm, measure=favour("native"))
         before = auto.choices
         auto.load_state_dict(results[0][0])
         auto.load_state_dict({"size": comm.size, "choices": {1 << 12: "hierarchical"}})
@@ -249,41 +242,48 @@ def test_auto_goes_on_with_its_choices(monkeypatch):
     assert elsewhere(Communicator.single_process()) == [1.0, 1.0]
 
 
-def test_auto_measures_with_the_dtype_that_travels(monkeypatch):
+def test_auto_measures_with_the_dtype_that_travels():
     seen = set()
-    time = Auto._time
-    monkeypatch.setattr(Auto, "_time", lambda *args: (seen.add(args[2].dtype), time(*args))[1])
-    run_ranks(2, lambda comm: make_algorithm("auto", comm, torch.bfloat16).close())
+
+    def measure(algorithm, x):
+        seen.add(x.dtype)
+        return 1.0
+
+    run_ranks(2, lambda comm: Auto(comm, torch.bfloat16, measure=measure).close())
     assert seen == {torch.bfloat16}
 
 
-def test_auto_gives_the_backend_as_many_at_once_as_there_will_be(monkeypatch):
+def test_auto_gives_the_backend_as_many_at_once_as_there_will_be():
     """What posts them waits for the first when all are under way; the others sum one by one."""
-    under_way, most = {}, {}
-    post = Native.post
-
-    def counted(native, flat):
-        rank = native.comm.rank
-        posted = post(native, flat)
-        under_way[rank] = under_way.get(rank, 0) + 1
-        most[rank] = max(most.get(rank, 0), under_way[rank])
-        return Counted(posted, rank)
 
     class Counted:
-        def __init__(self, posted, rank):
-            self.posted, self.rank = posted, rank
+        def __init__(self, work, wait):
+            self.work, self.wait = work, wait
 
-        def wait(self):
-            under_way[self.rank] -= 1
-            self.posted.wait()
+    def most_at_once(comm, num_at_once):
+        under_way, most = 0, 0
+        all_reduce = comm.wire.all_reduce
 
-    monkeypatch.setattr(Native, "post", counted)
+        def counted(tensor, op, verb):
+            nonlocal under_way, most
+            work = all_reduce(tensor, op, verb)
+            under_way += 1
+            most = max(most, under_way)
+
+            def wait(timeout_s=None):
+                nonlocal under_way
+                under_way -= 1
+                work.wait(timeout_s)
+
+            return Counted(work, wait)
+
+        comm.wire.all_reduce = counted
+        make_algorithm("auto", comm, num_at_once=num_at_once).close()
+        return most
+
     for num_at_once in (1, 3):
-        most.clear()
-        run_ranks(
-            2, lambda comm, n=num_at_once: make_algorithm("auto", comm, num_at_once=n).close()
-        )
-        assert most == {0: num_at_once, 1: num_at_once}
+        found = run_ranks(2, lambda comm, n=num_at_once: most_at_once(comm, n))
+        assert found == [num_at_once] * 2
 
 
 def test_auto_considers_nodes():

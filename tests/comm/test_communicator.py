@@ -9,9 +9,8 @@ import torch
 from allstep.comm import Communicator
 from allstep.comm.algorithms import ALGORITHMS
 from allstep.comm.failures import translated
-from allstep.comm.roll_call import call_roll
-from allstep.comm.roster import Roster
-from allstep.comm.shared_memory import Boxes
+from allstep.comm.missing import RankNames, find_missing_ranks
+from allstep.comm.shared_memory import Mailboxes
 from allstep.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -289,7 +288,7 @@ class DeadStore:
 
 
 def test_a_roll_call_on_a_dead_store_says_nothing():
-    assert str(call_roll(Roster(range(2), 0, 2, DeadStore()), "barrier")) == ""
+    assert str(find_missing_ranks(RankNames(range(2), 0, 2, DeadStore()), "barrier")) == ""
 
 
 # -- who is missing, where groups have ranks of their own ------------------------------------------
@@ -376,7 +375,7 @@ def test_ranks_that_disagree_in_a_group_are_named_by_their_first_numbers():
         with pytest.raises(DisagreementError, match=r"rank [23] expected .* where rank [32] call"):
             pair.all_gather_object(1) if comm.rank == 2 else pair.all_gather(torch.ones(1))
         with pytest.raises(DisagreementError, match=r"rank 2 wants: share \d+ bytes"):
-            Boxes.meet(pair, 1 << (10 + comm.rank))
+            Mailboxes.create(pair, 1 << (10 + comm.rank))
 
     run_ranks(4, work)
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import allstep.comm.meeting as meeting
 from allstep.comm import Communicator, init
 from allstep.comm.initialise import choose_device
+from allstep.comm.rendezvous import rendezvous
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, UsageError
 from tests.helpers.processes import RemoteError, run_processes, start_processes
@@ -152,10 +152,9 @@ def launch(rank, size=2, **changes):
     return Launch(**(fields | changes))
 
 
-def test_workers_of_a_node_meet_by_a_file_that_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
+def test_rendezvous_by_a_file_removes_it(tmp_path):
     with ThreadPoolExecutor() as pool:
-        stores = list(pool.map(lambda rank: meeting.meet(launch(rank, 3), 20), range(3)))
+        stores = list(pool.map(lambda rank: rendezvous(launch(rank, 3), 20, tmp_path), range(3)))
     stores[2].set("x", "y")
     assert stores[0].get("x") == b"y"
     [folder] = tmp_path.iterdir()
@@ -163,28 +162,26 @@ def test_workers_of_a_node_meet_by_a_file_that_is_removed(tmp_path, monkeypatch)
     assert list(folder.iterdir()) == []
 
 
-def test_a_meeting_that_others_could_disturb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
+def test_rendezvous_refuses_a_folder_that_others_can_write_to(tmp_path):
     (tmp_path / f"allstep-{os.getuid()}").mkdir(mode=0o777)
     (tmp_path / f"allstep-{os.getuid()}").chmod(0o777)
     with pytest.raises(UsageError, match="open to others"):
-        meeting.meet(launch(0), 1)
+        rendezvous(launch(0), 1, tmp_path)
 
 
-def test_nobody_waits_for_ever_at_a_meeting(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting.tempfile, "gettempdir", lambda: str(tmp_path))
+def test_rendezvous_times_out(tmp_path):
     with pytest.raises(CollectiveTimeoutError, match=r"`init` on rank 1 of 2: rank 0 did not come"):
-        meeting.meet(launch(1), 0.1)
+        rendezvous(launch(1), 0.1, tmp_path)
     with pytest.raises(CollectiveTimeoutError, match=r"`init` on rank 0 of 2 did not finish"):
-        meeting.meet(launch(0), 0.1)
+        rendezvous(launch(0), 0.1, tmp_path)
     [folder] = tmp_path.iterdir()
     assert list(folder.iterdir()) == []
 
 
-def test_a_port_that_is_taken():
-    first = meeting.meet(launch(0, master_addr="127.0.0.1", master_port=0), 1)
+def test_rendezvous_names_a_port_that_is_taken():
+    first = rendezvous(launch(0, master_addr="127.0.0.1", master_port=0), 1)
     with pytest.raises(UsageError, match=r"MASTER_PORT \(=\d+\) is taken on 127.0.0.1"):
-        meeting.meet(launch(0, master_addr="127.0.0.1", master_port=first.port), 1)
+        rendezvous(launch(0, master_addr="127.0.0.1", master_port=first.port), 1)
 
 
 def run(*command: str) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from allstep.comm.algorithms import SharedMemory
-from allstep.comm.shared_memory import Block, Boxes, NotShared, Segment
-from allstep.comm.shared_memory.segment import SMALL_BYTES, default_slot_bytes
+from allstep.comm.shared_memory import Block, Mailboxes, NotShared, SharedBuffer
+from allstep.comm.shared_memory.sums import SMALL_BYTES, default_slot_bytes
 from allstep.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -46,12 +46,12 @@ def test_sums_have_the_bits_of_the_ranks_order_however_they_are_cut(n, dtype):
     def work(comm):
         results = []
         for slot_bytes in (SLOT_BYTES, 1 << 20):
-            segment = Segment.meet(comm, slot_bytes)
+            buffer = SharedBuffer.create(comm, slot_bytes)
             for num_elements in SIZES:
                 x = values(comm.rank, num_elements, dtype)
-                segment.sum_(x)
+                buffer.sum_(x)
                 results.append(x)
-            segment.close()
+            buffer.close()
         return results
 
     expected = [in_order(n, num_elements, dtype) for num_elements in SIZES] * 2
@@ -63,15 +63,15 @@ def test_sums_have_the_bits_of_the_ranks_order_however_they_are_cut(n, dtype):
 
 def test_sums_large_and_small_and_broadcasts_follow_one_another():
     def work(comm):
-        segment = Segment.meet(comm, SLOT_BYTES)
+        buffer = SharedBuffer.create(comm, SLOT_BYTES)
         seen = []
         for turn in range(40):
             x = torch.full((10 if turn % 3 else 10_000 + 700 * turn,), float(comm.rank + turn))
             if turn % 4 == 3:
-                segment.broadcast_(x, root=turn % comm.size)
+                buffer.broadcast_(x, root=turn % comm.size)
                 expected = turn % comm.size + turn
             else:
-                segment.sum_(x)
+                buffer.sum_(x)
                 expected = 3 * turn + 3
             seen.append(bool((x == expected).all()))
         return seen
@@ -86,16 +86,16 @@ def test_sums_in_place_have_the_same_bits(n, dtype):
     sizes = (1, 7, 50_001, 300_001)
 
     def work(comm):
-        segment, block = Segment.meet(comm, SLOT_BYTES), Block(comm, 1 << 22)
+        buffer, block = SharedBuffer.create(comm, SLOT_BYTES), Block(comm, 1 << 22)
         offset, results = 0, []
         for num_elements in sizes:
             num_bytes = num_elements * dtype.itemsize
             x = block.own[offset : offset + num_bytes].view(dtype)
             x.copy_(values(comm.rank, num_elements, dtype))
             assert block.holds(x) and not block.holds(x.clone())
-            segment.sum_in_place_(x, block)
+            buffer.sum_in_place_(x, block)
             beside = values(comm.rank, 3000, dtype)
-            segment.sum_(beside)
+            buffer.sum_(beside)
             results += [x.clone(), beside]
             offset += -(-num_bytes // 64) * 64
         return results
@@ -149,16 +149,16 @@ def test_ranks_that_may_use_different_cores_sum_right(monkeypatch, pinned):
 
 def test_the_first_ranks_slots_count():
     def work(comm):
-        segment = Segment.meet(comm, SLOT_BYTES << comm.rank)
+        buffer = SharedBuffer.create(comm, SLOT_BYTES << comm.rank)
         x = values(comm.rank, 50_001)
-        segment.sum_(x)
+        buffer.sum_(x)
         return x
 
     for x in run_ranks(3, work):
         assert torch.equal(x, in_order(3, 50_001, torch.float32))
 
 
-@pytest.mark.parametrize("make", [Block, Boxes.meet])
+@pytest.mark.parametrize("make", [Block, Mailboxes.create])
 def test_ranks_that_want_different_sizes_are_all_told(make):
     """A view of another size would show each rank other places of the same memory."""
 
@@ -342,7 +342,7 @@ def test_a_mapping_that_does_not_fit_is_no_error_but_a_word(monkeypatch):
 
     def work(comm):
         with pytest.raises(NotShared, match=r"rank 0 cannot map memory of another: mmap length"):
-            Segment.meet(comm)
+            SharedBuffer.create(comm)
 
     run_ranks(2, work)
 
@@ -359,6 +359,6 @@ def test_one_rank_that_may_not_map_is_enough(monkeypatch):
 
     def work(comm):
         with pytest.raises(NotShared, match=r"rank 0 cannot map memory of another: .*permitted"):
-            Segment.meet(comm)
+            SharedBuffer.create(comm)
 
     run_ranks(2, work)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from allstep.comm import Communicator
+from allstep.comm.group import Topology
+from allstep.comm.group_wire import GroupWire
 from allstep.errors import DisagreementError, UsageError
 from tests.helpers.ranks import run_ranks
 
@@ -234,11 +236,12 @@ def test_many_tensors_need_a_long_header():
         assert same(received, xs)
 
 
-def test_messages_above_the_backends_limit_go_in_pieces(monkeypatch):
-    monkeypatch.setattr("allstep.comm.group_wire._CHUNK_BYTES", 1000)
+def test_messages_above_the_backends_limit_go_in_pieces():
     x = torch.arange(1003)
 
-    def work(comm):
+    def work(whole):
+        wire = GroupWire(whole.process_group, whole.timeout_s, chunk_bytes=1000)
+        comm = Communicator(wire, Topology(whole.rank, 2, 0, 1), whole.device)
         everyone = comm.all_gather(x + comm.rank)
         received = comm.broadcast(x if comm.rank == 0 else None)
         if comm.rank == 0:

@@ -1,7 +1,7 @@
 """Chooses an all-reduce by measuring those that are possible."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import mean
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ class Auto(AllReduce):
         comm: the ranks.
         dtype: of the tensors to measure with.
         num_at_once: tensors that are there at once, and that `Native.post` would be given.
+        measure: seconds of a sum of a tensor on this rank; None to time it.
 
     Attributes:
         seconds: size in bytes -> name -> seconds of a tensor.
@@ -50,8 +51,10 @@ class Auto(AllReduce):
         comm: WorkerGroup,
         dtype: torch.dtype = torch.float32,
         num_at_once: int = 1,
+        measure: Callable[[AllReduce, Tensor], float] | None = None,
     ) -> None:
         super().__init__(comm)
+        self._time = self._time_sum if measure is None else measure
         self._dtype, self._num_at_once = dtype, num_at_once
         self.seconds: dict[int, dict[str, float]] = {}
         self.choices: dict[int, str] = {}
@@ -86,7 +89,7 @@ class Auto(AllReduce):
         by_name = zip(*self.comm.all_gather_object(own), strict=True)
         return {name: mean(seconds) for name, seconds in zip(names, by_name, strict=True)}
 
-    def _time(self, algorithm: AllReduce, x: Tensor) -> float:
+    def _time_sum(self, algorithm: AllReduce, x: Tensor) -> float:
         """Seconds of a sum, in the best of a few goes."""
         best_s = float("inf")
         for _ in range(_REPEATS):

@@ -35,7 +35,7 @@ class AllReduce(ABC):
     def __init__(self, comm: WorkerGroup) -> None:
         self.comm = comm
         self._messenger = Messenger(comm)
-        self._roster = comm.wire.roster
+        self._names = comm.wire.names
         comm.add_dependent(self)
 
     def reduce_(self, flat: Tensor) -> None:
@@ -83,8 +83,8 @@ class AllReduce(ABC):
         """`reduce_` for at least two ranks and one element."""
 
     def _note_meeting(self) -> None:
-        """Tells the roster that all ranks have come to a sum."""
-        self._roster.last_met = "all_reduce"
+        """Tells the names that all ranks have come to a sum."""
+        self._names.last_call = "all_reduce"
 
     def used_for(self, num_bytes: int) -> "AllReduce":
         """What sums a tensor of so many bytes."""

@@ -10,7 +10,7 @@ from allstep.comm.algorithms.base import AllReduce, Messenger
 from allstep.comm.algorithms.native import Native
 from allstep.comm.algorithms.ring import Ring
 from allstep.comm.group import WorkerGroup
-from allstep.comm.shared_memory import NotShared, Segment
+from allstep.comm.shared_memory import NotShared, SharedBuffer
 from allstep.errors import UsageError
 
 __all__ = ["Hierarchical", "TwoDimensional"]
@@ -42,7 +42,7 @@ class _OverNodes(AllReduce):
     def _note_meeting(self) -> None:
         super()._note_meeting()
         for group in self._groups:
-            group.wire.roster.last_met = "all_reduce"
+            group.wire.names.last_call = "all_reduce"
 
     @property
     def sent_bytes(self) -> int:
@@ -90,29 +90,29 @@ class Hierarchical(_OverNodes):
     ) -> None:
         super().__init__(comm, None if comm.local_rank else 0, inner)
         self._messenger = Messenger(self._inside)
-        self._segment = self._share() if share_memory else None
+        self._buffer = self._share() if share_memory else None
 
-    def _share(self) -> Segment | None:
+    def _share(self) -> SharedBuffer | None:
         if self._inside.size == 1:
             return None
         try:
-            return Segment.meet(self._inside)
+            return SharedBuffer.create(self._inside)
         except NotShared as reason:
             if self.comm.device.type == "cpu":
                 reason.tell(self.comm.rank, "messages go inside a node too, not shared memory")
             return None
 
     def _reduce_(self, flat: Tensor) -> None:
-        if self._segment is None:
+        if self._buffer is None:
             self._reduce_to_first(flat)
         else:
-            self._segment.sum_(flat)
+            self._buffer.sum_(flat)
         if self._across is not None:
             self._across.reduce_(flat)
-        if self._segment is None:
+        if self._buffer is None:
             self._hand_out(flat)
         elif self.comm.num_nodes > 1:
-            self._segment.broadcast_(flat)
+            self._buffer.broadcast_(flat)
 
     def _reduce_to_first(self, flat: Tensor) -> None:
         """Adds this node's tensors at its first rank."""
@@ -137,14 +137,14 @@ class Hierarchical(_OverNodes):
 
     def close(self) -> None:
         """Closes the groups and gives the shared memory back."""
-        if self._segment is not None:
-            self._segment.close()
+        if self._buffer is not None:
+            self._buffer.close()
         super().close()
 
     def abort(self) -> None:
         """Leaves the groups and the shared memory."""
-        if self._segment is not None:
-            self._segment.close()
+        if self._buffer is not None:
+            self._buffer.close()
         super().abort()
 
 

@@ -1,14 +1,14 @@
 """The all-reduce of CPU ranks that share memory."""
 
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.native import Native
 from allstep.comm.group import WorkerGroup
-from allstep.comm.shared_memory import Block, NotShared, Segment
-from allstep.comm.weak_list import WeakList
+from allstep.comm.shared_memory import Block, NotShared, SharedBuffer
 
 __all__ = ["SharedMemory"]
 
@@ -34,12 +34,12 @@ class SharedMemory(AllReduce):
     def __init__(self, comm: WorkerGroup, slot_bytes: int | None = None) -> None:
         super().__init__(comm)
         self.fallback: AllReduce | None = None
-        self._segment: Segment | None = None
-        self._blocks: WeakList[Block] = WeakList()
+        self._buffer: SharedBuffer | None = None
+        self._blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()
         if comm.size == 1:
             return
         try:
-            self._segment = Segment.meet(comm, slot_bytes)
+            self._buffer = SharedBuffer.create(comm, slot_bytes)
         except NotShared as reason:
             self.fallback = Native(comm)
             reason.tell(comm.rank, "all-reduces use the network, not shared memory")
@@ -56,14 +56,14 @@ class SharedMemory(AllReduce):
         Returns:
             None where the ranks share no memory, or too little.
         """
-        if self._segment is None:
+        if self._buffer is None:
             return None
         try:
             block = Block(self.comm, num_bytes)
         except NotShared as reason:
             reason.tell(self.comm.rank, "gradients are copied to be summed")
             return None
-        self._blocks.add(block)
+        self._blocks[id(block)] = block
         return block
 
     def _reduce_(self, flat: Tensor) -> None:
@@ -77,12 +77,13 @@ class SharedMemory(AllReduce):
         if self.fallback is not None:
             self.fallback.reduce_(flat) if divisor == 1 else self.fallback.mean_(flat)
             return
-        assert self._segment is not None
-        for block in self._blocks:
-            if block.holds(flat):
-                self._segment.sum_in_place_(flat, block, divisor)
+        assert self._buffer is not None
+        for reference in self._blocks.valuerefs():
+            block = reference()
+            if block is not None and block.holds(flat):
+                self._buffer.sum_in_place_(flat, block, divisor)
                 return
-        self._segment.sum_(flat, divisor)
+        self._buffer.sum_(flat, divisor)
 
     @property
     def sent_bytes(self) -> int:
@@ -96,5 +97,5 @@ class SharedMemory(AllReduce):
 
     def close(self) -> None:
         """Gives the shared memory back."""
-        if self._segment is not None:
-            self._segment.close()
+        if self._buffer is not None:
+            self._buffer.close()

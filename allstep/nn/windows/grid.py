@@ -6,7 +6,7 @@ from math import isqrt, prod
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree
-from allstep.comm.parcels import Parcels
+from allstep.comm.batched_send_recv import BatchedSendRecv
 from allstep.errors import UsageError
 from allstep.nn.windows.plan import HaloStats
 from allstep.nn.windows.window import Layout
@@ -43,7 +43,7 @@ class Grid:
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self.parcels = Parcels(comm)
+        self.parcels = BatchedSendRecv(comm)
         self.stats = HaloStats()
         self._agreed: set[str] = set()
         self.shape = nearest_square(comm.size) if shape is None else tuple(shape)

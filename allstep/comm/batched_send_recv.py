@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from allstep.comm.base import PRIVATE_TAG
 from allstep.comm.communicator import Communicator
 from allstep.comm.layout import bytes_of
-from allstep.comm.member import PRIVATE_TAG
-from allstep.comm.shared_memory import Boxes, NotShared
+from allstep.comm.shared_memory import Mailboxes, NotShared
 from allstep.comm.work import CompletedWork, JoinedWork, Work
 
-__all__ = ["Parcels"]
+__all__ = ["BatchedSendRecv"]
 
 _TAG = PRIVATE_TAG + 16
 
 
-class Parcels:
+class BatchedSendRecv:
     """Messages between workers: through shared memory on one host, else over the wire.
 
     Args:
@@ -26,10 +26,10 @@ class Parcels:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._boxes: Boxes | None = None
+        self._mailboxes: Mailboxes | None = None
         self._has_met = False
 
-    def _meet(self) -> Boxes | None:
+    def _meet(self) -> Mailboxes | None:
         """None where there is nobody to share memory with. Collective."""
         comm = self._comm
         if comm.size == 1 or comm.num_nodes > 1 or comm.device.type != "cpu":
@@ -37,12 +37,12 @@ class Parcels:
         if len(set(comm.all_gather_object(os.getpid()))) < comm.size:
             return None
         try:
-            boxes = Boxes.meet(comm)
+            mailboxes = Mailboxes.create(comm)
         except NotShared as reason:
             reason.tell(comm.rank, "messages use the network, not shared memory")
             return None
-        comm.add_dependent(boxes)
-        return boxes
+        comm.add_dependent(mailboxes)
+        return mailboxes
 
     def exchange(
         self,
@@ -75,7 +75,7 @@ class Parcels:
             for peer, shape in incoming.items()
         }
         if not self._has_met:  # also where this rank has nothing to send
-            self._boxes, self._has_met = self._meet(), True
+            self._mailboxes, self._has_met = self._meet(), True
         posted = []
         for peer in sorted(outgoing.keys() | rooms.keys()):
             # The lower rank's message goes first: NCCL serves a pair's calls in their order.
@@ -88,22 +88,22 @@ class Parcels:
         return JoinedWork(posted, lambda: {peer: room.to(device) for peer, room in rooms.items()})
 
     def _send(self, x: Tensor, peer: int, verb: str) -> Work[None]:
-        boxes = self._boxes_for(x)
-        if boxes is not None:
-            boxes.post(x.detach(), peer, verb)
+        mailboxes = self._mailboxes_for(x)
+        if mailboxes is not None:
+            mailboxes.post(x.detach(), peer, verb)
             return CompletedWork(None)
         sent = bytes_of(x).to(self._comm.wire.transport_device(x.device))
         return self._comm.wire.send(sent, peer, _TAG, verb)
 
     def _receive(self, room: Tensor, peer: int, verb: str) -> Work[None]:
-        boxes = self._boxes_for(room)
-        if boxes is None:
+        mailboxes = self._mailboxes_for(room)
+        if mailboxes is None:
             return self._comm.wire.recv(room.view(-1).view(torch.uint8), peer, _TAG, verb)
-        return boxes.expect(room, peer, verb)
+        return mailboxes.expect(room, peer, verb)
 
-    def _boxes_for(self, x: Tensor) -> Boxes | None:
+    def _mailboxes_for(self, x: Tensor) -> Mailboxes | None:
         """Those that a tensor fits; both sides of a message say the same."""
-        boxes = self._boxes
-        if boxes is None or x.device.type != "cpu" or x.nbytes > boxes.message_bytes:
+        mailboxes = self._mailboxes
+        if mailboxes is None or x.device.type != "cpu" or x.nbytes > mailboxes.message_bytes:
             return None
-        return boxes
+        return mailboxes

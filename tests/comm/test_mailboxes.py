@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from allstep.comm.parcels import Parcels
-from allstep.comm.shared_memory import Boxes
+from allstep.comm.batched_send_recv import BatchedSendRecv
+from allstep.comm.shared_memory import Mailboxes
 from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 from tests.helpers.processes import run_processes, start_processes
 from tests.helpers.ranks import run_ranks
@@ -36,16 +36,16 @@ def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_
     """20 messages to each, and 4 slots: without taking while they wait, all would wait for ever."""
 
     def work(comm):
-        boxes = Boxes.meet(comm, SLOT_BYTES)
+        mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         peers = [peer for peer in range(comm.size) if peer != comm.rank]
         expected = [
             (peer, message(peer, comm.rank, number)) for number in range(20) for peer in peers
         ]
         rooms = [(peer, x, room_for(x)) for peer, x in expected]
-        works = [boxes.expect(room, peer, "fetch") for peer, _, room in rooms]
+        works = [mailboxes.expect(room, peer, "fetch") for peer, _, room in rooms]
         for number in range(20):
             for peer in peers:
-                boxes.post(message(comm.rank, peer, number), peer, "fetch")
+                mailboxes.post(message(comm.rank, peer, number), peer, "fetch")
         for arrival in reversed(works):
             arrival.wait()
             assert arrival.is_completed()
@@ -56,15 +56,15 @@ def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_
 
 def test_what_was_posted_may_change_at_once():
     def work(comm):
-        boxes = Boxes.meet(comm, SLOT_BYTES)
+        mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         if comm.rank == 0:
             x = torch.zeros(10)
             for _ in range(9):
-                boxes.post(x, 1, "fetch")
+                mailboxes.post(x, 1, "fetch")
                 x += 1
             return []
         rooms = [torch.empty(10) for _ in range(9)]
-        works = [boxes.expect(room, 0, "fetch") for room in rooms]
+        works = [mailboxes.expect(room, 0, "fetch") for room in rooms]
         works[-1].wait()
         return [room.unique().item() for room in rooms]
 
@@ -73,11 +73,11 @@ def test_what_was_posted_may_change_at_once():
 
 def test_a_message_of_another_size_is_named():
     def work(comm):
-        boxes = Boxes.meet(comm, SLOT_BYTES)
+        mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         if comm.rank == 0:
-            boxes.post(torch.ones(3), 1, "deliver")
+            mailboxes.post(torch.ones(3), 1, "deliver")
             return
-        arrival = boxes.expect(torch.empty(4), 0, "fetch")
+        arrival = mailboxes.expect(torch.empty(4), 0, "fetch")
         with pytest.raises(DisagreementError, match=r"`fetch`.* 16 bytes of rank 0, which sent 12"):
             arrival.wait()
 
@@ -86,14 +86,14 @@ def test_a_message_of_another_size_is_named():
 
 def test_a_rank_that_does_not_send_is_named_in_time_and_may_be_waited_for_again():
     def work(comm):
-        boxes = Boxes.meet(comm, SLOT_BYTES)
+        mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         if comm.rank == 1:
             time.sleep(0.5)
-            boxes.post(torch.ones(2), 0, "fetch")
+            mailboxes.post(torch.ones(2), 0, "fetch")
             comm.barrier()
             return
         room = torch.empty(2)
-        arrival = boxes.expect(room, 1, "fetch")
+        arrival = mailboxes.expect(room, 1, "fetch")
         with pytest.raises(CollectiveTimeoutError, match=r"`fetch` .* missing: rank 1\."):
             arrival.wait(timeout_s=0.05)
         assert not arrival.is_completed()
@@ -106,12 +106,12 @@ def test_a_rank_that_does_not_send_is_named_in_time_and_may_be_waited_for_again(
 
 def test_aborting_ends_the_wait_of_others():
     def work(comm):
-        boxes = Boxes.meet(comm, SLOT_BYTES)
-        comm.add_dependent(boxes)
+        mailboxes = Mailboxes.create(comm, SLOT_BYTES)
+        comm.add_dependent(mailboxes)
         if comm.rank == 1:
             comm.abort()
             return
-        arrival = boxes.expect(torch.empty(2), 1, "fetch")
+        arrival = mailboxes.expect(torch.empty(2), 1, "fetch")
         with pytest.raises(PeerLostError, match="rank 1 left"):
             arrival.wait()
 
@@ -120,7 +120,7 @@ def test_aborting_ends_the_wait_of_others():
 
 def exchange(comm, length):
     """With both neighbours in a ring; returns what came, and how many bytes went by the wire."""
-    parcels, wired_bytes = Parcels(comm), 0
+    parcels, wired_bytes = BatchedSendRecv(comm), 0
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     options = {"dtype": torch.float64, "device": torch.device("cpu"), "verb": "fetch"}
     x = torch.arange(length, dtype=torch.float64) + comm.rank
@@ -187,11 +187,11 @@ def test_threads_of_one_process_use_the_wire():
 
 def wait_for_a_dead_rank(comm, folder):
     """Writes how many seconds it waited after rank 1 was about to die."""
-    boxes = Boxes.meet(comm)
+    mailboxes = Mailboxes.create(comm)
     comm.barrier()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    arrival = boxes.expect(torch.empty(1), 1, "fetch")
+    arrival = mailboxes.expect(torch.empty(1), 1, "fetch")
     start_s = time.monotonic()
     with pytest.raises(PeerLostError, match="rank 1 left"):
         arrival.wait()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from allstep.comm.agreement import agree
 from allstep.comm.group import WorkerGroup
-from allstep.comm.roster import Roster
+from allstep.comm.missing import RankNames
 
-__all__ = ["Bells", "Meeting", "NotShared", "meet", "share_memory"]
+__all__ = ["NotShared", "SharedMapping", "Wakeups", "map_shared", "share_memory"]
 
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
@@ -30,63 +30,62 @@ class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
             logging.getLogger("allstep").warning("%s: %s", instead, self)
 
 
-class Bells:
+class Wakeups:
     """A pipe for each rank, into which the others write to wake it.
 
     Attributes:
-        own: the end of this rank's pipe to read from.
-        rope: the other end.
+        read_fd, write_fd: the ends of this rank's pipe.
         pidfds: what can be polled for the end of another rank's process -> that rank.
     """
 
     def __init__(self) -> None:
-        self.own, self.rope = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.pidfds: dict[int, int] = {}
-        self._ropes: dict[int, int] = {}
+        self._write_fds: dict[int, int] = {}
 
-    def tie(self, rank: int, pid: int, rope: int) -> None:
+    def connect(self, rank: int, pid: int, write_fd: int) -> None:
         """Opens the end of a rank's pipe to write to, and watches its process."""
         if pid != os.getpid():
             self.pidfds[os.pidfd_open(pid)] = rank
-        self._ropes[rank] = os.open(
-            f"/proc/{pid}/fd/{rope}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        self._write_fds[rank] = os.open(
+            f"/proc/{pid}/fd/{write_fd}", os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
         )
 
-    def ring(self, rank: int) -> None:
+    def wake(self, rank: int) -> None:
         """Wakes a rank up."""
-        with suppress(BlockingIOError, BrokenPipeError):  # it rings already; nobody is there
-            os.write(self._ropes[rank], b"!")
+        with suppress(BlockingIOError, BrokenPipeError):  # it is awake already; nobody is there
+            os.write(self._write_fds[rank], b"!")
 
-    def silence(self) -> None:
-        """Takes what the others have rung."""
+    def clear(self) -> None:
+        """Takes what the others have written."""
         with suppress(BlockingIOError):
-            os.read(self.own, 1 << 12)
+            os.read(self.read_fd, 1 << 12)
 
     def __del__(self) -> None:
-        """Only with the last reference: a thread may still wait when the segment is closed."""
-        for fd in (self.own, self.rope, *self.pidfds, *self._ropes.values()):
+        """Only with the last reference: a thread may still wait when the buffer is closed."""
+        for fd in (self.read_fd, self.write_fd, *self.pidfds, *self._write_fds.values()):
             os.close(fd)
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The memory that ranks have met in.
+class SharedMapping:
+    """The memory that ranks share, and what wakes them.
 
     Attributes:
         memory: the same for all of them, zero at first.
         pids: each rank's process.
-        bells: to wake ranks with.
-        roster: what errors call them.
+        wakeups: to wake ranks with.
+        names: what errors call them.
     """
 
     memory: mmap.mmap
     pids: tuple[int, ...]
-    bells: Bells
-    roster: Roster
+    wakeups: Wakeups
+    names: RankNames
 
 
-def meet(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> Meeting:
-    """Maps memory that all ranks of `comm` share, and ties the bells. Collective.
+def map_shared(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> SharedMapping:
+    """Maps memory that all ranks of `comm` share, and connects their pipes. Collective.
 
     Args:
         comm: the ranks.
@@ -98,21 +97,21 @@ def meet(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> Meeting
         DisagreementError: on every rank, if they want different sizes.
     """
     memory = share_memory(comm, num_bytes, populate=populate)
-    comm.wire.roster.take_word_back()
-    bells = Bells()
-    pids, ropes = zip(*comm.all_gather_object((os.getpid(), bells.rope)), strict=True)
-    _check_all(comm, _tie(bells, pids, ropes))
-    return Meeting(memory, pids, bells, comm.wire.roster)
+    comm.wire.names.withdraw_report()
+    wakeups = Wakeups()
+    entries = comm.all_gather_object((os.getpid(), wakeups.write_fd))
+    _check_all(comm, _connect(wakeups, entries))
+    return SharedMapping(memory, tuple(pid for pid, _ in entries), wakeups, comm.wire.names)
 
 
 def share_memory(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) -> mmap.mmap:
-    """Maps the same memory on all ranks of `comm`, zero at first. Collective; see `meet`.
+    """Maps the same memory on all ranks of `comm`, zero at first. Collective; see `map_shared`.
 
     Raises:
         NotShared: on every rank, if one of them cannot.
         DisagreementError: on every rank, if they want different sizes.
     """
-    first = comm.wire.roster.numbers[0]
+    first = comm.wire.names.numbers[0]
     fd, trouble = _make(num_bytes) if comm.rank == 0 else (-1, "")
     try:
         agree(comm, f"share {num_bytes} bytes of memory")  # else they would see other places of it
@@ -122,7 +121,7 @@ def share_memory(comm: WorkerGroup, num_bytes: int, *, populate: bool = True) ->
             raise NotShared(troubles[0])
         for rank, host in enumerate(hosts):
             if host != hosts[0]:
-                other = comm.wire.roster.numbers[rank]
+                other = comm.wire.names.numbers[rank]
                 raise NotShared(f"ranks {first} and {other} are not CPU ranks of one host")
         memory, trouble = _map(pids[0], fds[0], num_bytes, populate)
         _check_all(comm, trouble)
@@ -137,7 +136,7 @@ def _check_all(comm: WorkerGroup, trouble: str) -> None:
     """Raises on every rank if one of them has trouble."""
     for rank, other in enumerate(comm.all_gather_object(trouble)):
         if other:
-            named = comm.wire.roster.named(rank)
+            named = comm.wire.names.named(rank)
             raise NotShared(f"{named} cannot map memory of another: {other}")
 
 
@@ -182,11 +181,11 @@ def _map(pid: int, fd: int, num_bytes: int, populate: bool) -> tuple[mmap.mmap |
             os.close(own)
 
 
-def _tie(bells: Bells, pids: Sequence[int], ropes: Sequence[int]) -> str:
-    """Ties the bells of all ranks; returns what went wrong."""
+def _connect(wakeups: Wakeups, entries: Sequence[tuple[int, int]]) -> str:
+    """Opens the pipes of all ranks; returns what went wrong."""
     try:
-        for rank, (pid, rope) in enumerate(zip(pids, ropes, strict=True)):
-            bells.tie(rank, pid, rope)
+        for rank, (pid, write_fd) in enumerate(entries):
+            wakeups.connect(rank, pid, write_fd)
     except (OSError, AttributeError) as error:
         return str(error)
     return ""

@@ -1,6 +1,6 @@
 """Messages between the ranks of one host, through memory that they share.
 
-[Note: boxes] Each ordered pair of ranks has a few slots. The sender copies message n into slot
+[Note: mailboxes] Each ordered pair of ranks has a few slots. The sender copies message n into slot
 n modulo their number and counts it as sent; the receiver copies it out and counts it as taken.
 A rank that has to wait for a free slot takes what is sent to it meanwhile, so ranks that post
 many messages before they wait for any do not block each other.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from allstep.comm.group import WorkerGroup
-from allstep.comm.shared_memory.meeting import Meeting, meet
-from allstep.comm.shared_memory.signals import FIRST_FREE, Signals, lines_bytes
+from allstep.comm.shared_memory.flags import FIRST_FREE, Flags, lines_bytes
+from allstep.comm.shared_memory.mapping import SharedMapping, map_shared
 from allstep.errors import DisagreementError
 
-__all__ = ["Boxes"]
+__all__ = ["Mailboxes"]
 
 NUM_SLOTS = 4
 _HEADER_BYTES = 64  # the message's size, and what aligns it
@@ -25,11 +25,11 @@ _MAX_SLOT_BYTES = 1 << 22
 _MAX_TOTAL_BYTES = 1 << 26
 
 
-class Boxes:
-    """Slots for each pair of ranks; see [Note: boxes].
+class Mailboxes:
+    """Slots for each pair of ranks; see [Note: mailboxes].
 
     Args:
-        meeting: where the ranks have met.
+        mapping: what the ranks share.
         rank: this one.
         timeout_s: tells how long a wait may take.
 
@@ -37,13 +37,13 @@ class Boxes:
         message_bytes: the longest message that goes through.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, timeout_s: Callable[[], float]) -> None:
-        self.rank, self.size = rank, len(meeting.pids)
+    def __init__(self, mapping: SharedMapping, rank: int, timeout_s: Callable[[], float]) -> None:
+        self.rank, self.size = rank, len(mapping.pids)
         self._slots_start = lines_bytes(self.size, _num_words(self.size))
-        self._signals = Signals(meeting, rank, timeout_s, _num_words(self.size))
-        self._roster = meeting.roster
-        self._words = memoryview(meeting.memory).cast("q")
-        self._slots = torch.frombuffer(meeting.memory, dtype=torch.uint8)[self._slots_start :].view(
+        self._flags = Flags(mapping, rank, timeout_s, _num_words(self.size))
+        self._names = mapping.names
+        self._words = memoryview(mapping.memory).cast("q")
+        self._slots = torch.frombuffer(mapping.memory, dtype=torch.uint8)[self._slots_start :].view(
             self.size, self.size - 1, NUM_SLOTS, -1
         )
         self.message_bytes = self._slots.shape[3] - _HEADER_BYTES
@@ -52,7 +52,7 @@ class Boxes:
         self._rooms: list[deque[Tensor]] = [deque() for _ in range(self.size)]
 
     @classmethod
-    def meet(cls, comm: WorkerGroup, slot_bytes: int | None = None) -> "Boxes":
+    def create(cls, comm: WorkerGroup, slot_bytes: int | None = None) -> "Mailboxes":
         """Maps memory that all ranks of `comm` share. Collective.
 
         Args:
@@ -66,19 +66,19 @@ class Boxes:
         if slot_bytes is None:
             slot_bytes = min(_MAX_SLOT_BYTES, _MAX_TOTAL_BYTES // num_slots // 64 * 64)
         num_bytes = lines_bytes(comm.size, _num_words(comm.size)) + num_slots * slot_bytes
-        meeting = meet(comm, num_bytes, populate=False)  # most pairs have no window in common
-        return cls(meeting, comm.rank, lambda: comm.timeout_s)
+        mapping = map_shared(comm, num_bytes, populate=False)  # most pairs have no window in common
+        return cls(mapping, comm.rank, lambda: comm.timeout_s)
 
     def post(self, x: Tensor, peer: int, verb: str) -> None:
         """Sends a tensor of at most `message_bytes`; `x` may change as soon as this returns."""
         number = self._num_sent[peer] = self._num_sent[peer] + 1
-        self._signals.verb, self._signals.limit_s = verb, None
+        self._flags.verb, self._flags.limit_s = verb, None
         free = number - NUM_SLOTS
-        self._signals.wait(self._taken_from(self.rank), free, [peer], meanwhile=self._take_arrived)
+        self._flags.wait(self._taken_from(self.rank), free, [peer], meanwhile=self._take_arrived)
         word, slot = self._slot(self.rank, peer, number)
         self._words[word] = x.nbytes
         slot[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-        self._signals.set(self._sent_to(peer), number, [peer])
+        self._flags.set(self._sent_to(peer), number, [peer])
 
     def expect(self, room: Tensor, peer: int, verb: str) -> "Arrival":
         """Provides room, contiguous, for the next message of a rank; `verb` names it in errors."""
@@ -103,9 +103,9 @@ class Boxes:
             PeerLostError: if that rank ended.
             DisagreementError: if a message has another size than its room.
         """
-        self._signals.verb, self._signals.limit_s = verb, timeout_s
+        self._flags.verb, self._flags.limit_s = verb, timeout_s
         while self._num_taken[peer] < number:
-            self._signals.wait(self._sent_to(self.rank), self._num_taken[peer] + 1, [peer])
+            self._flags.wait(self._sent_to(self.rank), self._num_taken[peer] + 1, [peer])
             self._take(peer)
 
     def _take(self, peer: int) -> None:
@@ -115,19 +115,19 @@ class Boxes:
         room = self._rooms[peer][0]
         if self._words[word] != room.nbytes:
             raise DisagreementError(
-                f"`{self._signals.verb}`: rank {self._roster.number} expected {room.nbytes} "
-                f"bytes of {self._roster.named(peer)}, which sent {self._words[word]}; make "
+                f"`{self._flags.verb}`: rank {self._names.number} expected {room.nbytes} "
+                f"bytes of {self._names.named(peer)}, which sent {self._words[word]}; make "
                 "the same calls in the same order on all ranks."
             )
         room.copy_(slot[: room.nbytes].view(room.dtype).view(room.shape))
         self._rooms[peer].popleft()
         self._num_taken[peer] = number
-        self._signals.set(self._taken_from(peer), number, [peer])
+        self._flags.set(self._taken_from(peer), number, [peer])
 
     def _take_arrived(self) -> None:
         """Takes all that is there."""
         for peer, rooms in enumerate(self._rooms):
-            while rooms and self._signals.has_come(
+            while rooms and self._flags.has_come(
                 peer, self._sent_to(self.rank), self._num_taken[peer] + 1
             ):
                 self._take(peer)
@@ -149,28 +149,28 @@ class Boxes:
 
     def abort(self) -> None:
         """Tells the others that this rank takes no part any more."""
-        self._signals.close()
+        self._flags.close()
 
 
 class Arrival:
     """The `Work` of a message that is to come.
 
     Args:
-        boxes: through which.
+        mailboxes: through which.
         peer, number: whose message, and which.
         verb: names the call in errors.
     """
 
-    def __init__(self, boxes: Boxes, peer: int, number: int, verb: str) -> None:
-        self._boxes, self._peer, self._number, self._verb = boxes, peer, number, verb
+    def __init__(self, mailboxes: Mailboxes, peer: int, number: int, verb: str) -> None:
+        self._mailboxes, self._peer, self._number, self._verb = mailboxes, peer, number, verb
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the message lies in its room."""
-        self._boxes.wait(self._peer, self._number, self._verb, timeout_s)
+        self._mailboxes.wait(self._peer, self._number, self._verb, timeout_s)
 
     def is_completed(self) -> bool:
         """Whether the message lies in its room."""
-        return self._boxes.has_taken(self._peer, self._number)
+        return self._mailboxes.has_taken(self._peer, self._number)
 
 
 def _num_words(num_ranks: int) -> int:

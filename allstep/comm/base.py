@@ -2,25 +2,24 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from allstep.comm.agreement import agree
-from allstep.comm.group import Dependent
+from allstep.comm.group import Dependent, Topology
 from allstep.comm.inbox import Inbox
 from allstep.comm.messages import Messages
-from allstep.comm.topology import Topology
-from allstep.comm.weak_list import WeakList
 from allstep.comm.wire import Wire
 from allstep.errors import UsageError
 
-__all__ = ["PRIVATE_TAG", "Member"]
+__all__ = ["PRIVATE_TAG", "CommunicatorBase"]
 
 PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
 
 
-class Member:
+class CommunicatorBase:
     """One of the workers of a group; see `Communicator`."""
 
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
@@ -33,9 +32,9 @@ class Member:
         self.device = device
         self.timeout_s = wire.timeout_s
         self._wire = wire
-        self._dependents: WeakList[Dependent] = WeakList()
+        self._dependents: WeakValueDictionary[int, Dependent] = WeakValueDictionary()
         self._messages = Messages(wire, wire.transport_device(torch.device("cpu")))
-        self._inbox = Inbox(wire.roster)
+        self._inbox = Inbox(wire.names)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -54,7 +53,13 @@ class Member:
 
     def add_dependent(self, dependent: Dependent) -> None:
         """Aborts it too when this communicator is aborted; it is held weakly."""
-        self._dependents.add(dependent)
+        self._dependents[id(dependent)] = dependent
+
+    @property
+    def _alive_dependents(self) -> list[Dependent]:
+        """In a list of their own: another thread may add one, or the last reference may go."""
+        held = (reference() for reference in self._dependents.valuerefs())
+        return [dependent for dependent in held if dependent is not None]
 
     def _compare(self, verb: str, wanted: str = "", equal: str = "arguments") -> None:
         """Raises DisagreementError on every rank unless all of them want the same.
@@ -68,8 +73,8 @@ class Member:
         agree(self, f"`{verb}` {wanted}".rstrip(), verb=verb, cure=cure)
 
     def _named(self, rank: int) -> str:
-        """A rank as errors call it. [Note: roster]"""
-        return self._wire.roster.named(rank)
+        """A rank as errors call it. [Note: names]"""
+        return self._wire.names.named(rank)
 
     @property
     def _others(self) -> list[int]:

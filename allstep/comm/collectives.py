@@ -1,4 +1,8 @@
-"""The verbs that move tensors; shapes, dtypes and structure travel with the values."""
+"""The verbs that move tensors.
+
+Shapes, dtypes and structure travel with the values, but for `all_gather_into_tensor` and
+`all_to_all_single`: there all ranks know them.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, overload
@@ -6,19 +10,19 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
+from allstep.comm.base import PRIVATE_TAG, CommunicatorBase
+from allstep.comm.group import Topology
 from allstep.comm.layout import Layout, Tensors, as_tuple
-from allstep.comm.member import PRIVATE_TAG, Member
-from allstep.comm.topology import Topology
 from allstep.comm.wire import Wire
 from allstep.comm.work import JoinedWork, Work
 from allstep.errors import DisagreementError, UsageError
 
-__all__ = ["MovementVerbs"]
+__all__ = ["TensorCollectives"]
 
 X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 
 
-class MovementVerbs(Member):
+class TensorCollectives(CommunicatorBase):
     """Moves tensors and tuples of tensors, whose layouts may differ between ranks."""
 
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
@@ -174,6 +178,52 @@ class MovementVerbs(Member):
             tensor.detach().copy_(value)
         return x
 
+    def all_gather_into_tensor(self, x: Tensor, *, check: bool = False) -> Tensor:
+        """Every rank's tensor, stacked; one message where `all_gather` first tells the shapes.
+
+        Ranks that pass different shapes or dtypes get garbage or a PeerLostError: it is for code
+        that has made sure of them before, or passes `check`.
+
+        Args:
+            x: [*shape], of the same shape and dtype on every rank.
+            check: whether the ranks first compare verb, shape and dtype; the same on all.
+
+        Returns:
+            [size, *shape]; row r is rank r's.
+
+        >>> from allstep.comm import Communicator
+        >>> Communicator.single_process().all_gather_into_tensor(torch.ones(2))
+        tensor([[1., 1.]])
+        """
+        if check:
+            self._compare("all_gather_into_tensor", _spec(x), "shapes and dtypes")
+        raw = _bytes_of(x).to(self._wire.transport_device(x.device))
+        parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_into_tensor")
+        return _rows(parts, x, (self.size, *x.shape))
+
+    def all_to_all_single(self, x: Tensor, *, check: bool = False) -> Tensor:
+        """Row r of every rank's tensor goes to rank r; see `all_gather_into_tensor`.
+
+        Args:
+            x: [size, *shape], of the same shape and dtype on every rank.
+            check: as of `all_gather_into_tensor`.
+
+        Returns:
+            [size, *shape]; row r came from rank r.
+
+        Raises:
+            UsageError: if `x` has not `size` rows.
+        """
+        if not x.dim() or x.shape[0] != self.size:
+            raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
+        if check:
+            self._compare("all_to_all_single", _spec(x), "shapes and dtypes")
+        raw = _bytes_of(x).to(self._wire.transport_device(x.device)).chunk(self.size)
+        if not x.numel():
+            return x.clone()
+        sizes_bytes = [piece.numel() for piece in raw]
+        return _rows(self._wire.all_to_all(raw, sizes_bytes, "all_to_all_single"), x, x.shape)
+
     @overload
     def send(
         self,
@@ -259,3 +309,16 @@ def _own_copy(x: Tensor | Sequence[Tensor]) -> Tensors:
     if isinstance(x, Tensor):
         return x.detach().clone()
     return tuple(tensor.detach().clone() for tensor in x)
+
+
+def _spec(x: Tensor) -> str:
+    return f"of {Layout.of(x)} on {x.device.type}"
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _rows(parts: list[Tensor], x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Adjacent pieces of bytes as one tensor of x's dtype, on its device."""
+    return torch.cat(parts).to(x.device).view(x.dtype).view(shape)

@@ -11,7 +11,7 @@ either direction. Values only grow, so a stale read costs another look and no mo
 [Note: waiting] Peers are late by microseconds inside a sum and by anything before it. So a wait
 first looks again and again for a moment, giving way to other threads between two looks where
 there are more ranks than cores. Then it says that it is asleep, looks once more, and blocks
-until a peer rings its bell, a pipe, or a peer's process ends. Who sets a counter looks for
+until a peer writes to its pipe, or a peer's process ends. Who sets a counter looks for
 sleepers after that, so one of the two sees the other ([Note: ordering]: the fence lets no later
 read pass an earlier write either). Blocked ranks take no time from those that compute, and wake
 up sooner than ranks that only gave way to them.
@@ -25,18 +25,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from allstep.comm.roll_call import Roll, call_roll, listed
-from allstep.comm.shared_memory.meeting import Meeting
+from allstep.comm.missing import MissingRanks, find_missing_ranks, listed
+from allstep.comm.shared_memory.mapping import SharedMapping
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
-__all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "NUM_SUM_WORDS", "REDUCED", "Signals", "lines_bytes"]
+__all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "NUM_SUM_WORDS", "REDUCED", "Flags", "lines_bytes"]
 
 _ASLEEP, _LEFT, FIRST_FREE = range(3)  # the words of a rank's line; from there on as users like
 FILLED, REDUCED, EMPTIED, NUM_SUM_WORDS = range(FIRST_FREE, FIRST_FREE + 4)  # of sums
 
 _SPIN_S = 5e-5
 _GIVE_WAY_S = 2e-4
-_LONGEST_SLEEP_S = 0.1  # should ever a bell be missed
+_LONGEST_SLEEP_S = 0.1  # in case a wake-up is missed
 
 # Python's own os.sched_yield holds the interpreter's lock before 3.13.
 _sched_yield = ctypes.CDLL(None).sched_yield
@@ -52,11 +52,11 @@ def _line_bytes(num_words: int) -> int:
     return -(-8 * num_words // 128) * 128
 
 
-class Signals:
+class Flags:
     """This rank's counters and a view of the others'.
 
     Args:
-        meeting: where the ranks have met; its memory begins with the lines of all of them.
+        mapping: what the ranks share; its memory begins with the lines of all of them.
         rank: this one.
         timeout_s: tells how long a wait may take.
         num_words: how many words of a line are in use.
@@ -68,26 +68,26 @@ class Signals:
 
     def __init__(
         self,
-        meeting: Meeting,
+        mapping: SharedMapping,
         rank: int,
         timeout_s: Callable[[], float],
         num_words: int,
     ) -> None:
         self.verb = "all_reduce"
         self.limit_s: float | None = None
-        pids, bells = meeting.pids, meeting.bells
-        self._roster = meeting.roster
-        self._words = memoryview(meeting.memory)[: lines_bytes(len(pids), num_words)].cast("q")
+        pids, wakeups = mapping.pids, mapping.wakeups
+        self._names = mapping.names
+        self._words = memoryview(mapping.memory)[: lines_bytes(len(pids), num_words)].cast("q")
         self._line_words = _line_bytes(num_words) // 8
         self._rank = rank
         self._others = [other for other in range(len(pids)) if other != rank]
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._bells = bells
+        self._wakeups = wakeups
         self._gives_way = not len(set(pids)) == len(pids) <= len(os.sched_getaffinity(0))
         self._ended: set[int] = set()  # ranks whose process has
         self._events = select.poll()
-        for fd in (bells.own, *bells.pidfds):
+        for fd in (wakeups.read_fd, *wakeups.pidfds):
             self._events.register(fd, select.POLLIN)
 
     def set(self, counter: int, value: int, ranks: Sequence[int] | None = None) -> None:
@@ -100,7 +100,7 @@ class Signals:
         self._fence()
         for rank in self._others if ranks is None else ranks:
             if self._words[self._word(rank, _ASLEEP)]:
-                self._bells.ring(rank)
+                self._wakeups.wake(rank)
 
     def wait(
         self,
@@ -162,11 +162,11 @@ class Signals:
         late = self._late(counter, value, ranks)
         if late and not self._gone(late):
             for fd, _ in self._events.poll(1000 * min(_LONGEST_SLEEP_S, self._longest_s())):
-                if fd != self._bells.own:
+                if fd != self._wakeups.read_fd:
                     self._events.unregister(fd)
-                    self._ended.add(self._bells.pidfds[fd])
+                    self._ended.add(self._wakeups.pidfds[fd])
         self._words[asleep] = 0
-        self._bells.silence()
+        self._wakeups.clear()
 
     def _late(self, counter: int, value: int, ranks: Sequence[int]) -> list[int]:
         words, step = self._words, self._line_words
@@ -181,13 +181,13 @@ class Signals:
 
     def _check(self, late: Sequence[int], gone: Sequence[int], waited_s: float) -> None:
         """Raises if a rank that is waited for is gone or too late, or if this one has left."""
-        where = f"`{self.verb}` on {self._roster.own}"
+        where = f"`{self.verb}` on {self._names.own}"
         if self._words[self._word(self._rank, _LEFT)]:
             raise PeerLostError(f"{where}: the communicator was aborted meanwhile.")
         if gone:
-            self._roster.leave_word(self.verb)
+            self._names.report_stuck(self.verb)
             raise PeerLostError(
-                f"{where}: {self._roster.named(gone[0])} left; it failed, timed out or was "
+                f"{where}: {self._names.named(gone[0])} left; it failed, timed out or was "
                 "stopped. Look for the first error among the other ranks."
             )
         if late and waited_s > self._longest_s():
@@ -195,18 +195,18 @@ class Signals:
 
     def _timed_out(self, where: str, late: Sequence[int]) -> CollectiveTimeoutError:
         """What says who is missing: a late rank may only wait for another one, elsewhere."""
-        numbers = [self._roster.numbers[rank] for rank in late]
-        roll = Roll({}, numbers)
+        numbers = [self._names.numbers[rank] for rank in late]
+        missing = MissingRanks({}, numbers)
         if self.limit_s is None or self.limit_s >= self._timeout_s():
-            roll = call_roll(self._roster, self.verb)
-        who = "missing" if set(numbers) <= set(roll.missing) else "it waited for"
+            missing = find_missing_ranks(self._names, self.verb)
+        who = "missing" if set(numbers) <= set(missing.missing) else "it waited for"
         return CollectiveTimeoutError(
             f"{where} did not finish within {self._longest_s():g} s; {who}: {listed(numbers)}. "
             "Check that all ranks make the same calls in the same order, or raise `timeout_s`. "
-            f"{roll}".rstrip()
+            f"{missing}".rstrip()
         )
 
     def close(self) -> None:
         """Tells the others that this rank comes to nothing any more."""
         self.set(_LEFT, 1)
-        self._bells.ring(self._rank)  # for a thread of this rank that waits
+        self._wakeups.wake(self._rank)  # for a thread of this rank that waits

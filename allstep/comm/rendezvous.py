@@ -15,13 +15,18 @@ from allstep.comm.failures import translated
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, UsageError
 
-__all__ = ["meet"]
+__all__ = ["rendezvous"]
 
 _POLL_S = 0.01
 
 
-def meet(launch: Launch, timeout_s: float) -> TCPStore:
+def rendezvous(launch: Launch, timeout_s: float, folder: Path | None = None) -> TCPStore:
     """A store that all workers of the launch share; rank 0 serves it.
+
+    Args:
+        launch: says who this worker is.
+        timeout_s: how long to wait for the others.
+        folder: for files, on one node; None for the system's folder of temporary files.
 
     Raises:
         UsageError: if the port of rank 0 is taken.
@@ -29,7 +34,7 @@ def meet(launch: Launch, timeout_s: float) -> TCPStore:
     """
     if launch.master_addr is not None and launch.master_port is not None:
         return _connect(launch, launch.master_addr, launch.master_port, timeout_s)
-    return _meet_on_this_node(launch, timeout_s)
+    return _rendezvous_by_file(launch, timeout_s, folder or Path(tempfile.gettempdir()))
 
 
 def _connect(launch: Launch, host: str, port: int, timeout_s: float) -> TCPStore:
@@ -52,12 +57,12 @@ def _connect(launch: Launch, host: str, port: int, timeout_s: float) -> TCPStore
         raise
 
 
-def _meet_on_this_node(launch: Launch, timeout_s: float) -> TCPStore:
-    """[Note: meeting by file] mpirun tells no address. On one node rank 0 takes any free port and
-    leaves its number in a folder that only this user can write to; it removes the file when all
-    workers have come.
+def _rendezvous_by_file(launch: Launch, timeout_s: float, folder: Path) -> TCPStore:
+    """[Note: rendezvous by file] mpirun tells no address. On one node rank 0 takes any free port
+    and leaves its number in a folder that only this user can write to; it removes the file when
+    all workers have come.
     """
-    path = _private_folder() / f"{digest(launch.job_id):016x}"
+    path = _private_folder(folder) / f"{digest(launch.job_id):016x}"
     if launch.rank != 0:
         port = _wait_for_port(path, launch, timeout_s)
         store = _connect(launch, "127.0.0.1", port, timeout_s)
@@ -90,9 +95,9 @@ def _wait_for_port(path: Path, launch: Launch, timeout_s: float) -> int:
     )
 
 
-def _private_folder() -> Path:
-    """A folder for this user's meetings that nobody else can write to."""
-    folder = Path(tempfile.gettempdir()) / f"allstep-{os.getuid()}"
+def _private_folder(parent: Path) -> Path:
+    """A folder for this user's rendezvous that nobody else can write to."""
+    folder = parent / f"allstep-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
