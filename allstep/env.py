@@ -14,7 +14,15 @@ from typing import Literal
 
 from allstep.errors import UsageError
 
-__all__ = ["Launch", "forget_launch", "read_error_file", "read_launch", "read_num_threads"]
+__all__ = [
+    "Launch",
+    "environment_of_worker",
+    "forget_launch",
+    "read_error_file",
+    "read_launch",
+    "read_num_threads",
+    "set_environment",
+]
 
 _PORTS = range(20_000, 30_000)  # below the ports that systems hand out by themselves
 _OPENMPI_JOB = (  # each unlike for unlike jobs of a machine; the first are there always
@@ -101,6 +109,41 @@ def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where torchrun's agent looks for what made this worker fail; None without an agent."""
     path = _Variables(os.environ if environ is None else environ).text("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path is not None else None
+
+
+def environment_of_worker(
+    rank: int, size: int, store_port: int, job_id: str, error_file: Path
+) -> dict[str, str]:
+    """This process's variables, and what torchrun would tell a worker on this machine.
+
+    Args:
+        rank, size: number of the worker and of all.
+        store_port: where this machine serves the store in which the workers meet.
+        job_id: unlike for jobs that run at the same time.
+        error_file: where the worker reports its failure.
+    """
+    environ = dict(os.environ)
+    forget_launch(environ)
+    return environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_RUN_ID": job_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+    }
+
+
+def set_environment(environ: Mapping[str, str]) -> None:
+    """Puts other variables in place of all of this process's own."""
+    os.environ.clear()
+    os.environ.update(environ)
 
 
 def read_num_threads(environ: Mapping[str, str] | None = None) -> int | None:

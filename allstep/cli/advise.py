@@ -1,18 +1,24 @@
 """`allstep advise`: whether scaling pays, how, and up to how many workers; before you do it."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from allstep.cli.advise_files import check_files, write_files
 from allstep.cli.advise_flags import check_numbers, read_machines
+from allstep.cli.advise_measure import Answer, check_flags, measure_here, worker_counts
 from allstep.cli.advise_output import Advice, show
 from allstep.cli.advise_subject import Subject, read_command_line, read_subject
+from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
+from allstep.cli.workers import ask_workers
 from allstep.env import read_launch
 from allstep.plan import (
     POLICIES,
+    AccuracyTable,
     Cluster,
     Prediction,
     Stragglers,
@@ -22,28 +28,43 @@ from allstep.plan import (
     predict,
     recommend,
 )
-
-if TYPE_CHECKING:
-    from allstep.cli.advise_worker import Answer
+from allstep.train.devices import num_cores
 
 __all__ = ["run"]
 
 
-def run(arguments: list[str]) -> int:
-    """Predicts the usual policies and recommends one, or none."""
+def run(
+    arguments: list[str],
+    *,
+    launch: Callable[..., int] = launch_workers,
+    start: Callable[..., tuple[int, Any]] = ask_workers,
+    accuracy: AccuracyTable | None = None,
+    num_local: tuple[int, int] | None = None,
+) -> int:
+    """Predicts the usual policies and recommends one, or none.
+
+    Args:
+        arguments: what follows `allstep advise`.
+        launch, start: run a script's worker, and workers of `--measure`.
+        accuracy: what policies cost; None means as measured.
+        num_local: GPUs and cores of this machine; None means as they are.
+    """
     name, known, rest = read_command_line(arguments)
     check_numbers(known)
     if not known.measure or read_launch().rank == 0:  # of several, one writes
         check_files(known)
-    subject = read_subject(known, name, rest)
+    subject = read_subject(known, name, rest, launch)
+    table = measured_accuracy() if accuracy is None else accuracy
     if known.measure:
-        return _measure(known, subject)
+        check_flags(known)
+        local = (torch.cuda.device_count(), num_cores()) if num_local is None else num_local
+        return _measure(known, subject, table, worker_counts(known, local), start)
     cluster, counts = read_machines(known)
     stragglers = Stragglers(spread=known.stragglers / 100)
     noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
     job = _with_length(subject.job(cluster), total_samples)
     predictions = predict(job, cluster, POLICIES, counts, stragglers)
-    advice = _advise(known, job, cluster, predictions, noise_scale)
+    advice = _advise(known, job, cluster, predictions, table, noise_scale)
     if name is None and known.step_ms is None:
         advice = replace(advice, assumption=_lent_speed(cluster))
     _show(known, advice)
@@ -56,15 +77,17 @@ def _lent_speed(cluster: Cluster) -> str:
     return f"A worker's speed: {cluster.samples_per_s:g} samples/s{of}, from the cluster's file."
 
 
-def _measure(known: Namespace, subject: Subject) -> int:
+def _measure(
+    known: Namespace,
+    subject: Subject,
+    table: AccuracyTable,
+    counts: Sequence[int],
+    start: Callable[..., tuple[int, Any]],
+) -> int:
     """Runs every policy on the workers at hand, and puts what they took beside the prediction."""
-    from allstep.cli.advise_measure import check_flags, measure_here, worker_counts
-
-    check_flags(known)
-    counts = worker_counts(known)
     noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
 
-    def finish(answers: Sequence["Answer"]) -> None:
+    def finish(answers: Sequence[Answer]) -> None:
         last = answers[-1]
         job = _with_length(last.job, total_samples)
         predictions = [
@@ -78,9 +101,10 @@ def _measure(known: Namespace, subject: Subject) -> int:
             for p in found.predictions
         }
         cluster = last.measurements.cluster()
-        _show(known, _advise(known, job, cluster, predictions, noise_scale, measured_s))
+        advice = _advise(known, job, cluster, predictions, table, noise_scale, measured_s)
+        _show(known, advice)
 
-    return measure_here(subject.question, counts, finish)
+    return measure_here(subject.question, counts, finish, start)
 
 
 def _advise(
@@ -88,13 +112,13 @@ def _advise(
     job: TrainingSpec,
     cluster: Cluster,
     predictions: Sequence[Prediction],
+    accuracy: AccuracyTable,
     noise_scale: int | None,
     measured_s: Mapping[tuple[str, int], float] | None = None,
 ) -> Advice:
     target = None
     if noise_scale is not None:
         target = Target(critical_batch=noise_scale, known_batch=job.batch(1))
-    accuracy = measured_accuracy()
     return Advice(
         job=job,
         cluster=cluster,

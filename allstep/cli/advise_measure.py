@@ -1,30 +1,32 @@
 """`allstep advise --measure`: every policy for real, on the workers at hand."""
 
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
-import torch
-
-from allstep.cli.advise_worker import (
-    Answer,
-    Question,
-    answer,
-    ask_first,
-    read_answer,
-    write_question,
-)
+from allstep.cli.advise_subject import Question, recipe_training
 from allstep.cli.quantities import parse_counts
-from allstep.cli.workers import run_here
+from allstep.cli.run_folder import data_parallel, recipe_from_plain
+from allstep.cli.workers import ask_workers, run_here
 from allstep.comm import Communicator
+from allstep.doctor import (
+    Measurements,
+    Training,
+    measure,
+    measure_policy,
+    measure_workload,
+    measurements_of,
+    sleeping_training,
+)
 from allstep.env import read_launch
 from allstep.errors import UsageError
-from allstep.train.devices import num_cores
+from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, predict, read_workload
 
-__all__ = ["check_flags", "measure_here", "worker_counts"]
+__all__ = ["Answer", "answer_worker", "ask_first", "check_flags", "measure_here", "worker_counts"]
 
+_PATIENCE_S = 4 * 3600.0  # of workers that wait for the first steps of a script
 _MACHINE_FLAGS = (
     "link",
     "cluster",
@@ -38,23 +40,21 @@ _MACHINE_FLAGS = (
 
 def check_flags(known: Namespace) -> None:
     """Raises UsageError if flags describe machines that are to be measured."""
-    for name in _MACHINE_FLAGS:
-        value = getattr(known, name)
-        if value is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(
-                f"`{name}` (={value}) describes machines, `measure` takes those at hand:"
-                f" leave `--{flag}` or `--measure` out."
-            )
-    if known.stragglers:
+    given = [name for name in _MACHINE_FLAGS if getattr(known, name) is not None]
+    for name in (*given, *(["stragglers"] if known.stragglers else [])):
+        flag = name.replace("_", "-")
         raise UsageError(
-            f"`stragglers` (={known.stragglers}) describes machines, `measure` takes those at hand:"
-            " leave `--stragglers` or `--measure` out."
+            f"`{name}` (={getattr(known, name)}) describes machines, `measure` takes those at hand:"
+            f" leave `--{flag}` or `--measure` out."
         )
 
 
-def worker_counts(known: Namespace) -> list[int]:
-    """The numbers of workers to run, the lone one first.
+def worker_counts(known: Namespace, num_local: tuple[int, int]) -> list[int]:
+    """The numbers of workers to run, one worker first.
+
+    Args:
+        known: the flags.
+        num_local: GPUs and cores of this machine.
 
     Raises:
         UsageError: if this machine, or the launcher, hasn't as many.
@@ -68,8 +68,8 @@ def worker_counts(known: Namespace) -> list[int]:
                 f" {launch.size}: leave `--workers` out."
             )
         return [launch.size]
-    num_gpus = torch.cuda.device_count()
-    most, what = (num_gpus, "GPUs") if num_gpus else (num_cores(), "cores")
+    num_gpus, num_cores = num_local
+    most, what = (num_gpus, "GPUs") if num_gpus else (num_cores, "cores")
     if asked is not None and max(asked) > most:
         raise UsageError(
             f"`workers` (={max(asked)}) exceeds the {most} {what} of this machine, so `--measure`"
@@ -80,8 +80,28 @@ def worker_counts(known: Namespace) -> list[int]:
     return sorted({1, *(asked or powers)})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What some workers found.
+
+    Attributes:
+        job: with compute as measured on them.
+        measurements: of the workers.
+        predictions: of every policy, from these alone.
+        measured_s: seconds of a step by policy name.
+    """
+
+    job: TrainingSpec
+    measurements: Measurements
+    predictions: Sequence[Prediction]
+    measured_s: dict[str, float]
+
+
 def measure_here(
-    ask: Callable[[], Question], counts: Sequence[int], finish: Callable[[list[Answer]], None]
+    ask: Callable[[], Question],
+    counts: Sequence[int],
+    finish: Callable[[list[Answer]], None],
+    start: Callable[..., tuple[int, Any]] = ask_workers,
 ) -> int:
     """Runs the policies on each number of workers, or as one of a launcher's workers.
 
@@ -89,54 +109,122 @@ def measure_here(
         ask: says what is to be trained; called in one process.
         counts: from `worker_counts`.
         finish: gets the answers, in one process.
+        start: runs a body on workers, as `ask_workers` does.
 
     Returns:
         The exit code; the worker of a launcher doesn't return.
     """
     if read_launch().launcher != "none":
-        return run_here(lambda comm: _work(comm, ask, finish))
+        return run_here(partial(_join, ask=ask, finish=finish))
     question, found = ask(), []
     for num_workers in counts:
-        with tempfile.TemporaryDirectory(prefix="allstep-") as name:
-            folder = Path(name)
-            command = write_question(folder, question)
-            code = _start(num_workers, command)
-            if code:  # a worker, or the launcher, has said why
-                return code
-            found.append(read_answer(folder))
-    finish(_against_lone(found))
+        code, plain = start(num_workers, answer_worker, question=question)
+        if code:  # a worker, or the launcher, has said why
+            return code
+        found.append(_read_answer(plain))
+    finish(_against_one(found))
     return 0
 
 
-def _start(num_workers: int, command: Sequence[str]) -> int:
-    from allstep.cli.launch import launch_workers
-
-    return launch_workers(num_workers, command)
-
-
-def _work(
+def _join(
     comm: Communicator, ask: Callable[[], Question], finish: Callable[[list[Answer]], None]
-) -> int:
-    found = answer(comm, ask_first(comm, ask))
+) -> None:
+    plain = answer_worker(comm, ask_first(comm, ask))
     if comm.rank == 0:
-        finish([found])
-    return 0
+        finish([_read_answer(plain)])
 
 
-def _against_lone(found: Sequence[Answer]) -> list[Answer]:
-    """Efficiency is against one worker that has the machine to itself."""
-    lone = found[0].predictions[0]
-    return [
-        replace(
-            one,
-            predictions=[
-                replace(
-                    p,
-                    single_worker_batch=lone.single_worker_batch,
-                    single_worker_samples_per_s=lone.single_worker_samples_per_s,
-                )
-                for p in one.predictions
-            ],
+def ask_first(comm: Communicator, ask: Callable[[], Question]) -> Question:
+    """The question of rank 0, on all workers. Collective.
+
+    A script is run to know it: once, and by one worker.
+    """
+    usual_s = comm.timeout_s
+    comm.set_timeout(_PATIENCE_S)
+    question: Question = comm.broadcast_object(ask() if comm.rank == 0 else None)
+    comm.set_timeout(usual_s)
+    return question
+
+
+def answer_worker(
+    comm: Communicator,
+    question: Question,
+    *,
+    policies: Sequence[PolicySpec] = POLICIES,
+    measure: Callable[[Communicator], Measurements] = measure,
+    measure_policy: Callable[..., Sequence[float]] = measure_policy,
+) -> dict[str, Any]:
+    """Measures these workers, predicts every policy from that, and runs each. Collective.
+
+    Args:
+        comm: the workers.
+        question: what is to be trained.
+        policies: to run.
+        measure, measure_policy: how.
+
+    Returns:
+        An `Answer` as plain data, its predictions left out.
+    """
+    make_training, num_samples = _training(comm, question)
+    micro = measure_workload(comm, make_training(), num_samples=num_samples)
+    job = TrainingSpec(micro=micro, global_batch=question["global_batch"])
+    measurements = measure(comm)
+    measured_s: dict[str, float] = {}
+    for prediction in _predict(job, measurements, policies):
+        name = prediction.policy.name
+        if comm.size == 1 and measured_s:  # nothing is exchanged by any of them
+            measured_s[name] = next(iter(measured_s.values()))
+            continue
+        num_micro_batches = job.num_micro_batches(comm.size)
+        seconds = measure_policy(
+            comm, make_training, prediction.policy, num_micro_batches=num_micro_batches
         )
-        for one in found
-    ]
+        measured_s[name] = sorted(seconds)[len(seconds) // 2]
+    return {
+        "workload": asdict(micro),
+        "global_batch": job.global_batch,
+        "measurements": asdict(measurements),
+        "measured_s": measured_s,
+    }
+
+
+def _read_answer(plain: dict[str, Any]) -> Answer:
+    job = TrainingSpec(micro=read_workload(plain["workload"]), global_batch=plain["global_batch"])
+    measurements = measurements_of(plain["measurements"])
+    policies = [policy for policy in POLICIES if policy.name in plain["measured_s"]]
+    return Answer(
+        job=job,
+        measurements=measurements,
+        predictions=_predict(job, measurements, policies),
+        measured_s=plain["measured_s"],
+    )
+
+
+def _training(comm: Communicator, question: Question) -> tuple[Callable[[], Training], int]:
+    if question["recipe"] is not None:
+        recipe = data_parallel(recipe_from_plain(question["recipe"]))
+        return recipe_training(recipe, comm), recipe.micro_batch
+    assert question["workload"] is not None
+    workload = read_workload(question["workload"])
+    return partial(sleeping_training, workload), workload.num_samples
+
+
+def _predict(
+    job: TrainingSpec, measurements: Measurements, policies: Sequence[PolicySpec]
+) -> Sequence[Prediction]:
+    cluster = measurements.cluster()
+    return predict(job, cluster, policies, [cluster.num_workers])
+
+
+def _against_one(found: Sequence[Answer]) -> list[Answer]:
+    """Efficiency is against one worker that has the machine to itself."""
+    one = found[0].predictions[0]
+
+    def against_one(prediction: Prediction) -> Prediction:
+        return replace(
+            prediction,
+            single_worker_batch=one.single_worker_batch,
+            single_worker_samples_per_s=one.single_worker_samples_per_s,
+        )
+
+    return [replace(a, predictions=[*map(against_one, a.predictions)]) for a in found]

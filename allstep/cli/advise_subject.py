@@ -1,21 +1,59 @@
 """What `allstep advise` is asked about: bare numbers, a recipe or a script."""
 
+import sys
+import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol, TypedDict
 
+from rich.console import Console
+from torch import Tensor, nn
+
+from allstep import data
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
+from allstep.cli.flags import read_flags
+from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
+from allstep.cli.run_folder import data_parallel, find_recipe, recipe_to_plain
+from allstep.cli.script_worker import PROFILE, profile_path
+from allstep.cli.worker import last_lines
+from allstep.comm import Communicator
+from allstep.doctor import (
+    NUM_UPDATES,
+    ScriptProfile,
+    Training,
+    measure_workload,
+    read_profile,
+)
 from allstep.errors import UsageError, nearest_names
 from allstep.plan import Cluster, TrainingSpec, Workload, check_positive
+from allstep.recipes import AnyRecipe, Recipe
+from allstep.train.devices import map_tensors
+from allstep.train.precision import Precision
 
-if TYPE_CHECKING:
-    from allstep.cli.advise_worker import Question
-
-__all__ = ["Subject", "read_command_line", "read_subject"]
+__all__ = ["Question", "Subject", "read_command_line", "read_subject", "recipe_training"]
 
 _MICRO_BATCH = 32
+
+Launch = Callable[..., int]
+
+
+class Question(TypedDict):
+    """What workers are to train, as plain data.
+
+    Attributes:
+        recipe: whose compute is real.
+        workload: a step of one micro-batch, which the workers sleep through; one of the two.
+        global_batch: samples of a step whatever the workers.
+    """
+
+    recipe: dict[str, Any] | None
+    workload: dict[str, Any] | None
+    global_batch: int | None
 
 
 class Subject(Protocol):
@@ -24,7 +62,7 @@ class Subject(Protocol):
     def job(self, cluster: Cluster) -> TrainingSpec:
         """Its numbers, measured here if they have to be."""
 
-    def question(self) -> "Question":
+    def question(self) -> Question:
         """What workers need to run it for real."""
 
 
@@ -49,22 +87,29 @@ def _is_script(name: str) -> bool:
 
 def _show_help(recipe_name: str) -> None:
     """Prints the flags of `advise` and those of the recipe, and ends the process."""
-    from allstep.cli.advise_recipe import read_recipe_flags
-    from allstep.cli.run_folder import find_recipe
-
     find_recipe(recipe_name)
     make_parser().print_help()
     print()
-    read_recipe_flags(recipe_name, ["--help"])
+    _read_recipe(recipe_name, ["--help"])
 
 
-def read_subject(known: Namespace, name: str | None, rest: Sequence[str]) -> Subject:
+def _read_recipe(name: str, flags: Sequence[str]) -> Recipe:
+    recipe_class = find_recipe(name)
+    prog = f"allstep advise {name}"
+    parsed: AnyRecipe = read_flags(recipe_class, flags, prog=prog, description=recipe_class.summary)
+    return data_parallel(parsed)
+
+
+def read_subject(
+    known: Namespace, name: str | None, rest: Sequence[str], launch: Launch = launch_workers
+) -> Subject:
     """The training that a command line means; mistakes show before anything is measured.
 
     Args:
         known: the flags of `allstep advise`.
         name: what comes before them: a recipe, a script, or nothing.
         rest: flags that aren't of `allstep advise`.
+        launch: starts workers.
     """
     if name is None:
         return _BareNumbers(known)
@@ -77,7 +122,7 @@ def read_subject(known: Namespace, name: str | None, rest: Sequence[str]) -> Sub
                 f" `{flag}` out, or {cure if _is_script(name) else f'leave `{name}` out'}."
             )
     if _is_script(name):
-        return _Script(known, Path(name), rest)
+        return _Script(known, Path(name), rest, launch)
     return _NamedRecipe(known, name, rest)
 
 
@@ -91,10 +136,8 @@ class _BareNumbers:
             step_s = self._micro_batch / cluster.samples_per_s
         return TrainingSpec(micro=self._workload(step_s), global_batch=self._known.global_batch)
 
-    def question(self) -> "Question":
-        from allstep.cli.advise_worker import Question
-
-        return Question(workload=self._workload(None), global_batch=self._known.global_batch)
+    def question(self) -> Question:
+        return _sleeping(self._workload(None), self._known.global_batch)
 
     @property
     def _micro_batch(self) -> int:
@@ -133,28 +176,31 @@ class _BareNumbers:
 
 class _NamedRecipe:
     def __init__(self, known: Namespace, name: str, flags: Sequence[str]) -> None:
-        from allstep.cli.advise_recipe import read_recipe_flags
-
         for field in ("micro_batch", "global_batch"):
             if getattr(known, field) is not None:
                 flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
-        self._recipe = read_recipe_flags(name, flags)
+        self._recipe = _read_recipe(name, flags)
+        self._recipe.check()
 
     def job(self, cluster: Cluster) -> TrainingSpec:
-        from allstep.cli.advise_recipe import measure
-
-        return TrainingSpec(micro=measure(self._recipe), global_batch=self._recipe.global_batch)
-
-    def question(self) -> "Question":
-        from allstep.cli.advise_worker import Question
-        from allstep.cli.run_folder import recipe_to_plain
-
         recipe = self._recipe
-        return Question(recipe=recipe_to_plain(recipe), global_batch=recipe.global_batch)
+        with closing(Communicator.single_process()) as comm:
+            training = recipe_training(recipe, comm)()
+            micro = measure_workload(comm, training, num_samples=recipe.micro_batch)
+        return TrainingSpec(micro=micro, global_batch=recipe.global_batch)
+
+    def question(self) -> Question:
+        return {
+            "recipe": recipe_to_plain(self._recipe),
+            "workload": None,
+            "global_batch": self._recipe.global_batch,
+        }
 
 
 class _Script:
-    def __init__(self, known: Namespace, path: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, known: Namespace, path: Path, arguments: Sequence[str], launch: Launch
+    ) -> None:
         if known.micro_batch is not None:
             raise UsageError(
                 f"`micro_batch` (={known.micro_batch}) is the script's own: leave `--micro-batch`"
@@ -165,19 +211,74 @@ class _Script:
             raise UsageError(f"`timeout_s` (={known.timeout_s}) must be above 0.")
         if not path.is_file():
             raise UsageError(f"`script` (={path}) is no file.")
-        self._known, self._path, self._arguments = known, path, arguments
+        self._global_batch, self._timeout_s = known.global_batch, known.timeout_s
+        self._path, self._arguments = path, list(arguments)
+        self._launch = launch
 
     def job(self, cluster: Cluster) -> TrainingSpec:
         return self._job()
 
-    def question(self) -> "Question":
-        from allstep.cli.advise_worker import Question
-
+    def question(self) -> Question:
         job = self._job()
-        return Question(workload=job.micro, global_batch=job.global_batch)
+        return _sleeping(job.micro, job.global_batch)
 
     def _job(self) -> TrainingSpec:
-        from allstep.cli import advise_script
+        return self._profile().spec(self._global_batch)
 
-        found = advise_script.profile(self._path, self._arguments, self._known.timeout_s)
-        return found.spec(self._known.global_batch)
+    def _profile(self) -> ScriptProfile:
+        """Runs the script for its first steps, as a single worker in a process of its own."""
+        script = self._path
+        asked = {
+            "script": str(script),
+            "arguments": self._arguments,
+            "timeout_s": self._timeout_s,
+        }
+        waiting = Console(stderr=True).status(f"{script} on 1 worker, {NUM_UPDATES} steps")
+        with tempfile.TemporaryDirectory(prefix="allstep-advise-") as name, waiting:
+            folder = Path(name)
+            code = self._launch(1, PROFILE, folder, asked, has_logs=True)
+            if code > 128:
+                sys.exit(code)
+            if not profile_path(folder).exists():
+                raise UsageError(
+                    f"`script` (={script}) failed with exit code {code}:"
+                    f" {' '.join(last_lines(folder, 0, 1))} Run `python {script}` to see where."
+                )
+            return read_profile(profile_path(folder), script)
+
+
+def _sleeping(workload: Workload, global_batch: int | None) -> Question:
+    return {"recipe": None, "workload": asdict(workload), "global_batch": global_batch}
+
+
+def recipe_training(recipe: Recipe, comm: Communicator) -> Callable[[], Training]:
+    """What makes a recipe's model and optimizer anew, for steps on its first micro-batch."""
+    task = recipe.task(comm)
+    precision = Precision(recipe.precision, comm.device, channels_last=recipe.channels_last)
+    micro_batch = precision.prepare_data(_first_micro_batch(recipe, comm, task))
+
+    def loss_of(model: nn.Module) -> Tensor:
+        with precision.autocast():
+            loss: Tensor = task.loss(model, micro_batch)
+        return loss
+
+    def make() -> Training:
+        model = precision.prepare_model(deepcopy(task.model)).train()
+        return Training(model, loss_of, task.optimizer(model))
+
+    return make
+
+
+def _first_micro_batch(recipe: Recipe, comm: Communicator, task: Any) -> Any:
+    loader = data.loader(
+        task.train_set,
+        comm,
+        global_batch=comm.size * recipe.micro_batch,
+        micro_batch=recipe.micro_batch,
+        seed=recipe.seed,
+        collate_fn=task.collate_fn,
+    )
+    with closing(loader):
+        batch = next(loader.global_batches())
+        samples = next(batch.micro_batches).data
+    return map_tensors(samples, lambda tensor: tensor.to(comm.device))

@@ -5,7 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 from allstep.cli import run_folder
-from allstep.cli.workers import num_workers_to_start, run_here, start_workers
+from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.train import Checkpoints, Run
 
@@ -26,17 +26,13 @@ def run(arguments: list[str]) -> int:
     run_folder.check_has_checkpoint(known.run, argument="run")
     recipe.check()
     num_workers = num_workers_to_start(known.workers)
-    if num_workers is None or num_workers == 1:
-        return run_here(lambda comm: evaluate_worker(comm, known.run))
-    return start_workers(num_workers, "evaluate", known.run)
+    return run_on_workers(num_workers, evaluate_worker, folder=str(known.run))
 
 
-def evaluate_worker(comm: Communicator, run_dir: Path) -> int:
+def evaluate_worker(comm: Communicator, folder: str) -> None:
     """What each worker does; rank 0 prints the metrics and what they are made of."""
-    plain = None
-    if comm.rank == 0:
-        plain = run_folder.recipe_to_plain(run_folder.read_recipe(run_dir, argument="run"))
-    recipe = run_folder.data_parallel(run_folder.recipe_from_plain(comm.broadcast_object(plain)))
+    shared, run_dir = run_folder.share_run(comm, folder)
+    recipe = run_folder.data_parallel(shared)
     with closing(Run(recipe.task(comm), recipe, comm)) as trained:
         Checkpoints(run_dir / "checkpoints", comm).restore(trained)
         metrics = trained.evaluate()
@@ -47,4 +43,3 @@ def evaluate_worker(comm: Communicator, run_dir: Path) -> int:
         for name, value in metrics.items():
             total, count = totals[name]
             print(f"{name}  {value:.6g}  ({total:.10g} of {count:.10g})")
-    return 0

@@ -1,145 +1,259 @@
-"""Starts local workers under torchrun's elastic agent and says what became of them."""
+"""Starts workers on this machine, watches them, and says what became of them.
+
+[Note: a worker's process] Each worker is `allstep worker MODULE:FUNCTION FOLDER` in a session of
+its own, or is forked from a process that has imported what it needs. It is told what torchrun
+would tell it; this process serves the store in which the workers meet. Workers begin with SIGINT
+and SIGTERM blocked, and unblock them when they can answer: an interpreter that is only starting
+would answer Ctrl-C with a traceback. While they are started this process takes no signal, so that
+it knows every worker that it has to end.
+"""
 
 import contextlib
-import dataclasses
-import logging
+import math
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
-import tempfile
-import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch._C._distributed_c10d import TCPStore
 
+from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
+from allstep.env import environment_of_worker
 from allstep.train.failures import FAILED, PEER_LOST
-from allstep.train.stop import SIGNALS
 
-__all__ = ["launch_workers"]
+__all__ = ["Workers", "launch_workers"]
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
 # ends them at once, so this only bounds a wait that nobody watches.
-_SHUTDOWN_TIMEOUT_S = 600
+_SHUTDOWN_S = 600.0
+_GRACE_S = 30.0  # of the others after one has failed
+_KILLED_S = 10.0
+_STORE_TIMEOUT_S = 300.0
+_POLL_S = 0.05
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+_Process = subprocess.Popen[bytes] | ForkServerProcess
 
 
-def launch_workers(num_workers: int, command: Sequence[str]) -> int:
-    """Runs `python *command` as `num_workers` local workers until all have ended.
-
-    They begin with SIGINT and SIGTERM blocked, and unblock them when they can answer.
+class Workers:
+    """Processes that run a function of a module, one a rank; as a context manager it leaves none.
 
     Args:
-        num_workers: processes to start on this machine.
-        command: arguments of the Python interpreter.
+        num_workers: processes to start.
+        function: `MODULE:FUNCTION`; called with the folder, returns an exit code or None.
+        folder: holds the arguments, and takes results, reports of failures and logs.
+        arguments: plain data, for `allstep.cli.worker.read_call`.
+        preload: modules to import once, where workers are forked from then; without any, each
+            worker is a Python of its own. What the first in this process asks for is imported.
+        has_logs: keep what workers print in the folder instead of printing it.
+        hosts: makes of a command line one for each worker, which says who it is; by default
+            workers are told by this process.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        function: str,
+        folder: Path,
+        arguments: Mapping[str, Any],
+        *,
+        preload: Sequence[str] = (),
+        has_logs: bool = False,
+        hosts: Callable[[Sequence[str]], list[list[str]]] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._num_workers = num_workers
+        self._function = function
+        self._arguments = arguments
+        self._preload = list(preload)
+        self._has_logs = has_logs
+        self._hosts = hosts
+        self._processes: list[_Process] = []
+
+    def start(self) -> Self:
+        """Starts all; a signal that comes meanwhile waits until they are known."""
+        try:
+            with _signals_held():
+                self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _start(self) -> None:
+        write_call(self.folder, self._arguments, None if self._preload else os.getpid())
+        self._store = TCPStore(
+            "127.0.0.1",
+            0,
+            self._num_workers,
+            True,
+            timedelta(seconds=_STORE_TIMEOUT_S),
+            wait_for_workers=False,
+        )
+        job_id = uuid.uuid4().hex
+        for rank in range(self._num_workers):
+            self.error_file(rank).parent.mkdir()
+            environ = environment_of_worker(
+                rank, self._num_workers, self._store.port, job_id, self.error_file(rank)
+            )
+            start = self._fork if self._preload else self._spawn
+            self._processes.append(start(rank, environ))
+
+    def _fork(self, rank: int, environ: dict[str, str]) -> _Process:
+        _CONTEXT.set_forkserver_preload(self._preload)
+        log = log_path(self.folder, rank) if self._has_logs else None
+        process = _CONTEXT.Process(
+            target=run_forked,
+            args=(self._function, self.folder, environ, log),
+            name=f"rank {rank}",
+            daemon=False,  # it may have children of its own
+        )
+        process.start()
+        return process
+
+    def _spawn(self, rank: int, environ: dict[str, str]) -> _Process:
+        line = [sys.executable, "-m", "allstep", "worker", self._function, str(self.folder)]
+        if self._hosts is not None:
+            line = self._hosts(line)[rank]
+        with contextlib.ExitStack() as stack:
+            log = None
+            if self._has_logs:
+                log = stack.enter_context(log_path(self.folder, rank).open("wb"))
+            return subprocess.Popen(
+                line,
+                env=None if self._hosts is not None else environ,
+                stdin=subprocess.DEVNULL if self._has_logs else None,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def error_file(self, rank: int) -> Path:
+        """Where a worker reports its failure, as torchrun's workers do."""
+        return self.folder / str(rank) / "error.json"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """By rank: None while it runs, negative if a signal ended it."""
+        return [_exit_code(process) for process in self._processes]
+
+    def send(self, number: int, *ranks: int) -> None:
+        """Sends a signal to some ranks, to all if none is named, as far as they run."""
+        for rank in ranks or range(len(self._processes)):
+            if _exit_code(self._processes[rank]) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until one more worker has ended, or as long; returns whether all have."""
+        running = [process for process in self._processes if _exit_code(process) is None]
+        forked = [process.sentinel for process in running if isinstance(process, ForkServerProcess)]
+        if forked:
+            wait(forked, timeout_s)
+        elif running:
+            time.sleep(min(timeout_s, _POLL_S))
+        return None not in self.exit_codes
+
+    def close(self) -> None:
+        """Kills what still runs, and what failed workers have left behind."""
+        for process in self._processes:
+            code = _exit_code(process)
+            if code != 0:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid or 0, signal.SIGKILL)
+            if code is None:
+                process.kill()
+        for process in self._processes:
+            if isinstance(process, ForkServerProcess):
+                process.join(_KILLED_S)
+            else:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_KILLED_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _exit_code(process: _Process) -> int | None:
+    return process.exitcode if isinstance(process, ForkServerProcess) else process.poll()
+
+
+def launch_workers(
+    num_workers: int,
+    function: str,
+    folder: Path,
+    arguments: Mapping[str, Any],
+    *,
+    has_logs: bool = False,
+) -> int:
+    """Runs workers until all have ended; if one fails, ends the others.
+
+    Args:
+        num_workers, function, folder, arguments, has_logs: of `Workers`.
 
     Returns:
-        0; the exit code of the worker that failed first; 128 + the signal that this process
-        got or that killed the workers after a checkpoint.
-
-    Raises:
-        SystemExit: on a signal before the workers run, or after they have ended.
+        0; the exit code of the worker that failed first; 128 + the signal that this process got.
     """
-    _silence_elastic()
     with (
-        _unwound_by_signals(),
-        tempfile.TemporaryDirectory(prefix="allstep-") as log_dir,
-        _signals_blocked_for_children(),
+        _signals_noted() as came,
+        Workers(num_workers, function, folder, arguments, has_logs=has_logs) as workers,
     ):
-        launch = elastic_launch(_config(num_workers, log_dir), sys.executable)
-        try:
-            launch(*command)
-        except ChildFailedError as error:
-            _end_groups(error.failures.values())
-            return _explain(error.failures)
-        except SignalException as error:
-            return 128 + error.sigval
-    return 0
+        failed = _watch(workers, came)
+        return 128 + came[0] if came else _explain(workers, failed)
 
 
-@contextlib.contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    """Signals end this process by way of what it has to tidy up.
-
-    The agent brings its own handlers, and leaves them behind.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, leave) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _signals_blocked_for_children() -> Iterator[None]:
-    """A signal that the agent passes on to a worker waits until that worker listens.
-
-    An interpreter that is only starting would answer Ctrl-C with a traceback. A process
-    inherits what its parent's thread has blocked; meanwhile another thread takes the signals
-    of this process, and Python handles them in this one as ever.
-    """
-    is_over = threading.Event()
-    taker = threading.Thread(target=is_over.wait, name="allstep takes signals")
-    taker.start()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        is_over.set()
-        taker.join()
+def _watch(workers: Workers, came: Sequence[int]) -> list[int]:
+    """Waits for the end, handing on signals; returns the ranks that failed, the first first."""
+    num_sent = 0
+    failed: list[int] = []
+    deadline_s = math.inf
+    while True:
+        is_over = workers.wait(_POLL_S)
+        codes = workers.exit_codes
+        failed += [rank for rank, code in enumerate(codes) if code and rank not in failed]
+        if is_over:
+            return failed
+        now_s = time.monotonic()
+        if len(came) > num_sent:
+            deadline_s = min(deadline_s, now_s + _SHUTDOWN_S)
+            workers.send(came[num_sent])
+            num_sent += 1
+        if failed and not came and deadline_s == math.inf:
+            deadline_s = now_s + _GRACE_S
+            workers.send(signal.SIGTERM)
+        if now_s > deadline_s:
+            workers.close()
 
 
-def _silence_elastic() -> None:
-    """Drops the agent's log lines: the failing worker has told the user what happened."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-
-
-def _config(num_workers: int, log_dir: str) -> LaunchConfig:
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    newer: dict[str, Any] = {
-        "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
-        "signals_to_handle": "SIGTERM,SIGINT",  # nohup's ignored SIGHUP stays ignored
-    }
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_workers,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=uuid.uuid4().hex,
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="localhost",
-        logs_specs=DefaultLogsSpecs(log_dir=log_dir),  # holds the workers' error files
-        **{name: value for name, value in newer.items() if name in known},
-    )
-
-
-def _end_groups(failures: Iterable[ProcessFailure]) -> None:
-    """Kills the loaders of workers that had no time to do it themselves.
-
-    The agent starts each worker in a session, and so in a process group, of its own.
-    """
-    for failure in failures:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(failure.pid, signal.SIGKILL)
-
-
-def _explain(failures: Mapping[int, ProcessFailure]) -> int:
+def _explain(workers: Workers, failed: Sequence[int]) -> int:
     """Prints what no worker could say itself; returns the exit code of the run."""
-    rank, failure = _root_cause(failures)
-    code = failure.exitcode
+    if not failed:
+        return 0
+    rank = _root_cause(workers, failed)
+    code = workers.exit_codes[rank] or 0
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
@@ -148,13 +262,42 @@ def _explain(failures: Mapping[int, ProcessFailure]) -> int:
     return FAILED if code == PEER_LOST else code
 
 
-def _root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def _root_cause(workers: Workers, failed: Sequence[int]) -> int:
     """The worker that failed on its own account: it reported, or was killed, or came first."""
 
-    def order(rank: int) -> tuple[bool, bool, int]:
-        failure = failures[rank]
-        has_reported = os.path.isfile(failure.error_file)
-        return (not has_reported, failure.exitcode == PEER_LOST, failure.timestamp)
+    def order(rank: int) -> tuple[bool, bool, float]:
+        file = workers.error_file(rank)
+        has_reported = file.is_file()
+        time_s = file.stat().st_mtime if has_reported else failed.index(rank)
+        return (not has_reported, workers.exit_codes[rank] == PEER_LOST, time_s)
 
-    rank = min(failures, key=order)
-    return rank, failures[rank]
+    return min(failed, key=order)
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM, in the order in which they come; nothing else happens on them."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    previous = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """SIGINT and SIGTERM come at the end; processes that are started meanwhile block them."""
+    with _signals_noted() as came:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    if came:
+        signal.raise_signal(came[0])

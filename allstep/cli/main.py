@@ -3,10 +3,11 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 from allstep import __version__
 from allstep.env import read_launch
@@ -23,15 +24,15 @@ _COMMANDS = {
     "demo": "show large batches, the same model, a slow wire and a verdict, all measured here",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
-# What `train` and `evaluate`, `verify`, and `advise` start; not for people.
-_WORKERS = ("worker", "verify_worker", "advise_worker", "profile_worker")
+_WORKER = "worker"  # what the others start; not for people
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
     """Runs a command line and returns its exit code.
 
     Args:
         argv: what follows `allstep`; this process's own arguments when None.
+        stand_ins: what the command shall use in place of its own, by the name of its `run`.
 
     Returns:
         0; 1 if a worker failed; 2 for a mistake of the caller's; 130 after Ctrl-C and 143
@@ -40,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     with _quiet_signals():
         try:
-            return _dispatch(arguments)
+            return _dispatch(arguments, stand_ins)
         except AllstepError as error:
             if _speaks():
                 print(f"error: {error}", file=sys.stderr)
             return 2
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
@@ -55,9 +56,9 @@ def _dispatch(arguments: list[str]) -> int:
     if command == "--version":
         print(f"allstep {__version__}")
         return 0
-    if command not in (*_COMMANDS, *_WORKERS):
+    if command not in (*_COMMANDS, _WORKER):
         raise UsageError(f"There is no command `{command}`; {nearest_names(command, _COMMANDS)}")
-    code: int = import_module(f"allstep.cli.{command}").run(rest)
+    code: int = import_module(f"allstep.cli.{command}").run(rest, **stand_ins)
     return code
 
 

@@ -3,10 +3,10 @@
 import argparse
 import contextlib
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from allstep.cli.flags import read_flags
 from allstep.cli.run_folder import find_recipe
 from allstep.recipes import REGISTRY
 
@@ -37,9 +37,6 @@ def _print_all() -> None:
 def _print_one(name: str) -> None:
     recipe_class = find_recipe(name)
     with contextlib.suppress(SystemExit):  # which follows the help
-        tyro.cli(
-            recipe_class,
-            args=["--help"],
-            prog=f"allstep train {name}",
-            description=recipe_class.summary,
+        read_flags(
+            recipe_class, ["--help"], prog=f"allstep train {name}", description=recipe_class.summary
         )

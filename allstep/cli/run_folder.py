@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from allstep import __version__
+from allstep.comm import Communicator
 from allstep.errors import UsageError, nearest_names
 from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
 
@@ -25,6 +26,7 @@ __all__ = [
     "recipe_from_plain",
     "recipe_to_plain",
     "resume_command",
+    "share_run",
     "write_recipe",
     "write_report",
 ]
@@ -166,6 +168,21 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
     except (json.JSONDecodeError, KeyError, TypeError):
         raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None
     return recipe
+
+
+def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:
+    """Recipe and folder of a run, on all workers; rank 0 alone reads the disk. Collective.
+
+    Args:
+        comm: the workers.
+        folder: the run's; needed on rank 0 only.
+    """
+    plain = None
+    if comm.rank == 0:
+        assert folder is not None
+        plain = recipe_to_plain(read_recipe(Path(folder), argument="run")), folder
+    received = comm.broadcast_object(plain)
+    return recipe_from_plain(received[0]), Path(received[1])
 
 
 def check_has_checkpoint(run_dir: Path, *, argument: str) -> None:

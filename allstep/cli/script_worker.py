@@ -1,51 +1,60 @@
-"""What every process does that runs a user's script in place of its user."""
+"""Workers that run a user's script in place of its user, for `verify` and `advise`.
+
+Nothing that is imported here takes `attach` from its room (`train` does) before another has been
+put in its place.
+"""
 
 import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import torch
+from allstep.cli.worker import SIGNALS, read_call, share_cores
+from allstep.doctor import RecordRequest, profile_script, record_script
+from allstep.env import Launch, forget_launch, read_launch
 
-from allstep.env import Launch, read_launch, read_num_threads
+__all__ = ["PROFILE", "VERIFY", "profile", "profile_path", "verify"]
 
-__all__ = ["last_lines", "log_path", "run_in_folder"]
-
-
-def log_path(folder: Path, rank: int) -> Path:
-    """Where a worker's output goes."""
-    return folder / f"rank-{rank}.log"
+# As `allstep worker` names them.
+PROFILE, VERIFY = (f"{__name__}:{name}" for name in ("profile", "verify"))
 
 
-def last_lines(folder: Path, rank: int, num_lines: int) -> list[str]:
-    """What a worker printed last."""
-    path = log_path(folder, rank)
-    lines = path.read_text(errors="replace").rstrip().splitlines() if path.exists() else []
-    return lines[-num_lines:]
+def verify(folder: Path) -> NoReturn:
+    """Leaves a record of the script's first steps in the folder."""
+    asked = read_call(folder).arguments
+    task = RecordRequest(**{**asked, "script": Path(asked["script"]), "folder": folder})
+    _run(lambda launch: 0 if record_script(task, launch.rank, launch.size) else 1)
 
 
-def run_in_folder(launcher_pid: int, folder: Path, body: Callable[[Launch], int]) -> NoReturn:
-    """Runs `body`, which returns an exit code, and leaves this process without further ado.
+def profile_path(folder: Path) -> Path:
+    """Where `profile` leaves what a script's step takes."""
+    return folder / "profile.json"
 
-    What the script prints goes to the worker's log, and it has no input.
 
-    Args:
-        launcher_pid: this process's parent, while it lives.
-        folder: for the log.
-        body: gets this worker's launch.
-    """
-    if os.getppid() != launcher_pid:  # it was killed while this process came up
-        os._exit(1)
+def profile(folder: Path) -> NoReturn:
+    """Leaves what a step of the script takes in the folder; fails as the script does."""
+    asked = read_call(folder).arguments
+
+    def body(launch: Launch) -> int:
+        forget_launch()  # this one and any beyond: the script is run as a single worker
+        script, result = Path(asked["script"]), profile_path(folder)
+        profile_script(script, asked["arguments"], result, asked["timeout_s"])
+        return 0
+
+    _run(body)
+
+
+def _run(body: Callable[[Launch], int]) -> NoReturn:
+    """Runs `body`, which returns an exit code, and leaves this process without further ado."""
     launch = read_launch()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # also while a collective waits
-    _redirect_output(log_path(folder, launch.rank))
-    if read_num_threads() is None:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_size))
-    code = body(launch)
+    share_cores(launch.local_size)
+    code = _exit_code(body, launch)
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
@@ -53,8 +62,15 @@ def run_in_folder(launcher_pid: int, folder: Path, body: Callable[[Launch], int]
     os._exit(code)
 
 
-def _redirect_output(path: Path) -> None:
-    with path.open("wb") as log, open(os.devnull, "rb") as nothing:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        os.dup2(nothing.fileno(), 0)
+def _exit_code(body: Callable[[Launch], int], launch: Launch) -> int:
+    """What Python would exit with, having printed what it would print."""
+    try:
+        return body(launch)
+    except SystemExit as stop:
+        if isinstance(stop.code, int):
+            return stop.code
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import os
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from allstep import data
 from allstep.cli import run_folder
-from allstep.cli.launch import launch_workers
 from allstep.cli.rows import print_rows
-from allstep.cli.workers import num_workers_to_start, run_here
+from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.recipes import Recipe
@@ -30,7 +28,7 @@ _LARGE_RESIDUAL = 0.05  # beyond, eigenvalues of two runs can't be compared
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for; travels to the workers as JSON."""
+    """What the user asked for."""
 
     samples: int
     sigma: float
@@ -71,26 +69,24 @@ def run(arguments: list[str]) -> int:
         raise UsageError(f"`samples` (={request.samples}) must be at least 1; 2048 is usual.")
     check_numbers(request.sigma, request.num_draws, request.max_products)
     recipe.check()
-    num_workers = num_workers_to_start(known.workers)
-    if num_workers is None or num_workers == 1:
-        return run_here(lambda comm: sharpness_worker(comm, known.run, request))
-    command = ["-m", "allstep", "worker", "sharpness", str(known.run), str(os.getpid())]
-    return launch_workers(num_workers, [*command, json.dumps(asdict(request))])
+    return run_on_workers(
+        num_workers_to_start(known.workers),
+        sharpness_worker,
+        folder=str(known.run),
+        request=asdict(request),
+    )
 
 
-def sharpness_worker(comm: Communicator, run_dir: Path, request: Request) -> int:
+def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -> None:
     """What each worker does; rank 0 prints the table and writes the file."""
-    plain = None
-    if comm.rank == 0:
-        plain = run_folder.recipe_to_plain(run_folder.read_recipe(run_dir, argument="run"))
-    recipe = run_folder.data_parallel(run_folder.recipe_from_plain(comm.broadcast_object(plain)))
-    measured, step = _measure(comm, recipe, run_dir, request)
+    shared, run_dir = run_folder.share_run(comm, folder)
+    recipe = run_folder.data_parallel(shared)
+    measured, step = _measure(comm, recipe, run_dir, Request(**request))
     if comm.rank == 0:
         _show(measured, step)
         path = run_dir / _FILE
         path.write_text(json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
         print_rows([("file", str(path))])
-    return 0
 
 
 def _measure(

@@ -3,23 +3,22 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-from tyro.conf import OmitArgPrefixes
-
 from allstep.cli import run_folder
-from allstep.cli.workers import num_workers_to_start, run_here, speaking_once, start_workers
+from allstep.cli.flags import read_flags
+from allstep.cli.workers import num_workers_to_start, run_on_workers, speaking_once
 from allstep.comm import Communicator
+from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.optim import Rescaled
 from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
 from allstep.recipes.large_batch import apply_large_batch, describe_changes
 
-__all__ = ["run", "train_worker"]
+__all__ = ["LaunchOptions", "read_command_line", "run", "train_worker"]
 
 _USAGE = """\
 usage: allstep train RECIPE [--workers N] [--run-dir DIR] [--large-batch NAME] [flags of the recipe]
@@ -53,22 +52,18 @@ def run(arguments: list[str]) -> int:
         is_help = bool(arguments) and arguments[0] in ("-h", "--help")
         print(_USAGE.format(recipes=", ".join(REGISTRY)), file=None if is_help else sys.stderr)
         return 0 if is_help else 2
-    options, recipe = _parse(*arguments)
+    options, recipe = read_command_line(*arguments)
     recipe.check()
     num_workers = num_workers_to_start(options.workers)
-
-    def start() -> tuple[AnyRecipe, Path]:
+    run_dir = None
+    if read_launch().rank == 0:  # which alone touches the disk
         run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
         run_folder.write_recipe(run_dir, recipe)
-        return recipe, run_dir
-
-    if num_workers is None or num_workers == 1:
-        return run_here(lambda comm: train_worker(comm, start, resume=False))
-    _, run_dir = start()
     return _train_on(num_workers, run_dir, resume=False)
 
 
-def _parse(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
+def read_command_line(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
+    """How to launch a recipe, and the recipe with its fields set by flags."""
     recipe_class = run_folder.find_recipe(name)
     command_line = make_dataclass(
         "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
@@ -87,13 +82,12 @@ def _read_flags(defaults: Any, flags: Sequence[str]) -> Any:
     """The command line, with what `defaults` has where a flag is missing."""
     recipe = defaults.recipe
     with speaking_once():
-        return tyro.cli(
+        return read_flags(
             type(defaults),
-            args=flags,
-            default=defaults,
+            flags,
             prog=f"allstep train {recipe.name}",
             description=f"{recipe.name}: {recipe.summary}",
-            config=(OmitArgPrefixes,),
+            default=defaults,
         )
 
 
@@ -137,21 +131,12 @@ def _resume(arguments: list[str]) -> int:
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
             f" {known.resume}/recipe.json. Only `--workers` may differ."
         )
-    recipe = _read_run(known.resume)
+    recipe = run_folder.read_recipe(known.resume, argument="resume")
+    run_folder.check_has_checkpoint(known.resume, argument="resume")
     if isinstance(recipe, Recipe) and _tell_that_it_is_finished(known.resume, recipe):
         return 0
     recipe.check()
-    num_workers = num_workers_to_start(known.workers)
-    if num_workers is None or num_workers == 1:
-        start = lambda: (_read_run(known.resume), known.resume)  # noqa: E731
-        return run_here(lambda comm: train_worker(comm, start, resume=True))
-    return _train_on(num_workers, known.resume, resume=True)
-
-
-def _read_run(run_dir: Path) -> AnyRecipe:
-    recipe = run_folder.read_recipe(run_dir, argument="resume")
-    run_folder.check_has_checkpoint(run_dir, argument="resume")
-    return recipe
+    return _train_on(num_workers_to_start(known.workers), known.resume, resume=True)
 
 
 def _tell_that_it_is_finished(run_dir: Path, recipe: Recipe) -> bool:
@@ -170,40 +155,33 @@ def _tell_that_it_is_finished(run_dir: Path, recipe: Recipe) -> bool:
     return True
 
 
-def _train_on(num_workers: int, run_dir: Path, *, resume: bool) -> int:
-    """Starts local workers; says how to continue if they didn't come to their end."""
-    run_folder.forget_report(run_dir)
-    code = start_workers(num_workers, "resume" if resume else "train", run_dir)
-    if code not in (0, 2) and not run_folder.has_report(run_dir):
+def _train_on(num_workers: int | None, run_dir: Path | None, *, resume: bool) -> int:
+    """Trains; says how to continue if workers that were started didn't come to their end."""
+    folder = None if run_dir is None else str(run_dir)
+    code = run_on_workers(num_workers, train_worker, folder=folder, resume=resume)
+    if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
         if run_folder.has_checkpoint(run_dir):
-            command = run_folder.resume_command(run_dir, num_workers)
+            command = run_folder.resume_command(run_dir, num_workers or 1)
             print(f"The run can be continued: {command}", file=sys.stderr)
         else:
             print("No checkpoint had been written yet.", file=sys.stderr)
     return code
 
 
-def train_worker(
-    comm: Communicator, start: Callable[[], tuple[AnyRecipe, Path]], *, resume: bool
-) -> int:
+def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
     """What each worker does; returns its exit code.
 
     Args:
         comm: this worker's communicator.
-        start: gives the recipe and the run's folder; called on rank 0 only, which alone
-            touches the disk.
+        folder: the run's, where `recipe.json` is; needed on rank 0 only.
         resume: continue from the newest checkpoint.
     """
     from allstep.cli.summary import summarize
     from allstep.train import fit
 
-    plain: tuple[object, str] | None = None
+    recipe, run_dir = run_folder.share_run(comm, folder)
     if comm.rank == 0:
-        recipe, run_dir = start()
         run_folder.forget_report(run_dir)
-        plain = run_folder.recipe_to_plain(recipe), str(run_dir)
-    received = comm.broadcast_object(plain)
-    recipe, run_dir = run_folder.recipe_from_plain(received[0]), Path(received[1])
     if isinstance(recipe, DividedRecipe):
         return recipe.run(comm, run_dir, resume=resume)
     report = fit(recipe.task(comm), recipe, comm, run_dir, resume=resume)

@@ -2,14 +2,15 @@
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_counts
-from allstep.cli.verify_output import Verdict, show, show_json
+from allstep.cli.verify_output import Comparison, show, show_json
 from allstep.cli.verify_runs import Runs
 from allstep.doctor import Factor, RunRecord, diagnose, nonfinite_step
 from allstep.errors import UsageError
@@ -19,8 +20,13 @@ __all__ = ["run"]
 _EXAMPLE = "example: allstep verify train.py -n 1,2,4 --steps 20 -- --lr 0.1"
 
 
-def run(arguments: list[str]) -> int:
-    """Runs the script on each number of workers and compares; 0 if the model is the same."""
+def run(arguments: list[str], *, launch: Callable[..., int] = launch_workers) -> int:
+    """Runs the script on each number of workers and compares; 0 if the model is the same.
+
+    Args:
+        arguments: what follows `allstep verify`.
+        launch: starts workers.
+    """
     split = arguments.index("--") if "--" in arguments else len(arguments)
     known = _make_parser().parse_args(arguments[:split])
     sizes = _check(known)
@@ -31,16 +37,17 @@ def run(arguments: list[str]) -> int:
             folder=Path(folder),
             timeout_s=known.timeout_s,
             console=Console(stderr=True),
+            launch=launch,
         )
-        verdict = _verify(runs, sizes, known.steps)
+        comparison = _compare(runs, sizes, known.steps)
     if known.json:
-        show_json(known.script, verdict)
+        show_json(known.script, comparison)
     else:
-        show(verdict)
-    return 0 if verdict.is_same else 1
+        show(comparison)
+    return 0 if comparison.is_same else 1
 
 
-def _verify(runs: Runs, sizes: Sequence[int], num_steps: int) -> Verdict:
+def _compare(runs: Runs, sizes: Sequence[int], num_steps: int) -> Comparison:
     fewest, *others = sizes
     # Steps enough to recognise a schedule that is run through faster.
     num_first = max(num_steps, 2 * max(others) // fewest + 1)
@@ -58,7 +65,9 @@ def _verify(runs: Runs, sizes: Sequence[int], num_steps: int) -> Verdict:
         return runs.make(fewest, steps, factors), runs.make(size, steps, factors)
 
     diagnoses = [diagnose(one, other, partial(rerun, size)) for size, other in found.items()]
-    return Verdict(one=one, others=list(found.values()), diagnoses=diagnoses, num_steps=num_steps)
+    return Comparison(
+        one=one, others=list(found.values()), diagnoses=diagnoses, num_steps=num_steps
+    )
 
 
 def _make_parser() -> argparse.ArgumentParser:

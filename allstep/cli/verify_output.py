@@ -20,7 +20,7 @@ from allstep.doctor import (
     total_norm,
 )
 
-__all__ = ["Verdict", "show", "show_json"]
+__all__ = ["Comparison", "show", "show_json"]
 
 _WIDTH_WITHOUT_TERMINAL = 100
 _STEP_WIDTH, _NORM_WIDTH, _DIFFERENCE_WIDTH = 6, 17, 14
@@ -28,7 +28,7 @@ _KINK = 0.01  # relative difference of a gradient that one unit may make
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Comparison:
     """All runs and what came of comparing them.
 
     Attributes:
@@ -64,17 +64,17 @@ class Verdict:
         return num_both if nonfinite_at is None else min(num_both, nonfinite_at)
 
 
-def show(verdict: Verdict) -> None:
-    """Prints the steps side by side, and the verdict on each number of workers."""
+def show(comparison: Comparison) -> None:
+    """Prints the steps side by side, and the findings on each number of workers."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
-    norms, differences = 2 * len(verdict.runs), len(verdict.others)
+    norms, differences = 2 * len(comparison.runs), len(comparison.others)
     wanted = _STEP_WIDTH + _NORM_WIDTH * norms + _DIFFERENCE_WIDTH * differences
-    console.print(_wide(verdict) if wanted <= console.width else _long(verdict))
-    for run, diagnosis in zip(verdict.others, verdict.diagnoses, strict=True):
+    console.print(_wide(comparison) if wanted <= console.width else _long(comparison))
+    for run, diagnosis in zip(comparison.others, comparison.diagnoses, strict=True):
         console.print()
-        console.print(_sentences(verdict, run, diagnosis), markup=False)
+        console.print(_sentences(comparison, run, diagnosis), markup=False)
 
 
 def _table(titles: Sequence[str]) -> Table:
@@ -84,9 +84,9 @@ def _table(titles: Sequence[str]) -> Table:
     return table
 
 
-def _wide(verdict: Verdict) -> Table:
+def _wide(comparison: Comparison) -> Table:
     """A line for each step."""
-    sizes = [_workers(run.size) for run in verdict.runs]
+    sizes = [_workers(run.size) for run in comparison.runs]
     table = _table(
         [
             "step",
@@ -95,55 +95,55 @@ def _wide(verdict: Verdict) -> Table:
             *(f"difference,\n{size}" for size in sizes[1:]),
         ]
     )
-    for step in range(max(map(verdict.num_made, verdict.runs))):
-        norms = [_norms(verdict, run, step) for run in verdict.runs]
+    for step in range(max(map(comparison.num_made, comparison.runs))):
+        norms = [_norms(comparison, run, step) for run in comparison.runs]
         table.add_row(
             str(step),
             *(gradient for gradient, _ in norms),
             *(parameters for _, parameters in norms),
-            *(_difference(verdict, run, step) for run in verdict.others),
+            *(_difference(comparison, run, step) for run in comparison.others),
         )
     return table
 
 
-def _long(verdict: Verdict) -> Table:
+def _long(comparison: Comparison) -> Table:
     """A line for each step and number of workers, for narrow terminals."""
     table = _table(["step", "workers", "gradient norm", "parameter norm", "difference"])
-    for step in range(max(map(verdict.num_made, verdict.runs))):
-        for run in verdict.runs:
-            difference = "" if run is verdict.one else _difference(verdict, run, step)
-            table.add_row(str(step), str(run.size), *_norms(verdict, run, step), difference)
+    for step in range(max(map(comparison.num_made, comparison.runs))):
+        for run in comparison.runs:
+            difference = "" if run is comparison.one else _difference(comparison, run, step)
+            table.add_row(str(step), str(run.size), *_norms(comparison, run, step), difference)
     return table
 
 
-def _norms(verdict: Verdict, run: RunRecord, step: int) -> tuple[str, str]:
-    if step >= verdict.num_made(run):
+def _norms(comparison: Comparison, run: RunRecord, step: int) -> tuple[str, str]:
+    if step >= comparison.num_made(run):
         return "-", "-"
     record = run.first.steps[step]
     return f"{total_norm(record.gradients):.7g}", f"{total_norm(record.parameters):.7g}"
 
 
-def _difference(verdict: Verdict, run: RunRecord, step: int) -> str:
-    if step >= verdict.num_common(run):
+def _difference(comparison: Comparison, run: RunRecord, step: int) -> str:
+    if step >= comparison.num_common(run):
         return "-"
-    difference = largest_difference(verdict.one, run, step)
-    checksums = {of.first.steps[step].checksum for of in (verdict.one, run)}
+    difference = largest_difference(comparison.one, run, step)
+    checksums = {of.first.steps[step].checksum for of in (comparison.one, run)}
     if not difference and len(checksums) == 1:
         return "0, same bits"
-    mark = "" if difference <= limit_of(verdict.one, run) else " *"
+    mark = "" if difference <= limit_of(comparison.one, run) else " *"
     return f"{difference:.1e}{mark}"
 
 
-def _sentences(verdict: Verdict, run: RunRecord, diagnosis: Diagnosis) -> str:
+def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
     workers = _workers(run.size)
     lines = []
     if diagnosis.divergence is None:
-        num = verdict.num_common(run)
-        largest = max(largest_difference(verdict.one, run, step) for step in range(num))
-        limit = limit_of(verdict.one, run)
+        num = comparison.num_common(run)
+        largest = max(largest_difference(comparison.one, run, step) for step in range(num))
+        limit = limit_of(comparison.one, run)
         lines.append(
-            f"{workers}: the same model as on {verdict.one.size} for {_steps(num)}, up to rounding"
-            f" (largest relative difference {largest:.1e}, limit {limit:.1e})"
+            f"{workers}: the same model as on {comparison.one.size} for {_steps(num)}, up to"
+            f" rounding (largest relative difference {largest:.1e}, limit {limit:.1e})"
             f"{', but not as it should.' if diagnosis.causes else '.'}"
         )
     else:
@@ -151,27 +151,27 @@ def _sentences(verdict: Verdict, run: RunRecord, diagnosis: Diagnosis) -> str:
     if diagnosis.nonfinite_at is not None and diagnosis.divergence is None:
         lines.append(
             f"Its parameters are not finite after step {diagnosis.nonfinite_at}, on"
-            f" {_workers(verdict.one.size)} too: nothing was compared from there on."
+            f" {_workers(comparison.one.size)} too: nothing was compared from there on."
         )
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
     if diagnosis.divergence is not None and not diagnosis.is_explained:
-        lines.append(f"likely cause: unknown. {_hint(verdict, run, diagnosis)}")
-    if verdict.num_made(run) != verdict.num_made(verdict.one):
+        lines.append(f"likely cause: unknown. {_hint(comparison, run, diagnosis)}")
+    if comparison.num_made(run) != comparison.num_made(comparison.one):
         lines.append(
-            f"note: the script ended after {_steps(verdict.num_made(run))} on {workers}, after"
-            f" {verdict.num_made(verdict.one)} on {verdict.one.size}."
+            f"note: the script ended after {_steps(comparison.num_made(run))} on {workers}, after"
+            f" {comparison.num_made(comparison.one)} on {comparison.one.size}."
         )
     return "\n".join(lines)
 
 
-def _hint(verdict: Verdict, run: RunRecord, diagnosis: Diagnosis) -> str:
+def _hint(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
     divergence = diagnosis.divergence
     assert divergence is not None
     if divergence.quantity == "initial parameters":
         return "The model is another one before the first step: seed its making alike."
     if divergence.quantity == "gradient":
-        return _gradient_hint(verdict.one, run, divergence)
+        return _gradient_hint(comparison.one, run, divergence)
     return "None of the known ones fits."
 
 
@@ -205,9 +205,9 @@ def _lengths(run: RunRecord, step: int) -> set[tuple[int, ...]]:
     return {tuple(shape[1:]) for shape in run.input_shapes(step)}
 
 
-def show_json(script: Path, verdict: Verdict) -> None:
+def show_json(script: Path, comparison: Comparison) -> None:
     """Prints everything as JSON."""
-    print(json.dumps(_finite(_plain(script, verdict)), indent=2, allow_nan=False))
+    print(json.dumps(_finite(_plain(script, comparison)), indent=2, allow_nan=False))
 
 
 def _finite(plain: Any) -> Any:
@@ -219,20 +219,20 @@ def _finite(plain: Any) -> Any:
     return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
-def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
+def _plain(script: Path, comparison: Comparison) -> dict[str, Any]:
     return {
         "script": str(script),
-        "is_same": verdict.is_same,
-        "runs": [_plain_run(verdict, run) for run in verdict.runs],
+        "is_same": comparison.is_same,
+        "runs": [_plain_run(comparison, run) for run in comparison.runs],
         "verdicts": [
             {
                 "workers": run.size,
                 "is_same": diagnosis.is_same,
-                "num_steps": verdict.num_common(run),
-                "limit": limit_of(verdict.one, run),
+                "num_steps": comparison.num_common(run),
+                "limit": limit_of(comparison.one, run),
                 "differences": [
-                    largest_difference(verdict.one, run, step)
-                    for step in range(verdict.num_common(run))
+                    largest_difference(comparison.one, run, step)
+                    for step in range(comparison.num_common(run))
                 ],
                 "nonfinite_at": diagnosis.nonfinite_at,
                 "divergence": None
@@ -241,12 +241,12 @@ def _plain(script: Path, verdict: Verdict) -> dict[str, Any]:
                 "causes": [{**asdict(cause), "cure": cause.cure} for cause in diagnosis.causes],
                 "is_explained": diagnosis.is_explained,
             }
-            for run, diagnosis in zip(verdict.others, verdict.diagnoses, strict=True)
+            for run, diagnosis in zip(comparison.others, comparison.diagnoses, strict=True)
         ],
     }
 
 
-def _plain_run(verdict: Verdict, run: RunRecord) -> dict[str, Any]:
+def _plain_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
     return {
         "workers": run.size,
         "steps": [
@@ -257,7 +257,7 @@ def _plain_run(verdict: Verdict, run: RunRecord) -> dict[str, Any]:
                 "options": step.options,
                 "samples": [len(worker.steps[i].samples) for worker in run.workers],
             }
-            for i, step in enumerate(run.first.steps[: verdict.num_made(run)])
+            for i, step in enumerate(run.first.steps[: comparison.num_made(run)])
         ],
     }
 

@@ -1,15 +1,15 @@
 """Starts a script on some number of workers, and collects their records or says what failed."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from allstep.cli.script_worker import last_lines
-from allstep.cli.verify_worker import write_task
-from allstep.doctor import Factor, Failure, RecordRequest, RunRecord, read_worker, record_path
+from allstep.cli.script_worker import VERIFY
+from allstep.cli.worker import last_lines
+from allstep.doctor import Factor, Failure, RunRecord, read_worker, record_path
 from allstep.errors import UsageError
 
 __all__ = ["Runs"]
@@ -26,6 +26,7 @@ class Runs:
         folder: for the workers' records.
         timeout_s: longest time without a forward or a step.
         console: where to say what is going on, if it is a terminal.
+        launch: starts workers, as `launch_workers` does.
     """
 
     script: Path
@@ -33,6 +34,7 @@ class Runs:
     folder: Path
     timeout_s: float
     console: Console
+    launch: Callable[..., int]
     _made: dict[tuple[int, int, tuple[Factor, ...]], RunRecord] = field(default_factory=dict)
 
     def make(self, size: int, num_steps: int, without: Sequence[Factor] = ()) -> RunRecord:
@@ -53,19 +55,16 @@ class Runs:
     def _launch(
         self, size: int, num_steps: int, without: Sequence[Factor], workers: str
     ) -> RunRecord:
-        from allstep.cli.launch import launch_workers
-
         folder = self.folder / str(len(self._made))
         folder.mkdir()
-        task = RecordRequest(
-            script=self.script,
-            arguments=self.arguments,
-            folder=folder,
-            num_steps=num_steps,
-            timeout_s=self.timeout_s,
-            without=list(without),
-        )
-        code = launch_workers(size, write_task(task))
+        asked = {
+            "script": str(self.script),
+            "arguments": self.arguments,
+            "num_steps": num_steps,
+            "timeout_s": self.timeout_s,
+            "without": list(without),
+        }
+        code = self.launch(size, VERIFY, folder, asked, has_logs=True)
         paths = [record_path(folder, rank) for rank in range(size)]
         records = {rank: read_worker(path) for rank, path in enumerate(paths) if path.exists()}
         failed = {rank: r.failure for rank, r in records.items() if r.failure is not None}

@@ -1,41 +1,136 @@
-"""`allstep worker`: what `train` and its like start, once for each worker; not for people."""
+"""`allstep worker MODULE:FUNCTION FOLDER`: what each process of a launch runs; not for people.
+
+[Note: worker protocol] The folder holds `call.json`, the function's arguments as plain data, and
+takes `result.json`, what rank 0 returns, the reports of failures and, where they are wanted, logs.
+"""
 
 import json
 import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
-__all__ = ["run"]
+from allstep.env import read_num_threads, set_environment
+
+__all__ = [
+    "SIGNALS",
+    "Call",
+    "find_function",
+    "last_lines",
+    "log_path",
+    "read_call",
+    "read_result",
+    "run",
+    "run_forked",
+    "share_cores",
+    "write_call",
+    "write_result",
+]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CALL, _RESULT = "call.json", "result.json"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a worker is asked for.
+
+    Attributes:
+        arguments: of its function.
+        launcher_pid: the process whose end ends the worker; None means its parent.
+    """
+
+    arguments: dict[str, Any]
+    launcher_pid: int | None
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one worker of a run whose folder exists."""
-    action, folder, pid, *request = arguments
-    launcher_pid = int(pid)
-    if os.getppid() != launcher_pid:  # it was interrupted before it knew its children
+    """Runs one worker of a launch whose folder exists."""
+    name, folder = arguments
+    if os.getppid() != read_call(Path(folder)).launcher_pid:  # it was killed meanwhile
         return 1
+    return _call(name, Path(folder))
 
-    from allstep.cli import run_folder
-    from allstep.cli.workers import run_here
 
-    run_dir = Path(folder)
-    if action == "evaluate":
-        from allstep.cli.evaluate import evaluate_worker
+def run_forked(name: str, folder: Path, environ: Mapping[str, str], log: Path | None) -> NoReturn:
+    """The same in a process that was forked with its signals blocked."""
+    os.setsid()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if log is not None:
+        _redirect_output(log)
+    set_environment(environ)
+    sys.exit(_call(name, folder))
 
-        return run_here(lambda comm: evaluate_worker(comm, run_dir), launcher_pid)
 
-    if action == "sharpness":
-        from allstep.cli.sharpness import Request, sharpness_worker
+def _redirect_output(log: Path) -> None:
+    with log.open("wb") as stream, open(os.devnull, "rb") as nothing:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        os.dup2(nothing.fileno(), 0)
 
-        asked = Request(**json.loads(request[0]))
-        return run_here(lambda comm: sharpness_worker(comm, run_dir, asked), launcher_pid)
 
-    from allstep.cli.train import train_worker
+def _call(name: str, folder: Path) -> int:
+    return find_function(name)(folder) or 0
 
-    return run_here(
-        lambda comm: train_worker(
-            comm,
-            lambda: (run_folder.read_recipe(run_dir, argument="run"), run_dir),
-            resume=action == "resume",
-        ),
-        launcher_pid,
-    )
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function that `MODULE:FUNCTION` names.
+
+    >>> find_function("os.path:basename")("a/b")
+    'b'
+    """
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), function)
+    return found
+
+
+def write_call(folder: Path, arguments: Mapping[str, Any], launcher_pid: int | None) -> None:
+    """Leaves a function's arguments for the workers."""
+    plain = {"arguments": arguments, "launcher_pid": launcher_pid}
+    (folder / _CALL).write_text(json.dumps(plain), encoding="utf-8")
+
+
+def read_call(folder: Path) -> Call:
+    """What `write_call` has left."""
+    return Call(**json.loads((folder / _CALL).read_text(encoding="utf-8")))
+
+
+def write_result(folder: Path, plain: Any) -> None:
+    """Leaves what came of it, whole or not at all."""
+    draft = folder / f"{_RESULT}.draft"
+    draft.write_text(json.dumps(plain), encoding="utf-8")
+    draft.replace(folder / _RESULT)
+
+
+def read_result(folder: Path) -> Any:
+    """What rank 0 has left; None if nothing."""
+    path = folder / _RESULT
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    """Where a worker's output goes, if it is kept."""
+    return folder / f"rank-{rank}.log"
+
+
+def share_cores(num_local_workers: int) -> None:
+    """Gives each worker of a host its share of the cores, unless the user said otherwise."""
+    if read_num_threads() is None:
+        import torch
+
+        has_affinity = hasattr(os, "sched_getaffinity")
+        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        torch.set_num_threads(max(1, num_cores // num_local_workers))
+
+
+def last_lines(folder: Path, rank: int, num_lines: int) -> list[str]:
+    """What a worker printed last."""
+    path = log_path(folder, rank)
+    lines = path.read_text(errors="replace").rstrip().splitlines() if path.exists() else []
+    return lines[-num_lines:]

@@ -2,23 +2,36 @@
 
 import contextlib
 import io
-import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
+from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
-from allstep.env import read_launch, read_num_threads
+from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.train.devices import num_cores
 from allstep.train.failures import run_worker
 
-__all__ = ["num_workers_to_start", "run_here", "speaking_once", "start_workers"]
+__all__ = [
+    "Body",
+    "ask_workers",
+    "call_of",
+    "num_workers_to_start",
+    "run_body",
+    "run_here",
+    "run_on_workers",
+    "speaking_once",
+]
 
-Action = Literal["train", "resume", "evaluate"]
+# What each worker does: `body(comm, **arguments)`, all of them plain data; what it returns is
+# plain, too, and the exit code if it is an int.
+Body = Callable[..., Any]
 
 
 def num_workers_to_start(requested: int | None) -> int | None:
@@ -51,22 +64,58 @@ def num_workers_to_start(requested: int | None) -> int | None:
     return requested
 
 
-def start_workers(num_workers: int, action: Action, run_dir: Path) -> int:
-    """Starts workers on this machine for a run whose folder exists; returns the exit code."""
+def run_on_workers(num_workers: int | None, body: Body, **arguments: Any) -> int:
+    """Runs a body on workers of this machine, or as one of a launcher's; returns the exit code.
+
+    Args:
+        num_workers: from `num_workers_to_start`; one runs in this process.
+        body: a function of a module.
+        arguments: of the body, as plain data.
+    """
+    if num_workers is None or num_workers == 1:
+        return run_here(partial(body, **arguments))
+    return ask_workers(num_workers, body, **arguments)[0]
+
+
+def ask_workers(num_workers: int, body: Body, **arguments: Any) -> tuple[int, Any]:
+    """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
     from allstep.cli.launch import launch_workers
 
-    command = ["-m", "allstep", "worker", action, str(run_dir), str(os.getpid())]
-    return launch_workers(num_workers, command)
+    with tempfile.TemporaryDirectory(prefix="allstep-") as name:
+        folder = Path(name)
+        code = launch_workers(num_workers, *call_of(folder, body, arguments))
+        return code, read_result(folder)
 
 
-def run_here(body: Callable[[Communicator], int], launcher_pid: int | None = None) -> int:
-    """Runs `body`, which returns an exit code, as a worker in this process."""
+def call_of(folder: Path, body: Body, arguments: dict[str, Any]) -> tuple[str, Path, Any]:
+    """Function, folder and arguments for `launch_workers` that run a body on each worker."""
+    name = f"{body.__module__}:{body.__qualname__}"
+    return f"{__name__}:run_body", folder, {"body": name, "arguments": arguments}
 
-    def with_threads(comm: Communicator) -> int:
-        _share_cores(comm.local_size)
-        return body(comm)
 
-    return run_worker(with_threads, launcher_pid=launcher_pid)
+def run_body(folder: Path) -> int:
+    """What `allstep worker` runs: the body that the call names, as one of the workers."""
+    call = read_call(folder)
+    body = find_function(call.arguments["body"])
+
+    def run(comm: Communicator) -> Any:
+        result = body(comm, **call.arguments["arguments"])
+        if comm.rank == 0:
+            write_result(folder, result)
+        return result
+
+    return run_here(run, call.launcher_pid)
+
+
+def run_here(body: Callable[[Communicator], Any], launcher_pid: int | None = None) -> int:
+    """Runs a body as a worker in this process; returns its exit code."""
+
+    def run(comm: Communicator) -> int:
+        share_cores(comm.local_size)
+        code = body(comm)
+        return code if isinstance(code, int) else 0
+
+    return run_worker(run, launcher_pid=launcher_pid)
 
 
 @contextlib.contextmanager
@@ -78,9 +127,3 @@ def speaking_once() -> Iterator[None]:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         yield
-
-
-def _share_cores(num_local_workers: int) -> None:
-    """Gives each worker of a host its share of the cores, unless the user said otherwise."""
-    if read_num_threads() is None:
-        torch.set_num_threads(max(1, num_cores() // num_local_workers))

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command line that must fail; returns its one message."""
 
-    def run(*arguments: str) -> str:
-        assert main(arguments) == 2
+    def run(*arguments: str, **stand_ins: Any) -> str:
+        assert main(arguments, **stand_ins) == 2
         message = capsys.readouterr().err
         assert message.startswith("error: ")
         assert message.count("\n") == 1

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -16,24 +17,29 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import allstep
 from allstep.cli.launch import launch_workers
+from allstep.cli.worker import read_call
 from allstep.comm import Communicator
 from allstep.errors import DataError, UsageError
 from allstep.train.failures import run_worker
-from allstep.train.stop import SIGNALS, Interrupts
+from allstep.train.stop import Interrupts
 
 
 def main() -> int:
-    if "RANK" in os.environ:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as `allstep worker` does
-        return run_worker(body)
-    num_workers = int(sys.argv[1])
-    if num_workers > 1:
-        return launch_workers(num_workers, sys.argv)
-    return run_worker(body)
+    num_workers, fault, marks = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    if num_workers == 1:
+        return run_worker(lambda comm: body(comm, fault, marks))
+    with TemporaryDirectory() as folder:
+        arguments = {"fault": fault, "marks": str(marks)}
+        return launch_workers(num_workers, "tests.cli.faults:worker", Path(folder), arguments)
 
 
-def body(comm: Communicator) -> int:
-    fault, marks = sys.argv[2], Path(sys.argv[3])
+def worker(folder: Path) -> int:
+    call = read_call(folder)
+    fault, marks = call.arguments["fault"], Path(call.arguments["marks"])
+    return run_worker(lambda comm: body(comm, fault, marks), launcher_pid=call.launcher_pid)
+
+
+def body(comm: Communicator, fault: str, marks: Path) -> int:
     if fault.startswith("fit_"):
         return fit_badly(comm, fault, marks)
     with Interrupts() as interrupts:
@@ -113,7 +119,7 @@ class Stuck(Dataset):
     def __getitem__(self, index: int) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        time.sleep(60)
+        time.sleep(120)
         return index
 
 
@@ -125,7 +131,7 @@ class Broken(Dataset):
         if index == 2:
             raise RuntimeError("a sample that can't be read")
         if index > 4 and get_worker_info() is not None:
-            time.sleep(60)
+            time.sleep(120)
         return index
 
 
@@ -168,7 +174,7 @@ def raise_data_error(comm: Communicator) -> None:
 
 def hang_in_collective(comm: Communicator) -> None:
     if comm.rank > 0:
-        time.sleep(60)
+        time.sleep(120)
     comm.all_reduce(torch.ones(3))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from allstep.cli import advise
 from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.doctor import measure
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 def say(capsys):
     """Runs `allstep advise` and returns what it prints."""
 
-    def run(*arguments: str) -> str:
-        assert main(["advise", *arguments]) == 0
+    def run(*arguments: str, **stand_ins) -> str:
+        assert main(["advise", *arguments], **stand_ins) == 0
         found = capsys.readouterr()
         assert found.err == ""
         return found.out
@@ -69,10 +68,9 @@ def test_bare_numbers_become_a_table_a_chart_and_advice(say):
     )
 
 
-def test_a_cost_that_nobody_has_measured_is_said_to_be_so(say, monkeypatch):
+def test_a_cost_that_nobody_has_measured_is_said_to_be_so(say):
     unknown = AccuracyTable("a task", 2, {"fp16": AccuracyCost(0.1, 0.2)})
-    monkeypatch.setattr(advise, "measured_accuracy", lambda: unknown)
-    lines = say(*BARE).splitlines()
+    lines = say(*BARE, accuracy=unknown).splitlines()
     assert next(line for line in lines if line.startswith("fp16 ")).endswith("0.10 +- 0.20")
     assert next(line for line in lines if line.startswith("int8 ")).endswith("not measured")
 
@@ -171,10 +169,7 @@ def test_a_fixed_batch_is_cut(say):
     assert {p["global_batch"] for p in found["predictions"]} == {256}
 
 
-def test_more_points_may_be_spared_or_none(say, monkeypatch):
-    from allstep.cli import advise
-    from allstep.plan import AccuracyCost, AccuracyTable
-
+def test_more_points_may_be_spared_or_none(say):
     table = AccuracyTable(
         "fashion",
         2,
@@ -184,12 +179,12 @@ def test_more_points_may_be_spared_or_none(say, monkeypatch):
             "fp16 + staleness 1": AccuracyCost(0.4, 0.1),
         },
     )
-    monkeypatch.setattr(advise, "measured_accuracy", lambda: table)
-    text = say(*BARE)
+    text = say(*BARE, accuracy=table)
     assert "fp16 + staleness 1 would be " in lossy_of(text)
     assert "It lost 0.40 +- 0.10 points of accuracy on fashion." in lossy_of(text)
-    assert "workers with fp16 would be " in lossy_of(say(*BARE, "--max-points-lost", "0.2"))
-    unspared = say(*BARE, "--max-points-lost", "0")
+    text = say(*BARE, "--max-points-lost", "0.2", accuracy=table)
+    assert "workers with fp16 would be " in lossy_of(text)
+    unspared = say(*BARE, "--max-points-lost", "0", accuracy=table)
     assert "workers with fp32: " in advice_of(unspared)
     assert "would be" not in lossy_of(unspared)
 
@@ -420,12 +415,13 @@ def test_an_unknown_recipe_gets_the_nearest(refuse):
     assert "did you mean `digits`?" in refuse("digit", "--link", "1gbit")
 
 
-def test_what_a_recipe_does_not_know_is_refused_with_help_that_shows_its_flags(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["advise", "digits", "extra", "--link", "1gbit"])
-    assert stop.value.code == 2
-    found = capsys.readouterr()
-    assert "run allstep advise digits --help" in found.err + found.out
+def test_a_flag_that_neither_advise_nor_the_recipe_has_is_refused(refuse):
+    message = refuse("digits", "--microbatch", "8", "--link", "1gbit")
+    assert "`--microbatch` is no flag of `allstep advise digits`; did you mean" in message
+    assert "`extra` is no flag of" in refuse("digits", "extra", "--link", "1gbit")
+
+
+def test_help_of_a_recipe_shows_its_flags(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["advise", "digits", "--help"])
     assert stop.value.code == 0

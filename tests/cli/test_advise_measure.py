@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from allstep.cli import advise_measure, advise_worker
-from allstep.cli.advise_worker import Question, ask_first
+from allstep.cli.advise_measure import ask_first
 from allstep.cli.main import main
 from allstep.comm import Communicator
-from allstep.doctor import Effort, measure
-from allstep.plan import POLICIES, Workload
+from allstep.doctor import Effort, measure, measure_policy
+from allstep.plan import POLICIES
 from tests.helpers.ranks import run_ranks
 
 BARE = ("--params", "1000", "--step-ms", "3")
@@ -25,8 +24,7 @@ def refuse(refused):
     return partial(refused, "advise")
 
 
-@pytest.fixture
-def workers_as_threads(monkeypatch):
+def start_threads(num_workers, body, **arguments):
     """In a hurry, and without torch's DDP, which wants processes."""
     hurry = Effort(
         bucket_sizes_bytes=(1 << 12, 1 << 14, 1 << 16),
@@ -36,23 +34,30 @@ def workers_as_threads(monkeypatch):
         batch_s=0.001,
         pause_s=0.001,
     )
-    monkeypatch.setattr(advise_worker, "measure", partial(measure, effort=hurry))
-    monkeypatch.setattr(advise_worker, "POLICIES", POLICIES[1:3])
-    once = partial(advise_worker.measure_policy, num_repeats=1, seconds=0.001)
-    monkeypatch.setattr(advise_worker, "measure_policy", once)
-
-    def start(num_workers, command):
-        *_, folder, _ = command
-        run_ranks(num_workers, lambda comm: advise_worker._work(comm, Path(folder)))
-        return 0
-
-    monkeypatch.setattr(advise_measure, "_start", start)
-    monkeypatch.setattr(advise_measure, "num_cores", lambda: 2)
+    body = partial(
+        body,
+        policies=POLICIES[1:3],
+        measure=partial(measure, effort=hurry),
+        measure_policy=partial(measure_policy, num_repeats=1, seconds=0.001),
+        **arguments,
+    )
+    return 0, json.loads(json.dumps(run_ranks(num_workers, body)[0]))
 
 
-def test_measured_is_put_beside_predicted(workers_as_threads, capsys):
-    assert main(["advise", *BARE, "--measure", "--json", "out.json"]) == 0
-    text = capsys.readouterr().out
+@pytest.fixture
+def advise(capsys):
+    """Runs `allstep advise --measure` on up to two threads; returns what it prints."""
+
+    def run(*arguments: str) -> str:
+        flags = ["advise", *arguments, "--measure"]
+        assert main(flags, start=start_threads, num_local=(0, 2)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_measured_is_put_beside_predicted(advise):
+    text = advise(*BARE, "--json", "out.json")
     header = next(line for line in text.splitlines() if line.startswith("workers predicted"))
     assert header.split() == ["workers", "predicted", "measured", "error", "speed", "policy"]
     assert "one worker" in text
@@ -69,18 +74,17 @@ def test_measured_is_put_beside_predicted(workers_as_threads, capsys):
     assert "advice: " in text
 
 
-def test_a_recipe_is_trained_for_real(workers_as_threads, capsys):
-    arguments = ["advise", "digits", "--measure", "--workers", "2", "--json", "out.json"]
-    assert main(arguments) == 0
+def test_a_recipe_is_trained_for_real(advise):
+    advise("digits", "--workers", "2", "--json", "out.json")
     found = json.loads(Path("out.json").read_text())
     assert found["params"] > 1000
     assert {p["workers"] for p in found["predictions"]} == {1, 2}
 
 
 @pytest.mark.parametrize("code", [1, 130])
-def test_a_worker_that_fails_or_is_interrupted_ends_it(monkeypatch, code):
-    monkeypatch.setattr(advise_measure, "_start", lambda num_workers, command: code)
-    assert main(["advise", *BARE, "--measure"]) == code
+def test_a_worker_that_fails_or_is_interrupted_ends_it(code):
+    start = lambda num_workers, body, **arguments: (code, None)  # noqa: E731
+    assert main(["advise", *BARE, "--measure"], start=start) == code
 
 
 @pytest.mark.parametrize(
@@ -97,10 +101,8 @@ def test_a_worker_that_fails_or_is_interrupted_ends_it(monkeypatch, code):
         ((*BARE, "--stragglers", "3"), "`stragglers` (=3.0) describes machines"),
     ],
 )
-def test_what_cannot_be_measured_is_one_message(refuse, monkeypatch, arguments, message):
-    monkeypatch.setattr(advise_measure, "num_cores", lambda: 2)
-    monkeypatch.setattr(advise_measure.torch.cuda, "device_count", lambda: 0)
-    assert message in refuse(*arguments, "--measure")
+def test_what_cannot_be_measured_is_one_message(refuse, arguments, message):
+    assert message in refuse(*arguments, "--measure", num_local=(0, 2))
 
 
 def test_a_launcher_has_its_own_number_of_workers(refuse, monkeypatch):
@@ -114,25 +116,16 @@ def test_a_launcher_has_its_own_number_of_workers(refuse, monkeypatch):
 
 def test_a_question_is_asked_once_and_answered_by_all():
     """A script is run to know it, and runs of several workers' scripts would meet each other."""
-    workload = Workload.from_step(num_params=10, step_s=0.1, element_bytes=2)
-    asked = []
+    question = {"recipe": None, "workload": {"num_params": 10}, "global_batch": 96}
+    asked_with_s = []
 
-    def ask() -> Question:
-        asked.append(True)
-        return Question(workload=workload, global_batch=96)
+    def work(comm: Communicator):
+        def ask():
+            asked_with_s.append(comm.timeout_s)
+            return question
 
-    found = run_ranks(3, lambda comm: (ask_first(comm, ask), comm.timeout_s < 1000))
-    assert found == [(Question(workload=workload, global_batch=96), True)] * 3
-    assert len(asked) == 1
+        return ask_first(comm, ask), comm.timeout_s < 1000
 
-
-def test_who_waits_for_the_first_steps_of_a_script_is_patient(monkeypatch):
-    broadcast_object, patience_s = Communicator.broadcast_object, []
-
-    def broadcast(comm, obj=None):
-        patience_s.append(comm.timeout_s)
-        return broadcast_object(comm, obj)
-
-    monkeypatch.setattr(Communicator, "broadcast_object", broadcast)
-    run_ranks(2, lambda comm: ask_first(comm, lambda: Question(recipe={"name": "digits"})))
-    assert patience_s == [advise_worker._PATIENCE_S] * 2
+    assert run_ranks(3, work) == [(question, True)] * 3
+    assert len(asked_with_s) == 1
+    assert asked_with_s[0] > 3600  # the others wait for the script's first steps

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -13,9 +14,8 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from allstep.cli import advise_script, launch
+from allstep.cli import launch
 from allstep.cli.main import main
-from allstep.cli.profile_worker import result_path
 from allstep.cli.script_worker import log_path
 from allstep.doctor import ScriptProfile
 from allstep.plan import Workload
@@ -31,23 +31,33 @@ def refuse(refused):
 
 
 @pytest.fixture
-def profiled(monkeypatch):
-    """Stands in for the run of a script; returns what it was asked for."""
+def asked():
+    """What the script's worker was asked for."""
+    return []
+
+
+@pytest.fixture
+def launch(asked):
+    """Stands in for the worker of a script that goes well."""
     Path("train.py").touch()
-    asked = []
 
-    def profile(script, arguments, timeout_s):
-        asked.append((str(script), list(arguments), timeout_s))
+    def launch(size, function, folder, arguments, has_logs):
+        assert (size, function, has_logs) == (1, PROFILE, True)
+        asked.append(arguments)
         micro = Workload.from_step(num_params=1010, step_s=0.1, num_samples=5)
-        return ScriptProfile(micro=micro, num_micro_batches=4, global_batch=20)
+        found = ScriptProfile(micro=micro, num_micro_batches=4, global_batch=20)
+        profile_path(folder).write_text(json.dumps(asdict(found)))
+        return 0
 
-    monkeypatch.setattr(advise_script, "profile", profile)
-    return asked
+    return launch
 
 
-def test_a_script_is_advised_on(profiled, capsys):
-    assert main(["advise", "train.py", *LINK, "--epochs", "3", "--json", "out.json"]) == 0
-    assert profiled == [("train.py", ["--epochs", "3"], 300.0)]
+def test_a_script_is_advised_on(launch, asked, capsys):
+    assert (
+        main(["advise", "train.py", *LINK, "--epochs", "3", "--json", "out.json"], launch=launch)
+        == 0
+    )
+    assert asked == [{"script": "train.py", "arguments": ["--epochs", "3"], "timeout_s": 300.0}]
     text = " ".join(capsys.readouterr().out.split())
     assert "1,010 parameters; 5 samples take" in text
     assert "Batch: 20." in text
@@ -58,18 +68,18 @@ def test_a_script_is_advised_on(profiled, capsys):
     assert lone["compute_s"] == pytest.approx(0.4)
 
 
-def test_what_is_behind_two_dashes_is_the_scripts(profiled, capsys):
+def test_what_is_behind_two_dashes_is_the_scripts(launch, asked, capsys):
     flags = ["--timeout-s", "9", "--x", "--", "--workers", "8", "--link", "a", "--", "-h"]
-    assert main(["advise", "train.py", *LINK, *flags]) == 0
+    assert main(["advise", "train.py", *LINK, *flags], launch=launch) == 0
     own = ["--x", "--workers", "8", "--link", "a", "--", "-h"]
-    assert profiled == [("train.py", own, 9.0)]
+    assert asked == [{"script": "train.py", "arguments": own, "timeout_s": 9.0}]
     lines = capsys.readouterr().out.splitlines()
     header = next(line for line in lines if line.startswith("workers"))
     assert header.split() == ["workers", "1", "2", "4", "accuracy", "cost"]
 
 
-def test_another_global_batch_may_be_asked_about(profiled, capsys):
-    assert main(["advise", "train.py", *LINK, "--global-batch", "40"]) == 0
+def test_another_global_batch_may_be_asked_about(launch, asked, capsys):
+    assert main(["advise", "train.py", *LINK, "--global-batch", "40"], launch=launch) == 0
     assert "Batch: 40." in " ".join(capsys.readouterr().out.split())
 
 
@@ -85,70 +95,58 @@ def test_another_global_batch_may_be_asked_about(profiled, capsys):
         (("train.py", *LINK, "--global-batch", "7"), "`global_batch` (=7) must be a multiple of"),
     ],
 )
-def test_a_script_that_cannot_be_asked_about(profiled, refuse, arguments, message):
-    assert message in refuse(*arguments)
+def test_a_script_that_cannot_be_asked_about(launch, refuse, arguments, message):
+    assert message in refuse(*arguments, launch=launch)
 
 
 # -- the worker ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def launched(monkeypatch):
+def launching(do):
     """Stands in for the worker: `do(folder)` returns its exit code."""
     Path("train.py").touch()
-
-    def use(do):
-        def launch_workers(size, command):
-            assert (size, command[:3]) == (1, ["-m", "allstep", "profile_worker"])
-            return do(Path(command[4]))
-
-        monkeypatch.setattr(advise_script, "launch_workers", launch_workers)
-
-    return use
+    return lambda size, function, folder, arguments, has_logs: do(folder)
 
 
-def test_a_script_that_fails_is_quoted(launched, refuse):
+def test_a_script_that_fails_is_quoted(refuse):
     def fail(folder):
         log_path(folder, 0).write_text("Traceback\n  somewhere\nKeyError: 'x'\n")
         return 3
 
-    launched(fail)
     said = "`script` (=train.py) failed with exit code 3: KeyError: 'x' Run `python train.py` to"
-    assert said in refuse("train.py", *LINK)
+    assert said in refuse("train.py", *LINK, launch=launching(fail))
 
 
-def test_a_mistake_is_said(launched, refuse):
+def test_a_mistake_is_said(refuse):
     def leave(folder):
-        result_path(folder).write_text(json.dumps({"mistake": "never calls `allstep.attach`."}))
+        profile_path(folder).write_text(json.dumps({"mistake": "never calls `allstep.attach`."}))
         return 0
 
-    launched(leave)
-    assert "`script` (=train.py) never calls `allstep.attach`." in refuse("train.py", *LINK)
+    message = refuse("train.py", *LINK, launch=launching(leave))
+    assert "`script` (=train.py) never calls `allstep.attach`." in message
 
 
-def test_a_signal_is_the_exit_code(launched):
+def test_a_signal_is_the_exit_code():
     folders = []
 
     def end(folder):
         folders.append(folder)
         return 128 + signal.SIGTERM
 
-    launched(end)
     with pytest.raises(SystemExit) as stop:
-        main(["advise", "train.py", *LINK])
+        main(["advise", "train.py", *LINK], launch=launching(end))
     assert stop.value.code == 143
     assert not folders[0].exists()
 
 
-def test_a_terminal_shows_what_it_waits_for(launched, capsys, monkeypatch):
+def test_a_terminal_shows_what_it_waits_for(capsys, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
 
     def leave(folder):
-        result_path(folder).write_text(json.dumps({"mistake": "is short."}))
+        profile_path(folder).write_text(json.dumps({"mistake": "is short."}))
         return 0
 
-    launched(leave)
-    assert main(["advise", "train.py", *LINK]) == 2
+    assert main(["advise", "train.py", *LINK], launch=launching(leave)) == 2
     assert "train.py on 1 worker, 11 steps" in capsys.readouterr().err
 
 
@@ -255,8 +253,7 @@ def test_a_script_that_is_stuck_is_ended_and_shown():
 
 
 @pytest.mark.process
-def test_signals_are_as_before_once_workers_have_ended():
-    """torchrun's agent leaves handlers behind that raise its own exception."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert launch.launch_workers(1, ["-c", "pass"]) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+def test_signals_are_as_before_once_workers_have_ended(tmp_path):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    assert launch_workers(1, "os.path:isfile", tmp_path, {}) == 0
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import allstep
-from allstep.cli import train, workers
+from allstep.cli import run_folder, workers
 from allstep.cli.main import main
+from allstep.cli.train import read_command_line
 
 
 @pytest.fixture(autouse=True)
@@ -101,16 +102,22 @@ def test_an_unknown_recipe_gets_the_nearest(said, command):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--epochs", "many"], "Error parsing --epochs: invalid literal for int()"),
-        (["--precision", "float8"], "invalid choice 'float8'"),
-        (["--microbatch", "4"], "Unrecognized options: --microbatch"),
+        (["--epochs", "many"], "error: `epochs` (=many) must be a whole number, such as"),
+        (["--lr", "fast"], "error: `lr` (=fast) must be a number, such as `--lr 0.1`."),
+        (["--precision", "float8"], "error: `precision` (=float8): did you mean `float32`"),
+        (["--microbatch", "4"], "`--microbatch` is no flag of `allstep train digits`; did you"),
+        (["--epochs"], "error: `--epochs` needs a value"),
+        (["3"], "error: `3` is no flag of `allstep train digits`"),
         (["--epochs", "0"], "`epochs` (=0) must be at least 1."),
         (
             ["--global-batch", "1000", "--micro-batch", "48"],
             "`global_batch` (=1000) must be a multiple of `micro_batch` (=48); nearest: 960, 1008.",
         ),
         (["--workers", "0"], "`workers` (=0) must be at least 1."),
-        (["--workers", "two"], "Error parsing --workers"),
+        (
+            ["--workers", "two"],
+            "error: `workers` (=two) must be a whole number, such as `--workers 2`.",
+        ),
     ],
 )
 def test_a_bad_flag_is_explained(said, flags, message):
@@ -118,17 +125,15 @@ def test_a_bad_flag_is_explained(said, flags, message):
     assert not Path("runs").exists()
 
 
-def test_a_short_run_gets_a_short_warmup(monkeypatch, capsys):
-    monkeypatch.setattr(train, "_train_on", lambda *given, resume: 0)
-    flags = ["train", "digits", "--workers", "2", "--run-dir"]
-    kept = lambda run: json.loads(Path(run, "recipe.json").read_text())["fields"]  # noqa: E731
-    assert main([*flags, "a", "--epochs", "2"]) == 0
+def test_a_short_run_gets_a_short_warmup(capsys):
+    def warmup_epochs(*flags: str) -> float:
+        _, recipe = read_command_line("digits", *flags)
+        return recipe.warmup_epochs
+
+    assert warmup_epochs("--epochs", "2") == pytest.approx(0.2)
     assert "warm-up: 0.2 of 2 epochs" in capsys.readouterr().out
-    assert kept("a")["warmup_epochs"] == pytest.approx(0.2)
-    assert main([*flags, "b", "--epochs", "5", "--warmup-epochs", "3"]) == 0
-    assert kept("b")["warmup_epochs"] == 3.0
-    assert main([*flags, "c"]) == 0
-    assert kept("c")["warmup_epochs"] == pytest.approx(3.0)
+    assert warmup_epochs("--epochs", "5", "--warmup-epochs", "3") == 3.0
+    assert warmup_epochs() == pytest.approx(3.0)
     assert capsys.readouterr().out == ""
 
 
@@ -278,15 +283,13 @@ def test_a_finished_run_is_left_alone(capsys, num_workers):
         {"num_steps": 45, "num_epochs": 3, "interrupted": None},
     ],
 )
-def test_a_run_with_something_left_to_do_is_resumed(monkeypatch, report):
-    started = []
-    monkeypatch.setattr(train, "run_here", lambda body: started.append(body) or 0)
+def test_a_run_with_something_left_to_do_is_not_finished(report):
     run_dir = make_run(fields={"epochs": 4})
     if report is not None:
         text = report if isinstance(report, str) else json.dumps(report)
         (run_dir / "report.json").write_text(text)
-    assert main(["train", "--resume", "runs/a"]) == 0
-    assert len(started) == 1
+    recipe = run_folder.read_recipe(run_dir, argument="resume")
+    assert run_folder.finished_step(run_dir, recipe) is None
 
 
 def test_a_number_that_belongs_nowhere_is_refused_at_resume(said):

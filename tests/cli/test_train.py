@@ -13,7 +13,7 @@ from tests.helpers.launched import Launched
 
 pytestmark = pytest.mark.process
 
-STOP_S = 5.0
+STOP_S = 20.0  # less than what hangs on purpose, or is given time to end, takes
 RUN_S = 100.0
 SHORT = ["--epochs", "1", "--warmup-epochs", "0"]
 LONG = ["--epochs", "12", "--log-every-steps", "1", "--width", "8"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from allstep.cli import launch
 from allstep.cli.main import main
+from allstep.cli.script_worker import VERIFY
 from allstep.doctor import (
     Failure,
     RecordRequest,
@@ -32,11 +32,23 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 @pytest.fixture
-def refuse(capsys):
+def stand_ins():
+    """What `verify` uses in place of its own."""
+    return {}
+
+
+@pytest.fixture
+def verify(stand_ins):
+    """Runs a command line; returns its exit code."""
+    return lambda *arguments: main(["verify", *arguments], **stand_ins)
+
+
+@pytest.fixture
+def refuse(verify, capsys):
     """Runs a command line that must fail with exit code 2; returns what it says."""
 
     def run(*arguments: str) -> str:
-        assert main(["verify", *arguments]) == 2
+        assert verify(*arguments) == 2
         found = capsys.readouterr()
         assert found.out == ""
         assert found.err.startswith("error: ")
@@ -46,28 +58,26 @@ def refuse(capsys):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(stand_ins):
     """Stands in for workers: `do(folder, size)` writes their records and returns a code."""
 
     def use(do) -> None:
-        monkeypatch.setattr(
-            launch, "launch_workers", lambda size, command: do(Path(command[-1]), size)
-        )
+        stand_ins["launch"] = lambda size, function, folder, asked, has_logs: do(folder, size)
 
     return use
 
 
 @pytest.fixture
-def run_here(launched):
-    """Workers are this process, one after the other, each alone."""
+def run_here(stand_ins):
+    """Workers are this process, one after the other, each the only one."""
 
-    def do(folder: Path, size: int) -> int:
-        plain = json.loads((folder / "task.json").read_text())
-        task = RecordRequest(**{**plain, "script": Path(plain["script"]), "folder": folder})
+    def launch(size, function, folder, asked, has_logs) -> int:
+        assert (function, has_logs) == (VERIFY, True)
+        task = RecordRequest(**{**asked, "script": Path(asked["script"]), "folder": folder})
         went_well = [record_script(task, rank, 1) for rank in range(size)]
         return 0 if all(went_well) else 1
 
-    launched(do)
+    stand_ins["launch"] = launch
 
 
 def write_script(text: str) -> str:
@@ -135,10 +145,10 @@ def test_real_workers_of_the_right_script(tmp_path):
     assert list(tmp_path.glob("allstep*")) == []
 
 
-def test_a_table_and_a_verdict(run_here, capsys):
+def test_a_table_and_a_verdict(verify, run_here, capsys):
     script = write_script(TRAIN)
     # Each worker alone runs the whole batch: the same model, for nothing.
-    assert main(["verify", script, "--steps", "3", "--", "9"]) == 1
+    assert verify(script, "--steps", "3", "--", "9") == 1
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert lines[0].split() == [
@@ -154,9 +164,9 @@ def test_a_table_and_a_verdict(run_here, capsys):
     assert "cure: give each worker its own part" in said
 
 
-def test_what_parts_is_named(launched, capsys):
+def test_what_parts_is_named(verify, launched, capsys):
     use_records(launched, lambda size: [worker(rank, size, lr=0.1 * size) for rank in range(size)])
-    assert main(["verify", write_script(""), "-n", "1,4", "--steps", "2"]) == 1
+    assert verify(write_script(""), "-n", "1,4", "--steps", "2") == 1
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "4 workers: not the same model. It diverges at step 0, in `lr of parameter group 0`" in said
@@ -165,13 +175,13 @@ def test_what_parts_is_named(launched, capsys):
     assert "it is 4 times that on 1" in said
 
 
-def test_an_unknown_cause_is_said_to_be_unknown(launched, capsys):
+def test_an_unknown_cause_is_said_to_be_unknown(verify, launched, capsys):
     def of_size(size: int) -> list[WorkerRecord]:
         scale, num_steps = 1 + 0.2 * size, 6 // size
         return [worker(rank, size, scale=scale, num_steps=num_steps) for rank in range(size)]
 
     use_records(launched, of_size)
-    assert main(["verify", write_script(""), "--steps", "5"]) == 1
+    assert verify(write_script(""), "--steps", "5") == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "in the initial parameters of `weight`" in said
     assert "likely cause: unknown. The model is another one before the first step" in said
@@ -186,7 +196,7 @@ def test_an_unknown_cause_is_said_to_be_unknown(launched, capsys):
         (1.5, [9, 10], "each worker pads its own. Is the loss a mean over tokens?"),
     ],
 )
-def test_what_an_unknown_cause_might_be(launched, capsys, factor, lengths, hint):
+def test_what_an_unknown_cause_might_be(verify, launched, capsys, factor, lengths, hint):
     """Also where the same number of samples looks like others, as it is padded otherwise."""
 
     def of_rank(rank: int, size: int) -> WorkerRecord:
@@ -206,13 +216,13 @@ def test_what_an_unknown_cause_might_be(launched, capsys, factor, lengths, hint)
         return record
 
     use_records(launched, lambda size: [of_rank(rank, size) for rank in range(size)])
-    assert main(["verify", write_script(""), "--steps", "2"]) == 1
+    assert verify(write_script(""), "--steps", "2") == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "likely cause: unknown." in said
     assert hint in said
 
 
-def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monkeypatch):
+def test_several_numbers_of_workers_and_a_narrow_terminal(verify, launched, capsys, monkeypatch):
     def do(folder: Path, size: int) -> int:
         for rank in range(size):
             write_worker(record_path(folder, rank), worker(rank, size))
@@ -221,7 +231,7 @@ def test_several_numbers_of_workers_and_a_narrow_terminal(launched, capsys, monk
     launched(do)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "60")
-    main(["verify", write_script(""), "-n", "3,1,2", "--steps", "2"])
+    verify(write_script(""), "-n", "3,1,2", "--steps", "2")
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert max(map(len, text.splitlines())) <= 60
     assert [line.split()[1] for line in text.splitlines()[1:7]] == ["1", "2", "3"] * 2
@@ -246,9 +256,9 @@ def use_records(launched, of_size) -> None:
     launched(do)
 
 
-def test_a_training_that_is_not_finite_on_one_worker_either(launched, capsys):
+def test_a_training_that_is_not_finite_on_one_worker_either(verify, launched, capsys):
     use_records(launched, lambda size: diverging(size, 2))
-    assert main(["verify", write_script(""), "--steps", "4"]) == 0
+    assert verify(write_script(""), "--steps", "4") == 0
     found = capsys.readouterr()
     assert found.err == ""
     lines = found.out.splitlines()
@@ -259,21 +269,21 @@ def test_a_training_that_is_not_finite_on_one_worker_either(launched, capsys):
     assert "Its parameters are not finite after step 2, on 1 worker too: nothing was" in said
 
 
-def test_a_training_that_is_not_finite_only_on_more_workers(launched, capsys):
+def test_a_training_that_is_not_finite_only_on_more_workers(verify, launched, capsys):
     use_records(launched, lambda size: diverging(size, 2 if size > 1 else 20))
-    assert main(["verify", write_script(""), "--steps", "4"]) == 1
+    assert verify(write_script(""), "--steps", "4") == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "not the same model. It diverges at step 2, in the gradient of `weight`" in said
     assert "on 1 worker too" not in said
 
 
 @pytest.mark.parametrize("first_bad", [2, 20])
-def test_json_has_null_for_what_is_not_finite(launched, capsys, first_bad):
+def test_json_has_null_for_what_is_not_finite(verify, launched, capsys, first_bad):
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     use_records(launched, lambda size: diverging(size, 2 if size > 1 else first_bad))
-    main(["verify", write_script(""), "--steps", "4", "--json"])
+    verify(write_script(""), "--steps", "4", "--json")
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     steps = found["runs"][1]["steps"]
     assert [step["gradient_norm"] for step in steps] == [1.0, 1.0, None, None]
@@ -287,10 +297,10 @@ def test_json_has_null_for_what_is_not_finite(launched, capsys, first_bad):
         assert verdict["divergence"]["difference"] is None
 
 
-def test_a_learning_rate_beyond_all_reason(run_here, capsys):
+def test_a_learning_rate_beyond_all_reason(verify, run_here, capsys):
     """The right script, whose loss is not finite after its first step."""
     script = write_script(TRAIN.replace("lr=0.1", "lr=1e30"))
-    main(["verify", script, "--steps", "3", "--", "9"])
+    verify(script, "--steps", "3", "--", "9")
     found = capsys.readouterr()
     assert found.err == ""
     said = " ".join(found.out.split())
@@ -299,7 +309,7 @@ def test_a_learning_rate_beyond_all_reason(run_here, capsys):
     assert "not the same model" not in said
 
 
-def test_a_gradient_that_parts_is_not_told_to_have_the_same_bits(launched, capsys):
+def test_a_gradient_that_parts_is_not_told_to_have_the_same_bits(verify, launched, capsys):
     """Also where a rate of 0 keeps the parameters."""
 
     def of_size(size: int) -> list[WorkerRecord]:
@@ -310,7 +320,7 @@ def test_a_gradient_that_parts_is_not_told_to_have_the_same_bits(launched, capsy
         return records
 
     use_records(launched, of_size)
-    assert main(["verify", write_script(""), "--steps", "2"]) == 1
+    assert verify(write_script(""), "--steps", "2") == 1
     assert "same bits" not in capsys.readouterr().out
 
 
@@ -346,9 +356,9 @@ def test_no_such_script(refuse, name):
     assert f"`script` (={name}) is no file; give the path of a Python script" in refuse(name)
 
 
-def test_help_has_an_example(capsys):
+def test_help_has_an_example(verify, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["verify", "--help"])
+        verify("--help")
     assert stop.value.code == 0
     assert "example: allstep verify train.py -n 1,2,4" in capsys.readouterr().out
 
@@ -416,8 +426,8 @@ def test_a_worker_that_is_killed_leaves_its_last_lines(refuse, launched):
     assert "ended on 1 worker before it was recorded (rank 0). Its last lines:\nloading\n" in said
 
 
-def test_an_interrupt_ends_it(launched):
+def test_an_interrupt_ends_it(verify, launched):
     launched(lambda folder, size: 128 + signal.SIGINT)
     with pytest.raises(SystemExit) as stop:
-        main(["verify", write_script("")])
+        verify(write_script(""))
     assert stop.value.code == 130

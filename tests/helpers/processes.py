@@ -8,38 +8,34 @@ import os
 import pickle
 import runpy
 import signal
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
-from torch._C._distributed_c10d import TCPStore
 
+from allstep.cli import launch
 from allstep.comm import init
+from allstep.env import forget_launch, read_launch
 from allstep.errors import PeerLostError
 
 __all__ = ["RemoteError", "Workers", "run_processes", "run_script", "start_processes"]
 
-_CONTEXT = multiprocessing.get_context("forkserver")
 # What children would import, each in seconds; torch's optimizers import `torch._dynamo`.
-_CONTEXT.set_forkserver_preload(
-    [
-        "allstep",
-        "pytest",
-        "sklearn.datasets",
-        "torch.distributed.device_mesh",
-        "torch._dynamo",
-        "torch.utils.tensorboard",
-    ]
-)
+_PRELOAD = [
+    "allstep",
+    "pytest",
+    "sklearn.datasets",
+    "torch.distributed.device_mesh",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+]
 
 _GRACE_S = 5.0
 _SHOW_STACKS = signal.SIGUSR1
@@ -58,56 +54,19 @@ class _Outcome:
     severity: int | None = None
 
 
-class Workers:
-    """Processes that run `fn(*args)`, one a rank; as a context manager it leaves none.
+class Workers(launch.Workers):
+    """Processes that run `fn(*args)`, one a rank; as a context manager it leaves none."""
 
-    They are told what torchrun would tell them; a lone one may be told nothing.
-    """
-
-    def __init__(
-        self,
-        n: int,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        timeout_s: float,
-        *,
-        is_told: bool = True,
-    ) -> None:
-        # The parent serves the store, as torchrun's agent does: no port is guessed or raced for.
-        self._store = TCPStore(
-            "127.0.0.1", 0, n, True, timedelta(seconds=timeout_s), wait_for_workers=False
-        )
-        self._pipes: list[Connection] = []
-        self._processes: list[ForkServerProcess] = []
-        for rank in range(n):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
-            environ = _as_of_torchrun(rank, n, self._store.port) if is_told else {}
-            process = _CONTEXT.Process(
-                target=_work,
-                args=(rank, environ, theirs, fn, args),
-                name=f"rank {rank}",
-                daemon=False,  # may start DataLoader workers of its own
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [process.pid or 0 for process in self._processes]
-
-    @property
-    def exit_codes(self) -> list[int | None]:
-        """By rank: None while it runs, negative if a signal ended it."""
-        return [process.exitcode for process in self._processes]
+    def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
+        folder = Path(self._temporary.name)
+        (folder / "call.pickle").write_bytes(pickle.dumps((fn, args)))
+        super().__init__(n, f"{__name__}:run_call", folder, {}, preload=_PRELOAD)
+        self.start()
 
     def kill(self, *ranks: int, signal_number: int = signal.SIGKILL) -> None:
         """Sends a signal to some ranks; to all if none is named."""
-        for rank in ranks or range(len(self._processes)):
-            if self._processes[rank].is_alive():
-                os.kill(self.pids[rank], signal_number)
+        self.send(signal_number, *ranks)
 
     def join(self, timeout_s: float = 60.0) -> list[int | None]:
         """Waits until all have ended, and returns their exit codes.
@@ -116,50 +75,50 @@ class Workers:
         may be waiting for it to join them. TimeoutError, and all killed, after `timeout_s`.
         """
         deadline = failed_deadline = time.monotonic() + timeout_s
-        while running := [p for p in self._processes if p.exitcode is None]:
+        while not self.wait(max(failed_deadline - time.monotonic(), 0)):
             if any(self.exit_codes) and failed_deadline == deadline:
                 failed_deadline = min(deadline, time.monotonic() + _GRACE_S)
             if time.monotonic() >= failed_deadline:
+                running = [rank for rank, code in enumerate(self.exit_codes) if code is None]
                 self.close()
-                break
-            wait([p.sentinel for p in running], failed_deadline - time.monotonic())
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{[p.name for p in running]} did not end within {timeout_s:g} s")
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"ranks {running} did not end within {timeout_s:g} s")
         return self.exit_codes
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:
         """What the ranks returned; RemoteError with the causing traceback if one raised or died."""
-        deadline = time.monotonic() + timeout_s
-        outcomes: dict[int, _Outcome] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        while waiting:
-            ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
-            if not ready:
-                break
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                outcomes[rank] = self._receive(rank, pipe)
-                if outcomes[rank].severity is not None:  # the others' words may say more
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            self._wait_for_all(timeout_s)
+        outcomes = self._outcomes()
         failures = [outcome for outcome in outcomes.values() if outcome.severity is not None]
         if failures:
             worst = min(failures, key=lambda outcome: outcome.severity or 0)
             raise RemoteError(f"on rank {worst.rank}:\n{worst.value}")
-        if waiting:
+        silent = sorted(set(range(len(self.pids))) - set(outcomes))
+        if silent:
             self._show_stacks()
-            raise TimeoutError(
-                f"ranks {sorted(waiting.values())} returned nothing within {timeout_s:g} s"
-            )
-        self.join(_GRACE_S)
-        return [outcomes[rank].value for rank in range(len(self._processes))]
+            raise TimeoutError(f"ranks {silent} returned nothing within {timeout_s:g} s")
+        return [outcomes[rank].value for rank in sorted(outcomes)]
 
-    def _receive(self, rank: int, pipe: Connection) -> "_Outcome":
-        try:
-            outcome: _Outcome = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            self._processes[rank].join(_GRACE_S)
-            return _Outcome(rank, f"it died (exit code {self.exit_codes[rank]})", severity=1)
-        return outcome
+    def _wait_for_all(self, timeout_s: float) -> None:
+        """Until all have ended, or some seconds after one has failed: the others may say more."""
+        deadline = time.monotonic() + timeout_s
+        while not self.wait(max(deadline - time.monotonic(), 0)):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            if any(self.exit_codes):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+    def _outcomes(self) -> dict[int, _Outcome]:
+        """By rank, of those who left one or died."""
+        found = {}
+        for rank, code in enumerate(self.exit_codes):
+            path = self.folder / f"rank-{rank}.pickle"
+            if path.exists():
+                found[rank] = pickle.loads(path.read_bytes())
+            elif code is not None:
+                found[rank] = _Outcome(rank, f"it died (exit code {code})", severity=1)
+        return found
 
     def _show_stacks(self) -> None:
         """Has the ranks and their loader processes write to stderr where they are."""
@@ -172,20 +131,19 @@ class Workers:
 
     def close(self) -> None:
         """Ends what still runs."""
-        self.kill()
-        for process in self._processes:
-            process.join(10)
+        super().close()
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+        self._temporary.cleanup()
 
 
 def start_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Workers:
     """Starts n processes that run `fn(comm, *args)`; `fn` is importable, results are picklable."""
-    return Workers(n, _with_comm, (timeout_s, fn, args), timeout_s)
+    return Workers(n, _with_comm, (timeout_s, fn, args))
 
 
 def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -197,14 +155,15 @@ def run_processes(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
 def run_script(n: int, script: Path, folder: Path, timeout_s: float = 60.0) -> list[str]:
     """Runs a script in a folder, warnings being errors, and returns what each process prints.
 
-    Several processes are told what torchrun would tell them, a lone one nothing.
+    Several processes are told what torchrun would tell them, a single one nothing.
     """
-    arguments = (script, folder)
-    with Workers(n, _run_script, arguments, timeout_s, is_told=n > 1) as workers:
+    with Workers(n, _run_script, (script, folder)) as workers:
         return workers.results(timeout_s)
 
 
 def _run_script(script: Path, folder: Path) -> str:
+    if read_launch().size == 1:
+        forget_launch()
     os.chdir(folder)
     warnings.simplefilter("error")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -219,47 +178,24 @@ def _with_comm(timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) 
     return result
 
 
-def _work(
-    rank: int,
-    environ: Mapping[str, str],
-    pipe: Connection,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    """A child's life."""
+def run_call(folder: Path) -> int:
+    """What each process runs."""
     faulthandler.register(_SHOW_STACKS)
     torch.set_num_threads(1)
-    # As in a worker that was not started so itself: a loader's processes are forked.
+    # As in a worker that was not forked itself: a loader's processes are forked.
     multiprocessing.set_start_method("fork", force=True)
-    os.environ.update(environ)
+    rank = read_launch().rank
+    fn, args = pickle.loads((folder / "call.pickle").read_bytes())
     try:
-        result = fn(*args)
+        outcome = _Outcome(rank, fn(*args))
     except BaseException as error:
         severity = 2 if isinstance(error, PeerLostError) else 0
-        _send(pipe, _Outcome(rank, traceback.format_exc(), severity))
-        raise SystemExit(1) from None
-    _send(pipe, _Outcome(rank, result))
-
-
-def _as_of_torchrun(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment that torchrun would give a worker."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "tests",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _send(pipe: Connection, outcome: _Outcome) -> None:
-    """By value: torch would share tensors through this process, which is about to end."""
-    pipe.send_bytes(pickle.dumps(outcome))
+        outcome = _Outcome(rank, traceback.format_exc(), severity)
+    # By value: torch would share tensors through this process, which is about to end.
+    draft = folder / f"rank-{rank}.draft"
+    draft.write_bytes(pickle.dumps(outcome))
+    draft.replace(folder / f"rank-{rank}.pickle")
+    return 0 if outcome.severity is None else 1
 
 
 def names_in_dev_shm() -> set[str]:
