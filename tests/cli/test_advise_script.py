@@ -14,9 +14,10 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from allstep.cli import launch
+from allstep.cli.launch import launch_workers
 from allstep.cli.main import main
-from allstep.cli.script_worker import log_path
+from allstep.cli.script_worker import PROFILE, profile_path
+from allstep.cli.worker import SIGNALS, log_path
 from allstep.doctor import ScriptProfile
 from allstep.plan import Workload
 
