@@ -129,10 +129,6 @@ class Workers(launch.Workers):
                     process.send_signal(_SHOW_STACKS)
         time.sleep(0.5)
 
-    def close(self) -> None:
-        """Ends what still runs."""
-        super().close()
-
     def __enter__(self) -> Self:
         return self
 
