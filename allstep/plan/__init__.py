@@ -1,12 +1,13 @@
 """What scaling would bring, from numbers alone: nothing here needs torch."""
 
 from allstep.plan.accuracy import AccuracyCost, AccuracyTable, measured_accuracy
-from allstep.plan.cluster import Cluster, Link, check_not_negative, check_positive
+from allstep.plan.cluster import Cluster
 from allstep.plan.cluster_files import preset_names, read_cluster
 from allstep.plan.describe import chart, plain_data, seconds_text, timeline
 from allstep.plan.fit import Fit, Timing, fit_link
 from allstep.plan.measured_collective import MeasuredCollective, read_measured_collective
 from allstep.plan.next_step import RunNumbers, next_step
+from allstep.plan.nodes import Link, check_not_negative, check_positive
 from allstep.plan.noise_scale import NoiseScale
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import WORTH_ADDING, Prediction, predict

@@ -1,63 +1,22 @@
-"""Where workers sit and what joins them: a cluster as a handful of numbers."""
+"""A cluster as a handful of numbers: its nodes, its speed, and what was measured on it."""
 
-import math
 from dataclasses import dataclass, replace
-from numbers import Real
 
 from allstep.errors import UsageError
 from allstep.plan.measured_collective import MeasuredCollective
+from allstep.plan.nodes import Nodes, check_not_negative, check_positive
 
-__all__ = ["Cluster", "Link"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What a message costs: seconds = latency_s + 8 * num_bytes / bandwidth_bps.
-
-    Args:
-        bandwidth_bps: bits per second in each direction at once, as achieved, not as sold.
-        latency_s: seconds of an empty message.
-
-    Raises:
-        UsageError: for a bandwidth that isn't positive or a latency that is negative.
-
-    >>> Link(bandwidth_bps=10e9, latency_s=30e-6).seconds(1_250_000)
-    0.00103
-    """
-
-    bandwidth_bps: float
-    latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_positive("bandwidth_bps", self.bandwidth_bps, "10e9 is 10 Gbit/s")
-        check_not_negative("latency_s", self.latency_s, "30e-6 is usual for Ethernet")
-
-    def seconds(self, num_bytes: float, num_messages: int = 1) -> float:
-        """Seconds of messages sent one after the other.
-
-        num_messages * latency_s + 8 * num_bytes / bandwidth_bps
-
-        Args:
-            num_bytes: of all messages together.
-            num_messages: each of which takes the latency.
-
-        Returns:
-            Seconds until the last has arrived.
-        """
-        return num_messages * self.latency_s + 8 * num_bytes / self.bandwidth_bps
+__all__ = ["Cluster"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Equal nodes with equal workers.
+class Cluster(Nodes):
+    """Equal nodes with equal workers, how fast they are, and what slows them.
 
     Args:
         name: for tables.
-        num_nodes, workers_per_node: at least 1.
-        intra: the link of each worker to its neighbours in the node.
-        inter: the link of each *node* to the others, shared by its workers; None for one node.
-        copy_bytes_per_s: memory bandwidth of a worker, in bytes copied.
-        has_shared_memory: whether the workers of a node are CPU processes that share memory.
+        num_nodes, workers_per_node, intra, inter, copy_bytes_per_s, has_shared_memory: as in
+            `Nodes`.
         samples_per_s: throughput of one worker on `workload`, where known.
         workload: what `samples_per_s` was measured on.
         compute_slowdown: how much longer compute takes while a worker communicates; 0.1 is 10 %.
@@ -75,12 +34,6 @@ class Cluster:
     """
 
     name: str
-    num_nodes: int
-    workers_per_node: int
-    intra: Link
-    inter: Link | None = None
-    copy_bytes_per_s: float = 10e9
-    has_shared_memory: bool = False
     samples_per_s: float | None = None
     workload: str = ""
     compute_slowdown: float = 0.0
@@ -92,32 +45,13 @@ class Cluster:
     collectives: tuple[MeasuredCollective, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "workers_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"`{name}` (={value}) must be a whole number of at least 1.")
-        check_positive("copy_bytes_per_s", self.copy_bytes_per_s, "10e9 is 10 GB/s")
+        super().__post_init__()
         if self.samples_per_s is not None:
             check_positive("samples_per_s", self.samples_per_s, "leave it out if it isn't known")
         for name in ("compute_slowdown", "communication_slowdown"):
             check_not_negative(name, getattr(self, name), "0.1 means 10 % slower")
         for name in ("burst_s", "bucketing_s_per_byte", "gradient_s"):
             check_not_negative(name, getattr(self, name), "0 if it isn't known")
-        if self.num_nodes > 1 and self.inter is None:
-            raise UsageError(
-                f"`inter` is missing, but `num_nodes` is {self.num_nodes}:"
-                " say what joins the nodes, or give one node."
-            )
-
-    @property
-    def num_workers(self) -> int:
-        """Workers of the whole cluster."""
-        return self.num_nodes * self.workers_per_node
-
-    @property
-    def reduce_s_per_byte(self) -> float:
-        """Seconds to add a byte to another: two are read and one is written."""
-        return 1.5 / self.copy_bytes_per_s
 
     def of(self, num_workers: int, *, argument: str = "num_workers") -> "Cluster":
         """The part that `num_workers` fill, node by node.
@@ -129,6 +63,7 @@ class Cluster:
         Raises:
             UsageError: if there aren't as many, or they would leave a node half filled.
 
+        >>> from allstep.plan.nodes import Link
         >>> node = Link(bandwidth_bps=80e9)
         >>> four = Cluster(name="four", num_nodes=4, workers_per_node=8, intra=node, inter=node)
         >>> four.of(16).num_nodes, four.of(4).workers_per_node
@@ -159,20 +94,3 @@ class Cluster:
         """What was measured of a format and an algorithm, if anything was."""
         wanted = (compression, algorithm)
         return next((c for c in self.collectives if (c.compression, c.algorithm) == wanted), None)
-
-
-def check_positive(name: str, value: float, example: str) -> None:
-    """Refuses zero, negative and infinite values, NaN and what is no number."""
-    if not _is_number(value) or not 0 < value < math.inf:
-        raise UsageError(f"`{name}` (={value}) must be above 0 and finite; {example}.")
-
-
-def check_not_negative(name: str, value: float, example: str) -> None:
-    """Refuses negative and infinite values, NaN and what is no number."""
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
-
-
-def _is_number(value: object) -> bool:
-    """Whether it can be compared with one; what comes out of a file may be anything."""
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from allstep.errors import UsageError, nearest_names
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
+from allstep.plan.nodes import Link
 
 __all__ = ["preset_names", "read_cluster"]
 

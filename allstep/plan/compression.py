@@ -1,12 +1,13 @@
-"""What each wire format puts on the wire, and what encoding costs."""
+"""What each compression sends, and what encoding costs."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from allstep.plan.traffic import Group, Traffic, all_reduce_traffic
+from allstep.plan.algorithms import ALGORITHMS
+from allstep.plan.phases import AllGather, AllToAll, Phase
 
-__all__ = ["COMPRESSIONS", "FLOAT32_BYTES", "Compression", "wire_traffic"]
+__all__ = ["COMPRESSIONS", "FLOAT32_BYTES", "Compression", "exchange_parts"]
 
 FLOAT32_BYTES = 4  # of a gradient's element, where nobody says otherwise
 
@@ -75,45 +76,31 @@ COMPRESSIONS: Mapping[str, Compression] = {
 }
 
 
+def exchange_parts(
+    compression: str, algorithm: str, num_workers: int, num_elements: int, element_bytes: int
+) -> list[tuple[tuple[Phase, ...], int, int]]:
+    """What workers do so that all have the sum of a bucket, one part after the other.
+
+    Where the sum isn't taken in transit, the algorithm doesn't matter: int8 sends rows to their
+    owners and sums to all, top-k sends what it kept to all.
+
+    Returns:
+        The phases of each part, the elements that they take, and the bytes of one.
+    """
+    found, row = COMPRESSIONS[compression], ALGORITHMS[algorithm]
+    sent_bytes = found.sent_bytes(element_bytes)
+    if found.rank is not None:
+        return 2 * [(row, found.num_low_rank(num_elements) // 2, sent_bytes)]
+    if found.keep is not None:
+        return [((AllGather(),), math.ceil(found.keep * num_elements), sent_bytes + 4)]
+    if found.block is not None:
+        row_bytes = _row_bytes(found.block, sent_bytes, num_elements, num_workers)
+        return [((AllToAll(), AllGather()), row_bytes, 1)]
+    return [(row, num_elements, sent_bytes)]
+
+
 def _row_bytes(block: int, code_bytes: int, num_elements: int, size: int) -> int:
     """A worker's part in whole blocks, each with its scale."""
     shortest = math.ceil(num_elements / size)
     block = max(1, min(block, shortest))
     return math.ceil(shortest / block) * (block * code_bytes + 4)
-
-
-def wire_traffic(
-    compression: str,
-    algorithm: str,
-    group: Group,
-    num_elements: int,
-    element_bytes: int = FLOAT32_BYTES,
-) -> Traffic:
-    """What one worker sends so that all have the sum of `num_elements` of `element_bytes` each.
-
-    Formats whose sum isn't taken in transit have no use for the algorithm: int8 sends rows to
-    their owners and sums to all, top-k sends what it kept to all.
-
-    >>> group = Group(rank=0, local_size=4)
-    >>> wire_traffic("fp32", "ring", group, 1024).sent_bytes
-    6144
-    >>> wire_traffic("fp32", "ring", group, 1024, element_bytes=2).sent_bytes  # bfloat16
-    3072
-    >>> wire_traffic("int8", "ring", group, 1024).sent_bytes
-    1560
-    """
-    wire, size = COMPRESSIONS[compression], group.size
-    sent_bytes = wire.sent_bytes(element_bytes)
-    if size == 1:
-        return Traffic()
-    if wire.rank is not None:
-        factor = wire.num_low_rank(num_elements) // 2
-        sent = all_reduce_traffic(algorithm, group, factor, sent_bytes)
-        return sent + sent
-    if wire.keep is not None:
-        kept_bytes = math.ceil(wire.keep * num_elements) * (sent_bytes + 4)
-        return Traffic((size - 1) * kept_bytes, size - 1)
-    if wire.block is not None:
-        row_bytes = _row_bytes(wire.block, sent_bytes, num_elements, size)
-        return Traffic(2 * (size - 1) * row_bytes, 2 * (size - 1))
-    return all_reduce_traffic(algorithm, group, num_elements, sent_bytes)

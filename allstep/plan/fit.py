@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
-from allstep.plan.cost import stages
+from allstep.errors import UsageError, nearest_names
+from allstep.plan.algorithms import ALGORITHMS, path_of
+from allstep.plan.nodes import Link, Nodes
 
 __all__ = ["Fit", "Timing", "fit_link"]
 
@@ -48,13 +48,15 @@ def fit_link(timings: Sequence[Timing], algorithm: str = "ring") -> Fit:
         The link, and by how much it misses each timing.
 
     Raises:
-        UsageError: if there are too few sizes, or time doesn't grow with size.
+        UsageError: for an unknown algorithm, too few sizes, or time that doesn't grow with size.
 
     >>> link = Link(bandwidth_bps=1e9, latency_s=1e-4)
     >>> timed = [Timing(2, n, link.seconds(n, 2)) for n in (1000, 1_000_000)]
     >>> round(fit_link(timed).link.latency_s, 9)
     0.0001
     """
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"`algorithm` (={algorithm!r}): {nearest_names(algorithm, ALGORITHMS)}")
     rows = np.array([_messages_and_bytes(timing, algorithm) for timing in timings])
     seconds = np.array([timing.seconds for timing in timings])
     if len({timing.num_bytes for timing in timings}) < 2 or not (seconds > 0).all():
@@ -73,13 +75,11 @@ def fit_link(timings: Sequence[Timing], algorithm: str = "ring") -> Fit:
 
 def _messages_and_bytes(timing: Timing, algorithm: str) -> tuple[float, float]:
     unit = Link(bandwidth_bps=8.0)
-    flat = Cluster(
-        name="", num_nodes=timing.num_workers, workers_per_node=1, intra=unit, inter=unit
-    )
-    found = stages(algorithm, flat, timing.num_bytes)
+    hosts = Nodes(num_nodes=timing.num_workers, workers_per_node=1, intra=unit, inter=unit)
+    path = path_of(ALGORITHMS[algorithm], hosts, timing.num_bytes)
     return (
-        sum(stage.num_messages for stage in found),
-        sum(stage.sharing * stage.num_bytes for stage in found),
+        sum(transfer.num_messages for transfer in path),
+        sum(transfer.sharing * transfer.num_bytes for transfer in path),
     )
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from allstep.errors import UsageError, nearest_names
+from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
-from allstep.plan.traffic import ALGORITHMS
 
 __all__ = ["MeasuredCollective", "read_measured_collective"]
 

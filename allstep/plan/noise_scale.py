@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from allstep.errors import UsageError
-from allstep.plan.cluster import check_positive
+from allstep.plan.nodes import check_positive
 
 __all__ = ["NoiseScale", "noise_and_signal"]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from allstep.errors import UsageError, nearest_names
+from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
-from allstep.plan.traffic import ALGORITHMS
 
 __all__ = ["DDP", "POLICIES", "PolicySpec"]
 

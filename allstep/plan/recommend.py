@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.bottlenecks import growing_bottleneck, largest_bottleneck
-from allstep.plan.cluster import check_not_negative
 from allstep.plan.describe import seconds_text
+from allstep.plan.nodes import check_not_negative
 from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from allstep.errors import UsageError
 from allstep.plan.activity import Activity
 from allstep.plan.cluster import Cluster
-from allstep.plan.compression import FLOAT32_BYTES, wire_traffic
-from allstep.plan.cost import BucketCost, bucket_cost
+from allstep.plan.compression import FLOAT32_BYTES
+from allstep.plan.cost import BucketCost, bucket_cost, bucket_traffic
+from allstep.plan.nodes import Nodes
+from allstep.plan.phases import Traffic
 from allstep.plan.policies import PolicySpec
 from allstep.plan.step_report import Span, StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
-from allstep.plan.traffic import Group, Traffic
 from allstep.plan.workload import Workload
 
 __all__ = ["exchange_traffic", "simulate"]
@@ -68,11 +69,13 @@ def simulate(
     return _Simulation(workload, cluster, policy, stragglers).run()
 
 
-def exchange_traffic(workload: Workload, policy: PolicySpec, group: Group) -> Traffic:
-    """What the worker at `group.rank` sends in one exchange, to the byte."""
+def exchange_traffic(
+    workload: Workload, policy: PolicySpec, nodes: Nodes, rank: int = 0
+) -> Traffic:
+    """What the worker of a rank sends in one exchange, to the byte."""
     element_bytes = _element_bytes(workload, policy)
     sent = (
-        wire_traffic(policy.compression, policy.algorithm, group, size, element_bytes)
+        bucket_traffic(policy.compression, policy.algorithm, nodes, rank, size, element_bytes)
         for size in _bucket_sizes(workload, policy)
     )
     return sum(sent, start=Traffic())
@@ -180,19 +183,13 @@ class _Simulation:
         num_steps = num_rounds * self.policy.sync_every
         compute_s = self.workload.compute_s * self.stragglers.mean_factor
         surplus_s = self.drawn_s / num_steps - compute_s if self.stragglers.is_active else 0.0
-        group = Group(
-            rank=0,
-            local_size=self.cluster.workers_per_node,
-            num_nodes=self.cluster.num_nodes,
-            has_shared_memory=self.cluster.has_shared_memory,
-        )
         return StepReport(
             step_s=max(compute_s, (self.last_s - start_s) / num_steps - surplus_s),
             compute_s=compute_s,
             exposed_s=self.exposed_s / num_steps,
             straggler_s=self.straggler_s / num_steps,
             wire_s=self.busy_s / num_steps,
-            traffic=exchange_traffic(self.workload, self.policy, group),
+            traffic=exchange_traffic(self.workload, self.policy, self.cluster),
             timeline=tuple(
                 Span(span.lane, span.name, span.start_s - round_s, span.end_s - round_s)
                 for span in self.spans

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from allstep.plan.traffic import Traffic
+from allstep.plan.phases import Traffic
 
 __all__ = ["Span", "StepReport"]
 

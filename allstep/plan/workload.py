@@ -8,8 +8,8 @@ from math import ceil
 from typing import Any
 
 from allstep.errors import UsageError, nearest_multiples
-from allstep.plan.cluster import check_positive
 from allstep.plan.compression import FLOAT32_BYTES
+from allstep.plan.nodes import check_positive
 
 __all__ = ["Bucket", "TrainingSpec", "Workload", "read_workload"]
 

@@ -18,7 +18,9 @@ from allstep.comm.algorithms import (
     make_algorithm,
 )
 from allstep.errors import CommunicationError, DisagreementError, PeerLostError, UsageError
-from allstep.plan.traffic import Group, all_reduce_traffic
+from allstep.plan.algorithms import ALGORITHMS as PLANNED
+from allstep.plan.algorithms import traffic_of
+from tests.helpers.nodes import make_nodes
 from tests.helpers.ranks import run_ranks
 
 SUMMING = [name for name in ALGORITHMS if name != "dummy"]
@@ -107,8 +109,8 @@ def test_what_is_sent_is_what_the_plan_says(kind, n, local_size):
         return algorithm.sent_bytes, algorithm.num_messages
 
     for rank, sent in enumerate(run_ranks(n, work, local_size=local_size)):
-        group = Group(rank=rank, local_size=local_size, num_nodes=n // local_size)
-        traffic = all_reduce_traffic(kind.name, group, 1001, 4)
+        nodes = make_nodes(local_size, n // local_size)
+        traffic = traffic_of(PLANNED[kind.name], nodes, rank, 1001, 4)
         assert sent == (traffic.sent_bytes, traffic.num_messages)
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from allstep.plan.bottlenecks import bottlenecks, growing_bottleneck, largest_bottleneck
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
+from allstep.plan.nodes import Link
 from allstep.plan.policies import PolicySpec
 from allstep.plan.predict import predict_one
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers

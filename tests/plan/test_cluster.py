@@ -3,8 +3,9 @@ import math
 import pytest
 
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
 from allstep.plan.cluster_files import parse_cluster, preset_names, read_cluster
+from allstep.plan.nodes import Link
 
 LINK = Link(bandwidth_bps=8e9, latency_s=1e-5)
 

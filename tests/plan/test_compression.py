@@ -9,8 +9,9 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires import WIRES as FORMATS
 from allstep.exchange.wires import make_wire
-from allstep.plan.compression import COMPRESSIONS, wire_traffic
-from allstep.plan.traffic import Group
+from allstep.plan.compression import COMPRESSIONS
+from allstep.plan.cost import bucket_traffic
+from tests.helpers.nodes import make_nodes
 from tests.helpers.ranks import run_ranks
 
 SIDES = (1, 5, 64)  # a bucket is one square matrix: what the planner takes PowerSGD's to be
@@ -43,12 +44,12 @@ def test_bytes_are_those_of_the_formats(algorithm, num_workers, dtype):
                 before = transport.sent_bytes
         return found
 
+    nodes = make_nodes(num_workers)
     for rank, found in enumerate(run_ranks(num_workers, sent_bytes)):
-        group = Group(rank=rank, local_size=num_workers)
         for (name, side), sent in found.items():
             if name == "powersgd" and 2 * 4 * side >= side**2:
                 continue  # too small to compress: sent whole
-            expected = wire_traffic(name, algorithm, group, side * side, dtype.itemsize)
+            expected = bucket_traffic(name, algorithm, nodes, rank, side * side, dtype.itemsize)
             assert sent == expected.sent_bytes, f"{name}, {side} x {side}, rank {rank}"
 
 
@@ -59,5 +60,5 @@ def test_int8_rows_are_whole_blocks(num_elements, size):
 
     parts = BlockParts.of(num_elements, 0, size, 256)
     row_bytes = parts.length + 4 * parts.num_blocks
-    sent = wire_traffic("int8", "ring", Group(rank=0, local_size=size), num_elements)
+    sent = bucket_traffic("int8", "ring", make_nodes(size), 0, num_elements)
     assert sent.sent_bytes == 2 * (size - 1) * row_bytes

@@ -3,10 +3,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from allstep.comm.algorithms import Hierarchical, Ring, TwoDimensional, make_algorithm
-from allstep.plan.cluster import Cluster, Link
-from allstep.plan.compression import COMPRESSIONS, wire_traffic
-from allstep.plan.cost import all_reduce_s, collective_s, encode_s, stages
-from allstep.plan.traffic import ALGORITHMS, Group
+from allstep.plan.algorithms import ALGORITHMS, path_of
+from allstep.plan.cluster import Cluster
+from allstep.plan.compression import COMPRESSIONS
+from allstep.plan.cost import all_reduce_s, bucket_traffic, collective_s, encode_s
+from allstep.plan.nodes import Link
+from tests.helpers.nodes import make_nodes
 from tests.helpers.ranks import run_ranks
 
 ALPHA, BETA = 2e-5, 8 / 10e9
@@ -14,6 +16,14 @@ GAMMA = 1.5 / 20e9
 K = 40e6
 INTER = Link(bandwidth_bps=10e9, latency_s=ALPHA)
 INTRA = Link(bandwidth_bps=400e9, latency_s=1e-6)
+
+
+def path(algorithm, nodes):
+    return path_of(ALGORITHMS[algorithm], nodes, K)
+
+
+def path_s(algorithm, nodes):
+    return sum(transfer.seconds for transfer in path(algorithm, nodes))
 
 
 def hosts(num_nodes, workers_per_node=1, **changes):
@@ -51,8 +61,8 @@ def test_recursive_doubling_costs_what_the_books_say(p):
 
 def test_a_worker_too_many_folds_in_at_the_price_of_two_whole_tensors():
     whole = INTER.seconds(2 * K, 2)
-    four = sum(stage.seconds for stage in stages("halving_doubling", hosts(4), K))
-    five = sum(stage.seconds for stage in stages("halving_doubling", hosts(5), K))
+    four = path_s("halving_doubling", hosts(4))
+    five = path_s("halving_doubling", hosts(5))
     assert five == pytest.approx(four + whole)
 
 
@@ -62,7 +72,7 @@ def test_a_ring_through_nodes_is_as_fast_as_its_slowest_link():
     expected = (
         2 * (p - nodes) * INTRA.latency_s + 2 * (nodes - 1) * ALPHA + 2 * (p - 1) / p * K * BETA
     )
-    found = sum(stage.seconds for stage in stages("ring", hosts(4, 8), K))
+    found = path_s("ring", hosts(4, 8))
     assert found == pytest.approx(expected)
 
 
@@ -70,7 +80,7 @@ def test_two_dimensions_fill_a_nodes_link_from_all_its_workers():
     nodes, local = 4, 8
     inside = 2 * (local - 1) * INTRA.latency_s + 8 * 2 * (local - 1) / local * K / 400e9
     across = 2 * (nodes - 1) * ALPHA + 2 * (nodes - 1) / nodes * K * BETA
-    found = sum(stage.seconds for stage in stages("two_dimensional", hosts(4, 8), K))
+    found = path_s("two_dimensional", hosts(4, 8))
     assert found == pytest.approx(inside + across)
 
 
@@ -78,33 +88,31 @@ def test_a_hierarchy_pays_for_its_first_worker():
     nodes, local = 4, 8
     inside = INTRA.seconds(2 * (local - 1) * K, 2 * (local - 1))
     across = 2 * (nodes - 1) * ALPHA + 2 * (nodes - 1) / nodes * K * BETA
-    found = sum(stage.seconds for stage in stages("hierarchical", hosts(4, 8), K))
+    found = path_s("hierarchical", hosts(4, 8))
     assert found == pytest.approx(inside + across)
-    sharing = sum(
-        stage.seconds for stage in stages("hierarchical", hosts(4, 8, has_shared_memory=True), K)
-    )
+    sharing = path_s("hierarchical", hosts(4, 8, has_shared_memory=True))
     assert sharing == pytest.approx(2 * INTRA.latency_s + 2 * K / 20e9 + across)
 
 
 def test_halving_from_eight_workers_shares_their_nodes_link():
-    alone = sum(stage.seconds for stage in stages("halving_doubling", hosts(4, 1), K))
-    sharing = sum(stage.seconds for stage in stages("halving_doubling", hosts(4, 8), K))
+    alone = path_s("halving_doubling", hosts(4, 1))
+    sharing = path_s("halving_doubling", hosts(4, 8))
     assert 7 < sharing / alone < 9
 
 
 def test_pairs_that_leave_their_node_take_the_slow_link():
     """Two nodes of three: 1 and 3 are a pair, and 2 and 3; then 4 and 5 give and get theirs."""
-    found = stages("recursive_doubling", hosts(2, 3), K)
-    across = [stage for stage in found if stage.link.latency_s == ALPHA]
-    assert [stage.sharing for stage in across] == [1, 1, 2]
+    found = path("recursive_doubling", hosts(2, 3))
+    across = [transfer for transfer in found if transfer.link.latency_s == ALPHA]
+    assert [transfer.sharing for transfer in across] == [1, 1, 2]
     assert len(found) == len(across)
 
 
 def test_shared_memory_is_for_one_node():
     node = hosts(1, 4, has_shared_memory=True)
-    found = sum(stage.seconds for stage in stages("shared_memory", node, K))
+    found = path_s("shared_memory", node)
     assert found == pytest.approx(2 * INTRA.latency_s + 2 * K / 20e9)
-    assert stages("shared_memory", hosts(4), K) == stages("ring", hosts(4), K)
+    assert path("shared_memory", hosts(4)) == path("ring", hosts(4))
 
 
 class CountAdditions(TorchDispatchMode):
@@ -152,62 +160,58 @@ def test_the_busiest_worker_adds_as_often_as_it_really_does(name, nodes, local):
     busiest = max(run_ranks(size, count, local_size=local))
     algorithm, _, by_messages = name.partition(" ")
     cluster = hosts(nodes, local, has_shared_memory=not by_messages)
-    sums_s = all_reduce_s(algorithm, cluster, K) - sum(
-        stage.seconds for stage in stages(algorithm, cluster, K)
-    )
+    sums_s = all_reduce_s(algorithm, cluster, K) - path_s(algorithm, cluster)
     assert sums_s / (GAMMA * K) == pytest.approx(busiest / num_elements, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-@pytest.mark.parametrize("wire", COMPRESSIONS)
-def test_one_worker_pays_nothing(algorithm, wire):
-    assert stages(algorithm, hosts(1), K) == []
-    assert collective_s(wire, algorithm, hosts(1), 1000) == 0
-    assert wire_traffic(wire, algorithm, Group(rank=0, local_size=1), 1000).sent_bytes == 0
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_one_worker_pays_nothing(algorithm, compression):
+    assert path(algorithm, hosts(1)) == []
+    assert collective_s(compression, algorithm, hosts(1), 1000) == 0
+    assert bucket_traffic(compression, algorithm, make_nodes(1), 0, 1000).sent_bytes == 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 64])
 @pytest.mark.parametrize(
-    ("wire", "share"),
+    ("compression", "share"),
     [("fp32", 1.0), ("fp16", 0.5), ("bf16", 0.5), ("int8", 0.25), ("exact", 2.0)],
 )
-def test_formats_send_their_share_at_any_number_of_workers(wire, share, size):
+def test_formats_send_their_share_at_any_number_of_workers(compression, share, size):
     n = 1 << 20
-    group = Group(rank=0, local_size=size)
-    plain = wire_traffic("fp32", "ring", group, n).sent_bytes
-    found = wire_traffic(wire, "ring", group, n).sent_bytes
+    nodes = make_nodes(size)
+    plain = bucket_traffic("fp32", "ring", nodes, 0, n).sent_bytes
+    found = bucket_traffic(compression, "ring", nodes, 0, n).sent_bytes
     assert found / plain == pytest.approx(share, rel=0.02)
 
 
 def test_small_factors_and_few_elements_send_little():
-    group = Group(rank=0, local_size=8)
-    plain = wire_traffic("fp32", "ring", group, 1 << 20).sent_bytes
-    assert wire_traffic("powersgd", "ring", group, 1 << 20).sent_bytes < plain / 50
+    nodes = make_nodes(8)
+    plain = bucket_traffic("fp32", "ring", nodes, 0, 1 << 20).sent_bytes
+    assert bucket_traffic("powersgd", "ring", nodes, 0, 1 << 20).sent_bytes < plain / 50
     few, many = (
-        wire_traffic("topk", "ring", Group(rank=0, local_size=size), 1 << 20).sent_bytes
-        for size in (2, 200)
+        bucket_traffic("topk", "ring", make_nodes(size), 0, 1 << 20).sent_bytes for size in (2, 200)
     )
     assert few < plain / 50
     assert many > plain  # what everyone keeps goes to everyone
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
-@pytest.mark.parametrize("wire", COMPRESSIONS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("nodes", [2, 4, 16])
-def test_seconds_follow_the_bytes_on_a_wire_without_latency(wire, nodes, element_bytes):
+def test_seconds_follow_the_bytes_on_a_wire_without_latency(compression, nodes, element_bytes):
     link = Link(bandwidth_bps=10e9)
     cluster = Cluster(
         name="", num_nodes=nodes, workers_per_node=1, intra=link, inter=link, copy_bytes_per_s=1e18
     )
     n = 1 << 20
-    group = Group(rank=0, local_size=nodes)
-    sent = wire_traffic(wire, "ring", group, n, element_bytes).sent_bytes
-    seconds = collective_s(wire, "ring", cluster, n, element_bytes)
+    sent = bucket_traffic(compression, "ring", cluster, 0, n, element_bytes).sent_bytes
+    seconds = collective_s(compression, "ring", cluster, n, element_bytes)
     assert seconds == pytest.approx(8 * sent / 10e9, rel=1e-3)
 
 
 def test_sixteen_bits_gain_nothing_where_gradients_have_no_more():
-    full, half = (collective_s(wire, "ring", hosts(4), 10**6, 2) for wire in ("fp32", "bf16"))
+    full, half = (collective_s(name, "ring", hosts(4), 10**6, 2) for name in ("fp32", "bf16"))
     assert full == half
     assert collective_s("fp32", "ring", hosts(4), 10**6) > 1.5 * half  # float32
 

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
 from allstep.plan.describe import chart, plain_data, seconds_text, timeline
+from allstep.plan.nodes import Link
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import predict
 from allstep.plan.simulate import simulate

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
-from allstep.plan.cost import stages
+from allstep.plan.algorithms import ALGORITHMS, path_of
 from allstep.plan.fit import Timing, fit_link
+from allstep.plan.nodes import Link, Nodes
 
 LINK = Link(bandwidth_bps=9.4e9, latency_s=40e-6)
 SIZES = [1 << exponent for exponent in range(10, 27, 2)]
@@ -14,9 +14,10 @@ def timings(algorithm, noise=0.0, workers=(2, 4, 8)):
     rng = np.random.default_rng(0)
     found = []
     for num_workers in workers:
-        flat = Cluster(name="", num_nodes=num_workers, workers_per_node=1, intra=LINK, inter=LINK)
+        hosts = Nodes(num_nodes=num_workers, workers_per_node=1, intra=LINK, inter=LINK)
         for size in SIZES:
-            seconds = sum(stage.seconds for stage in stages(algorithm, flat, size))
+            path = path_of(ALGORITHMS[algorithm], hosts, size)
+            seconds = sum(transfer.seconds for transfer in path)
             found.append(Timing(num_workers, size, seconds * (1 + noise * rng.standard_normal())))
     return found
 
@@ -70,3 +71,8 @@ def test_too_few_sizes_are_refused(bad):
 def test_time_that_does_not_grow_is_refused():
     with pytest.raises(UsageError, match="don't grow with size"):
         fit_link([Timing(2, 1000, 1e-3), Timing(2, 100_000, 1e-4)])
+
+
+def test_an_unknown_algorithm_gets_the_nearest_name():
+    with pytest.raises(UsageError, match=r"`algorithm` \(='rings'\): did you mean `ring`\?"):
+        fit_link(timings("ring"), "rings")

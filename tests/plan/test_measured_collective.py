@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
 from allstep.plan.measured_collective import MeasuredCollective
+from allstep.plan.nodes import Link
 from allstep.plan.policies import PolicySpec
 from allstep.plan.predict import predict_one
 from allstep.plan.simulate import simulate

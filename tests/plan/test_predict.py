@@ -4,7 +4,8 @@ import pytest
 
 import allstep
 from allstep.errors import UsageError
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
+from allstep.plan.nodes import Link
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import predict, predict_one, worth_adding
 from allstep.plan.simulate import simulate

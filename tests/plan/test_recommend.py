@@ -4,8 +4,9 @@ import pytest
 
 from allstep.errors import UsageError
 from allstep.plan.accuracy import AccuracyCost, AccuracyTable, is_lossless, measured_accuracy
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
 from allstep.plan.describe import seconds_text
+from allstep.plan.nodes import Link
 from allstep.plan.policies import POLICIES, PolicySpec
 from allstep.plan.predict import predict
 from allstep.plan.recommend import recommend

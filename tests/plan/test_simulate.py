@@ -9,13 +9,14 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange import attach, make_policy
 from allstep.plan.activity import Activity
-from allstep.plan.cluster import Cluster, Link
+from allstep.plan.cluster import Cluster
 from allstep.plan.cost import collective_s
+from allstep.plan.nodes import Link
 from allstep.plan.policies import PolicySpec
 from allstep.plan.simulate import exchange_traffic, simulate
 from allstep.plan.stragglers import Stragglers
-from allstep.plan.traffic import Group
 from allstep.plan.workload import Workload
+from tests.helpers.nodes import make_nodes
 from tests.helpers.ranks import run_ranks
 
 LINK = Link(bandwidth_bps=1e9, latency_s=1e-4)
@@ -253,7 +254,7 @@ def test_encoding_is_part_of_the_exchange():
 
 def test_traffic_is_counted_bucket_by_bucket():
     report = simulate(WORKLOAD, hosts(4), OVERLAPPED)
-    assert report.traffic == exchange_traffic(WORKLOAD, OVERLAPPED, Group(rank=0, local_size=4))
+    assert report.traffic == exchange_traffic(WORKLOAD, OVERLAPPED, make_nodes(4))
     num_buckets = len(WORKLOAD.bucket_sizes(4 * MIB))
     assert report.traffic.num_messages == 6 * num_buckets
     assert report.traffic.sent_bytes == pytest.approx(1.5 * WORKLOAD.gradient_bytes, rel=1e-5)
@@ -279,7 +280,7 @@ def trained(comm, dtype, every):
 def test_gradients_travel_in_the_models_own_dtype(dtype):
     def sent(comm):
         exchange, workload = trained(comm, dtype, 1)
-        traffic = exchange_traffic(workload, AT_THE_END, Group(rank=comm.rank, local_size=2))
+        traffic = exchange_traffic(workload, AT_THE_END, make_nodes(2), comm.rank)
         return exchange.stats().sent_bytes, traffic.sent_bytes
 
     for found, expected in run_ranks(2, sent):
@@ -300,7 +301,7 @@ def test_parameters_are_averaged_in_float32_or_more(dtype, monkeypatch):
     def expected(comm):
         exchange, workload = trained(comm, dtype, 2)
         exchange.averaging.flush()
-        return exchange_traffic(workload, averaged, Group(rank=comm.rank, local_size=2)).sent_bytes
+        return exchange_traffic(workload, averaged, make_nodes(2), comm.rank).sent_bytes
 
     for sent_bytes in run_ranks(2, expected):
         assert max(summed_bytes) == sent_bytes  # a ring of two sends all of it

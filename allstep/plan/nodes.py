@@ -1,0 +1,113 @@
+"""Nodes, their workers and the links between them."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+from allstep.errors import UsageError
+
+__all__ = ["Link", "Nodes", "check_not_negative", "check_positive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a message costs: seconds = latency_s + 8 * num_bytes / bandwidth_bps.
+
+    Args:
+        bandwidth_bps: bits per second in each direction at once, as achieved, not as sold.
+        latency_s: seconds of an empty message.
+
+    Raises:
+        UsageError: for a bandwidth that isn't positive or a latency that is negative.
+
+    >>> Link(bandwidth_bps=10e9, latency_s=30e-6).seconds(1_250_000)
+    0.00103
+    """
+
+    bandwidth_bps: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive("bandwidth_bps", self.bandwidth_bps, "10e9 is 10 Gbit/s")
+        check_not_negative("latency_s", self.latency_s, "30e-6 is usual for Ethernet")
+
+    def seconds(self, num_bytes: float, num_messages: int = 1) -> float:
+        """Seconds of messages sent one after the other.
+
+        num_messages * latency_s + 8 * num_bytes / bandwidth_bps
+
+        Args:
+            num_bytes: of all messages together.
+            num_messages: each of which takes the latency.
+
+        Returns:
+            Seconds until the last has arrived.
+        """
+        return num_messages * self.latency_s + 8 * num_bytes / self.bandwidth_bps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Equal nodes with equal workers: what the cost of an all-reduce depends on.
+
+    Args:
+        num_nodes, workers_per_node: at least 1.
+        intra: the link of each worker to its neighbours in the node.
+        inter: the link of each *node* to the others, shared by its workers; None for one node.
+        copy_bytes_per_s: memory bandwidth of a worker, in bytes copied.
+        has_shared_memory: whether the workers of a node are CPU processes that share memory.
+
+    Raises:
+        UsageError: for numbers out of range or that contradict each other.
+    """
+
+    num_nodes: int
+    workers_per_node: int
+    intra: Link
+    inter: Link | None = None
+    copy_bytes_per_s: float = 10e9
+    has_shared_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "workers_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"`{name}` (={value}) must be a whole number of at least 1.")
+        check_positive("copy_bytes_per_s", self.copy_bytes_per_s, "10e9 is 10 GB/s")
+        if self.num_nodes > 1 and self.inter is None:
+            raise UsageError(
+                f"`inter` is missing, but `num_nodes` is {self.num_nodes}:"
+                " say what joins the nodes, or give one node."
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all nodes."""
+        return self.num_nodes * self.workers_per_node
+
+    @property
+    def between(self) -> Link | None:
+        """The link between nodes; None if there is only one node."""
+        return self.inter if self.num_nodes > 1 else None
+
+    @property
+    def reduce_s_per_byte(self) -> float:
+        """Seconds to add a byte to another: two are read and one is written."""
+        return 1.5 / self.copy_bytes_per_s
+
+
+def check_positive(name: str, value: float, example: str) -> None:
+    """Refuses zero, negative and infinite values, NaN and what is no number."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise UsageError(f"`{name}` (={value}) must be above 0 and finite; {example}.")
+
+
+def check_not_negative(name: str, value: float, example: str) -> None:
+    """Refuses negative and infinite values, NaN and what is no number."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be compared with one; what comes out of a file may be anything."""
+    return isinstance(value, Real) and not isinstance(value, bool)
