@@ -168,6 +168,10 @@ class _Variables:
     def text(self, name: str) -> str | None:
         return self._environ.get(name) or None
 
+    def first_set(self, name: str, fallback: str) -> str:
+        """The first of two names that is set, else the second."""
+        return name if name in self else fallback
+
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number, at least 0."""
         text = self.text(name)
@@ -198,6 +202,19 @@ class _Variables:
             )
         return rank, size
 
+    def local_place(self, prefix: str, rank: int, size: int) -> tuple[int, int]:
+        """This node's rank and size, the whole's where neither is set."""
+        name, of = f"{prefix}LOCAL_SIZE", f"{prefix}SIZE"
+        if not prefix:
+            name, of = "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+        local_rank, local_size = self.place(f"{prefix}LOCAL_RANK", name, rank, size)
+        if local_size > size:
+            raise UsageError(
+                f"{name} (={local_size}) must not be above {of} (={size}); set both as the "
+                f"launcher would, or unset {name}."
+            )
+        return local_rank, local_size
+
     def master(self) -> tuple[str | None, int | None]:
         port = self.number("MASTER_PORT") if "MASTER_PORT" in self else None
         if port is not None and not 0 < port < 65_536:
@@ -216,12 +233,7 @@ def _read_torchrun(variables: _Variables) -> Launch:
     rank, size = variables.place("RANK", "WORLD_SIZE", 0, 1)
     if "TORCHELASTIC_RUN_ID" not in variables:
         _check_no_other_launcher(variables, rank, size)
-    local_rank, local_size = variables.place("LOCAL_RANK", "LOCAL_WORLD_SIZE", rank, size)
-    if local_size > size:
-        raise UsageError(
-            f"LOCAL_WORLD_SIZE (={local_size}) must not be above WORLD_SIZE (={size}); set both "
-            "as torchrun does, or unset LOCAL_WORLD_SIZE."
-        )
+    local_rank, local_size = variables.local_place("", rank, size)
     node_rank, num_nodes = variables.place(
         "GROUP_RANK", "GROUP_WORLD_SIZE", rank // local_size, -(-size // local_size)
     )
@@ -234,16 +246,7 @@ def _read_torchrun(variables: _Variables) -> Launch:
             )
     job_id = variables.text("TORCHELASTIC_RUN_ID") or "torchrun"
     return Launch(
-        "torchrun",
-        rank,
-        size,
-        local_rank,
-        local_size,
-        node_rank,
-        num_nodes,
-        address,
-        port,
-        job_id,
+        "torchrun", rank, size, local_rank, local_size, node_rank, num_nodes, address, port, job_id
     )
 
 
@@ -252,7 +255,7 @@ def _check_no_other_launcher(variables: _Variables, rank: int, size: int) -> Non
     if variables.positive("OMPI_COMM_WORLD_SIZE", 1) > 1:
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     elif _is_slurm_step(variables):
-        names = ("SLURM_PROCID", _slurm_size_name(variables))
+        names = ("SLURM_PROCID", variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
     else:
         return
     theirs = variables.number(names[0]), variables.number(names[1])
@@ -266,57 +269,37 @@ def _check_no_other_launcher(variables: _Variables, rank: int, size: int) -> Non
 def _read_openmpi(variables: _Variables) -> Launch:
     """The variables of Open MPI's mpirun."""
     rank, size = variables.place("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", 0, 1)
-    local_rank, local_size = variables.place(
-        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", rank, size
-    )
-    if local_size > size:
-        raise UsageError(
-            f"OMPI_COMM_WORLD_LOCAL_SIZE (={local_size}) must not be above OMPI_COMM_WORLD_SIZE "
-            f"(={size}); start with mpirun, or unset both."
-        )
+    local_rank, local_size = variables.local_place("OMPI_COMM_WORLD_", rank, size)
     job_id = "/".join(filter(None, map(variables.text, _OPENMPI_JOB))) or "openmpi"
     address, port = variables.master()
-    if address is not None and port is None:
-        port = _port_of(job_id)
     if address is None and local_size < size:
         raise UsageError(
             f"mpirun started OMPI_COMM_WORLD_SIZE (={size}) workers, "
             f"OMPI_COMM_WORLD_LOCAL_SIZE (={local_size}) of them here, and does not say where "
             "rank 0 is; tell it: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 -x MASTER_PORT=29500 ..."
         )
+    port = None if address is None else port or _port_of(job_id)
+    # A guess: mpirun does not number nodes (its NODE_RANK is a local rank).
+    node_rank, num_nodes = rank // local_size, -(-size // local_size)
     return Launch(
-        "openmpi",
-        rank,
-        size,
-        local_rank,
-        local_size,
-        # A guess: mpirun does not number nodes (its NODE_RANK is a local rank).
-        rank // local_size,
-        -(-size // local_size),
-        address,
-        port if address is not None else None,
-        job_id,
+        "openmpi", rank, size, local_rank, local_size, node_rank, num_nodes, address, port, job_id
     )
-
-
-def _slurm_size_name(variables: _Variables) -> str:
-    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS"
 
 
 def _is_slurm_step(variables: _Variables) -> bool:
     """Did srun start this process together with others? A batch script is alone."""
     has_step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
-    size = variables.number(_slurm_size_name(variables), 1)
+    size = variables.number(variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), 1)
     return "SLURM_PROCID" in variables and has_step and size > 1
 
 
 def _read_slurm(variables: _Variables) -> Launch:
     """The variables of Slurm's srun."""
-    size_name = _slurm_size_name(variables)
+    size_name = variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, size = variables.place("SLURM_PROCID", size_name, 0, 1)
-    hosts_name = _first_set(variables, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    tasks_name = _first_set(variables, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    hosts = expand_node_list(variables.text(hosts_name) or "", hosts_name)
+    hosts_name = variables.first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    tasks_name = variables.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    host = first_host(variables.text(hosts_name) or "", hosts_name)
     tasks = expand_counts(variables.text(tasks_name) or str(size), tasks_name)
     if sum(tasks) != size:
         raise UsageError(
@@ -347,14 +330,10 @@ def _read_slurm(variables: _Variables) -> Launch:
         local_size,
         node_rank,
         len(tasks),
-        address or hosts[0],
+        address or host,
         port or _port_of(job_id),
         job_id,
     )
-
-
-def _first_set(variables: _Variables, name: str, fallback: str) -> str:
-    return name if name in variables else fallback
 
 
 def _port_of(job_id: str) -> int:
@@ -362,37 +341,19 @@ def _port_of(job_id: str) -> int:
     return _PORTS[zlib.crc32(job_id.encode()) % len(_PORTS)]
 
 
-def expand_node_list(text: str, name: str = "SLURM_JOB_NODELIST") -> list[str]:
-    """The hosts of a Slurm node list.
+def first_host(text: str, name: str = "SLURM_JOB_NODELIST") -> str:
+    """The first host of a Slurm node list.
 
-    >>> expand_node_list("gpu[01-03,07],login1")
-    ['gpu01', 'gpu02', 'gpu03', 'gpu07', 'login1']
+    >>> first_host("rack[1-2]gpu[01-03,07].x,login1")
+    'rack1gpu01.x'
     """
-    hosts = [
-        host
-        for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
-        for host in _expand_brackets(item.strip(), text, name)
-    ]
-    if not hosts:
+    item = re.match(r"([^,\[\]]|\[[^\]]*\])*", text.strip())
+    host = re.sub(r"\[(\d+)(-\d+)?(,\d+(-\d+)?)*\]", r"\1", item[0] if item else "")
+    if not host:
         raise UsageError(f"{name} (={text!r}) names no host; start with srun, or set MASTER_ADDR.")
-    return hosts
-
-
-def _expand_brackets(item: str, text: str, name: str) -> list[str]:
-    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        return [item]
-    head, ranges, tail = match.groups()
-    numbers = []
-    for part in ranges.split(","):
-        if not re.fullmatch(r"\d+(-\d+)?", part):
-            raise UsageError(f"{name} (={text!r}) is no Slurm node list; set MASTER_ADDR.")
-        first, _, last = part.partition("-")
-        width = len(first)
-        numbers += [f"{n:0{width}d}" for n in range(int(first), int(last or first) + 1)]
-    return [
-        head + number + rest for number in numbers for rest in _expand_brackets(tail, text, name)
-    ]
+    if "[" in host:
+        raise UsageError(f"{name} (={text!r}) is no Slurm node list; set MASTER_ADDR.")
+    return host
 
 
 def expand_counts(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
