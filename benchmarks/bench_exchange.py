@@ -27,9 +27,8 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 import allstep
-from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.parameters import signature
-from allstep.exchange.verdict import Verdict
 
 VARIANTS = ("alone", "ddp", "ddp view", "fp32", "native")
 SHOWN = {"ddp": "DDP", "ddp view": "DDP, views", "fp32": "allstep", "native": "allstep, native"}
@@ -61,14 +60,13 @@ def agreement_pct(repeats: int) -> list[float]:
     task = fashion_task(GLOBAL_BATCH)
     model, batch = task.model, next(iter(DataLoader(task.train_set, GLOBAL_BATCH)))
     parameters = dict(model.named_parameters())
-    flight = Flight.new(BucketPlan.of([list(parameters)], parameters, 2))
-    flight.described = signature(parameters)
+    buckets = BucketSet.new(BucketPlan.of([list(parameters)], parameters, 2))
+    described = signature(parameters)
 
     def compare() -> None:
-        flight.action = f"exchange gradients {time.perf_counter()}"
-        flight.write_check(rank=0)
-        flight.plan.check(flight.flats).zero_()  # what the sum over workers that agree is
-        Verdict.of(flight).settle(allstep.Communicator.single_process())
+        buckets.write_check(0, f"exchange gradients {time.perf_counter()}", described)
+        buckets.plan.check(buckets.flats).zero_()  # what the sum over workers that agree is
+        buckets.read_agreement().raise_if_bad(allstep.Communicator.single_process())
 
     def step() -> None:
         task.loss(model, batch).backward()

@@ -22,7 +22,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import Native, SharedMemory, make_algorithm
 from allstep.doctor.contention import measure_contention
 from allstep.doctor.timing import USUAL_EFFORT, Effort, agreed_repeats, mean_s, synchronize
-from allstep.exchange.flight import BucketPlan, Flight
+from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wires import make_wire
@@ -64,8 +64,9 @@ class BucketExchange:
         num_buckets = max(2, min(_MOST_BUCKETS, _CACHED_BYTES // num_bytes))
         plan = BucketPlan((self._layout,) * num_buckets, transport.comm.size)
         algorithm = transport.algorithm if wire == "fp32" else None
-        self._flight = Flight.new(plan, algorithm)  # keeps the memory
-        self.flats = self._flight.flats
+        block = algorithm.new_block(plan.num_bytes) if isinstance(algorithm, SharedMemory) else None
+        self._set = BucketSet.new(plan, block)  # keeps the memory
+        self.flats = self._set.flats
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self.flats]
         is_cpu = device.type == "cpu"
         self._native = algorithm if is_cpu and isinstance(algorithm, Native) else None

@@ -19,8 +19,8 @@ from allstep.exchange.policy import (
 from allstep.exchange.running_statistics import RunningStatistics
 
 if TYPE_CHECKING:
-    from allstep.exchange.for_ddp import ddp_hook as ddp_hook
-    from allstep.exchange.for_fsdp import fsdp_hook as fsdp_hook
+    from allstep.exchange.torch_hooks import ddp_hook as ddp_hook
+    from allstep.exchange.torch_hooks import fsdp_hook as fsdp_hook
 
 __all__ = [
     "Exchange",
@@ -43,6 +43,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The hooks for torch's engines, whose import takes seconds, when they are asked for."""
     if name in ("ddp_hook", "fsdp_hook"):
-        engine = name.removesuffix("_hook")
-        return getattr(import_module(f"allstep.exchange.for_{engine}"), name)
+        return getattr(import_module("allstep.exchange.torch_hooks"), name)
     raise AttributeError(f"module 'allstep.exchange' has no attribute {name!r}")

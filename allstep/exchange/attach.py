@@ -1,16 +1,13 @@
 """The way in: a model, its workers, and a policy make an exchange."""
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Auto
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments, check_same_tensors
-from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
 from allstep.exchange.overlapped import OverlappedExchange
@@ -94,25 +91,8 @@ def attach(
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
     if isinstance(policy, Synchronous) and policy.plain:
-        exchange: Exchange = PlainExchange(model, comm, policy)
-    else:
-        exchange = OverlappedExchange(model, comm, policy, scaler)
-    if isinstance(policy, LocalSGD) and optimizer is not None:
-        try:
-            exchange.averaging = _averaging(exchange, policy, optimizer)
-        except BaseException:
-            exchange.detach()
-            raise
-    return exchange
-
-
-def _averaging(
-    exchange: Exchange, policy: LocalSGD, optimizer: torch.optim.Optimizer
-) -> ParameterAveraging:
-    algorithm: Callable[[int], str] | None = None
-    if policy.algorithm == Auto.name and isinstance(exchange, OverlappedExchange):
-        algorithm = exchange.algorithm_for  # what it has measured, and keeps in checkpoints
-    return ParameterAveraging(exchange.model, exchange.comm, optimizer, policy, algorithm=algorithm)
+        return PlainExchange(model, comm, policy)
+    return OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)
 
 
 def _in_words(

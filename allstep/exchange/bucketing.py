@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from allstep.comm import Communicator
-from allstep.exchange.buckets import ReadyGradient, split_in_buckets
 from allstep.exchange.policy import ExchangePolicy
-from allstep.exchange.sender import Sender
-from allstep.exchange.tuning import tuned_bucket_bytes
+from allstep.exchange.reducer import Reducer
+from allstep.exchange.tuning import ReadyGradient, split_in_buckets, tuned_bucket_bytes
 
 __all__ = ["Bucketing", "ready_gradient"]
 
@@ -22,7 +21,7 @@ class Bucketing:
 
     Args:
         comm: the workers.
-        sender: of the buckets.
+        reducer: of the buckets.
         policy: how large buckets are; "auto" measures.
 
     Attributes:
@@ -31,10 +30,10 @@ class Bucketing:
             reentrant checkpointing.
     """
 
-    def __init__(self, comm: Communicator, sender: Sender, policy: ExchangePolicy) -> None:
-        self._comm, self._sender = comm, sender
+    def __init__(self, comm: Communicator, reducer: Reducer, policy: ExchangePolicy) -> None:
+        self._comm, self._reducer = comm, reducer
         own = policy.bucket_bytes
-        self._bucket_bytes = own if isinstance(own, int) else sender.usual_bucket_bytes
+        self._bucket_bytes = own if isinstance(own, int) else reducer.usual_bucket_bytes
         self._is_tuned = own != "auto"
         self._overlap = policy.overlap
         self.is_recorded = self.comes_twice = False
@@ -43,6 +42,11 @@ class Bucketing:
     def may_overlap(self) -> bool:
         """Whether a bucket may be sent as soon as its gradients are ready."""
         return self.is_recorded and self._overlap and not self.comes_twice
+
+    def note_second_gradient(self) -> None:
+        """In the pass that is recorded, a gradient grew after it was ready."""
+        if not self.is_recorded:
+            self.comes_twice = True
 
     def guess(self, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
         """For a model whose backward pass hasn't been seen: last layers first."""
@@ -62,7 +66,7 @@ class Bucketing:
             backward_s: of that pass.
         """
         if self.is_recorded:
-            measured = tuned_bucket_bytes(self._comm, self._sender, gradients, backward_s)
+            measured = tuned_bucket_bytes(self._comm, self._reducer, gradients, backward_s)
             self._bucket_bytes, self._is_tuned = measured, True
             return self._split(gradients)
         self.is_recorded = True

@@ -1,7 +1,7 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.hooks import AccumulationHook, FunctionHook, Hook, Removable, WeakHook
 from allstep.exchange.parameters import ParameterSet, Signature, signature
-from allstep.exchange.policy import ExchangePolicy, ExchangeStats
+from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.running_statistics import RunningStatistics
 
 __all__ = ["Exchange"]
@@ -36,11 +36,18 @@ class Exchange(ABC):
         comm: the workers.
         policy: how gradients are exchanged.
         statistics: batch norm's running statistics.
-        has_landed: whether the last exchange left a gradient to make an update with.
+        has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        policy: ExchangePolicy,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.model = model
         self.comm = comm
         self.policy = policy
@@ -54,13 +61,18 @@ class Exchange(ABC):
         self._lazy_hooks: list[Removable] = []
         self._num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
-        self.has_landed = True
+        self.has_gradients = True
         self._global_step: int | None = None
         self._carried: set[str] = set()  # parameters whose `p.grad` is this worker's part of a sum
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
         try:
             self._register_hooks()
+            if isinstance(policy, LocalSGD) and optimizer is not None:
+                algorithm = self._averaging_algorithm()
+                self.averaging = ParameterAveraging(
+                    model, comm, optimizer, policy, algorithm=algorithm
+                )
         except BaseException:
             self.detach()
             raise
@@ -75,6 +87,10 @@ class Exchange(ABC):
 
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
         """A backward pass has added to `p.grad`; more may follow in others."""
+
+    def _averaging_algorithm(self) -> Callable[[int], str] | None:
+        """What tells how parameters of so many bytes are summed, if the policy does not."""
+        return None
 
     @property
     def num_exchanges(self) -> int:

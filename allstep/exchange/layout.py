@@ -1,7 +1,9 @@
 """Where the gradients of several parameters lie in one flat tensor."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -50,6 +52,13 @@ class BucketLayout:
             num_tail,
         )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.shapes, self.dtype))
+
     @property
     def flat_dtype(self) -> torch.dtype:
         """The dtype of the flat tensor."""
@@ -65,6 +74,12 @@ class BucketLayout:
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    def name_at(self, element: int) -> str:
+        """The parameter whose gradient holds an element of the flat tensor."""
+        holders = [i for i, size in enumerate(self.sizes) if size]
+        starts = [self.offsets[i] for i in holders]
+        return self.names[holders[bisect_right(starts, element) - 1]]
 
     @property
     def num_elements(self) -> int:

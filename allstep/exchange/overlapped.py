@@ -1,7 +1,8 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -9,16 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.comm.algorithms import Auto
 from allstep.errors import AllstepError, CheckpointError, UsageError
-from allstep.exchange.airborne import Airborne
 from allstep.exchange.bucketing import Bucketing, ready_gradient
+from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.exchange import Exchange
-from allstep.exchange.fixed_point import FixedPointFlight
-from allstep.exchange.flight import BucketPlan
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
+from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
+from allstep.exchange.piggyback import AgreementResult, reads_late
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
-from allstep.exchange.sender import Sender
+from allstep.exchange.reducer import Reducer
+from allstep.exchange.wires import Exact
+from allstep.exchange.wires.exact_buckets import ExactSums, FixedPointBuckets
 
 __all__ = ["OverlappedExchange"]
 
@@ -30,16 +34,20 @@ class OverlappedExchange(Exchange):
     that the order is the same on every worker. The first backward pass records in which order
     gradients become ready; rank 0's order makes the buckets of all later ones.
 
-    [Note: stale timeline] With staleness k the exchange that step t starts ends in step t + k:
+    With staleness sums are used steps after they were started; see [Note: stale timeline]. A
+    gradient is applied with the learning rate of the step that made it, so that T gradients meet
+    the schedule's T values once each. A GradScaler's scale may change meanwhile: the sum is
+    multiplied by the present scale over the one that it was made under, and an infinite one lets
+    the scaler skip that one only.
 
-        step t:  p.grad = mean of the gradients of step t - k        for t >= k
-                 p.grad = None                                       for t < k
-
-    A step without `p.grad` makes no update, so that no decay, moment or step count moves; T
-    steps make T - k updates, and `flush` the k others. A gradient is applied with the learning
-    rate of the step that made it, so that T gradients meet the schedule's T values once each.
-    A GradScaler's scale may change meanwhile: the mean is multiplied by the present scale over
-    the one that it was made under, and an infinite one lets the scaler skip that one alone.
+    Args:
+        model: the same on every worker.
+        comm: the workers.
+        policy: how to exchange.
+        scaler: the GradScaler that losses are scaled with.
+        optimizer: of the model's parameters, for local SGD.
+        is_read_late: whether the host reads the workers' comparison a step late, as it should on
+            CUDA, where it is the default. [Note: late reading]
     """
 
     def __init__(
@@ -48,38 +56,50 @@ class OverlappedExchange(Exchange):
         comm: Communicator,
         policy: ExchangePolicy,
         scaler: torch.amp.GradScaler | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        is_read_late: bool | None = None,
     ) -> None:
         self._scaler = scaler
-        self._sender = Sender(comm, policy)
-        self._flight = self._sender.new_flight()
-        self._airborne = Airborne(self._sender, comm)
-        self._bucketing = Bucketing(comm, self._sender, policy)
+        self._reducer = Reducer(comm, policy)
+        self._is_read_late = reads_late(comm.device) if is_read_late is None else is_read_late
+        wire = self._reducer.wire
+        self._exact = ExactSums(wire, comm.rank) if isinstance(wire, Exact) else None
+        self._plan = BucketPlan((), comm.size)
+        self._buckets = self._new_buckets(self._plan)  # that the next gradients go to
+        self._idle: list[BucketSet] = []  # used ones, whose memory the next may take
+        self._in_flight = InFlight[BucketSet](policy.staleness)
+        self._agreement: AgreementResult | None = None  # of the last sums, if not looked at yet
+        self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._pass_number = 0
         self._failure: str | None = None
-        self._last_scale = self._residual_factor = 1.0
+        self._last_amp_scale = self._residual_factor = 1.0
         self._pass_start_s = 0.0
-        super().__init__(model, comm, policy)
+        super().__init__(model, comm, policy, optimizer=optimizer)
 
     # -- what the user sees --------------------------------------------------------------------
 
     @property
     def buckets(self) -> list[list[str]]:
         """The parameters that travel together, in the order in which they are sent."""
-        return self._sender.plan.buckets
+        return self._plan.buckets
 
-    def algorithm_for(self, num_bytes: int) -> str:
-        """The name of what sums so many bytes."""
-        return self._sender.transport.algorithm.used_for(num_bytes).name
+    @property
+    def is_left_to_backend(self) -> bool:
+        """Whether the backend works on several buckets at once; else a thread of ours on one."""
+        return self._reducer.is_left_to_backend
+
+    def unsent(self) -> dict[str, Tensor]:
+        """name -> what a lossy format has not sent of this worker's gradients, flat."""
+        self._wait_for_all()
+        return self._reducer.unsent()
 
     def stats(self) -> ExchangeStats:
-        sender = self._sender
+        reducer = self._reducer
         return ExchangeStats(
-            self._num_exchanges,
-            sender.transport.sent_bytes,
-            sender.busy_s,
-            self._airborne.exposed_s,
+            self._num_exchanges, reducer.sent_bytes, reducer.busy_s, self._in_flight.exposed_s
         )
 
     def synchronize(self) -> None:
@@ -87,22 +107,24 @@ class OverlappedExchange(Exchange):
         super().synchronize()
 
     def flush(self) -> Iterator[int]:
-        while self._airborne:
+        while self._in_flight:
             self._clear_gradients()
-            step, _ = self._land()
-            self._airborne.settle()
-            yield step
+            buckets = self._in_flight.pop()
+            self._deliver(buckets)
+            self._raise_if_bad()
+            yield buckets.step
 
     def state_dict(self) -> dict[str, Any]:
         common = super().state_dict()
-        self._airborne.settle()
+        self._raise_if_bad()
         self._wait_for_all()
         return {
             **common,
-            **self._sender.state_dict(),
+            **self._reducer.gather_state(self._plan.layouts),
             **self._bucketing.state_dict(),
-            "scale": self._last_scale,
-            "in_flight": [flight.state_dict() for flight in self._airborne],
+            "buckets": self._plan.buckets,
+            "scale": self._last_amp_scale,
+            "in_flight": [buckets.state_dict() for buckets in self._in_flight],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,154 +141,145 @@ class OverlappedExchange(Exchange):
         if not was_active:
             self._activate()  # what was not sent yet joins a lone worker's first gradients
         self._bucketing.load_state_dict(state)
-        self._last_scale = state["scale"]
+        self._last_amp_scale = state["scale"]
         self._set_plan(state["buckets"])
-        self._sender.load_state_dict(state)
-        self._airborne.clear()
+        self._reducer.load_gathered_state(self._plan.layouts, state)
+        self._in_flight.clear()
         for saved in state["in_flight"]:
-            flight = self._sender.new_flight()
-            flight.load_state_dict(saved)
-            self._airborne.add(flight)
+            buckets = self._new_buckets(self._plan)
+            buckets.load_state_dict(saved)
+            self._in_flight.push(buckets, ())
 
     def detach(self) -> None:
         super().detach()
         with suppress(AllstepError):  # of what nobody will look at any more
             self._wait_for_all()
-        self._sender.close()
+        self._reducer.close()
 
     # -- the backward pass ---------------------------------------------------------------------
 
     def _take(self, name: str, p: nn.Parameter) -> None:
-        """A gradient is ready: puts it in its bucket, and sends the buckets that are full."""
-        gradient = p.grad
-        if gradient is None or gradient.layout != torch.strided:
-            return  # refused at the end of the pass, on every worker
-        if self._stays_local:
-            return
+        """A gradient is ready: counts it, and sends the buckets that are full."""
         if self._num_suspended:
-            if self._sender.is_exact:
+            if self._exact is not None and not self._stays_local:
                 self._place(name, p)
             return
         if self._pass_number != self._backward_pass.number:
             self._begin_pass()
-        self._check_arrival(name, gradient)
-        if self._failure is not None:
+        if p.grad is None or self._stays_local or self._failure is not None:
             return
-        if not self._place(name, p):
+        bucket = self._plan.bucket_of[name]
+        if bucket < len(self._buckets.works):
+            self._failure = (
+                f"Parameter `{name}` got a second gradient in one backward pass, after the first"
+                " had been sent (reentrant checkpointing, or a module used in several of them);"
+                f" attach with `{type(self.policy).__name__}(overlap=False)` or use"
+                " `use_reentrant=False`."
+            )
             return
-        if name not in self._arrivals:
-            self._arrivals[name] = perf_counter()
-            self._missing[self._sender.plan.bucket_of[name]] -= 1
-        elif not self._bucketing.is_recorded:
-            self._bucketing.comes_twice = True
-        if self._bucketing.may_overlap:
-            while self._missing and self._missing[len(self._flight.jobs)] == 0:
+        if self._exact is not None and not self._place(name, p):
+            return
+        if name in self._arrivals:
+            self._bucketing.note_second_gradient()
+            return
+        self._arrivals[name] = perf_counter()
+        self._missing[bucket] -= 1
+        if not self._missing[bucket] and self._bucketing.may_overlap:
+            while self._missing and not self._missing[len(self._buckets.works)]:
                 self._send_next()
 
     def _place(self, name: str, p: nn.Parameter) -> bool:
-        """Notes a gradient; what is wrong with it is told to all at the end."""
-        try:
-            self._flight.place(name, p)
-        except UsageError as error:
-            self._failure = str(error)
+        """Adds a gradient to a sum of whole numbers; what is wrong is told to all at the end."""
+        buckets = self._buckets
+        if isinstance(buckets, FixedPointBuckets) and p.grad is not None:
+            try:
+                buckets.place(name, p)
+            except UsageError as error:
+                self._failure = str(error)
         return self._failure is None
-
-    def _fill(self, index: int) -> None:
-        """Puts a bucket's gradients in the flight; what is wrong is told to all at the end."""
-        try:
-            trained, scale = self._parameters.trained, self.gradient_scale
-            self._flight.fill(index, trained, self._touched, scale)
-        except UsageError as error:
-            self._failure = str(error)
 
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
         self._pass_start_s = perf_counter()
         self._forget_aborted_pass()
-        self._missing = [len(layout.names) for layout in self._sender.plan.layouts]
+        self._missing = [len(layout.names) for layout in self._plan.layouts]
 
     def _forget_aborted_pass(self) -> None:
         """One that ended with an exception; what it has sent cannot be taken back."""
-        if self._flight.jobs:
+        if self._buckets.works:
             self._stop_all(
                 "An earlier backward pass ended with an exception after some of its gradients had"
                 " been sent; restart from a checkpoint."
             )
         self._arrivals.clear()
 
-    def _check_arrival(self, name: str, gradient: Tensor) -> None:
-        shape, dtype = self._sender.plan.form_of[name]
-        if gradient.dtype != dtype or gradient.shape != shape:
-            self._failure = (
-                f"Parameter `{name}` was {list(shape)} {dtype} at `attach` and is now"
-                f" {list(gradient.shape)} {gradient.dtype}; detach and attach again after a change."
-            )
-        if self._sender.plan.bucket_of[name] < len(self._flight.jobs):
-            self._failure = (
-                f"Parameter `{name}` got a second gradient in one backward pass, after the first"
-                " had been sent (reentrant checkpointing, or a module used in several of them);"
-                " attach with `Synchronous(overlap=False)` or use `use_reentrant=False`."
-            )
-
     def _send_next(self) -> None:
         """Sends the next bucket in the plan's order."""
-        flight, index = self._flight, len(self._flight.jobs)
-        names = flight.plan.layouts[index].names
+        buckets, index = self._buckets, len(self._buckets.works)
+        if index == 0:
+            self._raise_if_bad()
+            buckets.step, buckets.amp_scale = self._num_exchanges, self._present_amp_scale()
+            self._residual_factor = buckets.amp_scale / self._last_amp_scale
+            self._last_amp_scale = buckets.amp_scale
+            buckets.write_check(self.comm.rank, self._describe(), self._signature)
         if self._failure is None:
             self._fill(index)
-        is_last = index == len(flight.plan.layouts) - 1
-        if index == 0:
-            self._airborne.settle()
-            flight.step, flight.scale = self._num_exchanges, self._present_scale()
-            self._residual_factor = flight.scale / self._last_scale
-            self._last_scale = flight.scale
-            flight.action, flight.described = self._describe(), self._signature
-            flight.write_check(self.comm.rank)
-        if is_last:
-            flight.touched = frozenset(self._touched)
-            flight.failure = self._failure
-            flight.write_flags()
+        if index == len(self._plan.layouts) - 1:
+            buckets.write_flags(self._touched, self._failure)
             self._missing = []
-        untouched = [name for name in names if name not in self._touched]
-        self._sender.send(flight, index, untouched, self._residual_factor)
+        has_residuals = self._reducer.has_residuals
+        work = self._reducer.start(
+            buckets.bucket(index),
+            residual_factor=self._residual_factor,
+            flags=buckets.flags_without(index, self._touched) if has_residuals else None,
+            then=self._comparison(buckets) if index == 0 else None,
+        )
+        buckets.works.append(work)
+
+    def _fill(self, index: int) -> None:
+        """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
+        try:
+            trained, scale = self._parameters.trained, self.gradient_scale
+            self._buckets.fill(index, trained, self._touched, scale)
+        except UsageError as error:
+            self._failure = str(error)
 
     # -- the end of a backward pass --------------------------------------------------------------
 
     def _reduce(self) -> Collection[str]:
-        flight = self._flight
-        if not flight.plan.layouts:
+        buckets, trained = self._buckets, self._parameters.trained
+        if not buckets.flats:
             return ()
-        delivered: Collection[str] = ()
-        trained = self._parameters.trained
-        self._touched.difference_update([n for n, p in trained.items() if p.grad is None])
-        while len(flight.jobs) < len(flight.plan.layouts):
+        self._touched.difference_update([name for name, p in trained.items() if p.grad is None])
+        while len(buckets.works) < len(buckets.flats):
             self._send_next()
-        self._airborne.add(flight)
-        if len(self._airborne) > self.policy.staleness:
-            if self.policy.staleness:
-                self._clear_gradients()
-            _, delivered = self._land()
-            self.has_landed = True
-        else:
+        self._in_flight.push(buckets, buckets.works)
+        if self.policy.staleness:
             self._clear_gradients()
-            self.has_landed = False
-        self._revise_plan()
-        self._next_flight()
+        due = self._in_flight.pop_due()
+        self.has_gradients = due is not None
+        delivered = self._deliver(due) if due is not None else ()
+        if not self._revise_plan():
+            self._take_buckets()
         return delivered
 
-    def _land(self) -> tuple[int, Collection[str]]:
-        """Leaves the oldest flight's sums in `p.grad`; returns the step that sent it, and names."""
-        flight = self._airborne.land()
+    def _deliver(self, buckets: BucketSet) -> Collection[str]:
+        """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
+        self._raise_if_bad()
+        self._agreement = buckets.read_agreement(compares=self._reducer.adds_up)
+        if not self._is_read_late or buckets.failure is not None:
+            self._raise_if_bad()
         if self._scaler is not None and self.policy.staleness:
-            factor = self._scaler.get_scale() / flight.scale
+            factor = self._scaler.get_scale() / buckets.amp_scale
             if factor != 1:
-                flight.rescale(factor)
-        trained, landed = self._parameters.trained, flight.landed_names()
-        for name in landed:
+                buckets.rescale(factor)
+        trained, names = self._parameters.trained, buckets.summed_names()
+        for name in names:
             if name in trained and self._failure is None:
-                flight.deliver(name, trained[name])
-        self._airborne.retire(flight)
-        return flight.step, landed
+                buckets.deliver(name, trained[name])
+        if buckets.plan is self._plan:
+            self._idle.append(buckets)
+        return names
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
@@ -274,28 +287,75 @@ class OverlappedExchange(Exchange):
             return f"exchange gradients {self._num_exchanges}, of global batch {self.global_step}"
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
-    def _present_scale(self) -> float:
-        matters = self.policy.staleness or self._sender.has_residuals
+    def _present_amp_scale(self) -> float:
+        matters = self.policy.staleness or self._reducer.has_residuals
         return self._scaler.get_scale() if self._scaler and matters else 1.0
 
     def _wait_for_all(self) -> None:
-        self._airborne.wait()
-        for job in self._flight.jobs:
-            job.wait()
+        self._in_flight.wait()
+        for work in self._buckets.works:
+            work.wait()
 
     def _clear_gradients(self) -> None:
         for p in self._parameters.trained.values():
             p.grad = None
 
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _comparison(self, buckets: BucketSet) -> Callable[[BaseException | None], None] | None:
+        """What looks at the workers' comparison as soon as it is summed, unless that is late.
+
+        That is before the other buckets are sent: a worker that disagrees sends none.
+        """
+        if self._is_read_late or not self._reducer.adds_up:
+            return None
+        # The reducer's own group may be busy with buckets that are left to the backend.
+        comm = self.comm if self._reducer.is_left_to_backend else self._reducer.comm
+
+        def compare(error: BaseException | None) -> None:
+            if error is None:
+                buckets.read_agreement(marks=False).raise_if_bad(comm)
+
+        return compare
+
+    def _raise_if_bad(self) -> None:
+        """Raises on every worker if the last sums that were delivered were no good."""
+        result, self._agreement = self._agreement, None
+        if result is not None:
+            result.raise_if_bad(self.comm)
+
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
-        self._airborne.settle()
-        if self._sender.plan.layouts:
-            self._sender.check(self._flight, action, described)
-        else:
+        """Sends what looks like the first bucket of an exchange, but is only its comparison.
+
+        So workers that come for something else find out, instead of waiting elsewhere.
+        """
+        self._raise_if_bad()
+        buckets = self._buckets
+        if not buckets.flats:
             super()._agree(action, agreed, described)
+            return
+        first = buckets.bucket(0)
+        kept = first.flat.clone()
+        first.flat.zero_()
+        buckets.write_check(self.comm.rank, action, described)
+        state = deepcopy(self._reducer.state_of(first.layout))
+        self._reducer.start(first, state=state, then=self._comparison(buckets)).wait()
+        if self._is_read_late and self._reducer.adds_up:
+            self._read_now(buckets)
+        first.flat.copy_(kept)
+
+    def _read_now(self, buckets: BucketSet) -> None:
+        """Raises if workers disagree, after all that those with an exchange send till they look."""
+        result = buckets.read_agreement(marks=False)
+        if not result.is_good:
+            indices = list(range(len(buckets.flats)))
+            for index in indices[1:] + self.policy.staleness * indices:
+                buckets.flats[index].zero_()
+                self._reducer.start(buckets.bucket(index))
+        result.raise_if_bad(self.comm)
 
     def _stop_all(self, message: str) -> NoReturn:
-        if self._flight.jobs:
+        if self._buckets.works:
             self._failure = message
             self._reduce()
         super()._stop_all(message)
@@ -304,12 +364,17 @@ class OverlappedExchange(Exchange):
 
     @property
     def _is_active(self) -> bool:
-        always = self.policy.staleness > 0 or self._sender.is_exact
-        return super()._is_active or always or self._sender.has_residuals
+        always = self.policy.staleness > 0 or self._exact is not None
+        return super()._is_active or always or self._reducer.has_residuals
 
     @property
     def _carries_over(self) -> bool:
-        return super()._carries_over and not self._sender.is_exact
+        return super()._carries_over and self._exact is None
+
+    def _averaging_algorithm(self) -> Callable[[int], str] | None:
+        if self.policy.algorithm == Auto.name:
+            return self._reducer.algorithm_for  # what it has measured, and keeps in checkpoints
+        return super()._averaging_algorithm()
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()
@@ -317,40 +382,49 @@ class OverlappedExchange(Exchange):
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         handles = super()._hook(name, p)
-        if self._sender.is_exact:
+        if self._exact is not None:
             set_aside = WeakHook(self, lambda exchange, new: exchange._set_aside(name, p, new))
             handles.append(AccumulationHook(p, set_aside))
         return handles
 
     def _set_aside(self, name: str, p: nn.Parameter, new: Tensor | None) -> None:
         """A gradient is about to be added to `p.grad`; None is one that autograd knows is zero."""
-        flight = self._flight
+        buckets = self._buckets
         is_dense = new is not None and new.layout == torch.strided
-        if is_dense and isinstance(flight, FixedPointFlight) and not self._stays_local:
-            flight.set_aside(name, p, self.gradient_scale)
+        if is_dense and isinstance(buckets, FixedPointBuckets) and not self._stays_local:
+            buckets.set_aside(name, p, self.gradient_scale)
 
-    def _revise_plan(self) -> None:
-        """Other buckets, if the backward pass that ended makes better ones."""
+    def _revise_plan(self) -> bool:
+        """Other buckets, if the backward pass that ended makes better ones; whether it does."""
         if not self._bucketing.is_due(self._num_exchanges):
-            return
-        backward_s = perf_counter() - self._pass_start_s - self._airborne.last_wait_s
+            return False
+        backward_s = perf_counter() - self._pass_start_s - self._in_flight.last_wait_s
         if self._bucketing.is_recorded:
             self._wait_for_all()  # exchanges will be timed
         in_order = () if self._bucketing.is_recorded else self._arrivals
         trained, start_s = self._parameters.trained, self._pass_start_s
         gradients = [
             ready_gradient(name, trained[name], self._arrivals.get(name, start_s) - start_s)
-            for name in dict.fromkeys([*in_order, *self._sender.plan.names])
+            for name in dict.fromkeys([*in_order, *self._plan.names])
         ]
         self._set_plan(self._bucketing.revise(gradients, backward_s))
+        return True
 
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
-        self._sender.set_plan(BucketPlan.of(buckets, self._parameters.trained, self.comm.size))
-        self._airborne.forget_memory()
-        self._next_flight()
+        self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
+        self._reducer.set_layouts(self._plan.layouts)
+        self._idle.clear()
+        self._take_buckets()
 
-    def _next_flight(self) -> None:
-        """The flight for the next exchange; takes the memory of one that has landed."""
+    def _take_buckets(self) -> None:
+        """Buckets for the next exchange, in memory that is used no more if there is any."""
         self._arrivals.clear()
-        self._flight = self._airborne.next_flight()
+        self._buckets = self._idle.pop() if self._idle else self._new_buckets(self._plan)
+        self._buckets.recycle()
+
+    def _new_buckets(self, plan: BucketPlan) -> BucketSet:
+        """Collective."""
+        if self._exact is not None:
+            return self._exact.new_buckets(plan)
+        return BucketSet.new(plan, self._reducer.new_block(plan.num_bytes))

@@ -11,7 +11,17 @@ from allstep.errors import CheckpointError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires import WireState
 
-__all__ = ["gather_states", "give_back", "load_states", "remember", "residual_pieces", "restore"]
+__all__ = [
+    "Remembered",
+    "gather_states",
+    "give_back",
+    "load_states",
+    "remember",
+    "residual_pieces",
+    "restore",
+]
+
+Remembered = tuple[Tensor, Tensor, Tensor]  # a residual, what it was before, a flag
 
 
 def residual_pieces(layout: BucketLayout, state: WireState) -> dict[str, Tensor]:
@@ -42,7 +52,7 @@ def give_back(layout: BucketLayout, state: WireState, residuals: Mapping[str, Te
 
 def remember(
     layout: BucketLayout, state: WireState, flags: Mapping[str, Tensor]
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+) -> list[Remembered]:
     """For `restore`, before a bucket is summed: some parameters' residuals, and their flags.
 
     Args:
@@ -56,7 +66,7 @@ def remember(
     return [(pieces[name], pieces[name].clone(), flag) for name, flag in flags.items()]
 
 
-def restore(remembered: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+def restore(remembered: Sequence[Remembered]) -> None:
     """Residuals of parameters that no worker has a gradient for are again as they were.
 
     What was sent of them, and of an earlier gradient in `p.grad`, is used by nobody.

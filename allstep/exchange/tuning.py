@@ -2,41 +2,173 @@
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 from time import perf_counter, sleep
 
 import torch
 
 from allstep.comm import Communicator, Work
-from allstep.exchange.buckets import (
-    ReadyGradient,
-    choose_bucket_bytes,
-    exposed_by_bucket_bytes,
-    split_in_buckets,
-)
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.sender import NUM_AT_ONCE, Sender
+from allstep.exchange.reducer import NUM_AT_ONCE, Bucket, Reducer
 from allstep.exchange.wires import WireState
 
-__all__ = ["tuned_bucket_bytes"]
+__all__ = [
+    "CANDIDATE_BYTES",
+    "NUM_PROBES",
+    "Clock",
+    "ReadyGradient",
+    "choose_bucket_bytes",
+    "exposed_by_bucket_bytes",
+    "exposed_s",
+    "probe_s",
+    "split_in_buckets",
+    "tuned_bucket_bytes",
+]
+
+FIRST_BUCKET_BYTES = 1 << 20
+CANDIDATE_BYTES = tuple(1 << exponent for exponent in range(16, 28))  # 64 KiB to 128 MiB
 
 _PROBE_BYTES = (32 << 10, 1 << 20)
-_NUM_PROBES = 3
+NUM_PROBES = 3  # of which the fastest counts
 _NUM_REPLAYS = 2
 _MAX_CONTENDERS = 4
 _UNCERTAINTY = 0.25  # of a modelled step
 _HIDDEN = 0.05  # of the backward pass: less is not worth replays
 _LONGEST_S = 30.0  # of all replays
 
-Probe = tuple[torch.Tensor, BucketLayout, WireState]
+Probe = tuple[Bucket, WireState]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What keeps the time of measurements; a test has one of its own."""
+
+    now_s: Callable[[], float] = perf_counter
+    sleep_s: Callable[[float], None] = sleep
+
+
+_WALL_CLOCK = Clock()
+
+
+@dataclass(frozen=True)
+class ReadyGradient:
+    """A gradient as the backward pass makes it.
+
+    Attributes:
+        name: of the parameter.
+        num_bytes: of the gradient.
+        kind: gradients of different kinds can't share a bucket: dtype and device.
+        ready_s: seconds from the start of the backward pass until it is ready.
+    """
+
+    name: str
+    num_bytes: int
+    kind: Hashable = None
+    ready_s: float = 0.0
+
+
+def split_in_buckets(
+    gradients: Iterable[ReadyGradient], bucket_bytes: int
+) -> list[list[ReadyGradient]]:
+    """Gradients in buckets of at least `bucket_bytes`, in the order in which buckets fill.
+
+    The first bucket is small, so that the wire has work early.
+
+    >>> gradients = [ReadyGradient(name, 3) for name in "edcba"]
+    >>> [[g.name for g in bucket] for bucket in split_in_buckets(gradients, 6)]
+    [['e', 'd'], ['c', 'b'], ['a']]
+    """
+    full: list[list[ReadyGradient]] = []
+    filling: dict[Hashable, list[ReadyGradient]] = {}
+    for gradient in gradients:
+        bucket = filling.setdefault(gradient.kind, [])
+        bucket.append(gradient)
+        limit = bucket_bytes if full else min(bucket_bytes, FIRST_BUCKET_BYTES)
+        if sum(g.num_bytes for g in bucket) >= limit:
+            full.append(filling.pop(gradient.kind))
+    return full + list(filling.values())
+
+
+def exposed_s(
+    buckets: Sequence[Sequence[ReadyGradient]],
+    *,
+    backward_s: float,
+    latency_s: float,
+    bytes_per_s: float,
+) -> float:
+    """Seconds from the end of the backward pass until the last bucket has been exchanged.
+
+    Buckets go one after the other, each when its last gradient is ready:
+
+        end_i = max(end_{i-1}, ready_i) + latency_s + bytes_i / bytes_per_s
+
+    >>> buckets = [[ReadyGradient("b", 10, ready_s=1.0)], [ReadyGradient("a", 10, ready_s=2.0)]]
+    >>> exposed_s(buckets, backward_s=2.0, latency_s=0.5, bytes_per_s=10.0)
+    2.0
+    """
+    end_s = 0.0
+    for bucket in buckets:
+        ready_s = max(gradient.ready_s for gradient in bucket)
+        num_bytes = sum(gradient.num_bytes for gradient in bucket)
+        end_s = max(end_s, ready_s) + latency_s + num_bytes / bytes_per_s
+    return max(0.0, end_s - backward_s)
+
+
+def exposed_by_bucket_bytes(
+    gradients: Sequence[ReadyGradient],
+    *,
+    backward_s: float,
+    latency_s: float,
+    bytes_per_s: float,
+) -> dict[int, float]:
+    """Bucket size -> `exposed_s`; of sizes that make the same buckets the largest alone.
+
+    >>> gradients = [ReadyGradient(name, 1 << 20) for name in "cba"]
+    >>> exposed_by_bucket_bytes(gradients, backward_s=0.0, latency_s=1.0, bytes_per_s=1 << 20)
+    {1048576: 6.0, 134217728: 5.0}
+    """
+    found: dict[tuple[tuple[str, ...], ...], tuple[int, float]] = {}
+    for size in CANDIDATE_BYTES:
+        buckets = split_in_buckets(gradients, size)
+        seconds = exposed_s(
+            buckets, backward_s=backward_s, latency_s=latency_s, bytes_per_s=bytes_per_s
+        )
+        found[tuple(tuple(g.name for g in bucket) for bucket in buckets)] = size, seconds
+    return dict(found.values())
+
+
+def choose_bucket_bytes(exposed: Mapping[int, float]) -> int:
+    """The size that leaves the least exposed; the largest of equals.
+
+    Args:
+        exposed: bucket size -> seconds.
+
+    >>> gradients = [ReadyGradient(str(i), 1 << 20, ready_s=0.001 * i) for i in range(32)]
+    >>> def choose(latency_s: float) -> int:
+    ...     return choose_bucket_bytes(
+    ...         exposed_by_bucket_bytes(
+    ...             gradients, backward_s=0.032, latency_s=latency_s, bytes_per_s=2e9
+    ...         )
+    ...     )
+    >>> choose(0) >> 20
+    2
+    >>> choose(0.1) >> 20
+    128
+    """
+    good_s = min(exposed.values()) * 1.001
+    return max(size for size, seconds in exposed.items() if seconds <= good_s)
 
 
 def tuned_bucket_bytes(
     comm: Communicator,
-    sender: Sender,
+    reducer: Reducer,
     gradients: Sequence[ReadyGradient],
     backward_s: float,
+    *,
+    clock: Clock = _WALL_CLOCK,
+    longest_s: float = _LONGEST_S,
 ) -> int:
     """The bucket size that exposes least of the exchange, the same on every worker. Collective.
 
@@ -49,11 +181,13 @@ def tuned_bucket_bytes(
 
     Args:
         comm: the workers.
-        sender: of the buckets; nothing may be under way.
+        reducer: of the buckets; nothing may be under way.
         gradients: with this worker's times.
         backward_s: of this worker's backward pass.
+        clock: keeps the time.
+        longest_s: seconds that trying sizes may take.
     """
-    link = torch.tensor(_link(sender, gradients), dtype=torch.float64, device=comm.device)
+    link = torch.tensor(_link(reducer, gradients, clock), dtype=torch.float64, device=comm.device)
     latency_s, s_per_byte = comm.all_reduce(link, "mean").tolist()
     own_s = [backward_s, *(gradient.ready_s for gradient in gradients)]
     times_s = torch.tensor(own_s, dtype=torch.float64, device=comm.device)
@@ -65,9 +199,9 @@ def tuned_bucket_bytes(
     exposed = exposed_by_bucket_bytes(
         slowest, backward_s=backward_s, latency_s=latency_s, bytes_per_s=1 / s_per_byte
     )
-    contenders = _contenders(exposed, backward_s)
+    contenders = _contenders(exposed, backward_s, longest_s)
     if len(contenders) > 1:
-        exposed = _replayed(comm, sender, slowest, backward_s, contenders)
+        exposed = _replayed(comm, reducer, slowest, backward_s, contenders, clock)
     chosen = choose_bucket_bytes(exposed)
     if comm.rank == 0:
         logging.getLogger("allstep").info(
@@ -78,32 +212,55 @@ def tuned_bucket_bytes(
     return chosen
 
 
-def _link(sender: Sender, gradients: Sequence[ReadyGradient]) -> tuple[float, float]:
+def probe_s(
+    reducer: Reducer, num_bytes: int, flat: torch.Tensor, clock: Clock = _WALL_CLOCK
+) -> float:
+    """Seconds of one of a few buckets that follow each other as fast as they can. Collective.
+
+    Args:
+        reducer: of the buckets.
+        num_bytes: of each.
+        flat: zeros, at least so many bytes.
+        clock: keeps the time.
+    """
+    probes = [_new_probe(reducer, num_bytes, flat) for _ in range(NUM_AT_ONCE)]
+    best_s = float("inf")
+    for _ in range(NUM_PROBES):
+        start_s = clock.now_s()
+        _wait([reducer.start(bucket, state=state) for bucket, state in probes], flat.device)
+        best_s = min(best_s, clock.now_s() - start_s)
+    return best_s / NUM_AT_ONCE
+
+
+def _link(
+    reducer: Reducer, gradients: Sequence[ReadyGradient], clock: Clock
+) -> tuple[float, float]:
     """Latency and seconds per byte of exchanging a bucket, from the best of a few."""
     small, large = _PROBE_BYTES
     flat = _new_flat(gradients, large)
-    small_s, large_s = (_probe(sender, num_bytes, flat) for num_bytes in _PROBE_BYTES)
+    small_s, large_s = (probe_s(reducer, num_bytes, flat, clock) for num_bytes in _PROBE_BYTES)
     s_per_byte = max((large_s - small_s) / (large - small), 1e-12)
     return max(small_s - s_per_byte * small, 0.0), s_per_byte
 
 
-def _contenders(exposed: Mapping[int, float], backward_s: float) -> list[int]:
+def _contenders(exposed: Mapping[int, float], backward_s: float, longest_s: float) -> list[int]:
     """Sizes that may be the best, as the model knows it; the one it finds best comes first."""
     sizes = sorted(exposed, key=lambda size: (exposed[size], -size))
     best_s = backward_s + exposed[sizes[0]]
     contenders = [s for s in sizes if backward_s + exposed[s] <= (1 + _UNCERTAINTY) * best_s]
     if max(exposed[size] for size in contenders) < _HIDDEN * backward_s:
         return sizes[:1]
-    num_in_time = int(_LONGEST_S / (_NUM_REPLAYS * best_s))
+    num_in_time = int(longest_s / (_NUM_REPLAYS * best_s))
     return contenders[: max(1, min(_MAX_CONTENDERS, num_in_time))]
 
 
 def _replayed(
     comm: Communicator,
-    sender: Sender,
+    reducer: Reducer,
     gradients: Sequence[ReadyGradient],
     backward_s: float,
     sizes: Sequence[int],
+    clock: Clock,
 ) -> dict[int, float]:
     """Bucket size -> seconds exposed, the workers' mean, in the best of a few backward passes."""
     plans = [
@@ -113,47 +270,38 @@ def _replayed(
     flat = _new_flat(gradients, max(num_bytes for plan in plans for num_bytes, _ in plan))
     best_s = torch.full((len(sizes),), float("inf"), dtype=torch.float64, device=comm.device)
     for _ in range(_NUM_REPLAYS):
-        own_s = [_replay(comm, sender, plan, backward_s, flat) for plan in plans]
+        own_s = [_replay(comm, reducer, plan, backward_s, flat, clock) for plan in plans]
         best_s = best_s.minimum(torch.tensor(own_s, dtype=torch.float64, device=comm.device))
     return dict(zip(sizes, comm.all_reduce(best_s, "mean").tolist(), strict=True))
 
 
 def _replay(
     comm: Communicator,
-    sender: Sender,
-    buckets: Sequence[tuple[int, float]],
+    reducer: Reducer,
+    plan: Sequence[tuple[int, float]],
     backward_s: float,
     flat: torch.Tensor,
+    clock: Clock,
 ) -> float:
     """Seconds from the end of a backward pass until all has been exchanged; the pass is slept.
 
     Args:
-        comm, sender: as of `tuned_bucket_bytes`.
-        buckets: bytes of each, and when it is ready.
+        comm, reducer, clock: see `tuned_bucket_bytes`.
+        plan: bytes of each bucket, and when it is ready.
         backward_s: of the pass.
         flat: zeros, enough for the largest.
     """
-    probes = {num_bytes: _new_probe(sender, num_bytes, flat) for num_bytes, _ in buckets}
-    jobs: list[Work[None]] = []
+    probes = {num_bytes: _new_probe(reducer, num_bytes, flat) for num_bytes, _ in plan}
+    works: list[Work[None]] = []
     comm.barrier()
-    start_s = perf_counter()
-    for num_bytes, ready_s in buckets:
-        sleep(max(0.0, start_s + ready_s - perf_counter()))
-        jobs.append(sender.start(*probes[num_bytes]))
-    sleep(max(0.0, start_s + backward_s - perf_counter()))
-    _wait(jobs, flat.device)
-    return perf_counter() - start_s - backward_s
-
-
-def _probe(sender: Sender, num_bytes: int, flat: torch.Tensor) -> float:
-    """Seconds of one of a few buckets that follow each other as fast as they can."""
-    probes = [_new_probe(sender, num_bytes, flat) for _ in range(NUM_AT_ONCE)]
-    best_s = float("inf")
-    for _ in range(_NUM_PROBES):
-        start_s = perf_counter()
-        _wait([sender.start(*probe) for probe in probes], flat.device)
-        best_s = min(best_s, perf_counter() - start_s)
-    return best_s / NUM_AT_ONCE
+    start_s = clock.now_s()
+    for num_bytes, ready_s in plan:
+        clock.sleep_s(max(0.0, start_s + ready_s - clock.now_s()))
+        bucket, state = probes[num_bytes]
+        works.append(reducer.start(bucket, state=state))
+    clock.sleep_s(max(0.0, start_s + backward_s - clock.now_s()))
+    _wait(works, flat.device)
+    return clock.now_s() - start_s - backward_s
 
 
 def _new_flat(gradients: Sequence[ReadyGradient], num_bytes: int) -> torch.Tensor:
@@ -167,7 +315,7 @@ def _new_flat(gradients: Sequence[ReadyGradient], num_bytes: int) -> torch.Tenso
     return torch.zeros(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
 
 
-def _new_probe(sender: Sender, num_bytes: int, flat: torch.Tensor) -> Probe:
+def _new_probe(reducer: Reducer, num_bytes: int, flat: torch.Tensor) -> Probe:
     """A bucket that belongs to no parameter, at the beginning of `flat`.
 
     All that are made of one `flat` may be under way at once: they add zeros to zeros.
@@ -176,11 +324,11 @@ def _new_probe(sender: Sender, num_bytes: int, flat: torch.Tensor) -> Probe:
     rows = isqrt(num_elements)  # a matrix: low rank makes nothing of a vector
     columns = num_elements // rows
     layout = BucketLayout(("probe",), ((rows, columns),), ((columns, 1),), flat.dtype, flat.device)
-    return flat[: layout.num_elements], layout, sender.wire.new_state(layout)
+    return Bucket(layout, flat[: layout.num_elements]), reducer.wire.new_state(layout)
 
 
-def _wait(jobs: Sequence[Work[None]], device: torch.device) -> None:
-    for job in jobs:
-        job.wait()
+def _wait(works: Sequence[Work[None]], device: torch.device) -> None:
+    for work in works:
+        work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

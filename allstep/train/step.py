@@ -117,7 +117,7 @@ class TrainStep:
             loss = self._local_gradient(batch, data)
             local_loss = local_loss.to(loss.device) + loss
         self._noise.see_global(batch)
-        if self._exchange.has_landed:
+        if self._exchange.has_gradients:
             self.update(batch.step - self._exchange.policy.staleness)
         return Update(
             loss=local_loss,

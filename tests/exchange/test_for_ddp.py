@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError
 from allstep.exchange import ExchangePolicy, Synchronous, attach, make_policy
-from allstep.exchange.for_ddp import DDPHook, ddp_hook
+from allstep.exchange.torch_hooks import DDPCommHook, ddp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
 from tests.helpers.ranks import run_ranks
@@ -282,4 +282,4 @@ def test_counts_bytes_once_started() -> None:
         return [*counts, hook.sent_bytes]
 
     assert run_ranks(2, worker) == [[0, 200]] * 2
-    assert isinstance(ddp_hook(), DDPHook)
+    assert isinstance(ddp_hook(), DDPCommHook)

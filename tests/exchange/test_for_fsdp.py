@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from allstep.comm import Communicator, init
 from allstep.errors import UsageError
 from allstep.exchange import Synchronous, attach, make_policy
-from allstep.exchange.for_fsdp import fsdp_hook
+from allstep.exchange.torch_hooks import fsdp_hook
 from tests.exchange.nets import assert_same, differs, mlp
 from tests.helpers.processes import run_processes
 

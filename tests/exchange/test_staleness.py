@@ -67,7 +67,7 @@ class Late:
 
     def step(self, number: int, batch: Tensor) -> None:
         self.model(shard(batch, self.comm)).square().mean().backward()
-        if self.exchange.has_landed:
+        if self.exchange.has_gradients:
             self.update(number - self.staleness)
         else:
             assert all(p.grad is None for p in self.model.parameters())
@@ -226,7 +226,7 @@ def scaled_run(
         if number == 4:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
-        if exchange.has_landed:
+        if exchange.has_gradients:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()

@@ -1,18 +1,20 @@
 """The size of buckets, on links of which a clock of the test's own keeps the time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 from allstep import Communicator
-from allstep.exchange import tuning
-from allstep.exchange.buckets import CANDIDATE_BYTES, ReadyGradient
-from allstep.exchange.layout import BucketLayout
-from allstep.exchange.sender import NUM_AT_ONCE
-from allstep.exchange.tuning import tuned_bucket_bytes
+from allstep.exchange.reducer import NUM_AT_ONCE, Bucket
+from allstep.exchange.tuning import (
+    CANDIDATE_BYTES,
+    NUM_PROBES,
+    Clock,
+    ReadyGradient,
+    tuned_bucket_bytes,
+)
 from allstep.exchange.wires import FullPrecision
 
 KIB = 1 << 10
@@ -25,7 +27,7 @@ GRADIENTS = [
 
 
 class Link:
-    """A clock, and a sender whose buckets follow each other on one line.
+    """A clock, and a reducer whose buckets follow each other on one line.
 
     Args:
         seconds: of a bucket of so many bytes.
@@ -37,9 +39,10 @@ class Link:
         self.now_s = self._free_s = 0.0
         self.sent: list[int] = []
 
-    def start(self, flat: torch.Tensor, layout: BucketLayout, state: Any) -> "Sent":
-        self.sent.append(flat.nbytes)
-        self._free_s = max(self._free_s, self.now_s) + self._seconds(flat.nbytes)
+    def start(self, bucket: Bucket, *, state: Any) -> "Sent":
+        num_bytes = bucket.flat.nbytes
+        self.sent.append(num_bytes)
+        self._free_s = max(self._free_s, self.now_s) + self._seconds(num_bytes)
         return Sent(self, self._free_s)
 
     def wait_until(self, end_s: float) -> None:
@@ -55,45 +58,44 @@ class Sent:
         self.link.wait_until(self.end_s)
 
 
-def tuned(link: Link, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(tuning, "perf_counter", lambda: link.now_s)
-    monkeypatch.setattr(tuning, "sleep", lambda s: link.wait_until(link.now_s + s))
-    return tuned_bucket_bytes(Communicator.single_process(), link, GRADIENTS, BACKWARD_S)  # type: ignore[arg-type]
+def tuned(link: Link, gradients: Sequence[ReadyGradient] = GRADIENTS, **options: float) -> int:
+    clock = Clock(lambda: link.now_s, lambda s: link.wait_until(link.now_s + s))
+    comm = Communicator.single_process()
+    return tuned_bucket_bytes(comm, link, gradients, BACKWARD_S, clock=clock, **options)  # type: ignore[arg-type]
 
 
-def test_a_link_as_modelled_gets_what_the_model_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_as_modelled_gets_what_the_model_finds() -> None:
     """Small buckets when a byte costs all of the time, large ones when a message does."""
-    assert tuned(Link(lambda n: n / 20e6), monkeypatch) == LAYER_BYTES
-    assert tuned(Link(lambda n: 0.1), monkeypatch) == 128 << 20
+    assert tuned(Link(lambda n: n / 20e6)) == LAYER_BYTES
+    assert tuned(Link(lambda n: 0.1)) == 128 << 20
 
 
-def test_what_the_model_does_not_know_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_model_does_not_know_is_tried() -> None:
     """Both probes say that latency is nothing; but buckets of one layer are slow, by chance."""
     link = Link(lambda n: n / 20e6 + 0.02 * (n == LAYER_BYTES))
-    assert tuned(link, monkeypatch) == 2 * LAYER_BYTES
+    assert tuned(link) == 2 * LAYER_BYTES
 
 
-def test_an_exchange_that_is_hidden_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_probes = 2 * tuning._NUM_PROBES * NUM_AT_ONCE
+def test_an_exchange_that_is_hidden_is_not_tried() -> None:
+    num_probes = 2 * NUM_PROBES * NUM_AT_ONCE
     hidden, exposed = Link(lambda n: n / 2e9), Link(lambda n: n / 20e6)
-    tuned(hidden, monkeypatch)
-    tuned(exposed, monkeypatch)
+    tuned(hidden)
+    tuned(exposed)
     assert len(hidden.sent) == num_probes
     assert LAYER_BYTES in exposed.sent[num_probes:]
 
 
-def test_what_would_take_minutes_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_take_minutes_is_not_tried() -> None:
     def seconds(num_bytes: int) -> float:
         return 0.5 + num_bytes / 0.25e6 + 30.0 * (num_bytes > 2 << 20)
 
     slow = Link(seconds)
-    assert tuned(slow, monkeypatch) == 128 << 20  # as modelled
-    assert len(slow.sent) == 2 * tuning._NUM_PROBES * NUM_AT_ONCE
-    monkeypatch.setattr(tuning, "_LONGEST_S", 1e3)
-    assert tuned(Link(seconds), monkeypatch) == 2 << 20
+    assert tuned(slow) == 128 << 20  # as modelled
+    assert len(slow.sent) == 2 * NUM_PROBES * NUM_AT_ONCE
+    assert tuned(Link(seconds), longest_s=1e3) == 2 << 20
 
 
-def test_a_bucket_without_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_without_elements() -> None:
     """A parameter may be empty."""
-    monkeypatch.setitem(globals(), "GRADIENTS", [ReadyGradient("none", 0, GRADIENTS[0].kind)])
-    assert tuned(Link(lambda n: n / 20e6), monkeypatch) in CANDIDATE_BYTES
+    empty = [ReadyGradient("none", 0, GRADIENTS[0].kind)]
+    assert tuned(Link(lambda n: n / 20e6), empty) in CANDIDATE_BYTES

@@ -168,8 +168,7 @@ def test_a_lone_worker_gets_what_was_not_sent(name: str) -> None:
 def unsent(exchange: Exchange, model: Turns) -> Tensor:
     """[2, 4, 8]: what this worker has not sent of its gradients."""
     assert isinstance(exchange, OverlappedExchange)
-    exchange.state_dict()  # waits for what is under way
-    residuals = exchange._sender._residuals()
+    residuals = exchange.unsent()
     return torch.stack([residuals[f"parts.{i}"].view(4, 8).clone() for i in range(2)])
 
 

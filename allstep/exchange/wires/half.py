@@ -10,7 +10,6 @@ from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.transport import Transport
 from allstep.exchange.wires.base import WireFormat, WireState
-from allstep.exchange.wires.naming import parameter_at
 
 __all__ = ["BFloat16", "Float16"]
 
@@ -52,7 +51,7 @@ class _Half(WireFormat):
     def _refuse_overflow(self, payload: Tensor, layout: BucketLayout) -> None:
         overflowed = payload[: layout.num_elements].isinf().nonzero()
         if len(overflowed):
-            name = parameter_at(layout, int(overflowed[0]))
+            name = layout.name_at(int(overflowed[0]))
             largest = torch.finfo(self.dtype).max
             raise UsageError(
                 f"Parameter `{name}` has a gradient beyond {largest:.5g}, the largest number of"

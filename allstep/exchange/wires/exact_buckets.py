@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from allstep.errors import UsageError
-from allstep.exchange.flight import BucketPlan, Flight
-from allstep.exchange.wires import Exact
+from allstep.exchange.buckets import BucketPlan, BucketSet
+from allstep.exchange.wires.exact import Exact
 
-__all__ = ["FixedPointFlight", "Left"]
+__all__ = ["ExactSums", "FixedPointBuckets"]
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,31 @@ class Left:
     divisor: int
 
 
+class ExactSums:
+    """Makes the buckets of one exchange, which share what they have left in `p.grad`.
+
+    Args:
+        exact: the format.
+        rank: this worker.
+    """
+
+    def __init__(self, exact: Exact, rank: int) -> None:
+        self._exact, self._rank = exact, rank
+        self._left: MutableMapping[nn.Parameter, Left] = WeakTensorKeyDictionary()
+
+    def new_buckets(self, plan: BucketPlan) -> "FixedPointBuckets":
+        """Empty buckets; see `FixedPointBuckets.of`."""
+        return FixedPointBuckets.of(plan, self._exact, self._rank, self._left)
+
+
 @dataclass
-class FixedPointFlight(Flight):
-    """A flight of whole numbers. [Note: what p.grad stands for]
+class FixedPointBuckets(BucketSet):
+    """Buckets of whole numbers. [Note: what p.grad stands for]
 
     Attributes:
         exact: the format; its numbers are in `flats`.
         rank: this worker.
-        left: by parameter; all flights of an exchange share it.
+        left: by parameter; all buckets of an exchange share it.
         set_aside_of: name -> what `p.grad` held before the gradient that is being made.
         divisor: what the sum is divided by in the end.
         factor: by which the result is then multiplied.
@@ -72,8 +89,8 @@ class FixedPointFlight(Flight):
     @classmethod
     def of(
         cls, plan: BucketPlan, exact: Exact, rank: int, left: MutableMapping[nn.Parameter, Left]
-    ) -> "FixedPointFlight":
-        """An empty flight.
+    ) -> "FixedPointBuckets":
+        """Empty buckets.
 
         Raises:
             UsageError: if a parameter is complex.
@@ -87,8 +104,8 @@ class FixedPointFlight(Flight):
         flats = [torch.zeros_like(x.new_flat(), dtype=torch.int64) for x in plan.layouts]
         return cls(plan, flats, exact=exact, rank=rank, left=left)
 
-    def clear(self) -> None:
-        super().clear()
+    def recycle(self) -> None:
+        super().recycle()
         self.set_aside_of.clear()
         self.factor = 1.0
 

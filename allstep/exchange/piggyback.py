@@ -1,0 +1,150 @@
+"""Numbers that ride behind gradients, with which workers compare what they came for.
+
+[Note: agreement in the tail] An exchange sends no message of its own to find out whether the
+workers mean the same one. Behind the gradients of the first bucket each worker writes the
+digits d of its fingerprint, once as they are and once negated, so that worker k's digits meet
+worker k + 1's:
+
+    block k:  +d of worker k,  -d of worker k + 1,  0 of the others
+
+After the sum a block is zero exactly where the two agree, in any number format in which whole
+numbers up to 127 are exact, and the blocks that aren't zero name the workers. Behind the last
+bucket ride a mark for a worker that failed, and for each parameter whether this worker has a
+gradient for it: their sum is positive where any has.
+
+[Note: late reading] On the CPU a worker looks at the sums as soon as it has them, and stops
+before it sends what others don't expect. On CUDA looking would make the host wait for the
+device in every step. There the few numbers are copied behind the exchange, and the host reads
+them when the next exchange starts, or anything else that all workers do together: by then they
+have long arrived. So a disagreement comes to light one step late, on every worker at the same
+point, and after one update that is not to be used. All buckets are sent in any case, for the
+next collective would meet them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError, UsageError
+from allstep.exchange.agreement import explain
+from allstep.exchange.parameters import Signature
+
+__all__ = ["AgreementResult", "check_size", "disagreeing_ranks", "reads_late", "write_check"]
+
+_NUM_DIGITS = 4
+_BASE = 128
+
+
+def check_size(size: int) -> int:
+    """Elements that the comparison of `size` workers takes.
+
+    >>> check_size(1), check_size(3)
+    (0, 12)
+    """
+    return _NUM_DIGITS * size if size > 1 else 0
+
+
+def write_check(check: Tensor, rank: int, fingerprint: int) -> None:
+    """This worker's part of the comparison.
+
+    Args:
+        check: [check_size(size)]; overwritten.
+        rank: this worker.
+        fingerprint: what workers should agree on; its lowest 28 bits are compared.
+    """
+    check.zero_()
+    if not check.numel():
+        return
+    digits = [(fingerprint >> (7 * i)) % _BASE for i in range(_NUM_DIGITS)]
+    blocks = check.view(-1, _NUM_DIGITS)
+    mine = torch.tensor(digits, dtype=check.dtype)
+    blocks[rank].copy_(mine, non_blocking=True)  # a CUDA device takes it without a halt
+    blocks[rank - 1].copy_(-mine, non_blocking=True)
+
+
+def disagreeing_ranks(check: Tensor) -> Sequence[int]:
+    """The workers whose neighbour has another fingerprint; empty if all agree.
+
+    Args:
+        check: [check_size(size)], summed over the workers.
+
+    >>> check = torch.zeros(3, 12)
+    >>> for rank, fingerprint in enumerate([1000, 1000, 1001]):
+    ...     write_check(check[rank], rank, fingerprint)
+    >>> disagreeing_ranks(check.sum(0))
+    [1, 2]
+    """
+    if not check.any():
+        return []
+    return [k for k, block in enumerate(check.view(-1, _NUM_DIGITS)) if block.any()]
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether the host reads the comparison only when the next exchange starts."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class AgreementResult:
+    """The numbers of a comparison on their way to the host, and what this worker came for.
+
+    Attributes:
+        numbers: the summed check and failure mark, on the CPU.
+        event: when they are there; None if they are.
+        num_check: how many of them are the check.
+        action: what this worker believed it did, in words.
+        described: the tensors it did it with.
+        failure: why this worker could not take part, if it could not.
+    """
+
+    numbers: Tensor
+    event: torch.cuda.Event | None
+    num_check: int
+    action: str
+    described: Signature
+    failure: str | None
+
+    @classmethod
+    def read(
+        cls,
+        check: Tensor,
+        mark: Tensor,
+        *,
+        action: str,
+        described: Signature,
+        failure: str | None,
+    ) -> "AgreementResult":
+        """Starts the way of a summed check and a failure mark to the host."""
+        numbers = torch.cat([check, mark.to(check)])
+        event = None
+        if numbers.is_cuda:
+            on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            on_host.copy_(numbers, non_blocking=True)
+            numbers = on_host
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return cls(numbers, event, len(check), action, described, failure)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether all workers came for the same thing and none failed; waits for the numbers."""
+        if self.event is not None:
+            self.event.synchronize()
+        return not self.numbers.any()
+
+    def raise_if_bad(self, comm: Communicator) -> None:
+        """Raises on every worker unless `is_good`. Collective if so.
+
+        Raises:
+            DisagreementError: naming who wants what.
+            UsageError: on a worker that failed, where the others came for the same.
+        """
+        if self.is_good:
+            return
+        if disagreeing_ranks(self.numbers[: self.num_check]) or not self.failure:
+            raise DisagreementError(explain(comm, self.failure or self.action, self.described))
+        explain(comm, self.failure, self.described)
+        raise UsageError(self.failure)

@@ -1,0 +1,337 @@
+"""Sums buckets over the workers, beside the backward pass."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import getpid
+from time import perf_counter
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from allstep.comm import Communicator
+from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
+from allstep.comm.shared_memory import Block
+from allstep.comm.work import BackendWork, JoinedWork, Work
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.policy import ExchangePolicy
+from allstep.exchange.residuals import (
+    Remembered,
+    gather_states,
+    give_back,
+    load_states,
+    remember,
+    residual_pieces,
+    restore,
+)
+from allstep.exchange.runner import Runner, make_runner
+from allstep.exchange.spans import begin_span, job_span
+from allstep.exchange.transport import Transport, channel_of
+from allstep.exchange.wires import FullPrecision, WireState
+
+__all__ = ["NUM_AT_ONCE", "Bucket", "Reducer"]
+
+NUM_AT_ONCE = 4  # buckets, where the backward pass is faster than the wire
+
+Then = Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Scaled gradients side by side, of which the sum over the workers is wanted.
+
+    Attributes:
+        layout: where the gradients lie.
+        flat: the gradients, then the tail; [num_elements + num_tail].
+        index: among the buckets of a step; None for one that stands by itself.
+        is_last: whether a step ends with it.
+    """
+
+    layout: BucketLayout
+    flat: Tensor
+    index: int | None = None
+    is_last: bool = True
+
+    @property
+    def span_name(self) -> str:
+        """The name in a profiler's trace."""
+        return f"allstep::bucket {'' if self.index is None else f'{self.index} '}reduce"
+
+
+class Reducer:
+    """Sums buckets over the workers in the order of the calls: a wire format, and where it runs.
+
+    Its collectives have a group of their own: beside them, in the main thread, workers may
+    call other collectives of `comm` at other times. See `channel_of`.
+
+    Args:
+        comm: the workers.
+        policy: wire format, algorithm, and whether steps wait for their sums.
+
+    Attributes:
+        wire: the format.
+        transport: the group, and how sums are taken.
+        adds_up: whether workers' numbers come together at all.
+    """
+
+    def __init__(self, comm: Communicator, policy: ExchangePolicy) -> None:
+        self.wire = policy.wire_format
+        self._runner: Runner = make_runner(comm.device)
+        self._main_comm = comm
+        self.comm = channel_of(comm)
+        self._as_they_are = type(self.wire) is FullPrecision
+        num_at_once = NUM_AT_ONCE if self._may_post else 1
+        algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype, num_at_once)
+        self.transport = Transport(self.comm, algorithm)
+        self.adds_up = comm.size > 1 and not isinstance(algorithm, Dummy)
+        self._log_choices()
+        self._staleness = policy.staleness
+        self._native: Native | None = None
+        self._posted_s = self._last_end_s = 0.0
+        self._pending: set[object] = set()  # a mark for each call that the backend works on
+        if self.comm is not comm:
+            self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
+        self._states: dict[BucketLayout, WireState] = {}
+        self._unsent: dict[str, Tensor] = {}  # of parameters that are in no bucket at present
+        self._remembered: list[Remembered] = []
+        self.close = finalize(
+            self, _close, getpid(), self._runner, self.transport, comm, self._pending
+        )
+
+    # -- what it is good for -------------------------------------------------------------------
+
+    @property
+    def has_residuals(self) -> bool:
+        """Whether something of earlier gradients waits to be sent."""
+        return any(state.residual is not None for state in self._states.values())
+
+    @property
+    def usual_bucket_bytes(self) -> int:
+        """Large where sums are taken in place in memory, since workers meet for each; else small,
+        so that the network has work early.
+        """
+        algorithm = self.transport.algorithm
+        in_memory = isinstance(algorithm, SharedMemory) and algorithm.fallback is None
+        return 32 << 20 if in_memory and self._as_they_are else 8 << 20
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in collectives, encoding and decoding so far."""
+        return self._runner.busy_s + self._posted_s
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this worker has sent so far."""
+        return self.transport.sent_bytes
+
+    def algorithm_for(self, num_bytes: int) -> str:
+        """The name of what sums so many bytes."""
+        return self.transport.algorithm.used_for(num_bytes).name
+
+    @property
+    def is_left_to_backend(self) -> bool:
+        """Whether the backend itself sums all buckets that `set_layouts` has told of."""
+        return self._native is not None
+
+    @property
+    def _may_post(self) -> bool:
+        """Whether buckets may be left to the backend, which works on several at once."""
+        return self._as_they_are and self.comm.device.type == "cpu" and self.comm.size > 1
+
+    # -- buckets -------------------------------------------------------------------------------
+
+    def set_layouts(self, layouts: Sequence[BucketLayout]) -> None:
+        """Tells of all buckets to come; nothing may be under way.
+
+        What was not sent yet of a parameter goes along to its new bucket.
+        """
+        self._native = self._only_native(layouts)
+        for layout in self._states.keys() - set(layouts):
+            self._forget(layout)
+        for layout in layouts:
+            self.state_of(layout)
+
+    def state_of(self, layout: BucketLayout) -> WireState:
+        """What the format remembers of a bucket; of a new one what it does of its parameters."""
+        if layout in self._states:
+            return self._states[layout]
+        names = set(layout.names)
+        for old in [old for old in self._states if not names.isdisjoint(old.names)]:
+            self._forget(old)
+        state = self._states[layout] = self.wire.new_state(layout)
+        for name in give_back(layout, state, self._unsent):
+            del self._unsent[name]
+        return state
+
+    def new_block(self, num_bytes: int) -> Block | None:
+        """Memory in which buckets are summed where they lie, if there is any. Collective."""
+        algorithm = self.transport.algorithm
+        if self._as_they_are and isinstance(algorithm, SharedMemory) and num_bytes:
+            return algorithm.new_block(num_bytes)
+        return None
+
+    def start(
+        self,
+        bucket: Bucket,
+        *,
+        state: WireState | None = None,
+        residual_factor: float = 1.0,
+        flags: Mapping[str, Tensor] | None = None,
+        then: Then | None = None,
+    ) -> Work[None]:
+        """Starts to make `bucket.flat` the sum over the workers; all must start the same.
+
+        Args:
+            bucket: what to sum.
+            state: what the format remembers; None for what it has kept of this bucket.
+            residual_factor: by which gradients are larger than when the residual was left: a
+                GradScaler's scale has changed.
+            flags: name -> the flag that will tell whether any worker has a gradient, for
+                parameters for which this worker has none; see `restore`.
+            then: called at the end with the error, if there was one; may raise.
+        """
+        if self._native is not None:
+            return self._post(self._native, bucket, then)
+        span = job_span(bucket.span_name, bucket.flat.device, self._staleness)
+
+        def call() -> None:
+            try:
+                with span:
+                    self._sum(bucket, state, residual_factor, flags or {})
+            except BaseException as error:
+                if then is not None:
+                    then(error)
+                raise
+            self._lift_first_timeout()
+            if then is not None:
+                then(None)
+
+        return self._runner.submit(call)
+
+    def _sum(
+        self,
+        bucket: Bucket,
+        state: WireState | None,
+        residual_factor: float,
+        flags: Mapping[str, Tensor],
+    ) -> None:
+        """In the runner's thread or stream."""
+        state = self.state_of(bucket.layout) if state is None else state
+        if residual_factor != 1 and state.residual is not None:
+            state.residual.mul_(residual_factor)
+        self._remembered += remember(bucket.layout, state, flags)
+        self.wire.sum_(bucket.flat, bucket.layout, state, self.transport)
+        if bucket.is_last:
+            restore(self._remembered)
+            self._remembered.clear()
+
+    def _post(self, native: Native, bucket: Bucket, then: Then | None) -> Work[None]:
+        """Hands a bucket to the backend itself, which works on several at once."""
+        mark = object()
+        self._pending.add(mark)
+
+        @torch.no_grad()
+        def finish() -> None:
+            self._pending.discard(mark)
+            end_s = perf_counter()
+            self._posted_s += end_s - max(start_s, self._last_end_s)
+            self._last_end_s = end_s
+            self._lift_first_timeout()
+            if then is not None:
+                then(None)
+
+        work = native.post(bucket.flat)
+        start_s = perf_counter()
+        if not self._staleness and isinstance(work, BackendWork):
+            begin_span(bucket.span_name, work.future)
+        return JoinedWork([work], finish)
+
+    def _only_native(self, layouts: Sequence[BucketLayout]) -> Native | None:
+        """The backend's own sums if all buckets are left to it.
+
+        Some by it and some by this reducer's thread would meet in another order on each worker.
+        """
+        if not self._may_post:
+            return None
+        algorithm = self.transport.algorithm
+        sizes = [layout.num_elements * layout.flat_dtype.itemsize for layout in layouts]
+        used = {algorithm.used_for(size) for size in sizes}
+        only = used.pop() if len(used) == 1 else None
+        return only if type(only) is Native else None
+
+    def _forget(self, layout: BucketLayout) -> None:
+        pieces = residual_pieces(layout, self._states.pop(layout))
+        self._unsent |= {name: piece.clone() for name, piece in pieces.items()}
+
+    def _lift_first_timeout(self) -> None:
+        """All have met for the first time: from now on the communicator's own timeout holds."""
+        if self.comm.timeout_s < self._main_comm.timeout_s:
+            self.comm.set_timeout(self._main_comm.timeout_s)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def unsent(self) -> dict[str, Tensor]:
+        """name -> what this worker has not sent of its gradients yet, flat. Waits for what is."""
+        self._runner.submit(lambda: None).wait()
+        found = dict(self._unsent)
+        for layout, state in self._states.items():
+            found |= residual_pieces(layout, state)
+        return {name: piece.clone() for name, piece in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sums depend on, of this worker."""
+        return {"unsent": self.unsent(), "algorithm": self.transport.algorithm.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, by the same rank. Collective."""
+        algorithm = self.transport.algorithm
+        self._runner.submit(lambda: algorithm.load_state_dict(state["algorithm"])).wait()
+        self._states.clear()
+        self._unsent = dict(state["unsent"])
+
+    def gather_state(self, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
+        """What the next sums of these buckets depend on, of all workers on rank 0. Collective."""
+        states = [self.state_of(layout) for layout in layouts]
+        return {
+            "algorithm": self.transport.algorithm.state_dict(),
+            "states": gather_states(self.comm, states),
+        }
+
+    def load_gathered_state(
+        self, layouts: Sequence[BucketLayout], state: Mapping[str, Any]
+    ) -> None:
+        """Goes on where `gather_state` was called. Collective."""
+        self.transport.algorithm.load_state_dict(state["algorithm"])
+        self._log_choices()
+        self._states.clear()
+        self._unsent.clear()
+        self.set_layouts(layouts)
+        if state["states"] is not None:
+            states = [self.state_of(layout) for layout in layouts]
+            load_states(self.comm, states, state["states"])
+
+    def _log_choices(self) -> None:
+        algorithm = self.transport.algorithm
+        if isinstance(algorithm, Auto) and algorithm.choices and self.comm.rank == 0:
+            logging.getLogger("allstep").info(f"all-reduce by size: {algorithm.in_words}")
+
+
+def _close(
+    pid: int, runner: Runner, transport: Transport, comm: Communicator, pending: set[object]
+) -> None:
+    """Gives all back. A group waits for its pending calls when it is closed, and holds the
+    interpreter's lock meanwhile: where workers disagreed, that would be for a whole timeout.
+    A process that was forked from this one leaves it alone when it exits.
+    """
+    if getpid() != pid:
+        return
+    runner.close()
+    transport.algorithm.close()
+    if transport.comm is comm:
+        return
+    if pending:
+        transport.comm.abort()
+    else:
+        transport.comm.close()

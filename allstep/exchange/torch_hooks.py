@@ -1,0 +1,383 @@
+"""Wire formats and staleness for those who train with torch's DistributedDataParallel or FSDP2.
+
+Both hand over flat gradients and take back what `p.grad` shall hold. They are clients of `Reducer`
+and `InFlight`, as `attach` is.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from allstep.comm import Communicator, Work, init
+from allstep.errors import UsageError
+from allstep.exchange.agreement import check_same_arguments
+from allstep.exchange.in_flight import InFlight
+from allstep.exchange.layout import BucketLayout
+from allstep.exchange.policy import ExchangePolicy, Synchronous
+from allstep.exchange.reducer import Bucket, Reducer
+from allstep.exchange.wires import PowerSGD
+
+__all__ = ["DDPCommHook", "FSDPCommHook", "ddp_hook", "fsdp_hook"]
+
+Gradients = dict[str, Tensor]
+
+
+def ddp_hook(
+    policy: ExchangePolicy | None = None, comm: Communicator | None = None
+) -> "DDPCommHook":
+    """A communication hook that exchanges DDP's buckets as a policy says.
+
+    Args:
+        policy: its compression, staleness, reduction and algorithm are used; buckets are DDP's.
+        comm: the workers of DDP's process group; None for all workers of torch.distributed.
+
+    Returns:
+        What `DistributedDataParallel.register_comm_hook` takes.
+
+    Example:
+        >>> import torch, allstep
+        >>> hook = ddp_hook(allstep.Synchronous(compression="int8"))
+        >>> def distribute(model: torch.nn.Module):
+        ...     model = torch.nn.parallel.DistributedDataParallel(model)
+        ...     model.register_comm_hook(model, hook)
+        ...     return model
+    """
+    return DDPCommHook(policy or Synchronous(), comm)
+
+
+def fsdp_hook(
+    model: nn.Module, comm: Communicator, policy: ExchangePolicy | None = None
+) -> "FSDPCommHook":
+    """Exchanges the gradients of a sharded model with its replicas. Collective.
+
+    FSDP2 shards inside a node, over the fast link, and reduces the gradients there; between
+    nodes the hook exchanges them with those who hold the same shard. Parameters and buffers get
+    the values of the first replica.
+
+    Args:
+        model: sharded by `fully_shard` only over the "shard" dimension of a mesh, with its
+            modules, as FSDP2 is used.
+        comm: the workers with the same shard: `allstep.init(process_group=mesh["replicate"])`.
+        policy: its compression, staleness, reduction and algorithm are used.
+
+    Returns:
+        The hook, which is registered.
+
+    Raises:
+        UsageError: if `model` isn't sharded, or the compression needs matrices.
+        DisagreementError: if workers have different policies.
+
+    Example:
+        >>> def distribute(model, mesh):  # a mesh with dimensions "replicate" and "shard"
+        ...     for block in model.blocks:
+        ...         torch.distributed.fsdp.fully_shard(block, mesh=mesh["shard"])
+        ...     torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])
+        ...     replicas = allstep.init(process_group=mesh["replicate"])
+        ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
+    """
+    policy = policy or Synchronous()
+    units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not units:
+        raise UsageError(
+            f"`model` is a {type(model).__name__} that FSDP2 has not sharded; call"
+            " `torch.distributed.fsdp.fully_shard` on it first."
+        )
+    if isinstance(policy.wire_format, PowerSGD):
+        raise UsageError(
+            "`compression` (='powersgd') needs matrices, and FSDP2 hands over flat shards; use"
+            ' "int8".'
+        )
+    hook = FSDPCommHook(model, comm, policy)
+    for name, unit in units.items():
+        unit.set_all_reduce_hook(partial(hook.reduce_, name))
+    return hook
+
+
+class DDPCommHook:
+    """Exchanges DDP's buckets; made by `ddp_hook`, one for each DDP model.
+
+    With staleness the first steps leave `p.grad` None, so that an optimizer does nothing in
+    them; call `flush` after the last. A GradScaler, which must unscale a gradient with the scale
+    that it was made under, goes with staleness only in `allstep.attach`.
+
+    Args:
+        policy: how to exchange.
+        comm: the workers.
+    """
+
+    def __init__(self, policy: ExchangePolicy, comm: Communicator | None) -> None:
+        self.__name__ = self.__qualname__ = "allstep.ddp_hook"  # DDP asks for them
+        self._policy = policy
+        self._comm = comm
+        self._reducer: Reducer | None = None  # from the first bucket on
+        self._in_flight = InFlight[Gradients](policy.staleness)
+        self._step: Gradients = {}  # of the backward pass under way
+        self._works: list[Work[None]] = []
+        self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._names: dict[Tensor, str] = {}
+        self._loaded: Mapping[str, Any] = {}  # a state that waits for the first bucket
+
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls when a bucket's gradients are ready.
+
+        Args:
+            state: the model, whose parameters' names messages then have; anything else is fine.
+            bucket: DDP's.
+        """
+        flat = bucket.buffer()
+        reducer = self._start(flat.device)
+        names = self._name(bucket.parameters(), state)
+        layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
+        future = _new_future(flat.device)
+        scale = _scale(self._policy, reducer)
+        if not self._policy.staleness:
+            flat.mul_(scale)
+            reducer.start(Bucket(layout, flat), then=partial(_resolve, future, flat))
+            return future
+        own = flat * scale
+        self._step |= zip(names, layout.views(own), strict=True)
+        self._works.append(reducer.start(Bucket(layout, own)))
+        self._waiting.append((layout, flat, future))
+        if bucket.is_last():
+            self._end_step()
+        return future
+
+    def flush(self) -> Iterator[None]:
+        """Leaves what is under way in `p.grad`, one step's gradients after the other's.
+
+        Make an update for each. Nothing is under way without staleness, nor known of it between
+        `load_state_dict` and the next backward pass.
+        """
+        while self._in_flight:
+            for name, gradient in self._in_flight.pop().items():
+                self._parameters[name].grad = gradient
+            yield
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this worker has sent so far."""
+        return 0 if self._reducer is None else self._reducer.sent_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
+        if self._reducer is None:
+            return dict(self._loaded)
+        return _state_of(self._policy, self._reducer) | {"in_flight": _copies(self._in_flight)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
+        self._loaded = state
+        if self._reducer is not None:
+            self._load(self._reducer, state)
+
+    def _load(self, reducer: Reducer, state: Mapping[str, Any]) -> None:
+        _load_state(self._policy, reducer, state)
+        self._in_flight = _in_flight_of(self._policy, state["in_flight"])
+
+    def _start(self, device: torch.device) -> Reducer:
+        """At the first bucket, when there is a process group for sure."""
+        if self._reducer is None:
+            comm = self._comm or init(device=device)
+            self._reducer = _new_reducer(comm, self._policy)
+            if self._loaded:
+                self._load(self._reducer, self._loaded)
+        return self._reducer
+
+    def _name(self, parameters: list[Tensor], state: object) -> list[str]:
+        for p in parameters:
+            if p not in self._names:
+                self._learn_names(state)
+            if p not in self._names:
+                self._names[p] = f"number {len(self._names)}"
+                self._parameters[self._names[p]] = cast(nn.Parameter, p)
+        return [self._names[p] for p in parameters]
+
+    def _learn_names(self, state: object) -> None:
+        model = state.module if isinstance(state, DistributedDataParallel) else state
+        if isinstance(model, nn.Module):
+            self._parameters |= dict(model.named_parameters())
+            self._names |= {p: name for name, p in model.named_parameters()}
+
+    def _end_step(self) -> None:
+        """Gives DDP the gradients of an earlier step, or has `p.grad` be None."""
+        self._in_flight.push(self._step, self._works)
+        self._step, self._works = {}, []
+        due = self._in_flight.pop_due()
+        waiting, self._waiting = self._waiting, []
+        for layout, flat, future in waiting:
+            for name, view in zip(layout.names, layout.views(flat), strict=True):
+                if due is not None and name in due:
+                    view.copy_(due[name])
+                else:
+                    view.zero_()
+            future.set_result(flat)
+        # DDP queues the end of its work after this one, and that sets `p.grad`.
+        _after_engine(partial(self._set_gradients, due))
+
+    def _set_gradients(self, due: Gradients | None) -> None:
+        """DDP leaves alone what it believes unused, which may have been used when it was sent."""
+        for name, p in self._parameters.items():
+            if due is None:
+                p.grad = None
+            elif name in due and p.grad is not None:
+                p.grad.copy_(due[name])
+            elif name in due and due[name].any():
+                p.grad = due[name].clone()
+
+
+class FSDPCommHook:
+    """Exchanges what FSDP2 has reduced over its shards; made by `fsdp_hook`.
+
+    With staleness the first steps leave `p.grad` None, and the gradients of the last steps are
+    not used.
+
+    Args:
+        model: a model with FSDP2's modules.
+        comm: the workers with the same shard.
+        policy: how to exchange.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
+        self._model = model
+        self._policy = policy
+        self._reducer = _new_reducer(comm, policy)
+        self._in_flight: dict[str, InFlight[Gradients]] = {}  # of each module
+        self._is_clearing = False
+        with torch.no_grad():
+            tensors = tuple(_local(t) for t in _tensors(model))
+            if tensors and comm.size > 1:
+                comm.broadcast(tensors, root=0)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this worker has sent so far."""
+        return self._reducer.sent_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
+        in_flight = {name: _copies(steps) for name, steps in self._in_flight.items()}
+        return _state_of(self._policy, self._reducer) | {"in_flight": in_flight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
+        _load_state(self._policy, self._reducer, state)
+        for name, steps in state["in_flight"].items():
+            self._in_flight[name] = _in_flight_of(self._policy, steps)
+
+    @torch.no_grad()
+    def reduce_(self, name: str, flat: Tensor) -> None:
+        """What FSDP2 calls when a module's gradients have been reduced over its shards.
+
+        Args:
+            name: of the module.
+            flat: the gradients of this worker's shard; becomes their sum over the replicas.
+
+        Raises:
+            UsageError: if other parameters than before had a gradient, with staleness.
+        """
+        layout = _layout(f"{name or 'model'} (a module of FSDP2)", flat)
+        scale = _scale(self._policy, self._reducer)
+        if not self._policy.staleness:
+            flat.mul_(scale)
+            self._reducer.start(Bucket(layout, flat)).wait()
+            return
+        own = flat * scale
+        steps = self._in_flight.setdefault(name, InFlight(self._policy.staleness))
+        steps.push({name: own}, [self._reducer.start(Bucket(layout, own))])
+        due = steps.pop_due()
+        if due is None:
+            self._clear_after_backward()
+        elif due[name].shape != flat.shape:
+            raise UsageError(
+                f"`steps` (={self._policy.staleness}) of `Stale`: other parameters of `{name}` than"
+                " before had a gradient; call `set_reduce_scatter_unused_params(True)` on the"
+                " model."
+            )
+        else:
+            flat.copy_(due[name])
+
+    def _clear_after_backward(self) -> None:
+        """FSDP2 sets `p.grad` when the hook returns, and ends its work in a queued callback."""
+        if not self._is_clearing:
+            self._is_clearing = True
+            _after_engine(self._clear_gradients)
+
+    def _clear_gradients(self) -> None:
+        self._is_clearing = False
+        for p in self._model.parameters():
+            p.grad = None
+
+
+def _new_reducer(comm: Communicator, policy: ExchangePolicy) -> Reducer:
+    if comm.size > 1:
+        check_same_arguments(comm, policy.in_words)
+    return Reducer(comm, policy)
+
+
+def _scale(policy: ExchangePolicy, reducer: Reducer) -> float:
+    """What gradients are multiplied by before they are summed."""
+    return 1.0 if policy.reduction == "sum" else 1 / reducer.comm.size
+
+
+def _state_of(policy: ExchangePolicy, reducer: Reducer) -> dict[str, Any]:
+    return {"policy": policy.state_dict(), **reducer.state_dict()}
+
+
+def _load_state(policy: ExchangePolicy, reducer: Reducer, state: Mapping[str, Any]) -> None:
+    policy.check_state_dict(state.get("policy", {}))
+    reducer.load_state_dict(state)
+
+
+def _copies(in_flight: InFlight[Gradients]) -> list[Gradients]:
+    """The sums under way, the oldest first; the same on every worker. Waits for them."""
+    in_flight.wait()
+    return [{name: gradient.clone() for name, gradient in step.items()} for step in in_flight]
+
+
+def _in_flight_of(policy: ExchangePolicy, steps: list[Gradients]) -> InFlight[Gradients]:
+    in_flight = InFlight[Gradients](policy.staleness)
+    for step in steps:
+        in_flight.push({name: gradient.clone() for name, gradient in step.items()}, ())
+    return in_flight
+
+
+def _after_engine(function: Any) -> None:
+    """Calls a function at the end of the backward pass, after what the engine has queued."""
+    engine = Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(function))
+
+
+def _new_future(device: torch.device) -> torch.futures.Future[Tensor]:
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+
+
+def _resolve(
+    future: torch.futures.Future[Tensor], result: Tensor, error: BaseException | None
+) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _layout(name: str, flat: Tensor) -> BucketLayout:
+    """One vector: where parameters lie in a shard is FSDP2's affair."""
+    return BucketLayout((name,), (tuple(flat.shape),), ((1,),), flat.dtype, flat.device)
