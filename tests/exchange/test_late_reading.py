@@ -97,8 +97,8 @@ def test_late_reading_tells_all_who_came_for_something_else(policy: ExchangePoli
         return str(caught.value)
 
     for message in run_ranks(2, worker, timeout_s=20):
-        assert "rank 0: exchange gradients 1" in message
-        assert "rank 1: sum running statistics" in message
+        assert "rank 0 wants: exchange gradients 1" in message
+        assert "rank 1 wants: sum running statistics" in message
 
 
 @pytest.mark.parametrize("policy", POLICIES)

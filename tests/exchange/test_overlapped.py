@@ -272,8 +272,8 @@ def test_a_rank_that_skips_a_step_under_no_sync_is_named_on_all() -> None:
     assert_disagreement(
         worker,
         3,
-        "ranks 0, 2: exchange gradients 2, after 0 `no_sync`;"
-        " rank 1: exchange gradients 2, after 1 `no_sync`",
+        "ranks 0, 2 want: exchange gradients 2, after 0 `no_sync`;"
+        " rank 1 wants: exchange gradients 2, after 1 `no_sync`",
     )
 
 
@@ -289,7 +289,7 @@ def test_a_rank_that_skips_a_global_batch_is_named_on_all() -> None:
             for (x,) in batch:
                 batch.backward(model(x).square().mean())
 
-    assert_disagreement(worker, 3, "rank 2: exchange gradients 1, of global batch 2")
+    assert_disagreement(worker, 3, "rank 2 wants: exchange gradients 1, of global batch 2")
 
 
 def test_a_rank_that_stops_is_named_by_the_others() -> None:
@@ -391,7 +391,7 @@ def test_a_pass_that_failed_halfway_fails_the_exchange_on_all_ranks() -> None:
 
     others, failed = run_ranks(2, worker, timeout_s=20)
     assert failed.startswith("UsageError An earlier backward pass ended with an exception")
-    assert others.startswith("DisagreementError") and "rank 1: An earlier backward pass" in others
+    assert others.startswith("DisagreementError") and "rank 1 wants: An earlier backward pass" in others
 
 
 def give_up(model: nn.Sequential) -> None:
