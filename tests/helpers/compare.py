@@ -1,11 +1,18 @@
-"""Comparisons of lists of tensors."""
+"""Comparisons of tensors, in lists, in state dicts and nested in plain data."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["equal", "largest_difference"]
+__all__ = [
+    "assert_identical",
+    "differing_names",
+    "equal",
+    "largest_difference",
+    "state_difference",
+]
 
 
 def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -19,3 +26,44 @@ def largest_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> flo
         float(((x - y).abs() / y.abs().clamp(min=1)).detach().max())
         for x, y in zip(first, second, strict=True)
     )
+
+
+def state_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest difference of any tensor, relative to the largest entry of that tensor."""
+    assert a.keys() == b.keys()
+    return max(
+        (
+            (a[k].double() - b[k].double()).abs().max() / a[k].double().abs().max().clamp(min=1e-3)
+        ).item()
+        for k in a
+    )
+
+
+def differing_names(state: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """The names whose tensors are not equal bit for bit."""
+    assert state.keys() == other.keys()
+    return [name for name in state if not torch.equal(state[name], other[name])]
+
+
+def assert_identical(a: Any, b: Any) -> None:
+    """Equal values and types all the way down; tensors bit for bit."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(_bits(a), _bits(b))
+    elif isinstance(a, dict):
+        assert [(k, type(k)) for k in a] == [(k, type(k)) for k in b]
+        for key in a:
+            assert_identical(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_identical(x, y)
+    elif isinstance(a, float):
+        assert a.hex() == b.hex()
+    else:
+        assert a == b
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)

@@ -113,14 +113,3 @@ def train_with_steps(
                 update.zero_grad()
     exchange.detach()
     return model.state_dict()
-
-
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Largest difference of any tensor, relative to the largest entry of that tensor."""
-    assert a.keys() == b.keys()
-    return max(
-        (
-            (a[k].double() - b[k].double()).abs().max() / a[k].double().abs().max().clamp(min=1e-3)
-        ).item()
-        for k in a
-    )

@@ -16,6 +16,7 @@ from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.nn import convert_batch_norm, keep_last_statistics, precise_batch_norm
 from tests.helpers import same_model
+from tests.helpers.compare import state_difference
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
@@ -206,7 +207,7 @@ def test_processes() -> None:
     """Beside the exchange, which is under way in the same backward pass."""
     expected = trained_in_one_group(Communicator.single_process())
     for found in run_processes(2, trained_in_one_group, timeout_s=60):
-        assert same_model.largest_difference(found, expected) < TOLERANCE
+        assert state_difference(found, expected) < TOLERANCE
 
 
 def test_fit_takes_groups_across_workers(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_fit_takes_groups_across_workers(tmp_path: Path) -> None:
 
     (expected,) = run_ranks(1, train)
     for found in run_ranks(2, train):
-        assert same_model.largest_difference(found, expected) < TOLERANCE
+        assert state_difference(found, expected) < TOLERANCE
 
 
 def test_parameters_settings_and_shared_modules_stay() -> None:

@@ -40,7 +40,7 @@ def alone(tmp_path_factory):
     return run_dir, run(Cots(**TINY), run_dir)
 
 
-def test_the_report_and_the_pictures(alone):
+def test_cots_report_and_pictures(alone):
     run_dir, report = alone
     rows = rows_of(report)
     names = [name for _, name in rows]
@@ -62,7 +62,7 @@ def test_the_report_and_the_pictures(alone):
     assert [line["stage"] for line in lines] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_two_workers_give_the_same(alone, tmp_path):
+def test_cots_on_two_workers_gives_the_same(alone, tmp_path):
     report = run(Cots(**TINY), tmp_path / "two", 2)
     assert report["workers"] == 2
     assert report["num_parameters"] == alone[1]["num_parameters"]
@@ -92,7 +92,7 @@ class Interrupted(Cots):
 
 
 @pytest.mark.parametrize("num_done", [2, 3])  # within a stage, and between two
-def test_an_interrupted_run_goes_on_bit_for_bit(alone, tmp_path, num_done):
+def test_cots_resumes_bit_for_bit(alone, tmp_path, num_done):
     Interrupted.signal_at = num_done - 1  # workers agree to stop one update later
     recipe = Interrupted(**TINY)
     assert recipe.run(Communicator.single_process(), tmp_path, resume=False) == 128 + signal.SIGTERM
@@ -103,7 +103,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(alone, tmp_path, num_done):
     assert report["neurons"] == alone[1]["neurons"]
 
 
-def test_what_a_run_refuses(alone, tmp_path):
+def test_cots_refuses_a_folder_that_does_not_fit(alone, tmp_path):
     run_dir, _ = alone
     comm = Communicator.single_process()
     with pytest.raises(UsageError, match=r"holds a run's checkpoints \(the newest of step 9\)"):
@@ -114,7 +114,7 @@ def test_what_a_run_refuses(alone, tmp_path):
         Cots(**TINY).run(comm, tmp_path, resume=True)
 
 
-def test_a_rate_that_is_too_high_is_named(tmp_path):
+def test_cots_with_a_rate_that_is_too_high(tmp_path):
     recipe = Cots(**TINY | {"steps": 60}, lr=1000.0)
     for num_workers in (1, 2):
         with pytest.raises(UsageError, match=r"`lr` \(=1000.0\) is too high: the cost of stage 1"):
@@ -134,12 +134,12 @@ def test_a_rate_that_is_too_high_is_named(tmp_path):
         ("face_share", 1.0, "must be at least 0 and below 1"),
     ],
 )
-def test_values_are_checked(field, value, rule):
+def test_cots_refuses_wrong_values(field, value, rule):
     with pytest.raises(UsageError, match=rf"`{field}` \(={value}\) {rule}"):
         Cots(**{field: value})
 
 
-def test_fields_survive_a_run_s_folder(tmp_path):
+def test_cots_recipe_round_trip_in_a_run_folder(tmp_path):
     recipe = Cots(size="large", faces=tmp_path / "x.vec")
     run_folder.write_recipe(tmp_path, recipe)
     found = run_folder.read_recipe(tmp_path, argument="run")
@@ -149,7 +149,7 @@ def test_fields_survive_a_run_s_folder(tmp_path):
 
 
 @pytest.mark.parametrize("pixels", [24, 48])
-def test_each_net_fits_four_workers_and_the_large_one_is_wider(pixels):
+def test_cots_nets_on_four_workers(pixels):
     def maps(grid: Grid) -> list[int]:
         stages = Cots(pixels=pixels, size=size).stages(grid, 0)
         x = torch.randn(2, 1, *stages[0].in_layout.windows[grid.rank].shape)
@@ -167,7 +167,7 @@ def test_each_net_fits_four_workers_and_the_large_one_is_wider(pixels):
 
 
 @pytest.mark.process
-def test_the_command_line_on_two_workers(tmp_path):
+def test_cots_command_on_two_workers(tmp_path):
     flags = ["--steps", "3", "--patches", "40", "--batch", "8", "--workers", "2"]
     command = Launched("-m", "allstep", "train", "cots", "--run-dir", "run", *flags, cwd=tmp_path)
     command.finish(within_s=100)

@@ -21,7 +21,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_auc_is_that_of_scikit_learn():
+def test_auc_against_scikit_learn():
     faces, distractors = random(40, 300) + 0.3, random(70, 300, seed=1)
     faces[:, ::2], distractors[:, ::2] = faces[:, ::2].round(), distractors[:, ::2].round()  # ties
     labels = np.r_[np.ones(40), np.zeros(70)]
@@ -31,7 +31,7 @@ def test_auc_is_that_of_scikit_learn():
     np.testing.assert_allclose(auc(faces, distractors), expected, rtol=1e-12)
 
 
-def test_the_best_threshold_is_the_best_of_all():
+def test_best_threshold_against_all_thresholds():
     faces, distractors = random(15).round(decimals=1) + 0.5, random(30, seed=1).round(decimals=1)
     threshold, accuracy = best_threshold(faces, distractors)
     tried = torch.linspace(-6, 6, 4001)
@@ -40,7 +40,7 @@ def test_the_best_threshold_is_the_best_of_all():
     assert (faces > threshold).sum() + (distractors <= threshold).sum() == right.max()
 
 
-def test_neuron_and_threshold_are_chosen_on_one_half_alone():
+def test_score_chooses_neuron_and_threshold_on_one_half_only():
     choose = Responses(random(50, 9), random(90, 9, seed=1))
     report = Responses(random(50, 9, seed=2), random(90, 9, seed=3))
     choose.distractors[:, 4] += 2.0  # says "no face"
@@ -58,7 +58,7 @@ def photograph(path, width: int, height: int) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def test_patches_come_from_all_scales_and_none_is_flat(tmp_path):
+def test_draw_patches_from_all_scales_and_none_flat(tmp_path):
     photograph(tmp_path / "a.png", 60, 40)
     Image.new("RGB", (300, 300), "blue").save(tmp_path / "sky.png")
     scales = read_photograph(tmp_path / "a.png", 3, smallest=20)
@@ -75,7 +75,7 @@ def test_patches_come_from_all_scales_and_none_is_flat(tmp_path):
     assert [tuple(x.shape) for x in grey] == [(1, 40, 60)]
 
 
-def test_pictures_are_normalised_one_by_one():
+def test_normalise_each_picture():
     x = (40 * random(5, 3, 8, 8) + 100).clamp(0, 255).to(torch.uint8)
     y = normalise(x, torch.float64)
     torch.testing.assert_close(y.mean((1, 2, 3)), torch.zeros(5, dtype=torch.float64))
@@ -86,7 +86,7 @@ def test_pictures_are_normalised_one_by_one():
         assert form.resized(x[:, 0]).shape == (5, channels, pixels, pixels)
 
 
-def test_photographs_that_are_missing(tmp_path):
+def test_find_photographs_that_are_missing(tmp_path):
     with pytest.raises(UsageError, match=r"`folder` \(=.*\) has 0 photographs .* at least 4"):
         find_photographs("folder", tmp_path)
     assert len(find_photographs("scikit", tmp_path)) == 11
@@ -98,7 +98,7 @@ def vec_bytes(pictures: np.ndarray) -> bytes:
     return np.array([num, size, 0], "<i4").tobytes() + b"".join(rows)
 
 
-def test_portraits_are_read_and_split_between_portraits(tmp_path):
+def test_read_portraits_split_between_portraits(tmp_path):
     path = tmp_path / "faces.vec"
     pictures = np.random.default_rng(0).integers(0, 255, (50, 4, 4))
     path.write_bytes(vec_bytes(pictures))

@@ -34,7 +34,7 @@ def test_digits_split() -> None:
     assert torch.bincount(test_set.tensors[1]).tolist() == [36] * 10
 
 
-def test_the_seed_decides_the_initial_weights() -> None:
+def test_recipe_seed_decides_the_initial_weights() -> None:
     comm = Communicator.single_process()
 
     def weights(seed: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_digits_learn_on_two_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits", "fashion", "images", "text"])
-def test_a_shorter_run_has_a_warmup_of_the_same_share(name: str) -> None:
+def test_warmup_of_a_shorter_run_has_the_same_share(name: str) -> None:
     recipe = REGISTRY[name]()
     share = recipe.settings.warmup_epochs / recipe.epochs
     assert 0.05 < share < 0.15
@@ -68,7 +68,7 @@ def test_a_shorter_run_has_a_warmup_of_the_same_share(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "warmup_epochs"), [("digits", 3.0), ("fashion", 0.5), ("images", 5.0), ("text", 0.25)]
 )
-def test_the_usual_warmups(name: str, warmup_epochs: float) -> None:
+def test_warmup_of_each_recipe_by_default(name: str, warmup_epochs: float) -> None:
     assert REGISTRY[name]().settings.warmup_epochs == pytest.approx(warmup_epochs)
 
 
@@ -86,7 +86,7 @@ def test_the_usual_warmups(name: str, warmup_epochs: float) -> None:
         ({"checkpoint_every_steps": 0}, r"`checkpoint_every_steps` \(=0\)"),
     ],
 )
-def test_wrong_values(changes: dict[str, Any], message: str) -> None:
+def test_recipe_refuses_wrong_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Digits(**changes)
 
@@ -160,7 +160,7 @@ def test_images_learn_and_are_held_out_by_name(pictures: Path, tmp_path: Path) -
     assert right > 0.9 * count
 
 
-def test_an_unreadable_picture_counts_as_a_sample_without_loss(pictures: Path) -> None:
+def test_images_unreadable_picture_is_a_sample_without_loss(pictures: Path) -> None:
     path = next((pictures / "dark").glob("*.jpg"))
     path.write_bytes(path.read_bytes()[:200])
     task = small_images(pictures, on_bad_image="skip").task(Communicator.single_process())
@@ -175,7 +175,7 @@ def test_an_unreadable_picture_counts_as_a_sample_without_loss(pictures: Path) -
     assert int(metrics["unreadable"][0]) == 1
 
 
-def test_train_and_val_folders(tmp_path: Path) -> None:
+def test_images_with_train_and_val_folders(tmp_path: Path) -> None:
     for part, names in (("train", "ab"), ("val", "ac")):
         for name in names:
             (tmp_path / part / name).mkdir(parents=True)
@@ -194,12 +194,12 @@ def test_train_and_val_folders(tmp_path: Path) -> None:
         ({"label_smoothing": 1.0}, r"`label_smoothing` \(=1.0\)"),
     ],
 )
-def test_wrong_images_values(changes: dict[str, Any], message: str) -> None:
+def test_images_refuses_wrong_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         small_images(Path("nowhere"), **changes)
 
 
-def test_nothing_held_out(tmp_path: Path) -> None:
+def test_images_with_nothing_held_out(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
     with pytest.raises(UsageError, match=r"`val_fraction` .* of the 1 pictures leaves"):
@@ -207,7 +207,7 @@ def test_nothing_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb", "rmsprop_warmup"])
-def test_optimizers_leave_bad_gradients_to_the_step(name: Any) -> None:
+def test_recipe_optimizers_leave_nonfinite_gradients_to_the_step(name: Any) -> None:
     """Else `--nonfinite propagate` would raise, and each gradient be looked at twice."""
     task = Digits(optimizer=name, warmup_epochs=1.0).task(Communicator.single_process())
     assert task.optimizer(task.model).nonfinite == "propagate"

@@ -9,7 +9,7 @@ PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 15
 
 
 @pytest.mark.parametrize("depth", PUBLISHED)
-def test_number_of_parameters(depth: Depth) -> None:
+def test_resnet_number_of_parameters(depth: Depth) -> None:
     with torch.device("meta"):
         model = resnet(depth)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[depth]
@@ -20,7 +20,7 @@ def residual_scales(model: ResNet) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_a_block_starts_as_the_identity(depth: Depth) -> None:
+def test_resnet_block_starts_as_the_identity(depth: Depth) -> None:
     torch.manual_seed(0)
     model = resnet(depth, num_classes=5, stem="small").eval()
     assert all(not scale.any() for scale in residual_scales(model))
@@ -32,12 +32,12 @@ def test_a_block_starts_as_the_identity(depth: Depth) -> None:
 
 
 @pytest.mark.parametrize(("stem", "size"), [("large", 64), ("small", 16)])
-def test_shapes(stem: str, size: int) -> None:
+def test_resnet_shapes(stem: str, size: int) -> None:
     model = resnet(18, num_classes=5, stem=stem).eval()  # type: ignore[arg-type]
     assert model(torch.rand(2, 3, size, size)).shape == (2, 5)
 
 
-def test_stages_halve_the_picture_on_the_3x3_convolution() -> None:
+def test_resnet_stride_is_on_the_3x3_convolution() -> None:
     model = resnet(50, num_classes=5)
     strided = [m for m in model.blocks.modules() if isinstance(m, nn.Conv2d) and m.stride == (2, 2)]
     assert sorted(m.kernel_size[0] for m in strided) == [1, 1, 1, 3, 3, 3]

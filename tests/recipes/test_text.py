@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import allstep
 from allstep import Communicator, DataError, UsageError
 from allstep.recipes.text import Text
+from tests.helpers.compare import state_difference
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
@@ -50,38 +51,34 @@ def train(
     if initial is not None:
         task.model.load_state_dict(initial)
     allstep.fit(task, recipe, comm, run_dir)
+    assert {parameter.dtype for parameter in task.model.parameters()} == {torch.float64}
     return task.model.state_dict()
 
 
-def assert_same(states: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
-    for state in states:
-        for name, parameter in state.items():
-            assert parameter.dtype == torch.float64
-            torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-10)
-
-
-def test_two_threads_learn_what_one_does(folder: Path, tmp_path: Path) -> None:
+def test_text_on_two_threads_gives_the_same(folder: Path, tmp_path: Path) -> None:
     recipe = small(folder, objective="causal")
     lone_comm = Communicator.single_process()
     initial = recipe.task(lone_comm).model.state_dict()  # threads share the random state
 
     lone = train(lone_comm, recipe, tmp_path / "lone", initial)
     both = run_ranks(2, lambda comm: train(comm, recipe, tmp_path / "both", initial), timeout_s=100)
-    assert_same(both, lone)
+    for state in both:
+        assert state_difference(state, lone) < 1e-10
     assert any(not torch.equal(initial[name].double(), lone[name]) for name in lone)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_two_processes_learn_what_one_does(folder: Path, tmp_path: Path, dropout: float) -> None:
+def test_text_on_two_processes_gives_the_same(folder: Path, tmp_path: Path, dropout: float) -> None:
     """Even though tokens are hidden and features dropped at random."""
     recipe = small(folder, objective="masked", dropout=dropout)
     lone = train(Communicator.single_process(), recipe, tmp_path / "lone")
-    assert_same(run_processes(2, train, recipe, tmp_path / "both", timeout_s=100), lone)
+    for state in run_processes(2, train, recipe, tmp_path / "both", timeout_s=100):
+        assert state_difference(state, lone) < 1e-10
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_loss_falls_on_two_workers(folder: Path, tmp_path: Path, objective: str) -> None:
+def test_text_loss_falls_on_two_workers(folder: Path, tmp_path: Path, objective: str) -> None:
     recipe = small(folder, objective=objective, epochs=2)
 
     def learn(comm: Communicator) -> dict[str, float]:
@@ -92,9 +89,7 @@ def test_the_loss_falls_on_two_workers(folder: Path, tmp_path: Path, objective: 
     assert first["loss"] < math.log(300) - 0.5  # the first guess is uniform
 
 
-def test_all_ranks_have_the_tokenizer_of_the_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_tokenizer_is_that_of_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It travels: the others need not learn the same, nor take the time to learn."""
     reader = allstep.data.text_folder
     trained = []
@@ -114,7 +109,7 @@ def test_all_ranks_have_the_tokenizer_of_the_first(
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_metrics_are_sums_over_the_targets(folder: Path, objective: str) -> None:
+def test_text_metrics_are_sums_over_the_targets(folder: Path, objective: str) -> None:
     task = small(folder, objective=objective).task(Communicator.single_process())
     model = task.model.double().eval()
     batch = next(iter(DataLoader(task.test_set, batch_size=5)))
@@ -138,7 +133,7 @@ def _causal_samples(folder: Path) -> Any:
     return [train_set[index] for index in range(len(train_set))]  # type: ignore[arg-type]
 
 
-def test_the_model_is_causal_or_not(folder: Path) -> None:
+def test_text_model_is_causal_or_not(folder: Path) -> None:
     for objective in OBJECTIVES:
         model = small(folder, objective=objective).task(Communicator.single_process()).model
         one, other = torch.zeros(2, 1, 16, dtype=torch.int64)
@@ -147,7 +142,7 @@ def test_the_model_is_causal_or_not(folder: Path) -> None:
         assert is_blind == (objective == "causal")
 
 
-def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
+def test_text_held_out_is_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("a " * 900 + "z " * 100)
     recipe = small(tmp_path, objective="causal", vocab_size=258)
     task = recipe.task(Communicator.single_process())
@@ -168,12 +163,12 @@ def test_held_out_text_is_not_trained_on(tmp_path: Path) -> None:
         ({"vocab_size": 100}, r"`vocab_size` \(=100\) must be at least 258"),
     ],
 )
-def test_wrong_values(folder: Path, changes: dict[str, Any], message: str) -> None:
+def test_text_refuses_wrong_values(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         small(folder, **changes)
 
 
-def test_wrong_folders(tmp_path: Path) -> None:
+def test_text_refuses_wrong_folders(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\) is no folder"):
         small(tmp_path / "nowhere").check()
     with pytest.raises(UsageError, match=r"has no \.txt files"):
@@ -183,7 +178,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
         small(tmp_path).check()
 
 
-def test_few_tokens_in_many_bytes(tmp_path: Path) -> None:
+def test_text_with_few_tokens_in_many_bytes(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("word " * 200)
     recipe = small(tmp_path, sequence_length=80)
     recipe.check()
@@ -191,13 +186,13 @@ def test_few_tokens_in_many_bytes(tmp_path: Path) -> None:
         recipe.task(Communicator.single_process())
 
 
-def test_a_file_that_is_no_text(folder: Path) -> None:
+def test_text_refuses_a_file_that_is_no_text(folder: Path) -> None:
     (folder / "picture.txt").write_bytes(b"\x89PNG\xff")
     with pytest.raises(DataError, match=r"picture\.txt is not UTF-8"):
         small(folder).task(Communicator.single_process())
 
 
-def test_without_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("allstep.recipes.text.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install tokenizers"):
         small(folder).check()

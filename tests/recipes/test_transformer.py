@@ -33,20 +33,20 @@ def changed_at(position: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("position", [1, 5, 11])
-def test_a_later_token_changes_no_earlier_logits(position: int) -> None:
+def test_transformer_causal_mask(position: int) -> None:
     model = make()
     before, after = model(tokens()), model(changed_at(position))
     assert torch.equal(before[:, :position], after[:, :position])
     assert (before[:, position:] != after[:, position:]).any(-1).all()
 
 
-def test_without_the_causal_mask_it_does() -> None:
+def test_transformer_control_without_the_causal_mask() -> None:
     model = make(causal=False)
     different = model(tokens()) != model(changed_at(11))
     assert different.any(-1).all()
 
 
-def test_logits_at_positions_are_those_of_all() -> None:
+def test_transformer_logits_at_positions() -> None:
     model = make(causal=False)
     positions = torch.tensor([[0, 3], [5, 11], [7, 8]])
     everything = model(tokens())
@@ -54,12 +54,12 @@ def test_logits_at_positions_are_those_of_all() -> None:
     torch.testing.assert_close(model(tokens(), positions), expected, rtol=0, atol=1e-14)
 
 
-def test_shorter_sequences_are_prefixes() -> None:
+def test_transformer_of_shorter_sequences() -> None:
     model = make()
     torch.testing.assert_close(model(tokens()[:, :5]), model(tokens())[:, :5], rtol=0, atol=1e-12)
 
 
-def test_one_matrix_embeds_and_predicts() -> None:
+def test_transformer_ties_its_embeddings() -> None:
     model = make()
     shapes = [tuple(p.shape) for p in model.parameters()]
     assert shapes.count((50, 16)) == 1
@@ -74,27 +74,27 @@ def test_one_matrix_embeds_and_predicts() -> None:
     assert (gradient != 0).any(1).all()
 
 
-def test_number_of_parameters() -> None:
+def test_transformer_number_of_parameters() -> None:
     width, depth = 16, 2
     block = 12 * width**2 + 13 * width
     expected = (50 + 12) * width + depth * block + 2 * width
     assert sum(p.numel() for p in make().parameters()) == expected
 
 
-def test_first_guess_is_about_uniform() -> None:
+def test_transformer_first_guess_is_about_uniform() -> None:
     logits = make()(tokens()).flatten(0, 1)
     targets = tokens().roll(1, dims=0).flatten()
     assert F.cross_entropy(logits, targets).item() == pytest.approx(math.log(50), abs=0.1)
 
 
-def test_dropout_in_training_only() -> None:
+def test_transformer_dropout_in_training_only() -> None:
     model = make(dropout=0.5)
     assert not torch.equal(model(tokens()), model(tokens()))
     model.eval()
     assert torch.equal(model(tokens()), model(tokens()))
 
 
-def test_attention_is_that_of_the_formula() -> None:
+def test_transformer_attention_against_the_formula() -> None:
     model = make(heads=2)
     attention = model.blocks[0].attention
     x = torch.randn(2, 12, 16, dtype=torch.float64)

@@ -27,6 +27,7 @@ from allstep.errors import CheckpointError, UsageError
 from allstep.train.checkpoint import Checkpoints, load_model_state, load_optimizer_state
 from allstep.train.packing import pack
 from allstep.train.storage import read_checkpoint, verify, write_checkpoint, write_manifest
+from tests.helpers.compare import assert_identical
 from tests.helpers.ranks import run_ranks
 
 DTYPES = [
@@ -40,30 +41,6 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Equal values and types all the way down; tensors bit for bit."""
-    assert type(a) is type(b)
-    if isinstance(a, Tensor):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert torch.equal(bits(a), bits(b))
-    elif isinstance(a, dict):
-        assert [(k, type(k)) for k in a] == [(k, type(k)) for k in b]
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif isinstance(a, float):
-        assert a.hex() == b.hex()
-    else:
-        assert a == b
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 @st.composite
@@ -98,14 +75,14 @@ states = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(state=states)
-def test_round_trip(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_checkpoint_round_trip(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("round") / "step"
     write_checkpoint(folder, state)
-    assert_same(read_checkpoint(folder), state)
+    assert_identical(read_checkpoint(folder), state)
     shutil.rmtree(folder)
 
 
-def test_names_that_could_clash(tmp_path: Path) -> None:
+def test_checkpoint_tensor_names_that_could_clash(tmp_path: Path) -> None:
     state = {
         "a": {"b": torch.tensor(1), 1: torch.tensor(2), "1": torch.tensor(3)},
         "a/b": torch.tensor(4),
@@ -114,10 +91,10 @@ def test_names_that_could_clash(tmp_path: Path) -> None:
         "state": torch.tensor(7),
     }
     write_checkpoint(tmp_path / "c", state)
-    assert_same(read_checkpoint(tmp_path / "c"), state)
+    assert_identical(read_checkpoint(tmp_path / "c"), state)
 
 
-def test_shared_storage_and_special_tensors(tmp_path: Path) -> None:
+def test_checkpoint_of_shared_storage_and_special_tensors(tmp_path: Path) -> None:
     base = torch.arange(12.0)
     state = {
         "tied": [base, base, base[3:6], base.view(3, 4).t()],
@@ -129,11 +106,11 @@ def test_shared_storage_and_special_tensors(tmp_path: Path) -> None:
     }
     write_checkpoint(tmp_path / "c", state)
     found = read_checkpoint(tmp_path / "c")
-    assert_same(found["tied"], state["tied"])
-    assert_same(found["parameter"], torch.ones(2))
-    assert_same(found["expanded"], torch.ones(5))
-    assert_same(found["conjugate"], torch.tensor([1 - 2j], dtype=torch.complex64))
-    assert_same(found["ordered"], OrderedDict(a=1))
+    assert_identical(found["tied"], state["tied"])
+    assert_identical(found["parameter"], torch.ones(2))
+    assert_identical(found["expanded"], torch.ones(5))
+    assert_identical(found["conjugate"], torch.tensor([1 - 2j], dtype=torch.complex64))
+    assert_identical(found["ordered"], OrderedDict(a=1))
     assert found["huge"] == 10**6000
     assert math.isnan(_round_trip(tmp_path, float("nan")))
 
@@ -143,7 +120,7 @@ def _round_trip(tmp_path: Path, state: Any) -> Any:
     return read_checkpoint(tmp_path / "d")
 
 
-def test_what_json_could_not_hold(tmp_path: Path) -> None:
+def test_checkpoint_of_sets_tuple_keys_and_deep_nesting(tmp_path: Path) -> None:
     state = {
         "seen": {1, 2},
         (1, 2): 3,
@@ -174,13 +151,13 @@ def nested(depth: int) -> Any:
         (nested(2000), "nesting 500 levels"),
     ],
 )
-def test_what_cannot_be_stored(state: Any, words: str, tmp_path: Path) -> None:
+def test_checkpoint_refuses_what_cannot_be_stored(state: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         write_checkpoint(tmp_path / "c", state)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_pickled(tmp_path: Path) -> None:
+def test_checkpoint_files(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", {"x": torch.ones(2), "y": b"\x00"})
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
         "manifest.json",
@@ -210,11 +187,11 @@ def loaded_step(folder: Path) -> int | None:
     if loaded is None:
         return None
     step, state = loaded
-    assert_same(state, a_state(step))
+    assert_identical(state, a_state(step))
     return step
 
 
-def test_keeps_the_newest(tmp_path: Path) -> None:
+def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 10, 20, 30, 40, keep=2)
     assert checkpoints.saved_steps() == [40, 30]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
@@ -223,7 +200,7 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
         Checkpoints(tmp_path, Communicator.single_process(), keep=0)
 
 
-def test_the_same_step_again(tmp_path: Path) -> None:
+def test_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, 10)
     checkpoints.save(10, a_state(10) | {"again": True})
     loaded = checkpoints.load_latest()
@@ -232,7 +209,7 @@ def test_the_same_step_again(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_load_latest_without_checkpoints(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) is None
     assert loaded_step(tmp_path / "missing") is None
     (tmp_path / "notes.txt").write_text("not a checkpoint")
@@ -276,7 +253,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_passed_over_with_a_word(
+def test_load_latest_skips_a_damaged_checkpoint_with_a_warning(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_damage, words = DAMAGES[damage]
@@ -293,7 +270,7 @@ def test_a_damaged_one_is_passed_over_with_a_word(
 
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.msgpack", "manifest.json"])
-def test_every_truncation_and_every_flipped_byte_is_detected(file: str, tmp_path: Path) -> None:
+def test_checkpoint_truncated_or_with_a_flipped_byte_is_refused(file: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, 7).path(7)
     data = (folder / file).read_bytes()
     chance = random.Random(0)
@@ -314,7 +291,9 @@ def test_every_truncation_and_every_flipped_byte_is_detected(file: str, tmp_path
     assert loaded_step(tmp_path) == 7
 
 
-def test_all_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_latest_with_all_checkpoints_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, 1, 2)
     for folder in list(tmp_path.iterdir()):
         flip(folder / "tensors.safetensors", -1)
@@ -322,14 +301,14 @@ def test_all_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage().endswith("there is no older one") for r in caplog.records] == [True] * 2
 
 
-def test_newer_format(tmp_path: Path) -> None:
+def test_checkpoint_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path, 1).path(1)
     write_manifest(folder, verify(folder) | {"format": 2})
     with pytest.raises(CheckpointError, match="of format 2, this allstep reads format 1"):
         read_checkpoint(folder)
 
 
-def test_state_that_does_not_fit_its_tensors(tmp_path: Path) -> None:
+def test_checkpoint_whose_state_and_tensors_do_not_fit_is_refused(tmp_path: Path) -> None:
     """A checksum proves that nothing changed, not that the writer was right."""
     folder, other = tmp_path / "c", tmp_path / "d"
     write_checkpoint(folder, {"x": torch.ones(1)})
@@ -345,7 +324,7 @@ def test_state_that_does_not_fit_its_tensors(tmp_path: Path) -> None:
         read_checkpoint(folder)
 
 
-def test_a_damaged_one_stays_until_a_newer_one_is_complete(tmp_path: Path) -> None:
+def test_damaged_checkpoint_stays_until_a_newer_one_is_complete(tmp_path: Path) -> None:
     saved(tmp_path, 80, 100, 120, keep=3)
     flip(tmp_path / "step-00000120" / "tensors.safetensors", -1)
     checkpoints = Checkpoints(tmp_path, Communicator.single_process(), keep=2)
@@ -356,7 +335,7 @@ def test_a_damaged_one_stays_until_a_newer_one_is_complete(tmp_path: Path) -> No
     assert checkpoints.saved_steps() == [130, 110]
 
 
-def test_a_damaged_one_is_replaced_when_the_run_comes_to_its_step_again(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_replaced_by_its_step(tmp_path: Path) -> None:
     saved(tmp_path, 100, 120)
     flip(tmp_path / "step-00000120" / "tensors.safetensors", -1)
     checkpoints = Checkpoints(tmp_path, Communicator.single_process())
@@ -366,7 +345,9 @@ def test_a_damaged_one_is_replaced_when_the_run_comes_to_its_step_again(tmp_path
 
 
 @pytest.mark.parametrize("moment", ["safetensors.torch.save_file", "os.fsync", "os.rename"])
-def test_full_disk(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_checkpoint_on_a_full_disk(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = saved(tmp_path, 1, 2, keep=2)
 
     def full(*args: Any) -> None:
@@ -391,7 +372,7 @@ def tiny_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_really_full_disk(tiny_disk: Path) -> None:
+def test_write_checkpoint_on_a_full_tmpfs(tiny_disk: Path) -> None:
     checkpoints = saved(tiny_disk, 1)
     with pytest.raises(CheckpointError, match="could not be written"):
         checkpoints.save(2, {"x": torch.zeros(1 << 20)})
@@ -399,7 +380,9 @@ def test_really_full_disk(tiny_disk: Path) -> None:
     assert loaded_step(tiny_disk) == 1
 
 
-def test_interrupted_writer_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_checkpoint_interrupted_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
@@ -409,7 +392,7 @@ def test_interrupted_writer_cleans_up(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_dead_writers_left(tmp_path: Path) -> None:
+def test_sweep_removes_what_dead_writers_left(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     host = socket.gethostname().replace("-", "_")
     dead = subprocess.Popen([sys.executable, "-c", ""])
@@ -428,7 +411,7 @@ def test_what_dead_writers_left(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "step-00000001"])
 
 
-def test_one_moved_aside_comes_back(tmp_path: Path) -> None:
+def test_sweep_restores_a_checkpoint_moved_aside(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     (tmp_path / "step-00000002").rename(tmp_path / ".old-step-00000002")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".old-step-00000001")
@@ -443,7 +426,7 @@ def save_for_ever(folder: str, step: int) -> None:
 
 
 @pytest.mark.process
-def test_killed_while_writing(tmp_path: Path) -> None:
+def test_write_checkpoint_killed_at_any_moment(tmp_path: Path) -> None:
     """kill -9 at random instants of a writer that does nothing but write."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["allstep.train", "hypothesis", "pytest"])
@@ -472,7 +455,7 @@ def newest_step(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_workers_load_what_rank_0_reads(size: int, tmp_path: Path) -> None:
+def test_load_latest_on_all_workers(size: int, tmp_path: Path) -> None:
     state = a_state(3) | {"more": [torch.zeros(0), torch.ones((), dtype=torch.bfloat16), b"x"]}
     state["items"] = {1: (None, True, 2**70), "1": math.nan}
 
@@ -487,7 +470,7 @@ def test_all_workers_load_what_rank_0_reads(size: int, tmp_path: Path) -> None:
     for loaded in run_ranks(size, save_and_load):
         assert loaded is not None
         assert loaded[0] == 3
-        assert_same(loaded[1], state)
+        assert_identical(loaded[1], state)
 
 
 def test_load_in_many_messages(tmp_path: Path) -> None:
@@ -498,10 +481,10 @@ def test_load_in_many_messages(tmp_path: Path) -> None:
 
     for loaded in run_ranks(2, load):
         assert loaded is not None
-        assert_same(loaded[1], a_state(5))
+        assert_identical(loaded[1], a_state(5))
 
 
-def test_state_without_tensors(tmp_path: Path) -> None:
+def test_load_latest_of_a_state_without_tensors(tmp_path: Path) -> None:
     def load(comm: Communicator) -> tuple[int, Any] | None:
         checkpoints = Checkpoints(tmp_path, comm)
         checkpoints.save(1, {"a": 1})
@@ -510,7 +493,7 @@ def test_state_without_tensors(tmp_path: Path) -> None:
     assert run_ranks(2, load) == [(1, {"a": 1})] * 2
 
 
-def test_rank_0s_error_reaches_all(tmp_path: Path) -> None:
+def test_load_latest_error_of_rank_0_reaches_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def load(comm: Communicator) -> str:
@@ -527,14 +510,14 @@ def test_rank_0s_error_reaches_all(tmp_path: Path) -> None:
     ]
 
 
-def test_model_state_loads() -> None:
+def test_load_model_state() -> None:
     source, target = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     source(torch.randn(4, 3))
     load_model_state(target, dict(source.state_dict()))
-    assert_same(dict(target.state_dict()), dict(source.state_dict()))
+    assert_identical(dict(target.state_dict()), dict(source.state_dict()))
 
 
-def test_checkpoint_of_another_model() -> None:
+def test_load_model_state_of_another_model() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     before = {name: x.clone() for name, x in model.state_dict().items()}
     state = {name: torch.zeros(1) for name in (f"layer{i}.weight" for i in range(7))}
@@ -550,7 +533,7 @@ def test_checkpoint_of_another_model() -> None:
         assert torch.equal(x, before[name])
 
 
-def test_optimizer_state(tmp_path: Path) -> None:
+def test_load_optimizer_state(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     model(torch.ones(1, 2)).sum().backward()
@@ -558,13 +541,13 @@ def test_optimizer_state(tmp_path: Path) -> None:
     stored = _round_trip(tmp_path, optimizer.state_dict())
     restored = torch.optim.AdamW(model.parameters())
     load_optimizer_state(restored, stored)
-    assert_same(restored.state_dict(), optimizer.state_dict())
+    assert_identical(restored.state_dict(), optimizer.state_dict())
 
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(CheckpointError, match="groups have 2 parameters instead of 1, 1"):
         load_optimizer_state(torch.optim.AdamW(groups), stored)
 
 
-def test_tensor_names_are_paths() -> None:
+def test_checkpoint_tensor_names_are_paths() -> None:
     _, found = pack(a_state(1))
     assert list(found) == ["model/weight", "model/bias", "optimizer/state/0/step"]

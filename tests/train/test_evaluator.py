@@ -69,7 +69,9 @@ def expected(samples: Samples) -> tuple[int, float]:
 
 @pytest.mark.parametrize("num_samples", [1, 7, 40, 101])
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_counts_are_exact_on_any_number_of_workers(num_samples: int, as_tensors: bool) -> None:
+def test_evaluator_counts_are_exact_on_any_number_of_workers(
+    num_samples: int, as_tensors: bool
+) -> None:
     samples = Samples(num_samples)
     correct, loss = expected(samples)
 
@@ -87,7 +89,7 @@ def test_counts_are_exact_on_any_number_of_workers(num_samples: int, as_tensors:
             assert result["loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_mean_of_the_workers_means_differs() -> None:
+def test_evaluator_control_mean_of_workers_means_differs() -> None:
     """Negative control: what an average over workers would say."""
     samples = Samples(101)
     correct, _ = expected(samples)
@@ -102,7 +104,7 @@ def test_mean_of_the_workers_means_differs() -> None:
 
 
 @pytest.mark.process
-def test_loader_processes_give_the_same() -> None:
+def test_evaluator_with_loader_processes_gives_the_same() -> None:
     samples = Samples(30, augment=True)
     comm = Communicator.single_process()
     results = [
@@ -124,7 +126,7 @@ class Processes(Dataset[int]):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_loader_processes_leave_signals_to_the_worker_and_end_with_the_evaluation(
+def test_evaluator_loader_processes_ignore_signals_and_end_with_it(
     fails: bool,
 ) -> None:
     pids: set[int] = set()
@@ -148,7 +150,7 @@ def test_loader_processes_leave_signals_to_the_worker_and_end_with_the_evaluatio
     assert not unguarded[1].item()
 
 
-def test_random_transforms_belong_to_the_sample() -> None:
+def test_evaluator_random_transforms_belong_to_the_sample() -> None:
     samples = Samples(30, augment=True)
 
     def evaluate(seed: int = 0, micro_batch: int = 4) -> float:
@@ -161,7 +163,7 @@ def test_random_transforms_belong_to_the_sample() -> None:
     assert abs(evaluate() - evaluate(seed=1)) > 1e-3
 
 
-def test_global_random_states_are_not_disturbed() -> None:
+def test_evaluator_keeps_the_global_random_states() -> None:
     def draws() -> tuple[float, float, float]:
         return random.random(), np.random.uniform(), torch.rand(()).item()
 
@@ -185,7 +187,7 @@ def test_global_random_states_are_not_disturbed() -> None:
     assert draws() == undisturbed
 
 
-def test_modes_are_restored_module_by_module() -> None:
+def test_evaluator_restores_each_modules_mode() -> None:
     frozen = nn.BatchNorm1d(4).eval()
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Dropout(), frozen))
     seen = []
@@ -212,7 +214,7 @@ def test_modes_are_restored_module_by_module() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_different_names_are_told_to_every_rank() -> None:
+def test_evaluator_metric_names_that_differ_between_ranks() -> None:
     def evaluate(comm: Communicator) -> str:
         def other_names(model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
             return {"accuracy" if comm.rank else "precision": (1, 1), "loss": (0, 1)}
@@ -227,7 +229,7 @@ def test_different_names_are_told_to_every_rank() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_different_names_in_micro_batches(size: int) -> None:
+def test_evaluator_metric_names_that_differ_between_micro_batches(size: int) -> None:
     def evaluate(comm: Communicator) -> str:
         def by_size(model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
             return {"whole" if len(batch[0]) == 2 else "short": (1, 1)}
@@ -241,7 +243,7 @@ def test_different_names_in_micro_batches(size: int) -> None:
         assert ("and then `short`" if size == 1 else "rank 1 gave `short`") in message
 
 
-def test_the_names_order_does_not_matter() -> None:
+def test_evaluator_metric_names_in_any_order() -> None:
     def evaluate(comm: Communicator) -> list[tuple[str, float]]:
         def turned(model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
             pairs = [("a", (1, 1)), ("b", (4, 2))]
@@ -252,14 +254,14 @@ def test_the_names_order_does_not_matter() -> None:
     assert run_ranks(3, evaluate) == [[("a", 1.0), ("b", 2.0)]] * 3
 
 
-def test_nothing_counted_is_nan_and_nothing_measured_is_empty() -> None:
+def test_evaluator_without_counts_or_metrics() -> None:
     comm = Communicator.single_process()
     evaluator = Evaluator(lambda model, batch: {"f1": (0, 0)}, Samples(3), comm, micro_batch=2)
     assert math.isnan(evaluator(make_model())["f1"])
     assert Evaluator(lambda model, batch: {}, Samples(3), comm, micro_batch=2)(make_model()) == {}
 
 
-def test_own_collate() -> None:
+def test_evaluator_with_a_collate_fn() -> None:
     def count(model: nn.Module, batch: Any) -> dict[str, tuple[Any, Any]]:
         return {"samples": (batch["n"], 1)}
 
@@ -283,7 +285,7 @@ def test_own_collate() -> None:
         ((None, 1), "gave None for `m`"),
     ],
 )
-def test_wrong_metrics(value: Any, words: str) -> None:
+def test_evaluator_refuses_wrong_metrics(value: Any, words: str) -> None:
     evaluator = Evaluator(
         lambda m, b: {"m": value}, Samples(3), Communicator.single_process(), micro_batch=2
     )
@@ -296,7 +298,7 @@ class Stream(IterableDataset[int]):
         return iter([1])
 
 
-def test_wrong_arguments() -> None:
+def test_evaluator_refuses_wrong_arguments() -> None:
     comm = Communicator.single_process()
     with pytest.raises(UsageError, match=r"`micro_batch` \(=0\)"):
         Evaluator(metrics, Samples(3), comm, micro_batch=0)
@@ -308,7 +310,7 @@ def test_wrong_arguments() -> None:
         Evaluator(metrics, Stream(), comm, micro_batch=1)
 
 
-def test_nested_data_to_a_device() -> None:
+def test_to_device_of_nested_data() -> None:
     meta = torch.device("meta")
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     data = {"x": [torch.ones(2), "name"], "pair": torch.ones(3).max(0), "packed": packed, "n": 3}

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 import allstep
 from allstep import Communicator, TrainOptions
 from allstep.recipes import REGISTRY
+from tests.helpers.compare import differing_names
 from tests.helpers.processes import run_processes
 
 
@@ -27,12 +27,8 @@ def train_digits(comm: Communicator, run_dir: str, compression: str) -> dict[str
     return task.model.state_dict()
 
 
-def differing(state: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [name for name in state if not torch.equal(state[name], other[name])]
-
-
 @pytest.mark.process
-def test_the_same_bits_on_one_to_five_workers(tmp_path: Path) -> None:
+def test_exact_compression_gives_the_same_bits_on_one_to_five_workers(tmp_path: Path) -> None:
     alone = train_digits(Communicator.single_process(), str(tmp_path / "1"), "exact")
     for size in (2, 3, 4, 5):
         train = functools.partial(
@@ -40,6 +36,8 @@ def test_the_same_bits_on_one_to_five_workers(tmp_path: Path) -> None:
         )
         for state in run_processes(size, train, timeout_s=100):
             # Running statistics are added up in floating point; training doesn't read them.
-            assert all("running" in name for name in differing(state, alone)), size
+            assert all("running" in name for name in differing_names(state, alone)), size
     rounded = functools.partial(train_digits, run_dir=str(tmp_path / "fp32"), compression="fp32")
-    assert "classifier.weight" in differing(run_processes(3, rounded, timeout_s=100)[0], alone)
+    assert "classifier.weight" in differing_names(
+        run_processes(3, rounded, timeout_s=100)[0], alone
+    )

@@ -16,14 +16,14 @@ class Unreadable:
 
 
 @pytest.mark.parametrize("kind", [UsageError, DataError, CheckpointError])
-def test_an_own_error_is_its_message(kind):
+def test_message_of_an_allstep_error(kind):
     assert (
         message_of(kind("`width` (=0) must be at least 1.")) == "`width` (=0) must be at least 1."
     )
 
 
 @pytest.mark.process
-def test_an_error_of_a_loaders_process_loses_its_traceback():
+def test_message_of_a_loader_processs_error():
     with pytest.raises(DataError) as caught:
         next(iter(DataLoader(Unreadable(), num_workers=1)))
     assert "Original Traceback" in str(caught.value)

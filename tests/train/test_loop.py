@@ -20,6 +20,7 @@ from allstep.train import Update
 from allstep.train.metrics import read_metrics
 from allstep.train.report import Meter
 from tests.helpers import same_model
+from tests.helpers.compare import state_difference
 from tests.helpers.ranks import run_ranks
 
 
@@ -54,7 +55,7 @@ def test_meter_leaves_the_warm_up_out() -> None:
     assert meter.exchange_share == 1 / 8
 
 
-def test_clipping_bounds_the_global_gradient(tmp_path: Path) -> None:
+def test_clip_norm_bounds_the_global_gradient(tmp_path: Path) -> None:
     """With clipping to a tiny norm, one step of SGD moves the parameters by rate x norm."""
     before = same_model.make_task("sgd", augment=False).model.state_dict()
 
@@ -73,16 +74,16 @@ def test_lower_precision_is_close_and_different(precision: Any, tmp_path: Path) 
     comm = Communicator.single_process()
     exact = train(comm, tmp_path / "exact")
     found = train(comm, tmp_path / "found", precision=precision)
-    difference = same_model.largest_difference(exact, found)
+    difference = state_difference(exact, found)
     assert 1e-9 < difference < (1e-4 if precision == "float32" else 0.2)
     assert found["0.weight"].dtype == torch.float32
 
 
-def test_channels_last_changes_the_layout_alone(tmp_path: Path) -> None:
+def test_channels_last_changes_only_the_layout(tmp_path: Path) -> None:
     comm = Communicator.single_process()
     plain = train(comm, tmp_path / "plain")
     found = train(comm, tmp_path / "found", channels_last=True)
-    assert same_model.largest_difference(plain, found) < 1e-12
+    assert state_difference(plain, found) < 1e-12
     assert found["0.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -91,10 +92,10 @@ def test_compiled_model_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend="aot_eager"))
     comm = Communicator.single_process()
     plain = train(comm, tmp_path / "plain")
-    assert same_model.largest_difference(plain, train(comm, tmp_path / "c", compile=True)) < 1e-12
+    assert state_difference(plain, train(comm, tmp_path / "c", compile=True)) < 1e-12
 
 
-def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+def test_fit_report_metrics_and_checkpoints(tmp_path: Path) -> None:
     def run(comm: Communicator) -> allstep.train.RunReport:
         task = same_model.make_task("adamw", augment=False)
         return allstep.fit(task, options_for(epochs=2, log_every_steps=3), comm, tmp_path)

@@ -23,7 +23,7 @@ def write(run_dir: Path, *steps: int, loss: float = 0.5) -> None:
     log.close()
 
 
-def test_written_and_read(tmp_path: Path) -> None:
+def test_metrics_log_round_trip(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "run", Communicator.single_process())
     log.write(1, 0, loss=torch.tensor(0.25), samples_per_s=10)
     log.write(2, 0, loss=0.125)
@@ -35,7 +35,7 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "run") == records
 
 
-def test_not_finite(tmp_path: Path) -> None:
+def test_metrics_log_of_nan_and_infinity(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, Communicator.single_process())
     log.write(1, 0, loss=float("nan"), largest=math.inf, smallest=-math.inf, rate=1.0)
     log.close()
@@ -53,7 +53,7 @@ def test_not_finite(tmp_path: Path) -> None:
     assert "non_finite" not in record
 
 
-def test_every_torn_line(tmp_path: Path) -> None:
+def test_read_metrics_leaves_out_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(tmp_path, 1, 2)
     whole = path.read_bytes()
@@ -66,7 +66,7 @@ def test_every_torn_line(tmp_path: Path) -> None:
         assert steps == [*[1, 2][:num_whole], 3]
 
 
-def test_after_a_resumption_later_lines_win(tmp_path: Path) -> None:
+def test_read_metrics_later_lines_of_a_step_win(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, loss=1.0)
     log = MetricsLog(tmp_path, Communicator.single_process())
     log.write(2, 0, loss=2.0)
@@ -76,7 +76,7 @@ def test_after_a_resumption_later_lines_win(tmp_path: Path) -> None:
     assert found == [(1, 1.0, None), (2, 2.0, 0.5), (3, 1.0, None)]
 
 
-def test_only_rank_0_writes(tmp_path: Path) -> None:
+def test_metrics_log_writes_on_rank_0_only(tmp_path: Path) -> None:
     def log(comm: Communicator) -> None:
         run_dir = tmp_path / str(comm.rank)
         log = MetricsLog(run_dir, comm)
@@ -88,7 +88,7 @@ def test_only_rank_0_writes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
-def test_tensorboard_shows_what_a_resumed_run_has_written(tmp_path: Path) -> None:
+def test_metrics_log_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, loss=1.0)
     write(tmp_path, 2, 3, loss=2.0)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -97,7 +97,7 @@ def test_tensorboard_shows_what_a_resumed_run_has_written(tmp_path: Path) -> Non
     assert shown == [(1, 1.0), (2, 2.0), (3, 2.0)]
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_metrics_log_refuses_wrong_arguments(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, Communicator.single_process())
     with pytest.raises(UsageError, match="`non_finite` is one of the record's own names"):
         log.write(1, 0, non_finite=1.0)

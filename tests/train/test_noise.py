@@ -68,7 +68,7 @@ def fit(
 
 
 @pytest.mark.parametrize("wire", ["fp32", "exact"])
-def test_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> None:
+def test_noise_scale_of_a_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> None:
     report, _ = fit(Communicator.single_process(), tmp_path, epochs=3, compression=wire)
     assert report.noise_scale == pytest.approx(NOISE / SIGNAL, rel=0.1)
     assert report.useful_batch is not None
@@ -76,7 +76,7 @@ def test_quadratic_with_known_noise_and_signal(wire: str, tmp_path: Path) -> Non
     assert report.useful_batch.endswith(" workers of 8")
 
 
-def test_the_mean_over_a_run_weighs_its_beginning_like_its_end(tmp_path: Path) -> None:
+def test_mean_noise_scale_weighs_the_whole_run_alike(tmp_path: Path) -> None:
     """A signal that fades: of late there is more noise in it than there was on the whole."""
     report, _ = fit(Communicator.single_process(), tmp_path, make_task(lr=0.005), epochs=5)
     assert report.noise_scale is not None and report.mean_noise_scale is not None
@@ -88,7 +88,7 @@ def test_the_mean_over_a_run_weighs_its_beginning_like_its_end(tmp_path: Path) -
     assert report.noise_scale > 2 * report.mean_noise_scale
 
 
-def test_the_same_number_on_any_number_of_workers(tmp_path: Path) -> None:
+def test_noise_scale_is_the_same_on_any_number_of_workers(tmp_path: Path) -> None:
     """With short last batches, too: of one micro-batch and a part, and of less than one."""
     for num_samples in (5 * GLOBAL_BATCH + 11, 5 * GLOBAL_BATCH + 3):
         found: dict[int, list[float | None]] = {}
@@ -107,7 +107,7 @@ def test_the_same_number_on_any_number_of_workers(tmp_path: Path) -> None:
             assert found[size] == pytest.approx(found[1], rel=1e-10)
 
 
-def test_the_first_micro_batch_of_each_worker_would_not_do() -> None:
+def test_noise_scale_control_mean_of_workers_first_micro_batches_differs() -> None:
     """The control: an average over the workers' own first micro-batches depends on them."""
     x = make_task(GLOBAL_BATCH).train_set.tensors[0]
     micro = [part.mean(0).square().sum() for part in x.split(MICRO_BATCH)]
@@ -117,7 +117,7 @@ def test_the_first_micro_batch_of_each_worker_would_not_do() -> None:
     assert len({round(value, 6) for value in by_workers.values()}) == 3
 
 
-def test_measuring_changes_neither_the_model_nor_the_number_of_calls(tmp_path: Path) -> None:
+def test_noise_scale_changes_neither_model_nor_number_of_collectives(tmp_path: Path) -> None:
     def train(comm: Communicator) -> tuple[Tensor, int, Tensor, int]:
         found: list[Any] = []
         for every in (0, 1):
@@ -146,7 +146,7 @@ def test_measuring_changes_neither_the_model_nor_the_number_of_calls(tmp_path: P
         assert calls == plain_calls
 
 
-def test_a_resumed_run_goes_on_with_the_estimate(tmp_path: Path) -> None:
+def test_noise_scale_of_a_resumed_run(tmp_path: Path) -> None:
     comm = Communicator.single_process()
     whole, _ = fit(comm, tmp_path / "whole", make_task(300, lr=0.1), epochs=2)
     fit(comm, tmp_path / "parts", make_task(300, lr=0.1), epochs=1)
@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_with_the_estimate(tmp_path: Path) -> None:
     assert resumed.mean_noise_scale == whole.mean_noise_scale
 
 
-def test_every_few_steps(tmp_path: Path) -> None:
+def test_noise_scale_every_few_steps(tmp_path: Path) -> None:
     comm = Communicator.single_process()
     task = make_task(4 * GLOBAL_BATCH)
     report, _ = fit(comm, tmp_path, task, noise_scale_every_steps=4, log_every_steps=1)
@@ -171,7 +171,7 @@ class Still(torch.optim.SGD):
         pass
 
 
-def test_gradients_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+def test_noise_scale_leaves_out_nonfinite_gradients(tmp_path: Path) -> None:
     def run(name: str, bad_sample: float) -> list[float | None]:
         task = make_task(4 * GLOBAL_BATCH)
         task.train_set.tensors[0][7] = bad_sample
@@ -187,7 +187,7 @@ def test_gradients_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert all(value is not None for value in bad[step + 1 :])
 
 
-def test_a_gradient_scaler_leaves_the_number_alone(
+def test_noise_scale_does_not_depend_on_the_gradient_scaler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even while its scale grows, with which steps would weigh more and more."""
@@ -203,7 +203,7 @@ def test_a_gradient_scaler_leaves_the_number_alone(
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_a_later_stage_with_other_micro_batches(tmp_path: Path) -> None:
+def test_noise_scale_in_a_stage_with_other_micro_batches(tmp_path: Path) -> None:
     task = make_task()
     stage = Stage(
         first_epoch=1,
@@ -231,6 +231,6 @@ def test_a_later_stage_with_other_micro_batches(tmp_path: Path) -> None:
         ({"compression": "powersgd"}, r"of which `compression` \(='powersgd'\) sends a part"),
     ],
 )
-def test_options_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+def test_noise_scale_refuses_options_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainOptions(**{"noise_scale_every_steps": 10} | changes)

@@ -47,13 +47,13 @@ def test_plain_lines_between_two_updates(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_the_noise_scale_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_the_noise_scale(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(9, Communicator.single_process(), epochs=1) as progress:
         progress.update(1, 0, 0.5, 1.0, 1234.0)
     assert "samples/s  noise scale 1,234  1 worker" in capsys.readouterr().err
 
 
-def test_the_last_numbers_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_the_last_numbers_once(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(None, Communicator.single_process()) as progress:
         progress.update(10, 0, 0.5, 1.0)
     assert capsys.readouterr().err == "epoch 1  step 10  loss 0.5000  1 samples/s  1 worker\n"
@@ -71,7 +71,7 @@ class Pieces(io.StringIO):
         return super().write(text)
 
 
-def test_no_line_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_writes_each_line_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread that ends the process between a line and its end."""
     stream = Pieces()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -97,7 +97,7 @@ def on_terminal(
     return terminal.getvalue()
 
 
-def test_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     text = on_terminal(monkeypatch, 120)
     for part in ("epoch 2/2", "step 100/100", "loss 0.0625", "6,000 samples/s", "1 worker", "━"):
         assert part in text
@@ -106,7 +106,7 @@ def test_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("width", [1, 5, 20, 40, 60, 80, 200])
 @pytest.mark.parametrize("num_total_steps", [100, None])
-def test_bar_is_one_line_at_any_width(
+def test_progress_bar_is_one_line_at_any_width(
     width: int, num_total_steps: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = on_terminal(monkeypatch, width, num_total_steps)
@@ -115,7 +115,7 @@ def test_bar_is_one_line_at_any_width(
     assert len(last_frame) <= width
 
 
-def test_steps_before_a_resumption_do_not_shorten_the_rest(
+def test_progress_bar_remaining_time_after_a_resumption(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
@@ -132,7 +132,7 @@ def test_steps_before_a_resumption_do_not_shorten_the_rest(
     assert "01:30" in terminal.getvalue().split("\r")[-1]  # 90 steps of a second
 
 
-def test_log_lines_appear_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_with_log_lines_above(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "120")
@@ -153,7 +153,7 @@ def test_log_lines_appear_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
-def test_only_rank_0_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_on_rank_0_only(capsys: pytest.CaptureFixture[str]) -> None:
     def show(comm: Communicator) -> None:
         with Progress(5, comm, epochs=1) as progress:
             progress.advance(4)

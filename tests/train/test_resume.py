@@ -16,6 +16,7 @@ import allstep
 from allstep import Communicator, TrainOptions
 from allstep.errors import CheckpointError, UsageError
 from tests.helpers import same_model
+from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.processes import Workers, run_processes, start_processes
 from tests.helpers.ranks import run_ranks
 
@@ -85,14 +86,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
     return result
 
 
-def assert_equal_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_killed_at_twenty_instants_and_resumed(
+def test_resume_after_kill_9_at_twenty_instants_bit_for_bit(
     part: int, uninterrupted: dict[str, Tensor], tmp_path: Path
 ) -> None:
     """Kills of one or of all workers, with loader processes prefetching in every other life."""
@@ -106,7 +102,7 @@ def test_killed_at_twenty_instants_and_resumed(
             num_killed += -signal.SIGKILL in workers.exit_codes
         num_resumed_in_the_middle += any((run_dir / "checkpoints").glob("step-*"))
         for result in run_processes(2, train, str(run_dir), {"loader_workers": loader_workers}):
-            assert_equal_bits(result, uninterrupted)
+            assert not differing_names(result, uninterrupted)
         if num_killed == NUM_KILLS:
             break
     assert num_killed == NUM_KILLS
@@ -136,12 +132,12 @@ def start_life(attempt: int, run_dir: str, loader_workers: int, chance: random.R
 
 @pytest.mark.process
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_resumed_on_another_number_of_workers(
+def test_resume_on_another_number_of_workers(
     num_workers: int, uninterrupted: dict[str, Tensor], tmp_path: Path
 ) -> None:
     run_processes(2, train, str(tmp_path), {"epochs": 2})
     for result in run_processes(num_workers, train, str(tmp_path), {}):
-        assert same_model.largest_difference(result, uninterrupted) < 1e-10
+        assert state_difference(result, uninterrupted) < 1e-10
 
 
 def resume_with(changes: dict[str, Any], run_dir: Path) -> None:
@@ -151,12 +147,12 @@ def resume_with(changes: dict[str, Any], run_dir: Path) -> None:
     )
 
 
-def test_resume_of_nothing(tmp_path: Path) -> None:
+def test_resume_without_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*Train anew, in another"):
         resume_with({}, tmp_path)
 
 
-def test_resume_with_another_meaning(tmp_path: Path) -> None:
+def test_resume_with_other_options_is_refused(tmp_path: Path) -> None:
     train(Communicator.single_process(), str(tmp_path), {"epochs": 1})
     with pytest.raises(
         CheckpointError, match=r"`seed` \(=12\) differs from the checkpoint's \(=11\)"
@@ -164,7 +160,7 @@ def test_resume_with_another_meaning(tmp_path: Path) -> None:
         resume_with({"seed": 12}, tmp_path)
 
 
-def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
+def test_fit_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
     train(Communicator.single_process(), str(tmp_path), {"epochs": 1})
     with pytest.raises(UsageError, match=r"holds a run's checkpoints .* step 4"):
         allstep.fit(
@@ -172,7 +168,7 @@ def test_a_run_does_not_start_over_another(tmp_path: Path) -> None:
         )
 
 
-def test_every_rank_hears_that_there_is_nothing_to_resume(tmp_path: Path) -> None:
+def test_resume_without_checkpoints_on_every_rank(tmp_path: Path) -> None:
     def resume(comm: Communicator) -> None:
         with pytest.raises(CheckpointError, match="no whole checkpoint"):
             allstep.fit(same_model.make_task("adamw"), options_for(), comm, tmp_path, resume=True)

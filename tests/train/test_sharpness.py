@@ -77,7 +77,7 @@ def alone() -> Sharpness:
     return measure(Communicator.single_process())
 
 
-def test_the_top_eigenvalue_is_the_dense_hessians(alone: Sharpness) -> None:
+def test_sharpness_top_eigenvalue_is_the_dense_hessians(alone: Sharpness) -> None:
     eigenvalues = torch.linalg.eigvalsh(dense_hessian(make_net()))
     assert alone.top_eigenvalue == pytest.approx(eigenvalues[-1].item(), rel=1e-8)
     assert alone.residual < 1e-9
@@ -85,21 +85,21 @@ def test_the_top_eigenvalue_is_the_dense_hessians(alone: Sharpness) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_the_same_on_any_workers(num_workers: int, alone: Sharpness) -> None:
+def test_sharpness_is_the_same_on_any_workers(num_workers: int, alone: Sharpness) -> None:
     for measured in run_ranks(num_workers, measure):
         assert measured.loss == pytest.approx(alone.loss, rel=1e-12)
         assert measured.top_eigenvalue == pytest.approx(alone.top_eigenvalue, rel=1e-9)
         assert measured.loss_rise == pytest.approx(alone.loss_rise, rel=1e-10)
 
 
-def test_a_mean_over_micro_batches_would_differ(alone: Sharpness) -> None:
+def test_sharpness_control_mean_over_micro_batches_differs(alone: Sharpness) -> None:
     """The short micro-batch must weigh less: the plain mean over micro-batches is another loss."""
     comm, net = Communicator.single_process(), make_net().eval()
     losses = [loss_of(net, m.data).item() for m in batch_for(comm, make_samples()).micro_batches]
     assert abs(sum(losses) / len(losses) - alone.loss) > 1e-3
 
 
-def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
+def test_sharpness_with_a_larger_negative_eigenvalue() -> None:
     """loss = w0**2 - 3 * w1**2: eigenvalues 2 and -6."""
     net = nn.Linear(2, 1, bias=False).double()
     comm = Communicator.single_process()
@@ -117,7 +117,7 @@ def test_a_larger_negative_eigenvalue_is_not_the_top() -> None:
     assert few.num_products == 6
 
 
-def test_a_batch_that_is_used_up() -> None:
+def test_sharpness_refuses_a_batch_that_is_used_up() -> None:
     net, comm = make_net(), Communicator.single_process()
     batch = batch_for(comm, make_samples())
     sharpness(net, loss_of, batch, comm, max_products=2)
@@ -125,7 +125,7 @@ def test_a_batch_that_is_used_up() -> None:
         sharpness(net, loss_of, batch, comm, max_products=2)
 
 
-def test_the_loss_rise_is_half_the_trace_for_small_noise() -> None:
+def test_sharpness_loss_rise_is_half_the_trace_for_small_noise() -> None:
     """Each weight's noise has variance (sigma * rms)**2: the mean rise is half their sum with H."""
     net, sigma = make_net(), 1e-3
     measured = measure(Communicator.single_process(), sigma=sigma, num_draws=4000, max_products=2)
@@ -134,7 +134,7 @@ def test_the_loss_rise_is_half_the_trace_for_small_noise() -> None:
     assert abs(measured.loss_rise - expected) < 4 * measured.loss_rise_error
 
 
-def test_a_wider_minimum_rises_less() -> None:
+def test_sharpness_loss_rise_of_a_wider_minimum() -> None:
     """The same function with weights in a flatter direction, on a quadratic."""
 
     def rise(scale: float) -> float:
@@ -150,7 +150,7 @@ def test_a_wider_minimum_rises_less() -> None:
     assert rise(10.0) == pytest.approx(10 * rise(1.0))
 
 
-def test_the_model_is_as_before() -> None:
+def test_sharpness_restores_the_model() -> None:
     comm, net = Communicator.single_process(), make_net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     sharpness(net, loss_of, batch_for(comm, make_samples()), comm)
@@ -158,14 +158,14 @@ def test_the_model_is_as_before() -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def test_a_linear_loss_has_no_curvature() -> None:
+def test_sharpness_of_a_linear_loss() -> None:
     comm, net = Communicator.single_process(), nn.Linear(2, 1).double()
     samples = TensorDataset(torch.ones(24, 2, dtype=torch.float64))
     measured = sharpness(net, lambda m, d: m(d[0]).mean(), batch_for(comm, samples), comm)
     assert measured.top_eigenvalue == 0.0
 
 
-def test_all_eigenvalues_may_be_one_negative_number() -> None:
+def test_sharpness_with_equal_negative_eigenvalues() -> None:
     comm, net = Communicator.single_process(), nn.Linear(1, 1, bias=False).double()
     samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
     batch = batch_for(comm, samples)
@@ -173,7 +173,7 @@ def test_all_eigenvalues_may_be_one_negative_number() -> None:
     assert measured.top_eigenvalue == pytest.approx(-2.0)
 
 
-def test_a_loss_without_a_second_derivative_is_refused() -> None:
+def test_sharpness_refuses_a_loss_without_a_second_derivative() -> None:
     comm, net = Communicator.single_process(), nn.Linear(2, 1, bias=False).double()
     nn.init.zeros_(net.weight)
     samples = TensorDataset(torch.zeros(24, 2, dtype=torch.float64))
@@ -228,7 +228,9 @@ class CityBlock(nn.Linear):
     ],
     ids=["end", "deeper", "cdist", "sparse"],
 )
-def test_what_torch_differentiates_once_is_refused(net: nn.Module, loss: Any, message: str) -> None:
+def test_sharpness_refuses_once_differentiable_functions(
+    net: nn.Module, loss: Any, message: str
+) -> None:
     comm, samples = (
         Communicator.single_process(),
         TensorDataset(torch.ones(24, 2, dtype=torch.float64)),
@@ -238,7 +240,7 @@ def test_what_torch_differentiates_once_is_refused(net: nn.Module, loss: Any, me
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_both_signs_may_be_of_nearly_one_magnitude(seed: int) -> None:
+def test_sharpness_with_both_signs_of_nearly_one_magnitude(seed: int) -> None:
     """Half of the products don't tell which is larger; the vector holds both then."""
     net = nn.Linear(20, 2, bias=False).double()
     curvatures = torch.tensor([[1.0], [-1.005]], dtype=torch.float64)
@@ -256,7 +258,7 @@ def test_both_signs_may_be_of_nearly_one_magnitude(seed: int) -> None:
     assert measured.top_eigenvalue == pytest.approx(1.0, rel=1e-3)
 
 
-def test_what_half_of_the_products_left_open_the_others_find() -> None:
+def test_sharpness_converges_in_the_second_half_of_the_products() -> None:
     few, half = (
         measure(Communicator.single_process(), max_products=n, tolerance=1e-9) for n in (40, 20)
     )
@@ -264,7 +266,7 @@ def test_what_half_of_the_products_left_open_the_others_find() -> None:
     assert few.residual < half.residual
 
 
-def test_attention_has_a_second_derivative() -> None:
+def test_sharpness_of_attention() -> None:
     torch.manual_seed(0)
     net = nn.MultiheadAttention(4, 2, batch_first=True)
     samples = TensorDataset(torch.randn(24, 3, 4, dtype=torch.float64))
@@ -278,7 +280,7 @@ def test_attention_has_a_second_derivative() -> None:
     assert measured.top_eigenvalue > 0
 
 
-def test_noise_is_relative_to_the_root_mean_square() -> None:
+def test_sharpness_noise_is_relative_to_the_root_mean_square() -> None:
     """The expected rise of |w|**2 is sigma**2 |w|**2, for weights of very different sizes."""
     net = nn.Linear(1000, 1, bias=False).double()
     with torch.no_grad():
@@ -308,12 +310,12 @@ def test_noise_is_relative_to_the_root_mean_square() -> None:
         ({"num_draws": 1}, r"`num_draws` \(=1\) must be at least 2"),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_sharpness_refuses_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         measure(Communicator.single_process(), **arguments)
 
 
-def test_models_that_have_no_minimum() -> None:
+def test_sharpness_refuses_models_without_a_minimum() -> None:
     comm = Communicator.single_process()
     frozen = make_net().requires_grad_(False)
     with pytest.raises(UsageError, match="`model` has no trainable parameter"):

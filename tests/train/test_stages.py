@@ -17,6 +17,7 @@ import allstep
 from allstep import Communicator, Stage, Task, TrainOptions, UsageError
 from allstep.errors import AllstepError, CheckpointError
 from tests.helpers import same_model
+from tests.helpers.compare import state_difference
 from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
@@ -61,20 +62,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(Communicator.single_process(), tmp_path_factory.mktemp("reference"))
 
 
-def test_steps_and_epochs_are_counted_on(reference: Any) -> None:
+def test_stages_count_steps_and_epochs_on(reference: Any) -> None:
     report, _ = reference
     assert (report.num_steps, report.num_epochs) == (NUM_STEPS, EPOCHS)
     assert report.totals["accuracy"][1] == 30  # the second stage's test set
 
 
-def test_the_second_stage_matters(reference: Any, tmp_path: Path) -> None:
+def test_stages_control_without_the_second_stage(reference: Any, tmp_path: Path) -> None:
     task = same_model.make_task("adamw")
     allstep.fit(task, make_options(), Communicator.single_process(), tmp_path)
-    assert same_model.largest_difference(task.model.state_dict(), reference[1]) > 1e-3
+    assert state_difference(task.model.state_dict(), reference[1]) > 1e-3
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_the_same_model_on_any_workers(
+def test_stages_give_the_same_model_on_any_workers(
     num_workers: int,
     reference: Any,
     tmp_path: Path,
@@ -85,13 +86,13 @@ def test_the_same_model_on_any_workers(
             return train(comm, tmp_path)
 
     for report, state in run_ranks(num_workers, train_here, timeout_s=60):
-        assert same_model.largest_difference(state, reference[1]) < 1e-10
+        assert state_difference(state, reference[1]) < 1e-10
         assert report.noise_scale == pytest.approx(reference[0].noise_scale, rel=1e-6)
 
 
 # In the first stage, at its last step (the boundary), in the second, before the last step.
 @pytest.mark.parametrize("last_step", [7, 4 * SECOND_EPOCH, 4 * SECOND_EPOCH + 2, NUM_STEPS - 1])
-def test_resume_across_the_boundary_bit_for_bit(
+def test_stages_resume_across_the_boundary_bit_for_bit(
     last_step: int, reference: Any, tmp_path: Path
 ) -> None:
     task = make_task()
@@ -112,7 +113,7 @@ def test_resume_across_the_boundary_bit_for_bit(
     assert report.mean_noise_scale == reference[0].mean_noise_scale
 
 
-def test_other_stages_are_refused_on_resume(tmp_path: Path) -> None:
+def test_stages_that_differ_on_resume_are_refused(tmp_path: Path) -> None:
     comm = Communicator.single_process()
     allstep.fit(make_task(), make_options(), comm, tmp_path)
     with pytest.raises(CheckpointError, match=r"`stages` \(=.*\) differs from the checkpoint's"):
@@ -132,7 +133,9 @@ class Stream(IterableDataset[Tensor]):
         ({"train_set": Stream()}, r"`train_set` \(a Stream\) of a stage has no length"),
     ],
 )
-def test_bad_stages(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_stages_that_do_not_follow_each_other_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=message):
         allstep.fit(make_task(**changes), make_options(), Communicator.single_process(), tmp_path)
 
@@ -154,12 +157,12 @@ def poisoned(step: int, *, samples: bool = False) -> Task:
     return Task(**vars(task) | {"loss": loss})
 
 
-def test_a_gradient_of_nan_stops_the_run_by_name(tmp_path: Path) -> None:
+def test_nonfinite_raise_names_step_and_parameter(tmp_path: Path) -> None:
     with pytest.raises(AllstepError, match=r"Step 2: the gradient of 0.weight, 1.weight"):
         allstep.fit(poisoned(2), make_options(), Communicator.single_process(), tmp_path)
 
 
-def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_nonfinite_skip_counts_the_step(tmp_path: Path) -> None:
     task = poisoned(2)
     report = allstep.fit(
         task, make_options(nonfinite="skip"), Communicator.single_process(), tmp_path
@@ -170,7 +173,7 @@ def test_or_is_left_out_and_counted(tmp_path: Path) -> None:
     assert '"skipped_steps": 1' in log
 
 
-def test_what_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path) -> None:
+def test_nonfinite_skip_keeps_batch_norm_statistics(tmp_path: Path) -> None:
     """Here the samples are NaN, and with them the statistics."""
     task = poisoned(2, samples=True)
     report = allstep.fit(
@@ -184,7 +187,7 @@ def test_what_is_left_out_leaves_no_trace_in_batch_norm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"])
-def test_or_goes_through(name: Any, tmp_path: Path) -> None:
+def test_nonfinite_propagate(name: Any, tmp_path: Path) -> None:
     """Recipes' optimizers leave the looking to the step."""
     settings = allstep.optim.Settings(optimizer=name, lr=0.01, warmup_epochs=0.5)
     optimizer = partial(settings.make_optimizer, steps_per_epoch=4, nonfinite="propagate")
@@ -193,6 +196,6 @@ def test_or_goes_through(name: Any, tmp_path: Path) -> None:
     assert not all(value.isfinite().all() for value in task.model.state_dict().values())
 
 
-def test_a_skip_fits_no_local_steps() -> None:
+def test_nonfinite_skip_refuses_local_sgd() -> None:
     with pytest.raises(UsageError, match=r"`nonfinite` \(='skip'\) would leave out a step of one"):
         TrainOptions(nonfinite="skip", sync_every=4)

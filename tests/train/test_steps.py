@@ -67,7 +67,7 @@ def whole_batch_gradients() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])  # 7 workers share 4 micro-batches: some none
-def test_gradient_is_that_of_the_mean_over_the_global_batch(size: int) -> None:
+def test_steps_gradient_is_that_of_the_mean_over_the_global_batch(size: int) -> None:
     expected = whole_batch_gradients()
     for found in run_ranks(size, gradients):
         assert len(found) == len(expected) == 3
@@ -75,7 +75,7 @@ def test_gradient_is_that_of_the_mean_over_the_global_batch(size: int) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_one_exchange_a_step() -> None:
+def test_steps_exchange_once_a_step() -> None:
     def count(comm: Communicator) -> int:
         model = make_model()
         exchange = allstep.attach(model, comm)
@@ -87,7 +87,7 @@ def test_one_exchange_a_step() -> None:
     assert run_ranks(3, count) == [3, 3, 3]
 
 
-def test_a_loss_without_the_models_parameters_does_not_hang() -> None:
+def test_steps_with_a_loss_without_the_models_parameters() -> None:
     def train(comm: Communicator) -> bool:
         model, other = make_model(), make_model()
         exchange = allstep.attach(model, comm)
@@ -99,7 +99,7 @@ def test_a_loss_without_the_models_parameters_does_not_hang() -> None:
     assert all(run_ranks(2, train))
 
 
-def test_several_models_exchange_after_the_last_micro_batch() -> None:
+def test_steps_of_several_models() -> None:
     def train(comm: Communicator) -> list[Tensor]:
         first, second = make_model(), make_model()
         exchanges = allstep.attach(first, comm), allstep.attach(second, comm)
@@ -122,7 +122,7 @@ def test_several_models_exchange_after_the_last_micro_batch() -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_a_critic_is_frozen_for_a_moment_in_every_micro_batch() -> None:
+def test_steps_with_a_critic_frozen_in_every_micro_batch() -> None:
     """Workers have different numbers of them, so nothing may be collective there."""
 
     start = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
@@ -150,7 +150,7 @@ def test_a_critic_is_frozen_for_a_moment_in_every_micro_batch() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_random_state_belongs_to_seed_step_and_micro_batch() -> None:
+def test_steps_random_state_of_a_micro_batch() -> None:
     def draws(seed: int, replay: bool = False) -> list[float]:
         comm = Communicator.single_process()
         exchange = allstep.attach(make_model(), comm)
@@ -167,7 +167,7 @@ def test_random_state_belongs_to_seed_step_and_micro_batch() -> None:
     assert len(set(replayed)) == NUM_SAMPLES  # a second pass draws other numbers
 
 
-def test_random_state_of_the_update_is_the_same_on_any_worker(
+def test_steps_random_state_of_the_update_is_the_same_on_all_workers(
     thread_generators: type[ThreadGenerator],  # noqa: F811
 ) -> None:
     """Noise that an optimizer draws must not make parameters differ between workers."""
@@ -192,7 +192,7 @@ def test_random_state_of_the_update_is_the_same_on_any_worker(
         assert len({str(inside) for inside, _ in found}) == size
 
 
-def test_replay_gives_the_same_data_again() -> None:
+def test_steps_replay_gives_the_same_data() -> None:
     comm = Communicator.single_process()
     exchange = allstep.attach(make_model(), comm)
     for batch in allstep.steps(make_loader(comm), exchange, replay=True):
@@ -201,7 +201,7 @@ def test_replay_gives_the_same_data_again() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_sum_policy_gives_the_same_global_gradient() -> None:
+def test_steps_with_a_sum_policy() -> None:
     def train(comm: Communicator) -> Tensor:
         model = make_model()
         exchange = allstep.attach(model, comm, allstep.Synchronous(reduction="sum"))
@@ -222,13 +222,13 @@ def first_batch(**arguments: Any) -> tuple[nn.Linear, Any]:
     return model, next(allstep.steps(make_loader(comm), exchange, **arguments))
 
 
-def test_backward_outside_of_the_loop() -> None:
+def test_steps_refuse_backward_outside_of_the_loop() -> None:
     model, batch = first_batch()
     with pytest.raises(UsageError, match="inside the loop"):
         batch.backward(model.weight.sum())
 
 
-def test_second_backward_of_the_last_micro_batch() -> None:
+def test_steps_refuse_a_second_backward_of_the_last_micro_batch() -> None:
     model, batch = first_batch()
     with pytest.raises(UsageError, match="Add the losses"):
         for x, y in batch:
@@ -236,14 +236,14 @@ def test_second_backward_of_the_last_micro_batch() -> None:
             batch.backward(loss_of(model, x, y))
 
 
-def test_iterating_twice() -> None:
+def test_steps_refuse_to_iterate_a_batch_twice() -> None:
     _, batch = first_batch()
     list(batch)
     with pytest.raises(UsageError, match="replay=True"):
         list(batch)
 
 
-def test_leaving_the_inner_loop_early() -> None:
+def test_steps_refuse_to_leave_the_inner_loop_early() -> None:
     comm = Communicator.single_process()
     exchange = allstep.attach(make_model(), comm)
     with pytest.raises(UsageError, match="left before its last micro-batch"):
@@ -252,14 +252,14 @@ def test_leaving_the_inner_loop_early() -> None:
                 break
 
 
-def test_skipping_whole_batches_is_fine() -> None:
+def test_steps_skipping_whole_batches() -> None:
     comm = Communicator.single_process()
     loader = make_loader(comm)
     assert len(list(allstep.steps(loader, allstep.attach(make_model(), comm)))) == 3
     assert loader.epoch == 1
 
 
-def test_wrong_arguments() -> None:
+def test_steps_refuse_wrong_arguments() -> None:
     comm = Communicator.single_process()
     with pytest.raises(UsageError, match="`exchanges` is empty"):
         allstep.steps(make_loader(comm))
