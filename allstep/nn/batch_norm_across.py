@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from allstep.comm import Communicator
 
-__all__ = ["batch_norm_across", "per_channel", "statistics_dtype"]
+__all__ = ["all_but_channels", "batch_norm_across", "per_channel", "statistics_dtype"]
 
 
 def batch_norm_across(
@@ -49,7 +49,7 @@ def _statistics(comm: Communicator, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     channels = x.shape[1]
     exact = x.to(statistics_dtype(x))
-    dims = _all_but_channels(x)
+    dims = all_but_channels(x)
     count = x.numel() // channels
     rows = exact.new_zeros(comm.size, 2 * channels + 1)
     if count:
@@ -90,7 +90,7 @@ class _Normalise(Function):
         dx = weight invstd (dy - (sum dy + x' sum dy x') / n)
         """
         x, weight, mean, invstd, count = ctx.saved_tensors
-        dims = _all_but_channels(x)
+        dims = all_but_channels(x)
         exact = grad.to(mean.dtype)
         normal = (x - per_channel(mean, x)) * per_channel(invstd, x)
         sums = torch.stack([exact.sum(dims), (exact * normal).sum(dims)])
@@ -118,7 +118,8 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _all_but_channels(x: Tensor) -> list[int]:
+def all_but_channels(x: Tensor) -> list[int]:
+    """The dims of x, (samples, channels, *), that statistics per channel are over."""
     return [0, *range(2, x.dim())]
 
 

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
+from allstep.nn.batch_norm_across import all_but_channels
 
 __all__ = ["keep_last_statistics", "precise_batch_norm"]
 
@@ -112,8 +113,7 @@ class _Sums:
         x = args[0]
         if not x.numel():
             return
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        variance, mean = torch.var_mean(x.double(), dims, correction=0)
+        variance, mean = torch.var_mean(x.double(), all_but_channels(x), correction=0)
         num_values = x.numel() // x.shape[1]
         self.total[:-1].add_(torch.cat([mean, variance + mean.square()]), alpha=num_values)
         self.total[-1] += num_values

@@ -9,8 +9,7 @@ from torch.nn.functional import conv2d
 
 from allstep.errors import UsageError
 from allstep.nn.over_windows import OverWindows
-from allstep.nn.replicated import replicated
-from allstep.nn.seeds import agreed_seed, generator_at
+from allstep.nn.replicated import agreed_seed, generator_at, replicated
 from allstep.nn.windows import Grid, Layout, Reach
 from allstep.nn.windows.receptive import pair
 
@@ -70,7 +69,7 @@ class Conv2d(nn.Conv2d):
             margins = _margins(padding, kernel, strides, dilations)
             reach = Reach(kernel, strides, margins, dilations)
             out_layout = grid.split(reach.out_shape(in_layout.shape))
-        self._seed = agreed_seed(grid, seed)
+        self._seed = agreed_seed(grid.comm, seed)
         super().__init__(
             in_channels,
             out_channels,

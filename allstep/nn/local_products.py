@@ -22,7 +22,6 @@ from torch.autograd import Function
 
 __all__ = ["Fields", "correlations", "responses", "spread"]
 
-_CPU_BUFFER_BYTES = 1 << 20  # about what a core's own cache holds
 _CUDA_BUFFER_BYTES = 1 << 28
 
 
@@ -33,10 +32,12 @@ class Fields:
     Attributes:
         kernel: rows and columns of a receptive field.
         stride: rows and columns between those of neighbouring blocks.
+        cpu_buffer_bytes: of a tile, on each thread; about what a core's own cache holds.
     """
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
+    cpu_buffer_bytes: int = 1 << 20
 
     def input_shape(self, blocks: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns that so many blocks see.
@@ -110,7 +111,7 @@ class _Responses(Function):
         x = _in_lines(x)
         rows, columns, num_filters, _ = weight.shape
         y = x.new_empty(rows, columns, num_filters, x.shape[3])
-        for row, first, num, buffer in _tiles(weight, x):
+        for row, first, num, buffer in _tiles(weight, x, fields):
             buffer.view_as(fields.view(x, row, first, num)).copy_(fields.view(x, row, first, num))
             torch.bmm(weight[row, first : first + num], buffer, out=y[row, first : first + num])
         return y
@@ -137,7 +138,7 @@ class _Spread(Function):
         channels = fan_in // (fields.kernel[0] * fields.kernel[1])
         x = y.new_zeros(*fields.input_shape((rows, columns)), channels, y.shape[3])
         apart = fields.overlap()
-        for row, first, num, buffer in _tiles(weight, y):
+        for row, first, num, buffer in _tiles(weight, y, fields):
             tile = slice(first, first + num)
             torch.bmm(weight[row, tile].transpose(1, 2), y[row, tile], out=buffer)
             for phase in range(min(apart, num)):
@@ -180,7 +181,7 @@ class _Correlations(Function):
 def _correlate(y: Tensor, x: Tensor, fields: Fields, weight: Tensor) -> Tensor:
     """Writes `correlations` into a tensor."""
     x, y = _in_lines(x), y.contiguous()
-    for row, first, num, buffer in _tiles(weight, x):
+    for row, first, num, buffer in _tiles(weight, x, fields):
         tile = slice(first, first + num)
         buffer.view_as(fields.view(x, row, first, num)).copy_(fields.view(x, row, first, num))
         torch.bmm(y[row, tile], buffer.transpose(1, 2), out=weight[row, tile])
@@ -194,12 +195,12 @@ def _in_lines(x: Tensor) -> Tensor:
     return x if is_so else x.contiguous()
 
 
-def _tiles(weight: Tensor, x: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
+def _tiles(weight: Tensor, x: Tensor, fields: Fields) -> Iterator[tuple[int, int, int, Tensor]]:
     """Row, first column and number of some neighbouring blocks, and a buffer for their fields."""
     rows, columns, _, fan_in = weight.shape
     batch = x.shape[3]
     num_threads = 1 if x.is_cuda else torch.get_num_threads()
-    budget = _CUDA_BUFFER_BYTES if x.is_cuda else _CPU_BUFFER_BYTES * num_threads
+    budget = _CUDA_BUFFER_BYTES if x.is_cuda else fields.cpu_buffer_bytes * num_threads
     most = max(1, min(columns, budget // max(1, fan_in * batch * x.itemsize)))
     most = max(most // num_threads, 1) * num_threads  # as many products for each thread
     buffer = x.new_empty(most, fan_in, batch)

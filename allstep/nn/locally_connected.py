@@ -18,7 +18,7 @@ from allstep.nn.batch_last import from_batch_last, to_batch_last
 from allstep.nn.filter_parts import Filters, cut_filters
 from allstep.nn.local_products import Fields
 from allstep.nn.over_windows import OverWindows
-from allstep.nn.seeds import agreed_seed, generator_at
+from allstep.nn.replicated import agreed_seed, generator_at
 from allstep.nn.windows import Grid, Layout, Reach, Window
 from allstep.nn.windows.receptive import pair
 
@@ -141,7 +141,7 @@ class LocallyConnected2d(_Blocks):
         self.in_layout = in_layout
         self.out_layout = blocks.scaled(sides)
         self.block_layout = blocks
-        self._seed = agreed_seed(grid, seed)
+        self._seed = agreed_seed(grid.comm, seed)
         values = torch.empty(
             *windows.outputs.scaled(sides).shape, depth, dtype=dtype, device=weight.device
         )

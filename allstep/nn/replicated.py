@@ -1,15 +1,17 @@
-"""Parameters that all workers of a grid have, each seeing a part of the array."""
+"""Parameters that are equal on all workers: their initial values and their gradients."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from allstep.comm import Communicator
 from allstep.comm.autograd import all_reduce
 
-__all__ = ["replicated"]
+__all__ = ["agreed_seed", "generator_at", "replicated"]
 
 
 def replicated(comm: Communicator, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -43,3 +45,16 @@ class _Replicated(Function):
         needed = ctx.needs_input_grad[1:]
         pairs = zip(grads, needed, strict=True)
         return None, *(all_reduce(ctx.comm, grad) if need else None for grad, need in pairs)
+
+
+def agreed_seed(comm: Communicator, seed: int | None) -> int:
+    """The same seed on all workers: rank 0's, which is drawn from torch's generator if None."""
+    drawn = int(torch.randint(2**62, ()).item()) if seed is None else seed
+    agreed: int = comm.broadcast_object(drawn)
+    return agreed
+
+
+def generator_at(seed: int, *position: int) -> torch.Generator:
+    """A generator for the initial values at one position of the whole array."""
+    digest = blake2b(repr((seed, position)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -102,7 +102,7 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shares", [(4, 4), (4, 3), (4, 0), (1, 4), (4, 4, 4), (4, 0, 1)])
-def test_a_group_across_workers(shares: tuple[int, ...]) -> None:
+def test_group_across_workers_is_whole_batch_norm(shares: tuple[int, ...]) -> None:
     size = len(shares)
 
     def convert(net: nn.Module, comm: Communicator) -> nn.Module:
@@ -122,7 +122,7 @@ def test_a_group_across_workers(shares: tuple[int, ...]) -> None:
         assert float((plain_y - y).abs().max()) > 0.1
 
 
-def test_two_groups_of_two_workers() -> None:
+def test_two_groups_across_four_workers() -> None:
     x = images(4 * 4)
     y, grad, expected = one_process(x, [8, 8])
     found_y, found_grad, found = several_workers(
@@ -186,7 +186,7 @@ def trained(
     return model.state_dict()
 
 
-def test_training_with_the_linear_rule_of_running_statistics() -> None:
+def test_training_is_the_same_on_any_number_of_workers() -> None:
     batches = [images(n, seed=i) for i, n in enumerate((16, 16, 15))]  # the last group is short
     expected = trained(Communicator.single_process(), 8, None, batches)
     for size, micro_batch in ((1, 16), (2, 16), (4, 4), (2, 8)):
@@ -203,14 +203,14 @@ def trained_in_one_group(comm: Communicator) -> Result:
 
 
 @pytest.mark.process
-def test_processes() -> None:
+def test_group_across_processes() -> None:
     """Beside the exchange, which is under way in the same backward pass."""
     expected = trained_in_one_group(Communicator.single_process())
     for found in run_processes(2, trained_in_one_group, timeout_s=60):
         assert state_difference(found, expected) < TOLERANCE
 
 
-def test_fit_takes_groups_across_workers(tmp_path: Path) -> None:
+def test_fit_with_groups_across_workers(tmp_path: Path) -> None:
     """Among others, what `fit` measures on one worker alone must not wait for its peers."""
 
     def train(comm: Communicator) -> Result:
@@ -236,7 +236,7 @@ def test_fit_takes_groups_across_workers(tmp_path: Path) -> None:
         assert state_difference(found, expected) < TOLERANCE
 
 
-def test_parameters_settings_and_shared_modules_stay() -> None:
+def test_convert_keeps_parameters_settings_and_shared_modules() -> None:
     norm = nn.BatchNorm1d(3, eps=0.1, momentum=None, affine=False)
     net = nn.ModuleList([norm, nn.Sequential(norm), nn.BatchNorm1d(2, track_running_stats=False)])
     net[2].eval()
@@ -257,7 +257,7 @@ def test_parameters_settings_and_shared_modules_stay() -> None:
     torch.testing.assert_close(net[2](x[:, :2]).mean(0), torch.zeros(2))  # those of the call
 
 
-def test_without_running_statistics_evaluation_is_as_training() -> None:
+def test_eval_without_running_statistics_uses_the_batch() -> None:
     net = nn.BatchNorm1d(3, affine=False, track_running_stats=False).double()
     ours = convert_batch_norm(copy.deepcopy(net), Communicator.single_process(), 4, micro_batch=8)
     x = images(12).flatten(1)[:, :3]
@@ -267,7 +267,7 @@ def test_without_running_statistics_evaluation_is_as_training() -> None:
     assert ours(x[:1]).isfinite().all()
 
 
-def test_running_statistics_that_are_switched_off_stay() -> None:
+def test_track_running_stats_off() -> None:
     net = nn.BatchNorm1d(3)
     net.track_running_stats = False
     ours = convert_batch_norm(copy.deepcopy(net), Communicator.single_process(), 4, micro_batch=4)
@@ -277,7 +277,7 @@ def test_running_statistics_that_are_switched_off_stay() -> None:
     assert_near(ours.running_mean, net.running_mean)
 
 
-def test_a_momentum_of_one_forgets_all_before() -> None:
+def test_momentum_of_one_keeps_the_last_statistics() -> None:
     """However large it was; a difference to it would round what is new away."""
     norm = keep_last_statistics(nn.BatchNorm1d(2).float())
     ours = convert_batch_norm(norm, Communicator.single_process(), 4, micro_batch=4)
@@ -289,14 +289,14 @@ def test_a_momentum_of_one_forgets_all_before() -> None:
     torch.testing.assert_close(ours.running_mean, torch.tensor([0.5, 2.0]))
 
 
-def test_evaluation_is_torchs() -> None:
+def test_eval_is_that_of_torch() -> None:
     net = copy.deepcopy(NET)
     ours = convert_batch_norm(copy.deepcopy(NET), Communicator.single_process(), 2, micro_batch=4)
     x = images(9)
     assert torch.equal(ours.eval()(x), net.eval()(x))
 
 
-def test_no_worker_has_samples() -> None:
+def test_group_without_samples_on_any_worker() -> None:
     def work(comm: Communicator) -> Tensor:
         norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 4, micro_batch=2, global_batch=4)
         assert norm(torch.zeros(0, 2)).shape == (0, 2)
@@ -320,7 +320,7 @@ def test_calls_without_samples_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_a_group_of_one_value_is_its_own_mean(group_size: int) -> None:
+def test_group_of_one_value_per_channel(group_size: int) -> None:
     """The same within a micro-batch as across workers, where torch's kernel refuses."""
 
     def work(comm: Communicator) -> list[Tensor]:
@@ -344,7 +344,7 @@ def test_a_group_of_one_value_is_its_own_mean(group_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_ghost_groups_of_a_model_in_half_precision(dtype: torch.dtype) -> None:
+def test_ghost_groups_in_half_precision(dtype: torch.dtype) -> None:
     x = images(8)[:, :, 0, 0].to(dtype)
     plain = nn.BatchNorm1d(2).to(dtype)
     norm = convert_batch_norm(copy.deepcopy(plain), Communicator.single_process(), 4, micro_batch=8)
@@ -354,7 +354,7 @@ def test_ghost_groups_of_a_model_in_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y, expected, rtol=0, atol=0.02)
 
 
-def test_half_precision_keeps_its_dtype_and_float_statistics() -> None:
+def test_group_across_workers_in_half_precision() -> None:
     def work(comm: Communicator) -> tuple[Tensor, Tensor]:
         norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 8, micro_batch=4, global_batch=8)
         x = (torch.arange(8.0).view(4, 2) * 8 + 1000).bfloat16().requires_grad_()
@@ -392,7 +392,7 @@ def test_half_precision_keeps_its_dtype_and_float_statistics() -> None:
         ({"group_size": 16, "global_batch": 24}, "3 workers don't divide in such groups"),
     ],
 )
-def test_layouts_that_cannot_honour_the_span(arguments: dict, message: str) -> None:
+def test_group_sizes_that_do_not_fit(arguments: dict, message: str) -> None:
     def work(comm: Communicator) -> str:
         with pytest.raises(UsageError) as caught:
             convert_batch_norm(nn.BatchNorm1d(2), comm, **{"micro_batch": 8} | arguments)
@@ -429,19 +429,19 @@ def parametrized() -> nn.Module:
         (parametrized(), r"0 \(ParametrizedBatchNorm2d\) has modules of its own"),
     ],
 )
-def test_nothing_that_a_batch_norm_has_is_lost(norm: nn.Module, message: str) -> None:
+def test_convert_refuses_norms_with_hooks_or_own_forward(norm: nn.Module, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         convert_batch_norm(nn.Sequential(norm), Communicator.single_process(), 4, micro_batch=4)
 
 
-def test_other_kinds_of_torchs_batch_norms_convert_and_again() -> None:
+def test_convert_every_kind_of_batch_norm_twice() -> None:
     model = nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm3d(2))
     for group_size in (4, 2):
         convert_batch_norm(model, Communicator.single_process(), group_size, micro_batch=4)
         assert [norm.group_size for norm in model] == [group_size, group_size]
 
 
-def test_copies_share_their_peers_and_pickles_are_refused() -> None:
+def test_deepcopy_shares_peers_and_pickle_is_refused() -> None:
     def work(comm: Communicator) -> Tensor:
         model = nn.Sequential(nn.BatchNorm1d(2))
         convert_batch_norm(model, comm, 4, micro_batch=2, global_batch=4)
@@ -457,7 +457,7 @@ def test_copies_share_their_peers_and_pickles_are_refused() -> None:
         torch.testing.assert_close(mean, torch.full((2,), 0.05))  # a tenth of that over both
 
 
-def test_wrong_inputs() -> None:
+def test_wrong_input_shapes() -> None:
     comm = Communicator.single_process()
     norm = convert_batch_norm(nn.BatchNorm1d(2), comm, 2, micro_batch=2)
     with pytest.raises(UsageError, match="has 3 samples, but `micro_batch`"):
@@ -468,7 +468,7 @@ def test_wrong_inputs() -> None:
         convert_batch_norm(nn.Sequential(nn.LazyBatchNorm1d()), comm, 2, micro_batch=2)
 
 
-def test_last_statistics_are_the_mean_over_the_last_step() -> None:
+def test_keep_last_statistics_is_the_mean_of_the_last_step() -> None:
     batches = [images(16, seed=i) for i in range(3)]
 
     def train(comm: Communicator) -> Tensor:
@@ -487,7 +487,7 @@ def test_last_statistics_are_the_mean_over_the_last_step() -> None:
             assert_near(found, batches[-1].mean((0, 2, 3)))
 
 
-def test_precise_statistics_are_those_of_all_samples() -> None:
+def test_precise_batch_norm_is_over_all_samples() -> None:
     x = images(22)
     parts = x.split(4)  # the last one is short
     norm = nn.BatchNorm2d(2, affine=False).double()
@@ -516,7 +516,7 @@ def test_precise_statistics_are_those_of_all_samples() -> None:
     assert float((norm.running_mean - means).abs().max()) > 0.1
 
 
-def test_a_mean_of_variances_would_leave_out_the_variance_of_the_means() -> None:
+def test_control_mean_of_variances_differs() -> None:
     """Maps that are constant in space: a batch of two shows half of the variance."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 3, 1, 1, generator=generator, dtype=torch.float64).expand(-1, -1, 5, 5)
@@ -528,7 +528,7 @@ def test_a_mean_of_variances_would_leave_out_the_variance_of_the_means() -> None
 
 
 @pytest.mark.parametrize("model_trains", [True, False])
-def test_precise_statistics_leave_frozen_batch_norm_alone(model_trains: bool) -> None:
+def test_precise_batch_norm_leaves_frozen_norms(model_trains: bool) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     model.train(model_trains)
     model[0].eval()
@@ -538,7 +538,7 @@ def test_precise_statistics_leave_frozen_batch_norm_alone(model_trains: bool) ->
     assert model.training == model_trains and not model[0].training
 
 
-def test_precise_statistics_that_are_interrupted_change_nothing() -> None:
+def test_precise_batch_norm_interrupted_changes_nothing() -> None:
     def batches() -> Iterator[Tensor]:
         yield torch.full((4, 2), 7.0)
         raise KeyboardInterrupt
@@ -550,7 +550,7 @@ def test_precise_statistics_that_are_interrupted_change_nothing() -> None:
     assert torch.equal(norm.running_var, torch.ones(2))
 
 
-def test_precise_statistics_need_a_batch() -> None:
+def test_precise_batch_norm_without_batches() -> None:
     with pytest.raises(UsageError, match="`batches` is empty on every worker"):
         precise_batch_norm(nn.BatchNorm1d(2), [], Communicator.single_process())
     with pytest.raises(

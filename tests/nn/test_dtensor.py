@@ -42,7 +42,7 @@ def ours(comm: Communicator) -> tuple[float, bool]:
 
 
 @pytest.mark.process
-def test_torchs_own_convolution_is_wrong_without_a_word():
+def test_dtensor_convolution_is_wrong_without_an_error():
     for shape, says_whole, has_gradient in run_processes(2, torchs_own):
         # Half of the array, called the whole of it, and the other half's gradient is lost.
         assert shape == [1, 2, 4, 8] and says_whole and not has_gradient

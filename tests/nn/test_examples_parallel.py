@@ -35,7 +35,7 @@ def seeding_in_turns(module: ModuleType, function: str, monkeypatch) -> None:
     ("name", "seeded", "numbers"),
     [("parallel_mlp", "layers", (2, 3)), ("parallel_convolution", "classifier", (2, 4))],
 )
-def test_the_same_is_learnt_on_any_number_of_workers(name, seeded, numbers, monkeypatch):
+def test_examples_train_the_same_on_any_number_of_workers(name, seeded, numbers, monkeypatch):
     module = load(name)
     monkeypatch.setattr(module, "EPOCHS", 1)
     seeding_in_turns(module, seeded, monkeypatch)
@@ -47,6 +47,6 @@ def test_the_same_is_learnt_on_any_number_of_workers(name, seeded, numbers, monk
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["parallel_mlp", "parallel_convolution"])
-def test_two_processes_run_the_script(name, tmp_path):
+def test_examples_run_in_two_processes(name, tmp_path):
     (printed, _) = run_script(2, EXAMPLES / f"{name}.py", tmp_path)
     assert float(printed.split()[2].rstrip(",")) > 0.85

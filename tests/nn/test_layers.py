@@ -101,7 +101,7 @@ def test_convolution(grid_shape, arguments):
     st.tuples(*[st.integers(0, 3)] * 2),
     st.tuples(*[st.integers(1, 3)] * 2),
 )
-def test_any_convolution(grid_shape, size, kernel, stride, padding, dilation):
+def test_convolution_of_any_shape(grid_shape, size, kernel, stride, padding, dilation):
     for d in range(2):
         span = size[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1
         assume(span >= 0 and span // stride[d] + 1 >= grid_shape[d] and size[d] >= grid_shape[d])
@@ -187,7 +187,7 @@ def test_local_contrast_normalisation(grid_shape, size, floor):
     )
 
 
-def test_normalisation_where_nothing_varies_is_zero_and_has_a_gradient():
+def test_local_contrast_normalisation_of_a_constant():
     grid = Grid(Communicator.single_process())
     for floor in (0.01, None):
         x = torch.ones(1, 2, 6, 6, dtype=torch.float64, requires_grad=True)
@@ -206,7 +206,7 @@ def test_normalisation_where_nothing_varies_is_zero_and_has_a_gradient():
         lambda g, a: SubtractiveNorm(g, a, 5),
     ],
 )
-def test_two_derivatives_by_differences(make):
+def test_layers_pass_gradcheck_and_gradgradcheck(make):
     grid = Grid(Communicator.single_process())
     layer = make(grid, grid.split((5, 4)))
     x = values(2, 2, 5, 4).requires_grad_()
@@ -214,7 +214,7 @@ def test_two_derivatives_by_differences(make):
     assert torch.autograd.gradgradcheck(layer, x)
 
 
-def test_layers_follow_one_another_and_messages_are_as_on_paper():
+def test_layers_in_sequence_and_their_message_counts():
     """A net of them on six workers; every layer takes the layout of the one before."""
 
     def make(grid, layout):
@@ -237,7 +237,7 @@ def test_layers_follow_one_another_and_messages_are_as_on_paper():
 
 
 @pytest.mark.parametrize("grid_shape", GRIDS)
-def test_a_layer_sends_its_halo_and_nothing_else(grid_shape):
+def test_layer_sends_only_its_halo(grid_shape):
     def work(grid):
         conv = Conv2d(grid, grid.split((13, 11)), 2, 4, (5, 3), (2, 1), (2, 1), seed=0).double()
         x = part(values(3, 2, 13, 11), conv.in_layout.windows[grid.rank]).clone().requires_grad_()
@@ -250,7 +250,7 @@ def test_a_layer_sends_its_halo_and_nothing_else(grid_shape):
     assert all(on_grid(grid_shape, work))
 
 
-def test_without_halos_convolution_differs():
+def test_control_convolution_without_halo_differs():
     """The negative control: each worker pads its own part."""
     x = values(1, 2, 8, 8)
     conv = nn.Conv2d(2, 2, 3, padding=1).double()
@@ -259,7 +259,7 @@ def test_without_halos_convolution_differs():
     assert difference[:, :, 3:5].max() > 0.01 and difference[:, :, :3].max() < 1e-12
 
 
-def test_initial_weights_are_torchs_and_the_same_on_every_worker():
+def test_initial_weights_are_those_of_torch_on_every_worker():
     def work(grid):
         conv = Conv2d(grid, grid.split((8, 8)), 16, 32, 3)
         return conv.weight.detach(), conv.bias.detach()
@@ -271,7 +271,7 @@ def test_initial_weights_are_torchs_and_the_same_on_every_worker():
     assert 0.99 * bound < weight.abs().max() <= bound and bias.abs().max() <= bound
 
 
-def test_a_net_can_be_copied():
+def test_deepcopy_of_a_net():
     grid = Grid(Communicator.single_process())
     conv = Conv2d(grid, grid.split((4, 4)), 1, 1, 3, seed=0)
     x = torch.ones(1, 1, 4, 4)
@@ -297,12 +297,12 @@ LAYOUT = Layout.split((8, 8), (1, 1))
         ),
     ],
 )
-def test_bad_arguments_are_named(make, message):
+def test_bad_arguments(make, message):
     with pytest.raises(UsageError, match=message):
         make(Grid(Communicator.single_process()))
 
 
-def test_a_grid_larger_than_the_output_is_named_on_every_rank():
+def test_grid_larger_than_the_output():
     told = []
 
     def work(grid):
@@ -318,7 +318,7 @@ def test_a_grid_larger_than_the_output_is_named_on_every_rank():
     assert all("has 4 workers in dim 0, where the array of shape (2, 2) has 2" in t for t in told)
 
 
-def test_ranks_with_other_layers_are_named_on_every_rank():
+def test_disagreeing_layers_are_an_error_on_every_rank():
     told = {}
 
     def work(grid):

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
-from allstep.nn import Grid, LocallyConnected2d, LocallyConnectedTranspose2d, filter_parts
+from allstep.nn import Grid, LocallyConnected2d, LocallyConnectedTranspose2d
+from allstep.nn.filter_parts import cut_filters
 from allstep.nn.local_products import Fields, correlations, responses, spread
 from tests.nn.grids import GRIDS, on_grid, part, values, whole
 
@@ -67,7 +68,7 @@ def check(grid_shape, size, channels, kernel, stride, block):
         z = decoder(y)
         seeds = part(values(*x.shape, seed=4), encoder.in_layout.windows[grid.rank])
         ((z**2 * seeds).sum() + (y**3).sum()).backward()
-        blocks = encoder._windows.out_layout
+        blocks = encoder.block_layout
         initial = encoder.weight.detach().clone()
         grads = (encoder.weight.grad, encoder.bias.grad, decoder.weight.grad)
         return (
@@ -115,13 +116,13 @@ def test_encoder_and_decoder(grid_shape, shape):
     st.tuples(*[st.integers(1, 3)] * 2),
     st.tuples(*[st.integers(1, 2)] * 3),
 )
-def test_any_encoder_and_decoder(grid_shape, size, kernel, stride, block):
+def test_encoder_and_decoder_of_any_shape(grid_shape, size, kernel, stride, block):
     for d in range(2):
         assume(kernel[d] <= size[d] and (size[d] - kernel[d]) // stride[d] + 1 >= grid_shape[d])
     check(grid_shape, size, 2, kernel, stride, block)
 
 
-def test_a_tied_decoder_adds_to_the_encoders_gradient():
+def test_tied_decoder_adds_to_the_encoder_gradient():
     def work(grid):
         encoder = LocallyConnected2d(
             grid, grid.split((9, 9)), 1, 3, 2, (2, 1, 1), bias=False, seed=0, dtype=torch.float64
@@ -139,7 +140,7 @@ def test_a_tied_decoder_adds_to_the_encoders_gradient():
         torch.testing.assert_close(tied, apart, **CLOSE)
 
 
-def test_the_products_and_two_of_their_derivatives_by_differences():
+def test_local_products_pass_gradcheck_and_gradgradcheck():
     fields = Fields((3, 2), (2, 1))
     x = values(*fields.input_shape((2, 3)), 2, 2).requires_grad_()
     weight = values(2, 3, 2, 12, seed=1).requires_grad_()
@@ -153,14 +154,24 @@ def test_the_products_and_two_of_their_derivatives_by_differences():
         assert torch.autograd.gradgradcheck(lambda a, b, f=function: f(a, b, fields), arguments)
 
 
-@pytest.mark.parametrize("buffer_bytes", [1, 5000, 1 << 20])
-def test_tiles_of_any_size_give_the_same(monkeypatch, buffer_bytes):
-    """[Note: tiles]: one field at a time, a few, or a whole row."""
-    monkeypatch.setattr("allstep.nn.local_products._CPU_BUFFER_BYTES", buffer_bytes)
-    check((2, 1), (12, 25), 2, (5, 4), (2, 3), (3, 1, 2))
+@pytest.mark.parametrize("buffer_bytes", [1, 5000])
+def test_local_products_with_tiles_of_any_size(buffer_bytes):
+    """[Note: tiles]: one field at a time, or a few, instead of a whole row."""
+    fields = Fields((5, 4), (2, 3))
+    tiled = Fields((5, 4), (2, 3), cpu_buffer_bytes=buffer_bytes)
+    x, weight = values(*fields.input_shape((4, 7)), 2, 3), values(4, 7, 3, 40, seed=1)
+    y = values(4, 7, 3, 3, seed=2)
+    for function, arguments in (
+        (responses, (x, weight)),
+        (spread, (y, weight)),
+        (correlations, (y, x)),
+    ):
+        torch.testing.assert_close(
+            function(*arguments, tiled), function(*arguments, fields), **CLOSE
+        )
 
 
-def test_memory_stays_batch_last_from_layer_to_layer():
+def test_outputs_are_contiguous_batch_last():
     """[Note: batch last]: what one layer gives the next takes without a copy."""
     grid = Grid(Communicator.single_process())
     layer = LocallyConnected2d(grid, grid.split((6, 6)), 2, 3, 1, (2, 1, 1), seed=0)
@@ -168,7 +179,7 @@ def test_memory_stays_batch_last_from_layer_to_layer():
     assert y.shape == (5, 2, 4, 4) and y.permute(2, 3, 1, 0).is_contiguous()
 
 
-def test_each_worker_has_the_weight_of_its_own_part_alone():
+def test_each_worker_has_only_the_weight_of_its_part():
     def work(grid):
         layer = LocallyConnected2d(grid, grid.split((26, 26)), 2, 4, 2, (3, 1, 1), seed=0)
         return sum(p.numel() for p in layer.parameters())
@@ -179,36 +190,45 @@ def test_each_worker_has_the_weight_of_its_own_part_alone():
         assert sum(counts) == alone and max(counts) == alone / len(counts)
 
 
-def test_gradients_of_parts_are_written_in_place_and_copied_to_be_differentiated(monkeypatch):
-    """[Note: gradient room]: no copy in a plain backward; second derivatives all the same."""
-    copies = []
-    plain = filter_parts._Paste.forward
-    monkeypatch.setattr(
-        filter_parts._Paste,
-        "forward",
-        staticmethod(lambda *arguments: copies.append(1) or plain(*arguments)),
+@pytest.mark.parametrize("is_differentiated_again", [False, True])
+def test_cut_filters_write_gradients_in_place(is_differentiated_again):
+    """[Note: gradient room]: no copy in a plain backward; one for second derivatives."""
+    fields = Fields((3, 3), (1, 1))
+    x = values(*fields.input_shape((2, 4)), 1, 2)
+    weight = values(2, 4, 3, 9, seed=1).requires_grad_()
+    full = weight.view_as(weight)
+    parts = cut_filters(full, [(slice(0, 2), slice(0, 1)), (slice(0, 2), slice(1, 4))])
+    storages, wholes = set(), []
+    for filters in parts:
+        filters.weight.register_hook(lambda g: storages.add(g.untyped_storage().data_ptr()))
+    full.register_hook(lambda g: wholes.append(g.untyped_storage().data_ptr()))
+    loss = sum(
+        (filters.responses(x[:, columns], fields) ** 3).sum()
+        for filters, columns in zip(parts, (slice(0, 3), slice(1, 6)), strict=True)
     )
+    (found,) = torch.autograd.grad(loss, weight, create_graph=is_differentiated_again)
+    (expected,) = torch.autograd.grad((responses(x, weight, fields) ** 3).sum(), weight)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert (storages == set(wholes)) is not is_differentiated_again
 
+
+def test_second_derivatives_of_a_split_layer():
     def work(grid):
         layer = LocallyConnected2d(
             grid, grid.split((9, 9)), 1, 3, 1, (2, 1, 1), bias=False, seed=0, dtype=torch.float64
         )
         x = part(values(2, 1, 9, 9), layer.in_layout.windows[grid.rank]).clone().requires_grad_()
-        (layer(x) ** 2).sum().backward()
-        assert not copies
-        grid.comm.barrier()
         first = torch.autograd.grad((layer(x) ** 3).sum(), (x, layer.weight), create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in first), (x, layer.weight))
-        return layer.in_layout, layer._windows.out_layout, second
+        return layer.in_layout, layer.block_layout, second
 
     alone, split = (on_grid(shape, work) for shape in ((1, 1), (2, 2)))
-    assert copies
     for i, layout in enumerate(split[0][:2]):
         got = whole([result[2][i] for result in split], layout, first_dim=(2, 0)[i])
         torch.testing.assert_close(got, alone[0][2][i], rtol=1e-10, atol=1e-9)
 
 
-def test_no_halo_gradients_differ():
+def test_control_without_halo_gradients_differs():
     """The negative control: what a worker would get if nothing were sent home."""
 
     def work(grid):
@@ -240,14 +260,14 @@ def test_no_halo_gradients_differ():
         ({"block": (2, 0, 1)}, r"`block` \(=\(2, 0, 1\)\) must be depth, height and width"),
     ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_bad_arguments(change, message):
     grid = Grid(Communicator.single_process())
     arguments = {"kernel_size": 3, "stride": 1, "block": (2, 1, 1), **change}
     with pytest.raises(UsageError, match=message):
         LocallyConnected2d(grid, grid.split((8, 8)), 1, **arguments)
 
 
-def test_a_weight_that_does_not_fit_is_named_on_every_rank():
+def test_wrong_weight_shape_is_an_error_on_every_rank():
     told = {}
 
     def work(grid):
@@ -266,14 +286,14 @@ def test_a_weight_that_does_not_fit_is_named_on_every_rank():
     assert "rank 1 cannot: `weight` has shape [2, 6, 2, 9]" in told[0]
 
 
-def test_a_wrong_number_of_channels_is_named():
+def test_wrong_number_of_channels():
     grid = Grid(Communicator.single_process())
     layer = LocallyConnected2d(grid, grid.split((8, 8)), 2, 3, 1, (2, 1, 1), seed=0)
     with pytest.raises(UsageError, match=r"`x` has shape \[1, 1, 8, 8\]; pass \[batch, 2, height"):
         layer(torch.ones(1, 1, 8, 8))
 
 
-def test_the_oracle_agrees_with_convolution_where_weights_are_shared():
+def test_oracle_with_shared_weights_is_convolution():
     """So that the oracle itself is not what the layer happens to do."""
     x, shared = values(2, 3, 7, 6), values(4, 3, 3, 2, seed=1)
     flat = shared.permute(0, 2, 3, 1).flatten(1)

@@ -83,7 +83,7 @@ def reference(stage: Stage, decoder: Tensor, scale: Tensor, x: Tensor, sparsity:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_cost_and_gradients_are_those_of_dense_matrices(tied):
+def test_cost_and_gradients_against_dense_matrices(tied):
     (stage, *_) = nine_layers(lone())
     autoencoder = SparseAutoencoder(stage, sparsity=0.3, tied=tied)
     decoder, scale = autoencoder.decoder.weight, autoencoder.scale
@@ -109,7 +109,7 @@ def test_cost_and_gradients_are_those_of_dense_matrices(tied):
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_gradients_are_finite_differences(relu):
+def test_gradients_against_finite_differences(relu):
     stage = Stage(
         lone(), lone().split((5, 5)), 1, 3, 2, (2, 1, 1),
         pool_size=2, pool_stride=2, norm_size=3, relu=relu, seed=1, dtype=torch.float64,
@@ -141,7 +141,7 @@ def trained(grid: Grid, *, num_steps: int, **options: bool) -> list[dict[str, Te
     ("shape", "num_steps", "options"),
     [((2, 1), 50, {}), ((2, 2), 10, {}), ((1, 2), 10, {"tied": False, "relu": True})],
 )
-def test_the_same_filters_on_any_grid(shape, num_steps, options):
+def test_training_is_the_same_on_any_grid(shape, num_steps, options):
     (alone,) = on_grid((1, 1), lambda grid: trained(grid, num_steps=num_steps, **options))
     split, *others = on_grid(shape, lambda grid: trained(grid, num_steps=num_steps, **options))
     assert all(state is None for states in others for state in states)
@@ -154,7 +154,7 @@ def test_the_same_filters_on_any_grid(shape, num_steps, options):
         assert not torch.allclose(state["filters"], stage.filtering.weight, atol=0.003)
 
 
-def test_cost_falls_and_filters_keep_their_norm():
+def test_step_lowers_the_cost_and_keeps_filter_norms():
     stages = nine_layers(lone())
     training = StageTraining(stages[:0], stages[0], lr=0.05, tied=False)
     weight, decoder = stages[0].filtering.weight, training.autoencoder.decoder.weight
@@ -171,7 +171,7 @@ def test_cost_falls_and_filters_keep_their_norm():
     assert (weight.norm(dim=-1) - before.norm(dim=-1)).abs().max() > 1e-4
 
 
-def test_stages_below_do_not_change_by_a_bit():
+def test_stages_below_stay_bit_for_bit():
     def train(grid: Grid) -> None:
         stages = nine_layers(grid)
         x = batch(grid, 0)
@@ -190,7 +190,7 @@ def test_stages_below_do_not_change_by_a_bit():
     on_grid((2, 1), train)
 
 
-def test_a_state_goes_on_on_another_grid():
+def test_state_resumes_on_another_grid():
     def start(grid: Grid, num_steps: int) -> StageTraining:
         stages = nine_layers(grid)
         training = StageTraining(stages[:1], stages[1], lr=0.05)
@@ -215,7 +215,7 @@ def test_a_state_goes_on_on_another_grid():
     assert not torch.allclose(on_grid((1, 1), go_on)[0]["filters"], expected["filters"])
 
 
-def test_the_whole_array_and_its_parts():
+def test_full_tensor_and_local_shard():
     def there_and_back(grid: Grid) -> Tensor | None:
         layout = grid.split((5, 7))
         return full_tensor(grid, local_shard(grid, x, layout, first_dim=1), layout, first_dim=1)
@@ -225,7 +225,7 @@ def test_the_whole_array_and_its_parts():
     assert torch.equal(found, x) and others == [None] * 3
 
 
-def test_sparsity_is_checked():
+def test_negative_sparsity():
     (stage, *_) = nine_layers(lone())
     with pytest.raises(UsageError, match=r"`sparsity` \(=-1\) must be 0 or more"):
         SparseAutoencoder(stage, sparsity=-1)

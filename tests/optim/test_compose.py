@@ -92,7 +92,7 @@ def test_hold_keeps_the_last_value() -> None:
     assert held(10) == held(1000) == pytest.approx(0.2)
 
 
-def test_scaling_rules_give_the_published_rates() -> None:
+def test_scaling_rules_against_published_rates() -> None:
     assert linear_scaling(0.1, 256, 32768) == 12.8  # Akiba et al.
     for k in range(7):  # LAMB on BERT, from 512 to 32K
         rate = sqrt_scaling(5 / (2**3 * 1e3), 512, 512 * 2**k)
@@ -117,7 +117,7 @@ def test_scaling_rules_give_the_published_rates() -> None:
         (lambda: linear_scaling(0.1, 1, -1), r"`global_batch` \(=-1\) must be"),
     ],
 )
-def test_bad_arguments_are_named(make: object, message: str) -> None:
+def test_bad_arguments(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(UsageError, match=message):
         make()

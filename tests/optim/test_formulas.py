@@ -183,7 +183,7 @@ LARS_OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("options", LAMB_OPTIONS, ids=str)
-def test_lamb_is_its_formula(options: dict[str, Any], way: dict[str, bool]) -> None:
+def test_lamb_against_its_formula(options: dict[str, Any], way: dict[str, bool]) -> None:
     params = parameters()
     found = train(LAMB(params, **options, **way), params, NUM_STEPS, rate)
     assert largest_difference(found, oracle(lamb, **options)) < TOLERANCE
@@ -200,7 +200,7 @@ def test_lamb_is_layer_wise_adam(options: dict[str, Any]) -> None:
     assert largest_difference(found, expected) < TOLERANCE
 
 
-def test_switches_of_lamb_differ() -> None:
+def test_control_lamb_options_differ() -> None:
     """Or else the tests above would not see a switch that does nothing."""
     results = [oracle(lamb, **options) for options in LAMB_OPTIONS]
     for i, first in enumerate(results):
@@ -210,14 +210,14 @@ def test_switches_of_lamb_differ() -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("options", [{}, *LARS_OPTIONS], ids=str)
-def test_lars_is_its_formula(options: dict[str, Any], way: dict[str, bool]) -> None:
+def test_lars_against_its_formula(options: dict[str, Any], way: dict[str, bool]) -> None:
     params = parameters()
     found = train(LARS(params, **options, **way), params, NUM_STEPS, rate)
     assert largest_difference(found, oracle(lars, **options)) < TOLERANCE
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_mlperf_adds_keras_epsilon(way: dict[str, bool]) -> None:
+def test_lars_mlperf_adds_the_keras_epsilon(way: dict[str, bool]) -> None:
     """Seen where gradients are as small as it."""
     small = 1e-7
 
@@ -241,7 +241,7 @@ def test_mlperf_adds_keras_epsilon(way: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_mlperf_does_not_decay_what_it_skips(way: dict[str, bool]) -> None:
+def test_lars_mlperf_does_not_decay_groups_with_adapt_false(way: dict[str, bool]) -> None:
     def trained(variant: Any, weight_decay: float) -> list[torch.Tensor]:
         params = parameters()
         group = {"params": params, "adapt": False, "weight_decay": weight_decay}
@@ -262,15 +262,13 @@ def test_mlperf_does_not_decay_what_it_skips(way: dict[str, bool]) -> None:
         {"trust_ratio": TrustRatio(norm="linf")},
     ],
 )
-def test_lars_of_the_lamb_paper_is_its_formula(
-    options: dict[str, Any], way: dict[str, bool]
-) -> None:
+def test_lars_lamb_paper_against_its_formula(options: dict[str, Any], way: dict[str, bool]) -> None:
     params = parameters()
     found = train(LARS(params, variant="lamb_paper", **options, **way), params, NUM_STEPS, rate)
     assert largest_difference(found, oracle(lars_of_lamb_paper, **options)) < TOLERANCE
 
 
-def test_switches_and_variants_of_lars_differ() -> None:
+def test_control_lars_options_differ() -> None:
     results = [oracle(lars, **options) for options in [{}, *LARS_OPTIONS]]
     results.append(oracle(lars_of_lamb_paper))
     for i, first in enumerate(results):
@@ -294,7 +292,7 @@ def test_lars_is_layer_wise_sgd(nesterov: bool) -> None:
     assert largest_difference(train(lars_, preset, NUM_STEPS, rate), expected) < TOLERANCE
 
 
-def test_lars_of_the_lamb_paper_is_layer_wise_dampened_sgd() -> None:
+def test_lars_lamb_paper_is_layer_wise_dampened_sgd() -> None:
     general, preset = parameters(), parameters()
     base = SGDRule(momentum=0.9, dampening=0.9)
     expected = train(LayerWise(general, base, weight_decay=0.1), general, NUM_STEPS, rate)
@@ -302,7 +300,7 @@ def test_lars_of_the_lamb_paper_is_layer_wise_dampened_sgd() -> None:
     assert largest_difference(train(lars_, preset, NUM_STEPS, rate), expected) < TOLERANCE
 
 
-def test_layer_wise_takes_other_bases() -> None:
+def test_layer_wise_rmsprop_against_its_formula() -> None:
     def rmsprop(
         x: Array, g: Array, state: dict[str, Any], t: int, lr: float, weight_decay: float
     ) -> Array:
@@ -318,7 +316,7 @@ def test_layer_wise_takes_other_bases() -> None:
     assert largest_difference(found, oracle(rmsprop, weight_decay=0.1)) < TOLERANCE
 
 
-def test_layer_wise_takes_a_rule_of_ones_own() -> None:
+def test_layer_wise_with_a_rule_of_the_user() -> None:
     class Sign:
         """Sign SGD: no state at all."""
 
@@ -345,7 +343,7 @@ def test_layer_wise_takes_a_rule_of_ones_own() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_rmsprop_warmup_is_its_formula(weight_decay: float, fused: bool) -> None:
+def test_rmsprop_warmup_against_its_formula(weight_decay: float, fused: bool) -> None:
     params = parameters()
     optimizer = RMSpropWarmup(
         params,
@@ -381,7 +379,7 @@ def test_rmsprop_warmup_begins_as_rmsprop_and_ends_as_momentum_sgd() -> None:
     assert sgd_share(0, 100, 1e-3) == 0.0
 
 
-def test_momentum_correction_keeps_the_velocity_of_the_new_rate() -> None:
+def test_momentum_correction_gives_the_velocity_of_the_new_lr() -> None:
     """After a change of rate, momentum holds what the new rate would have made it."""
 
     def velocity(correct: bool, rates: list[float]) -> torch.Tensor:
@@ -399,7 +397,7 @@ def test_momentum_correction_keeps_the_velocity_of_the_new_rate() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_corrected_momentum_of_a_parameter_that_sat_a_change_out(way: dict[str, bool]) -> None:
+def test_momentum_correction_without_a_gradient(way: dict[str, bool]) -> None:
     """Its velocity is that of a rate which has always been the present one."""
 
     def velocity(rates: list[float], idle: int) -> torch.Tensor:
@@ -416,7 +414,7 @@ def test_corrected_momentum_of_a_parameter_that_sat_a_change_out(way: dict[str, 
     torch.testing.assert_close(velocity([0.1, 0.5, 0.5], 1), velocity([0.5, 0.5, 0.5], 1))
 
 
-def test_the_previous_rate_stays_in_its_memory() -> None:
+def test_momentum_correction_keeps_previous_lr_in_place() -> None:
     """A CUDA graph looks where it was when the step was captured."""
     weight = torch.nn.Parameter(torch.ones(3))
     lr = torch.tensor(0.5)
@@ -433,7 +431,7 @@ def test_the_previous_rate_stays_in_its_memory() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_rate_of_zero_ends_corrected_momentum(way: dict[str, bool]) -> None:
+def test_momentum_correction_after_lr_zero(way: dict[str, bool]) -> None:
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = LARS([weight], momentum_correction=True, **way)
     for lr in (0.5, 0.0, 0.25):

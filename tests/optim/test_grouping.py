@@ -62,7 +62,7 @@ DECAYED = {
 }
 
 
-def test_kinds_of_modules_decide() -> None:
+def test_groups_by_kind_of_module() -> None:
     model = Block()
     decayed, others = groups(model, weight_decay=0.3)
     assert {name for name, _ in decayed["params"]} == DECAYED
@@ -81,7 +81,7 @@ def test_kinds_of_modules_decide() -> None:
     }
 
 
-def test_names_decide_nothing() -> None:
+def test_groups_ignore_names() -> None:
     class Misnamed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,12 +94,12 @@ def test_names_decide_nothing() -> None:
     assert [name for name, _ in others["params"]] == ["bias.bias", "weight.weight", "weight.bias"]
 
 
-def test_further_kinds_of_normalisation() -> None:
+def test_groups_with_own_normalisation() -> None:
     decayed, _ = groups(Block(), normalisation=(Scale,))
     assert {name for name, _ in decayed["params"]} == DECAYED - {"body.7.gain"}
 
 
-def test_biases_of_many_dimensions() -> None:
+def test_groups_with_bias_names() -> None:
     """Each place of a locally connected layer has a bias of its own."""
     grid = Grid(Communicator.single_process())
     layer = LocallyConnected2d(grid, grid.split((9, 9)), 3, 5, stride=2, block=(4, 2, 2))
@@ -109,7 +109,7 @@ def test_biases_of_many_dimensions() -> None:
     assert [name for name, _ in others["params"]] == ["bias"]
 
 
-def test_magnitudes_of_weight_norm() -> None:
+def test_groups_of_weight_norm_magnitudes() -> None:
     """w = g * v / norm(v): to decay g would be to decay a normalisation's gain."""
     model = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 2))
     decayed, others = groups(model)
@@ -118,14 +118,14 @@ def test_magnitudes_of_weight_norm() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-def test_magnitudes_of_the_older_weight_norm() -> None:
+def test_groups_of_old_weight_norm_magnitudes() -> None:
     model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 2)))
     decayed, others = groups(model)
     assert [name for name, _ in decayed["params"]] == ["0.weight_v"]
     assert sorted(name for name, _ in others["params"]) == ["0.bias", "0.weight_g"]
 
 
-def test_tied_parameters_are_listed_once_and_decayed_if_any_owner_would() -> None:
+def test_groups_list_tied_parameters_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +137,7 @@ def test_tied_parameters_are_listed_once_and_decayed_if_any_owner_would() -> Non
     assert [name for name, _ in group["params"]] == ["scale.gain"] and group["adapt"]
 
 
-def test_optimizers_take_the_groups() -> None:
+def test_optimizers_of_torch_and_allstep_take_the_groups() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     for make in (LAMB, LARS, torch.optim.AdamW, torch.optim.SGD):
         optimizer = make(groups(model), lr=0.1)
@@ -148,7 +148,7 @@ def test_optimizers_take_the_groups() -> None:
             assert list(optimizer.trust_ratios()) == ["0.weight"]
 
 
-def test_a_lone_module_and_no_parameters() -> None:
+def test_groups_of_a_single_module_or_none() -> None:
     decayed, others = groups(nn.Linear(2, 2))
     assert decayed["params"][0][0] == "weight" and others["params"][0][0] == "bias"
     assert len(groups(nn.LayerNorm(2))) == 1
@@ -156,7 +156,7 @@ def test_a_lone_module_and_no_parameters() -> None:
         groups(nn.ReLU())
 
 
-def test_parameters_without_a_shape_are_refused() -> None:
+def test_groups_refuse_lazy_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(UsageError, match=r"parameter `0.weight` has no shape yet; call the model"):
         groups(model)
@@ -164,14 +164,14 @@ def test_parameters_without_a_shape_are_refused() -> None:
     assert [name for name, _ in groups(model)[0]["params"]] == ["0.weight"]
 
 
-def test_kinds_of_normalisation_are_a_tuple() -> None:
+def test_groups_refuse_normalisation_that_is_no_tuple() -> None:
     with pytest.raises(UsageError, match=r"`normalisation` \(=<class .*must be a tuple"):
         groups(nn.Linear(2, 2), normalisation=nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"`normalisation` \(=\(3,\)\) must be a tuple of module"):
         groups(nn.Linear(2, 2), normalisation=(3,))  # type: ignore[arg-type]
 
 
-def test_parameters_alone_and_negative_decay_are_refused() -> None:
+def test_groups_refuse_parameters_and_negative_decay() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"`model` \(a generator\) must be the module itself"):
         groups(model.parameters())  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_parameters_alone_and_negative_decay_are_refused() -> None:
         groups(model, weight_decay=-1)
 
 
-def test_the_room_leads_to_each_name() -> None:
+def test_lazy_names_of_the_package() -> None:
     for name in allstep.optim.__all__:
         assert hasattr(allstep.optim, name) and name in dir(allstep.optim)
     with pytest.raises(AttributeError, match="has no attribute 'Lamb'"):

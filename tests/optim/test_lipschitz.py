@@ -58,7 +58,7 @@ def test_layer_wise_rates_beat_the_best_single_rate(make: Make) -> None:
     assert best(make) < best(sgd) / 100
 
 
-def test_without_a_stiff_block_the_single_rate_does_as_well() -> None:
+def test_control_without_a_stiff_block() -> None:
     """The gain above comes from the stiffness, not from the optimizer."""
     assert best(sgd, ALIKE) < 1e-3
     assert best(sgd, STIFF) > 10

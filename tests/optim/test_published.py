@@ -124,11 +124,11 @@ def bounded_lamb(params: list[nn.Parameter]) -> LAMB:
     ],
     ids=["addons", "addons excluded", "bert", "cybertronai", "timm", "mlperf", "mlperf nesterov"],
 )
-def test_published_rules(rule: Update, make: Callable[[list[nn.Parameter]], Any]) -> None:
+def test_against_published_rules(rule: Update, make: Callable[[list[nn.Parameter]], Any]) -> None:
     assert largest_difference(ours(make), by_rule(rule)) < TOLERANCE
 
 
-def test_published_rules_differ() -> None:
+def test_control_published_rules_differ() -> None:
     rules: list[Update] = [
         lambda *a: tensorflow_addons(*a, exclude=False),
         lambda *a: tensorflow_addons(*a, exclude=True),
@@ -147,7 +147,7 @@ def theirs(make: Callable[[list[nn.Parameter]], Any]) -> list[Tensor]:
     return train(make(params), params, NUM_STEPS)
 
 
-def test_pytorch_optimizer_lamb() -> None:
+def test_against_pytorch_optimizer_lamb() -> None:
     peer = pytest.importorskip("pytorch_optimizer", reason="needs the extra bench")
 
     def make(params: list[nn.Parameter]) -> Any:
@@ -159,7 +159,7 @@ def test_pytorch_optimizer_lamb() -> None:
     assert largest_difference(theirs(make), matching) < TOLERANCE
 
 
-def test_pytorch_optimizer_lars() -> None:
+def test_against_pytorch_optimizer_lars() -> None:
     """Its rate is outside the momentum, which is the same at a constant rate."""
     peer = pytest.importorskip("pytorch_optimizer", reason="needs the extra bench")
     found = theirs(lambda p: peer.LARS(p, 2.0, weight_decay=0.1))
@@ -177,13 +177,13 @@ def test_pytorch_optimizer_lars() -> None:
     assert largest_difference([found[i] for i in keep], [expected[i] for i in keep]) < TOLERANCE
 
 
-def test_torch_optimizer_lamb() -> None:
+def test_against_torch_optimizer_lamb() -> None:
     peer = pytest.importorskip("torch_optimizer", reason="needs the extra bench")
     found = theirs(lambda p: peer.Lamb(p, 0.01, weight_decay=0.01, clamp_value=2.0))
     assert largest_difference(found, ours(bounded_lamb)) < TOLERANCE
 
 
-def test_torch_optimizer_lars() -> None:
+def test_against_torch_optimizer_lars() -> None:
     peer = pytest.importorskip("torch_optimizer", reason="needs the extra bench")
     options = {"momentum": 0.9, "weight_decay": 0.1, "trust_coefficient": 0.001, "eps": 1e-3}
     found = theirs(lambda p: peer.LARS(p, 2.0, **options))

@@ -52,7 +52,7 @@ def test_poly_is_a_power_of_what_is_left(power: float) -> None:
         assert schedule(step) == pytest.approx(0.1 + 0.9 * ((110 - step) / 100) ** power)
 
 
-def test_decays_refuse_to_be_asked_beyond_their_end() -> None:
+def test_decays_raise_beyond_their_end() -> None:
     assert cosine(10, final=0.3)(10) == pytest.approx(0.3)
     assert poly(10)(10) == 0.0
     for schedule in (cosine(10), poly(10), slow_start(10)):
@@ -62,13 +62,13 @@ def test_decays_refuse_to_be_asked_beyond_their_end() -> None:
             schedule(11)
 
 
-def test_schedules_begin_at_step_zero() -> None:
+def test_schedules_refuse_negative_steps() -> None:
     for schedule in (constant(), cosine(10), poly(10), step_decay([5]), slow_start(10)):
         with pytest.raises(UsageError, match=r"`step` \(=-1\) must be 0 or more"):
             schedule(-1)
 
 
-def test_slow_start_keeps_its_fractions() -> None:
+def test_slow_start_is_in_fractions_of_the_run() -> None:
     whole, short = slow_start(90 * 39), slow_start(90 * 7)
     for epoch in range(90):
         assert whole(39 * epoch) == short(7 * epoch)
@@ -78,7 +78,7 @@ def test_slow_start_keeps_its_fractions() -> None:
     ]
 
 
-def test_share_of_sgd_is_smooth_where_its_parts_meet() -> None:
+def test_sgd_share_is_continuous() -> None:
     """The printed slope, 2 / period, is not: it exceeds 1 and jumps back."""
     tiny = 1e-6
     left = (sgd_share(10, 10, 5) - sgd_share(10 - tiny, 10, 5)) / tiny
@@ -105,7 +105,7 @@ def test_step_decay_multiplies_at_each_milestone() -> None:
     final=st.floats(0, 1),
     progress=st.floats(0, 1),
 )
-def test_multipliers_stay_in_bounds_and_fall_after_the_warmup(
+def test_multipliers_are_bounded_and_fall_after_the_warmup(
     total_steps: int, warmup_share: float, final: float, progress: float
 ) -> None:
     warmup_steps = int(warmup_share * total_steps)
@@ -136,13 +136,13 @@ def test_multipliers_stay_in_bounds_and_fall_after_the_warmup(
         (lambda: slow_start(0), r"`total_steps` \(=0\) must be positive"),
     ],
 )
-def test_bad_arguments_are_named(make: object, message: str) -> None:
+def test_bad_arguments(make: object, message: str) -> None:
     assert callable(make)
     with pytest.raises(UsageError, match=message):
         make()
 
 
-def test_schedules_need_no_torch() -> None:
+def test_schedules_import_no_torch() -> None:
     code = "import sys, allstep.optim; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -121,7 +121,7 @@ FASTEST = [name for name in OPTIMIZERS if "True" in name or " " not in name]
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, list(OPTIMIZERS)), (4, FASTEST)])
-def test_fully_sharded_is_whole(size: int, names: list[str]) -> None:
+def test_fully_shard_gives_the_whole_update(size: int, names: list[str]) -> None:
     for found in run_processes(size, compare, "fsdp", names):
         assert list(found) == names
         for name, (difference, collectives) in found.items():
@@ -133,7 +133,7 @@ def test_fully_sharded_is_whole(size: int, names: list[str]) -> None:
     ("kind", "dimensions"),
     [("tensor parallel", 1), ("fsdp and tensor parallel", 2), ("hybrid", 1)],
 )
-def test_other_meshes_are_whole(kind: str, dimensions: int) -> None:
+def test_other_meshes_give_the_whole_update(kind: str, dimensions: int) -> None:
     """One collective for each dimension of the mesh that parameters are cut along."""
     names = ["lamb {'fused': True}", "lars {'fused': True}", "layer_wise"]
     for found in run_processes(4, compare, kind, names):
@@ -163,7 +163,7 @@ def norms_of_parts(comm: Communicator) -> float:
     )
 
 
-def test_norms_of_parts_would_be_wrong() -> None:
+def test_control_norms_of_shards_differ() -> None:
     assert min(run_processes(2, norms_of_parts)) > 1e-4
 
 
@@ -205,7 +205,7 @@ def bad_gradients(comm: Communicator) -> list[tuple[str, list[int], bool]]:
     return found
 
 
-def test_a_bad_part_stops_or_skips_all_workers() -> None:
+def test_nonfinite_shard_stops_or_skips_all_workers() -> None:
     for found in run_processes(2, bad_gradients):
         for index, (said, (num_skipped, collectives), same) in enumerate(found):
             assert same
@@ -230,7 +230,7 @@ def other_placements(comm: Communicator) -> bool:
     return torch.allclose(parameter.full_tensor(), plain, rtol=1e-12, atol=0)
 
 
-def test_gradients_are_laid_out_as_their_parameters() -> None:
+def test_gradients_with_other_placements() -> None:
     assert all(run_processes(2, other_placements))
 
 

@@ -72,12 +72,12 @@ def check_fetch(grid_shape, layout, wanted, first_dim=-2):
 
 @pytest.mark.parametrize("grid_shape", GRIDS)
 @pytest.mark.parametrize("margin", [0, 1, 5])
-def test_halos_of_any_width(grid_shape, margin):
+def test_halo_gather_and_scatter_add_for_any_margin(grid_shape, margin):
     layout = Layout.split(SHAPE, grid_shape)
     check_fetch(grid_shape, layout, wider(layout, margin))
 
 
-def test_other_dims_may_come_after_the_arrays():
+def test_halo_gather_with_array_dims_first():
     layout = Layout.split(SHAPE, (3, 2))
     check_fetch((3, 2), layout, wider(layout, 2), first_dim=0)
 
@@ -88,7 +88,7 @@ some_window = st.tuples(edges, edges).map(lambda e: Window((e[0][0], e[1][0]), (
 
 @settings(max_examples=12)
 @given(st.sampled_from(GRIDS[1:5]), st.data())
-def test_any_windows(grid_shape, data):
+def test_halo_gather_of_any_windows(grid_shape, data):
     layout = Layout.split(SHAPE, grid_shape)
     wanted = tuple(data.draw(some_window) for _ in layout.windows)
     check_fetch(grid_shape, layout, wanted)
@@ -108,7 +108,7 @@ def layouts(draw) -> Layout:
 
 @settings(max_examples=10)
 @given(layouts(), layouts())
-def test_redistribution_between_any_layouts(source, target):
+def test_redistribute_between_any_layouts(source, target):
     x, weight = values(2, *SHAPE), values(2, *SHAPE, seed=1)
 
     def work(grid):
@@ -122,7 +122,7 @@ def test_redistribution_between_any_layouts(source, target):
     assert torch.equal(whole(list(grads), source), weight)
 
 
-def test_pieces_of_a_window_are_enough():
+def test_start_halo_gather_of_pieces():
     """What autograd gives for four overlapping strips is what it gives for the whole window."""
     layout = Layout.split(SHAPE, (2, 2))
     wanted = wider(layout, 2)
@@ -158,7 +158,7 @@ def test_pieces_of_a_window_are_enough():
         assert home.shape == expected_home.shape
 
 
-def test_messages_are_posted_before_the_wait_and_gradients_before_the_local_backward():
+def test_halo_gather_overlaps_forward_and_backward():
     """[Note: overlap]: the order in which a worker posts, computes and waits."""
     layout = Layout.split((8, 4), (2, 1))
     wanted = wider(layout, 1)
@@ -197,7 +197,7 @@ def test_messages_are_posted_before_the_wait_and_gradients_before_the_local_back
     assert order == ["send", "forward", "send", "backward"]
 
 
-def test_nothing_but_the_parcels_goes_over_the_wire(monkeypatch):
+def test_halo_gather_sends_only_the_slices(monkeypatch):
     """Counted where bytes leave, after the first call, in which the workers agree."""
     layout = Layout.split(SHAPE, (2, 2))
     wanted = wider(layout, 2)
@@ -244,7 +244,7 @@ def _noting(plain, calls, verb):
     return noted
 
 
-def test_without_halo_gradients_the_result_differs():
+def test_control_without_halo_gradients_differs():
     """The negative control."""
     layout = Layout.split((8, 4), (2, 1))
     wanted = wider(layout, 1)
@@ -258,7 +258,7 @@ def test_without_halo_gradients_the_result_differs():
     assert min(on_grid((2, 1), work)) > 0.1
 
 
-def test_a_worker_may_have_and_want_nothing():
+def test_redistribute_with_empty_windows():
     layout = Layout((4, 4), (Window((0, 0), (4, 4)), Window((0, 0), (0, 0))))
 
     def work(grid):
@@ -269,7 +269,7 @@ def test_a_worker_may_have_and_want_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.complex64])
-def test_any_dtype_travels(dtype):
+def test_halo_gather_of_any_dtype(dtype):
     layout = Layout.split((4, 4), (2, 1))
     x = (values(4, 4) > 0).to(dtype)
 
@@ -297,7 +297,7 @@ def refused(grid_shape, work, kinds):
     return told
 
 
-def test_a_wrong_size_is_named_on_every_rank():
+def test_wrong_size_is_an_error_on_every_rank():
     layout = Layout.split((8, 4), (3, 1))
 
     def work(grid):
@@ -319,7 +319,7 @@ def test_a_wrong_size_is_named_on_every_rank():
         lambda r: {"requires_grad": bool(r)},
     ],
 )
-def test_ranks_that_disagree_are_named_on_every_rank(differs):
+def test_disagreeing_ranks_are_an_error_on_every_rank(differs):
     layout = Layout.split((8, 4), (2, 1))
 
     def work(grid):
@@ -336,7 +336,7 @@ def test_ranks_that_disagree_are_named_on_every_rank(differs):
         assert f"rank {1 - rank} wants: `halo_gather` of" in told[rank]
 
 
-def test_a_rank_that_stays_away_in_backward_is_named():
+def test_backward_timeout_names_the_missing_rank():
     layout = Layout.split((8, 4), (2, 1))
 
     def work(grid):
@@ -359,7 +359,7 @@ def test_a_rank_that_stays_away_in_backward_is_named():
     assert "`backward of halo_gather` on rank 0 of 2" in told[0]
 
 
-def test_grids_that_do_not_fit_are_named():
+def test_grid_of_a_wrong_size():
     comm = Communicator.single_process()
     with pytest.raises(
         UsageError, match=r"`shape` \(=\(2, 2\)\) has 4 workers, the communicator 1"
@@ -370,7 +370,7 @@ def test_grids_that_do_not_fit_are_named():
         redistribute(grid, torch.ones(4), grid.split((4,)), grid.split((3,)), first_dim=0)
 
 
-def test_ranks_with_other_grids_are_named_on_every_rank():
+def test_disagreeing_grids_are_an_error_on_every_rank():
     told = {}
 
     def work(comm):

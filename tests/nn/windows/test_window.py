@@ -21,7 +21,7 @@ def windows(low: int = -4, high: int = 9) -> st.SearchStrategy[Window]:
 
 
 @given(windows(), windows())
-def test_intersections_are_those_of_sets(one, other):
+def test_window_intersect_is_set_intersection(one, other):
     both = positions(one) & positions(other)
     assert positions(one.intersect(other)) == both
     assert one.intersect(other).num_positions == len(both)
@@ -29,7 +29,7 @@ def test_intersections_are_those_of_sets(one, other):
 
 
 @given(st.tuples(*[st.integers(1, 20)] * 2), st.tuples(*[st.integers(1, 5)] * 2))
-def test_a_split_covers_an_array_evenly(shape, grid):
+def test_layout_split_covers_the_array_evenly(shape, grid):
     if any(length < parts for length, parts in zip(shape, grid, strict=True)):
         with pytest.raises(UsageError, match="use a smaller grid"):
             Layout.split(shape, grid)
@@ -40,7 +40,7 @@ def test_a_split_covers_an_array_evenly(shape, grid):
         assert max(lengths) - min(lengths) <= 1
 
 
-def test_a_grid_may_have_fewer_dims_than_the_array():
+def test_layout_split_with_fewer_grid_dims():
     assert Layout.split((4, 6), (2,)) == Layout.split((4, 6), (2, 1))
 
 
@@ -106,7 +106,7 @@ def inputs_of(reach: Reach, output: tuple[int, int]) -> set[tuple[int, int]]:
 
 
 @given(reaches, st.tuples(st.integers(7, 12), st.integers(7, 12)), st.integers(0, 3))
-def test_receptive_fields_and_who_needs_no_neighbour(reach, shape, rank):
+def test_reach_inputs_and_inner(reach, shape, rank):
     out = reach.out_shape(shape)
     assume(min(out) >= 2)
     assume(all(max(reach.padding[dim]) < reach.extent(dim) for dim in range(2)))
@@ -130,7 +130,7 @@ def test_receptive_fields_and_who_needs_no_neighbour(reach, shape, rank):
     assert set().union(*map(positions, strips)) == positions(outputs) - positions(inner)
 
 
-def test_nearly_square_grids():
+def test_nearest_square():
     assert [nearest_square(n) for n in (1, 2, 3, 4, 6, 8, 12)] == [
         (1, 1), (2, 1), (3, 1), (2, 2), (3, 2), (4, 2), (4, 3),
     ]  # fmt: skip
@@ -164,6 +164,6 @@ WHOLE = Window((0, 0), (4, 4))
         ),
     ],
 )
-def test_bad_windows_are_named(make, message):
+def test_bad_windows_and_layouts(make, message):
     with pytest.raises(UsageError, match=message):
         make()
