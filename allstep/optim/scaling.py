@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allstep.errors import UsageError, check_counts, nearest_names
-from allstep.optim.published import PUBLISHED, MixedBatch, PublishedRecipe
+from allstep.optim.published import PUBLISHED, PublishedRecipe
 from allstep.optim.settings import SecondStage, Settings
 
 __all__ = ["Change", "Rescaled", "linear_scaling", "rescale", "sqrt_scaling"]
@@ -136,9 +136,10 @@ def rescale(
     if micro_batch is not None:
         check_counts(micro_batch=micro_batch)
     nearest = published.nearest(global_batch)
-    second = None if published.mixed is None else _second_epochs(published.mixed, epochs)
     lr, lr_rule = _rate(nearest, global_batch)
-    warmup_epochs, warmup_rule = _warmup(nearest, global_batch, epochs, second or 0)
+    second, second_changes = _second_stage(nearest, lr, global_batch, epochs)
+    first_epochs = epochs if second is None else epochs - second.epochs
+    warmup_epochs, warmup_rule = _warmup(nearest, global_batch, first_epochs)
     start = min(1.0, nearest.warmup_start * nearest.global_batch / global_batch)
     settings = Settings(
         optimizer=nearest.optimizer,
@@ -148,7 +149,7 @@ def rescale(
         lr_schedule=nearest.lr_schedule,
         warmup_epochs=warmup_epochs,
         warmup_start=start,
-        second=_second_stage(nearest, lr, global_batch, second),
+        second=second,
     )
     origin = "" if nearest is published else f", from the one at {nearest.global_batch:,}"
     after: dict[str, tuple[object, str]] = {
@@ -170,8 +171,7 @@ def rescale(
         Change(field, getattr(published, field), value, rule, _source(published, field))
         for field, (value, rule) in after.items()
     ]
-    changes += _second_changes(published, settings, global_batch)
-    return Rescaled(published, settings, changes)
+    return Rescaled(published, settings, changes + second_changes)
 
 
 def _kept(published: PublishedRecipe, nearest: PublishedRecipe, field: str) -> tuple[object, str]:
@@ -189,14 +189,12 @@ def _rate(published: PublishedRecipe, global_batch: int) -> tuple[float, str]:
     return lr, f"{published.lr_rule} in the batch"
 
 
-def _warmup(
-    published: PublishedRecipe, global_batch: int, epochs: int, second_epochs: int
-) -> tuple[float, str]:
+def _warmup(published: PublishedRecipe, global_batch: int, epochs: int) -> tuple[float, str]:
     """Of the run, or of its first stage if there are two."""
     mixed, part = published.mixed, "run"
     published_epochs = float(published.epochs)
     if mixed is not None:
-        epochs, part = epochs - second_epochs, "first stage"
+        part = "first stage"
         published_epochs *= 1 - mixed.epochs_share
     share = published.warmup_epochs / published_epochs
     share, rule = _warmup_share(published, share, global_batch)
@@ -213,48 +211,33 @@ def _warmup_share(published: PublishedRecipe, share: float, global_batch: int) -
     return grown, ", linear in the batch"
 
 
-def _second_epochs(mixed: MixedBatch, epochs: int) -> int:
+def _second_stage(
+    published: PublishedRecipe, lr: float, global_batch: int, epochs: int
+) -> tuple[SecondStage | None, list[Change]]:
+    """The second stage of LAMB's mixed batch, and what of it was rescaled."""
+    mixed = published.mixed
+    if mixed is None:
+        return None, []
     if epochs < 2:
         raise UsageError(f"`epochs` (={epochs}) must be at least 2 for two stages.")
-    return max(1, round(mixed.epochs_share * epochs))
-
-
-def _second_stage(
-    published: PublishedRecipe, lr: float, global_batch: int, second_epochs: int | None
-) -> SecondStage | None:
-    if published.mixed is None or second_epochs is None:
-        return None
-    share, _ = _warmup_share(published, published.mixed.warmup_share, global_batch)
-    return SecondStage(
-        epochs=second_epochs,
-        lr=lr * published.mixed.lr_share,
-        warmup_epochs=share * second_epochs,
+    own_epochs = max(1, round(mixed.epochs_share * epochs))
+    share, warmup_rule = _warmup_share(published, mixed.warmup_share, global_batch)
+    second = SecondStage(
+        epochs=own_epochs, lr=lr * mixed.lr_share, warmup_epochs=share * own_epochs
     )
-
-
-def _second_changes(
-    published: PublishedRecipe, settings: Settings, global_batch: int
-) -> list[Change]:
-    mixed, second = published.mixed, settings.second
-    if mixed is None or second is None:
-        return []
-    epochs = mixed.epochs_share * published.epochs
-    batch = round(mixed.batch_share * published.global_batch)
-    share = "share of the first stage's"
-    _, warmup_rule = _warmup_share(published, mixed.warmup_share, global_batch)
-    half = round(mixed.batch_share * global_batch)
-    rows: list[tuple[str, object, object, str]] = [
-        ("second_epochs", epochs, second.epochs, "fraction of the run, whole epochs"),
-        ("second_global_batch", batch, half, share),
-        ("second_lr", published.lr * mixed.lr_share, second.lr, share),
-        (
-            "second_warmup_epochs",
-            mixed.warmup_share * epochs,
-            second.warmup_epochs,
-            f"fraction of the stage{warmup_rule}",
-        ),
+    before = mixed.epochs_share * published.epochs
+    batch, own_batch = (
+        round(mixed.batch_share * n) for n in (published.global_batch, global_batch)
+    )
+    of_first, of_stage = "share of the first stage's", f"fraction of the stage{warmup_rule}"
+    before_lr, before_warmup = published.lr * mixed.lr_share, mixed.warmup_share * before
+    source = _source(published, "second")
+    return second, [
+        Change("second_epochs", before, own_epochs, "fraction of the run, whole epochs", source),
+        Change("second_global_batch", batch, own_batch, of_first, source),
+        Change("second_lr", before_lr, second.lr, of_first, source),
+        Change("second_warmup_epochs", before_warmup, second.warmup_epochs, of_stage, source),
     ]
-    return [Change(*row, _source(published, "second")) for row in rows]
 
 
 def _source(published: PublishedRecipe, field: str) -> str:

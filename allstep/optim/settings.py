@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from allstep.errors import UsageError, check_counts, nearest_names
 from allstep.optim.compose import chain, gradual_warmup
@@ -26,8 +26,6 @@ __all__ = ["OptimizerName", "ScheduleName", "SecondStage", "Settings"]
 OptimizerName = Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"]
 ScheduleName = Literal["cosine", "poly", "linear", "step", "slow_start", "constant"]
 
-_OPTIMIZERS = ("sgd", "adamw", "lars", "lamb", "rmsprop_warmup")
-_SCHEDULES = ("cosine", "poly", "linear", "step", "slow_start", "constant")
 # Where the rate falls to a tenth, as shares of the run.
 _MILESTONES = (30 / 90, 60 / 90, 80 / 90)
 
@@ -97,33 +95,24 @@ class Settings:
     second: SecondStage | None = None
 
     def __post_init__(self) -> None:
-        if self.optimizer not in _OPTIMIZERS:
-            raise UsageError(
-                f"`optimizer` (={self.optimizer!r}): {nearest_names(self.optimizer, _OPTIMIZERS)}"
-            )
-        if self.lr_schedule not in _SCHEDULES:
-            raise UsageError(
-                f"`lr_schedule` (={self.lr_schedule!r}):"
-                f" {nearest_names(self.lr_schedule, _SCHEDULES)}"
-            )
-        if not 0 < self.lr < math.inf:
-            raise UsageError(f"`lr` (={self.lr}) must be positive and finite.")
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
-        for name in ("weight_decay", "warmup_epochs"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(
-                    f"`{name}` (={getattr(self, name)}) must be finite, and 0 or more."
-                )
-        if self.optimizer == "rmsprop_warmup" and self.warmup_epochs == 0:
-            raise UsageError(
-                f"`warmup_epochs` (={self.warmup_epochs}) must be positive for the optimizer"
-                " `rmsprop_warmup`; a ninth of the run is usual."
-            )
-        if not 0 <= self.warmup_start <= 1:
-            raise UsageError(
-                f"`warmup_start` (={self.warmup_start}) must be between 0 and 1, a share of `lr`."
-            )
+        for name, valid in (("optimizer", OptimizerName), ("lr_schedule", ScheduleName)):
+            value = getattr(self, name)
+            if value not in get_args(valid):
+                raise UsageError(f"`{name}` (={value!r}): {nearest_names(value, get_args(valid))}")
+        for name, holds, cure in (
+            ("lr", 0 < self.lr < math.inf, "positive and finite."),
+            ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1."),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "finite, and 0 or more."),
+            ("warmup_epochs", 0 <= self.warmup_epochs < math.inf, "finite, and 0 or more."),
+            ("warmup_start", 0 <= self.warmup_start <= 1, "between 0 and 1, a share of `lr`."),
+            (
+                "warmup_epochs",
+                self.optimizer != "rmsprop_warmup" or self.warmup_epochs > 0,
+                "positive for the optimizer `rmsprop_warmup`; a ninth of the run is usual.",
+            ),
+        ):
+            if not holds:
+                raise UsageError(f"`{name}` (={getattr(self, name)}) must be {cure}")
 
     def make_optimizer(
         self,
@@ -147,34 +136,18 @@ class Settings:
         from allstep.optim.grouping import groups
         from allstep.optim.lamb import LAMB
         from allstep.optim.lars import LARS
-
-        parameters = groups(model, weight_decay=self.weight_decay)
-        if self.optimizer == "sgd":
-            nesterov = self.momentum > 0
-            return SGD(parameters, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
-        if self.optimizer == "adamw":
-            return AdamW(parameters, lr=self.lr, betas=(self.momentum, 0.999))
-        if self.optimizer == "lars":
-            return LARS(
-                parameters,
-                lr=self.lr,
-                momentum=self.momentum,
-                variant="mlperf",
-                nonfinite=nonfinite,
-            )
-        if self.optimizer == "lamb":
-            betas = (self.momentum, 0.999)
-            return LAMB(parameters, lr=self.lr, betas=betas, nonfinite=nonfinite)
-        return self._rmsprop_warmup(parameters, steps_per_epoch, nonfinite)
-
-    def _rmsprop_warmup(
-        self,
-        parameters: list[dict[str, object]],
-        steps_per_epoch: int | None,
-        nonfinite: "Nonfinite",
-    ) -> "Optimizer":
         from allstep.optim.rmsprop_warmup import RMSpropWarmup
 
+        parameters = groups(model, weight_decay=self.weight_decay)
+        lr, momentum = self.lr, self.momentum
+        if self.optimizer == "sgd":
+            return SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        if self.optimizer == "adamw":
+            return AdamW(parameters, lr=lr, betas=(momentum, 0.999))
+        if self.optimizer == "lars":
+            return LARS(parameters, lr, momentum, variant="mlperf", nonfinite=nonfinite)
+        if self.optimizer == "lamb":
+            return LAMB(parameters, lr, (momentum, 0.999), nonfinite=nonfinite)
         if steps_per_epoch is None:
             raise UsageError(
                 "`steps_per_epoch` (=None) must be given for the optimizer `rmsprop_warmup`, whose"
@@ -183,8 +156,8 @@ class Settings:
         center_steps = self.warmup_epochs * steps_per_epoch
         return RMSpropWarmup(
             parameters,
-            lr=self.lr,
-            momentum=self.momentum,
+            lr,
+            momentum=momentum,
             center_steps=center_steps,
             period_steps=center_steps / 2,  # 10 and 5 of 90 epochs
             nonfinite=nonfinite,
@@ -242,25 +215,21 @@ class Settings:
         if self.optimizer == "rmsprop_warmup":
             warmup = 0  # it replaces a growing rate
         warmup_steps = min(round(warmup), total_steps - 1)
-        fixed = self._with_fixed_milestones(total_steps)
-        if fixed is not None:
-            return gradual_warmup(fixed, warmup_steps, start)
+        if self.lr_schedule in ("slow_start", "step", "constant"):
+            # Milestones stay where they are, however long the warm-up.
+            return gradual_warmup(self._schedule(total_steps), warmup_steps, start)
         line = gradual_warmup(constant(), warmup_steps, start)
-        after = self._after_warmup(total_steps, warmup_steps)
-        return lambda step: line(step) if step < warmup_steps else after(step)
+        decay = self._schedule(total_steps, warmup_steps)
+        return lambda step: line(step) if step < warmup_steps else decay(step)
 
-    def _with_fixed_milestones(self, total_steps: int) -> Schedule | None:
-        """A schedule whose milestones stay where they are, however long the warm-up."""
+    def _schedule(self, total_steps: int, warmup_steps: int = 0) -> Schedule:
+        """Without its warm-up; those that decay do so from the end of the warm-up on."""
+        if self.lr_schedule == "constant":
+            return constant()
         if self.lr_schedule == "slow_start":
             return slow_start(total_steps)
         if self.lr_schedule == "step":
             return step_decay(sorted({max(1, round(share * total_steps)) for share in _MILESTONES}))
-        return None
-
-    def _after_warmup(self, total_steps: int, warmup_steps: int) -> Schedule:
-        """A schedule whose decay begins where the warm-up ends."""
         if self.lr_schedule == "cosine":
             return cosine(total_steps, warmup_steps)
-        if self.lr_schedule == "constant":
-            return constant()
         return poly(total_steps, warmup_steps, power=2.0 if self.lr_schedule == "poly" else 1.0)
