@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def measure_network(network: Network) -> dict[str, Any]:
 def compare(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """A network's steps as predicted from its constants, beside what they were measured to take."""
     network = Network(**measured["network"])
-    cluster = measurements_of(measured["measurements"]).cluster(network.name)
+    cluster = replace(measurements_of(measured["measurements"]).cluster, name=network.name)
     policies = [PolicySpec(**fields) for fields in measured["policies"]]
     rows = []
     for model_mb, model in measured["models"].items():

@@ -100,7 +100,7 @@ def _measure(
             for found in answers
             for p in found.predictions
         }
-        cluster = last.measurements.cluster()
+        cluster = last.measurements.cluster
         advice = _advise(known, job, cluster, predictions, table, noise_scale, measured_s)
         _show(known, advice)
 

@@ -234,5 +234,5 @@ def _named_cluster(known: Namespace) -> Cluster:
                 " change it there."
             )
     if known.cluster.endswith(".json"):
-        return read_measurements(Path(known.cluster), argument="cluster").cluster()
+        return read_measurements(Path(known.cluster), argument="cluster").cluster
     return read_cluster(known.cluster)

@@ -212,7 +212,7 @@ def _training(comm: Communicator, question: Question) -> tuple[Callable[[], Trai
 def _predict(
     job: TrainingSpec, measurements: Measurements, policies: Sequence[PolicySpec]
 ) -> Sequence[Prediction]:
-    cluster = measurements.cluster()
+    cluster = measurements.cluster
     return predict(job, cluster, policies, [cluster.num_workers])
 
 

@@ -12,62 +12,68 @@ from allstep.doctor.machine import measure_copy_s_per_byte, measure_gemm_flops
 from allstep.doctor.measurements import Measurements
 from allstep.doctor.timing import USUAL_EFFORT, Effort
 from allstep.doctor.trial import PausingLayer, pausing_training, steps_under
-from allstep.exchange.wires import make_wire
-from allstep.plan import MeasuredCollective, PolicySpec
+from allstep.exchange import Synchronous
+from allstep.plan import Cluster, Link, MeasuredCollective, PolicySpec
 
-__all__ = ["WIRES", "measure"]
+__all__ = ["COMPRESSIONS", "measure"]
 
-WIRES = ("fp32", "fp16", "int8")
+COMPRESSIONS = ("fp32", "fp16", "int8")
 _NUM_GRADIENTS = 16
 _NUM_STEPS = 30
 _BUCKET_BYTES = 1 << 20
 
 
 def measure(
-    comm: Communicator, wires: tuple[str, ...] = WIRES, effort: Effort = USUAL_EFFORT
+    comm: Communicator, compressions: tuple[str, ...] = COMPRESSIONS, effort: Effort = USUAL_EFFORT
 ) -> Measurements:
     """Measures with all workers at work at once, as in training. Collective.
 
     Args:
         comm: the workers.
-        wires: names of formats.
+        compressions: names of formats.
         effort: how much to measure.
 
     Returns:
         What was measured, the same on every worker.
 
     >>> found = measure(Communicator.single_process())
-    >>> found.copy_bytes_per_s > 0, found.pairs, found.collectives
+    >>> found.gemm_flops > 0, found.pairs, found.cluster.collectives
     (True, (), ())
     """
     copy_s_per_byte = measure_copy_s_per_byte(comm, effort)
     pairs = measure_pairs(comm, effort)
-    collectives = _collectives(comm, wires, effort) if comm.size > 1 else ()
+    collectives = _collectives(comm, compressions, effort) if comm.size > 1 else ()
     burst_s = 0.0
     if comm.num_nodes > 1 and collectives:
         burst_s = measure_burst_s(comm, collectives[0], effort)
-    return Measurements(
+    inter = slowest(pairs, same_host=False)
+    cluster = Cluster(
+        name="measured here",
         num_nodes=comm.num_nodes,
         workers_per_node=comm.size // comm.num_nodes,
-        device=comm.device.type,
-        gemm_flops=measure_gemm_flops(
-            comm, torch.float32, 5 * effort.batch_s, size=effort.matrix_size
-        ),
+        intra=slowest(pairs, same_host=True) or inter or Link(bandwidth_bps=8 / copy_s_per_byte),
+        inter=inter,
         copy_bytes_per_s=1 / copy_s_per_byte,
+        has_shared_memory=comm.device.type == "cpu",
+        burst_s=burst_s,
         bucketing_s_per_byte=copy_s_per_byte,
         gradient_s=_gradient_s(comm),
-        intra=slowest(pairs, same_host=True),
-        inter=slowest(pairs, same_host=False),
-        burst_s=burst_s,
-        pairs=pairs,
         collectives=collectives,
+        source="measured",
     )
+    gemm_flops = measure_gemm_flops(
+        comm, torch.float32, 5 * effort.batch_s, size=effort.matrix_size
+    )
+    return Measurements(cluster=cluster, gemm_flops=gemm_flops, pairs=pairs)
 
 
 def _collectives(
-    comm: Communicator, wires: tuple[str, ...], effort: Effort
+    comm: Communicator, compressions: tuple[str, ...], effort: Effort
 ) -> tuple[MeasuredCollective, ...]:
-    usual = [(wire, default_algorithm(comm, make_wire(wire).dtype)) for wire in wires]
+    usual = [
+        (name, default_algorithm(comm, Synchronous(compression=name).wire_format.dtype))
+        for name in compressions
+    ]
     kinds = list(dict.fromkeys([("fp32", "native"), *usual]))  # DistributedDataParallel's first
     return measure_collectives(comm, kinds, effort)
 

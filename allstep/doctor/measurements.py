@@ -8,7 +8,7 @@ from typing import Any
 
 from allstep.doctor.files import write_whole
 from allstep.errors import UsageError
-from allstep.plan import Cluster, Link, MeasuredCollective, check_positive, read_measured_collective
+from allstep.plan import Cluster, Link, read_measured_collective
 
 __all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
 
@@ -30,57 +30,18 @@ class PairTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What the planner needs to know of some workers, measured with all of them at work.
+    """What was measured of some workers, with all of them at work.
 
     Attributes:
-        num_nodes, workers_per_node: of the workers that measured.
-        device: "cpu" or "cuda".
+        cluster: these workers, for the planner. Its links are the slowest of `pairs` inside a host
+            and between hosts; a single worker's is its memory.
         gemm_flops: 1/s of matrix products, of all workers together.
-        copy_bytes_per_s: memory bandwidth of a worker, in bytes copied.
-        bucketing_s_per_byte: seconds of a worker to copy a byte of gradient into its bucket.
-        gradient_s: seconds of a worker to take up a gradient, whatever its size.
-        intra, inter: what joins the workers of a host, and the hosts; None where there is no such.
-        burst_s: by how many seconds a link may get ahead of its bandwidth after a pause.
         pairs: every pair of workers, one of each host for those between hosts.
-        collectives: whole exchanges of buckets, by format and algorithm.
-
-    Raises:
-        UsageError: for a memory that doesn't copy; `cluster` checks the other numbers.
     """
 
-    num_nodes: int
-    workers_per_node: int
-    device: str
+    cluster: Cluster
     gemm_flops: float
-    copy_bytes_per_s: float
-    bucketing_s_per_byte: float
-    gradient_s: float
-    intra: Link | None
-    inter: Link | None
-    burst_s: float
     pairs: tuple[PairTiming, ...]
-    collectives: tuple[MeasuredCollective, ...]
-
-    def __post_init__(self) -> None:
-        check_positive("copy_bytes_per_s", self.copy_bytes_per_s, "10e9 is 10 GB/s")
-
-    def cluster(self, name: str = "measured here") -> Cluster:
-        """These workers, for the planner."""
-        link = self.intra or self.inter or Link(bandwidth_bps=8 * self.copy_bytes_per_s)
-        return Cluster(
-            name=name,
-            num_nodes=self.num_nodes,
-            workers_per_node=self.workers_per_node,
-            intra=link,
-            inter=self.inter,
-            copy_bytes_per_s=self.copy_bytes_per_s,
-            has_shared_memory=self.device == "cpu",
-            burst_s=self.burst_s,
-            bucketing_s_per_byte=self.bucketing_s_per_byte,
-            gradient_s=self.gradient_s,
-            collectives=self.collectives,
-            source="measured",
-        )
 
     def write(self, path: Path) -> None:
         """Writes a JSON file; readers see the whole of it or nothing.
@@ -105,9 +66,7 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
         UsageError: if the file can't be read, or holds something else.
     """
     try:
-        found = measurements_of(json.loads(path.read_text(encoding="utf-8")))
-        found.cluster()  # which checks the numbers
-        return found
+        return measurements_of(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"`{argument}` (={path}) can't be read: {error}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # UsageError is a ValueError
@@ -116,18 +75,12 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
 
 def measurements_of(table: Mapping[str, Any]) -> Measurements:
     """Measurements from their fields as plain data: lists for tuples, dicts for what they hold."""
-    values = dict(table)
+    cluster = dict(table["cluster"])
     for name in ("intra", "inter"):
-        values[name] = None if values[name] is None else Link(**values[name])
-    values["pairs"] = tuple(
-        PairTiming(
-            ranks=(pair["ranks"][0], pair["ranks"][1]),
-            same_host=pair["same_host"],
-            link=Link(**pair["link"]),
-        )
-        for pair in values["pairs"]
+        cluster[name] = None if cluster[name] is None else Link(**cluster[name])
+    cluster["collectives"] = tuple(map(read_measured_collective, cluster["collectives"]))
+    pairs = tuple(
+        PairTiming(**{**pair, "ranks": tuple(pair["ranks"]), "link": Link(**pair["link"])})
+        for pair in table["pairs"]
     )
-    values["collectives"] = tuple(
-        read_measured_collective(timed) for timed in values["collectives"]
-    )
-    return Measurements(**values)
+    return Measurements(**{**table, "cluster": Cluster(**cluster), "pairs": pairs})

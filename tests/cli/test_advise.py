@@ -289,7 +289,9 @@ def test_measurements_are_a_cluster(say, refuse, tmp_path):
 def test_measurements_that_are_no_numbers_are_named(refuse, tmp_path, field, value):
     measure(Communicator.single_process(), ()).write(tmp_path / "here.json")
     table = json.loads((tmp_path / "here.json").read_text())
-    (tmp_path / "here.json").write_text(json.dumps(table | {field: value}))
+    (tmp_path / "here.json").write_text(
+        json.dumps(table | {"cluster": table["cluster"] | {field: value}})
+    )
     message = refuse("--params", "1M", "--step-ms", "100", "--cluster", "here.json")
     assert f"`cluster` (=here.json) holds no measurements: `{field}` (={value}) must be" in message
 
