@@ -15,7 +15,7 @@ the tensor came from. What is differentiated is the sum of all ranks' losses.
 - A rank that does not come to a backward call is named by an error within `timeout_s`.
 """
 
-from allstep.comm.autograd.movements import all_gather, all_to_all, broadcast, gather, scatter
+from allstep.comm.autograd.collectives import all_gather, all_to_all, broadcast, gather, scatter
 from allstep.comm.autograd.point_to_point import pseudo_connect, recv, send
 from allstep.comm.autograd.reductions import all_reduce, reduce_scatter
 

@@ -1,29 +1,18 @@
 """From one rank to another and, in backward, back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from allstep.comm.autograd.nodes import anchor, in_backward, is_differentiable, unshared
+from allstep.comm.autograd.nodes import Gradients, is_differentiable, mirrored, shown
 from allstep.comm.communicator import Communicator
 from allstep.comm.layout import as_tuple
 from allstep.errors import UsageError
 
 __all__ = ["pseudo_connect", "recv", "send"]
-
-
-@dataclass
-class _Message:
-    """Between which ranks a message goes, and whether it is a tuple."""
-
-    comm: Communicator
-    peer: int
-    tag: int
-    is_tuple: bool = True
 
 
 def send(
@@ -46,10 +35,21 @@ def send(
     Returns:
         A delegate: a zero without dims whose backward receives x's gradient.
     """
-    xs = as_tuple(x)
-    message = _Message(comm, dest, tag, not isinstance(x, Tensor))
-    sent: Tensor = _Send.apply(message, anchor(comm, delegate), *xs)  # type: ignore[no-untyped-call]
-    return sent
+    xs, is_tuple = as_tuple(x), not isinstance(x, Tensor)
+    devices = [x.device if is_differentiable(x) else None for x in xs]
+
+    def forward(leaf: Tensor, *xs: Tensor) -> tuple[Tensor]:
+        comm.send(xs if is_tuple else xs[0], dest, tag)
+        return (torch.zeros_like(leaf),)
+
+    def backward(grad: Tensor) -> Gradients:
+        if not any(devices):
+            return grad, *(None for _ in devices)
+        left = iter(recv(comm, dest, tag, delegate=grad))
+        gradients = [None if device is None else next(left).to(device) for device in devices]
+        return torch.zeros_like(grad), *gradients
+
+    return mirrored(comm, f"send(dest={dest}, tag={tag})", forward, backward, xs, delegate)[0]
 
 
 def recv(comm: Communicator, source: int, tag: int = 0, *, delegate: Tensor | None = None) -> Any:
@@ -65,9 +65,22 @@ def recv(comm: Communicator, source: int, tag: int = 0, *, delegate: Tensor | No
         A tensor or a tuple of tensors, as sent, on the communicator's device; backward sends
         their gradients to `source`, zeros where nothing depends on them.
     """
-    message = _Message(comm, source, tag)
-    received: tuple[Tensor, ...] = _Recv.apply(message, anchor(comm, delegate))  # type: ignore[no-untyped-call]
-    return received if message.is_tuple else received[0]
+    kept: list[bool] = []
+    is_tuple = True
+
+    def forward(leaf: Tensor) -> tuple[Tensor, ...]:
+        nonlocal is_tuple
+        received = comm.recv(source, tag)
+        is_tuple = not isinstance(received, Tensor)
+        kept.extend(map(is_differentiable, as_tuple(received)))
+        return as_tuple(received)
+
+    def backward(*grads: Tensor) -> Gradients:
+        own = tuple(g for g, has_grad in zip(grads, kept, strict=True) if has_grad)
+        return (send(comm, own, source, tag),)
+
+    got = mirrored(comm, f"recv(source={source}, tag={tag})", forward, backward, (), delegate)
+    return got if is_tuple else got[0]
 
 
 def pseudo_connect(delegate: Tensor, *actual: Tensor) -> Any:
@@ -89,49 +102,12 @@ def pseudo_connect(delegate: Tensor, *actual: Tensor) -> Any:
     if not actual:
         raise UsageError("`actual` is empty; pass the tensors that the loss depends on.")
     if not isinstance(delegate, Tensor) or delegate.dim():
-        shown = list(delegate.shape) if isinstance(delegate, Tensor) else delegate
-        raise UsageError(f"`delegate` (={shown!r}) must be a tensor without dims, as of `send`.")
+        raise UsageError(
+            f"`delegate` (={shown(delegate)}) must be a tensor without dims, such as "
+            "`send` returns."
+        )
     connected: tuple[Tensor, ...] = _Connect.apply(delegate, *actual)  # type: ignore[no-untyped-call]
     return connected if len(actual) > 1 else connected[0]
-
-
-class _Send(Function):
-    @staticmethod
-    def forward(ctx: Any, message: _Message, delegate: Tensor, *xs: Tensor) -> Tensor:
-        ctx.message = message
-        ctx.devices = [x.device if is_differentiable(x) else None for x in xs]
-        message.comm.send(xs if message.is_tuple else xs[0], message.peer, message.tag)
-        return torch.zeros((), dtype=delegate.dtype, device=delegate.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        message = ctx.message
-        if not any(ctx.devices):
-            return None, grads[0], *ctx.devices
-        with in_backward(message.comm, f"send(dest={message.peer}, tag={message.tag})"):
-            received = recv(message.comm, message.peer, message.tag, delegate=grads[0])
-        left = iter(received)
-        gradients = [None if device is None else next(left).to(device) for device in ctx.devices]
-        return None, torch.zeros_like(grads[0]), *gradients
-
-
-class _Recv(Function):
-    @staticmethod
-    def forward(ctx: Any, message: _Message, delegate: Tensor) -> tuple[Tensor, ...]:
-        received = message.comm.recv(message.peer, message.tag)
-        message.is_tuple = not isinstance(received, Tensor)
-        xs = tuple(unshared(x) for x in as_tuple(received))
-        ctx.message = message
-        ctx.differentiable = [is_differentiable(x) for x in xs]
-        ctx.mark_non_differentiable(*(x for x in xs if not is_differentiable(x)))
-        return xs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        message = ctx.message
-        own = tuple(grad for grad, kept in zip(grads, ctx.differentiable, strict=True) if kept)
-        with in_backward(message.comm, f"recv(source={message.peer}, tag={message.tag})"):
-            return None, send(message.comm, own, message.peer, message.tag)
 
 
 class _Connect(Function):

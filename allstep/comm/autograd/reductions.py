@@ -1,14 +1,12 @@
 """Reductions over the ranks and the way back of their gradients."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from allstep.comm.autograd.movements import all_gather
-from allstep.comm.autograd.nodes import anchor, check_differentiable, in_backward
+from allstep.comm.autograd.collectives import all_gather
+from allstep.comm.autograd.nodes import Gradients, check_differentiable, mirrored
 from allstep.comm.communicator import Communicator
 from allstep.comm.layout import as_tuple
 from allstep.comm.reduce_ops import ReduceOp
@@ -34,8 +32,22 @@ def all_reduce(comm: Communicator, x: Tensor, op: ReduceOp = "sum") -> Tensor:
     tensor([1., 1.])
     """
     check_differentiable("x", x, "all_reduce")
-    reduced: Tensor = _AllReduce.apply(comm, op, anchor(comm, None), x)  # type: ignore[no-untyped-call]
-    return reduced
+    has_extreme: list[Tensor] = []
+
+    def forward(leaf: Tensor, x: Tensor) -> tuple[Tensor]:
+        reduced = comm.all_reduce(x.clone(), op)
+        if op in ("max", "min"):
+            has_extreme.append(x == reduced)
+        return (reduced,)
+
+    def backward(grad: Tensor) -> Gradients:
+        if not has_extreme:
+            return None, all_reduce(comm, grad, op)
+        share = has_extreme[0].to(grad.dtype)
+        share = share / comm.all_reduce(share.clone())
+        return None, share * all_reduce(comm, grad)
+
+    return mirrored(comm, f"all_reduce(op={op!r})", forward, backward, (x,))[0]
 
 
 def reduce_scatter(
@@ -59,42 +71,12 @@ def reduce_scatter(
     for part in as_tuple(x):
         check_differentiable("x", part, "reduce_scatter")
     is_whole = isinstance(x, Tensor)
-    y: Tensor = _ReduceScatter.apply(comm, op, is_whole, anchor(comm, None), *as_tuple(x))  # type: ignore[no-untyped-call]
-    return y
 
+    def forward(leaf: Tensor, *xs: Tensor) -> tuple[Tensor]:
+        return (comm.reduce_scatter(xs[0] if is_whole else xs, op),)
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, comm: Communicator, op: ReduceOp, leaf: Tensor, x: Tensor) -> Tensor:
-        reduced = comm.all_reduce(x.clone(), op)
-        ctx.comm, ctx.op = comm, op
-        if op in ("max", "min"):
-            ctx.save_for_backward(x == reduced)
-        return reduced
+    def backward(grad: Tensor) -> Gradients:
+        gathered = all_gather(comm, grad / comm.size if op == "mean" else grad)
+        return None, *((torch.cat(gathered),) if is_whole else gathered)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor]:
-        (grad,) = grads
-        with in_backward(ctx.comm, f"all_reduce(op={ctx.op!r})"):
-            if not ctx.saved_tensors:
-                return None, None, None, all_reduce(ctx.comm, grad, ctx.op)
-            has_it = ctx.saved_tensors[0].to(grad.dtype)
-            share = has_it / ctx.comm.all_reduce(has_it.clone())
-            return None, None, None, share * all_reduce(ctx.comm, grad)
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, comm: Communicator, op: ReduceOp, is_whole: bool, leaf: Tensor, *xs: Tensor
-    ) -> Tensor:
-        ctx.comm, ctx.op, ctx.is_whole = comm, op, is_whole
-        return comm.reduce_scatter(xs[0] if is_whole else xs, op)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0] / ctx.comm.size if ctx.op == "mean" else grads[0]
-        with in_backward(ctx.comm, f"reduce_scatter(op={ctx.op!r})"):
-            gathered = all_gather(ctx.comm, grad)
-        parts = (torch.cat(gathered),) if ctx.is_whole else gathered
-        return None, None, None, None, *parts
+    return mirrored(comm, f"reduce_scatter(op={op!r})", forward, backward, as_tuple(x))[0]
