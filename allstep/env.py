@@ -1,7 +1,7 @@
 """What the launcher says in the environment; the only room that touches os.environ.
 
 torchrun wins over mpirun, mpirun over srun (which starts mpirun's own helpers), and a process
-that none of them started is alone.
+that none of them started is a single process.
 """
 
 import os
@@ -89,7 +89,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
-    """Makes a process that a launcher has started a lone one, and so all that it starts.
+    """Makes a launcher's worker a single process, and so all that it starts.
 
     Args:
         environ: variables to change; the process's own if None.
@@ -287,7 +287,7 @@ def _read_openmpi(variables: _Variables) -> Launch:
 
 
 def _is_slurm_step(variables: _Variables) -> bool:
-    """Did srun start this process together with others? A batch script is alone."""
+    """Did srun start this process together with others? A batch script is not."""
     has_step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
     size = variables.number(variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), 1)
     return "SLURM_PROCID" in variables and has_step and size > 1

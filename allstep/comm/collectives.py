@@ -206,7 +206,7 @@ class TensorCollectives(CommunicatorBase):
 
         Args:
             x: [size, *shape], of the same shape and dtype on every rank.
-            check: as of `all_gather_into_tensor`.
+            check: as in `all_gather_into_tensor`.
 
         Returns:
             [size, *shape]; row r came from rank r.
@@ -245,8 +245,8 @@ class TensorCollectives(CommunicatorBase):
         Args:
             x: tensor or tuple of tensors of any shapes and dtypes.
             dest: the rank that receives; not this one.
-            tag: tells messages to the same rank apart (on CUDA their order alone does).
-            async_op: return a Work at once, which must be waited for; leave `x` alone till then.
+            tag: tells messages to the same rank apart (on CUDA only their order does).
+            async_op: return a Work at once, which must be waited for; do not touch `x` till then.
         """
         self._check_peer("dest", dest, tag)
         work = self._send(x, dest, tag, "send")

@@ -74,7 +74,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         """Returns when every rank has called it."""
         flag = torch.zeros(1, device=self.messages.device)
         self._wire.all_reduce(flag, dist.ReduceOp.SUM, "barrier").wait()
-        flag.item()  # on CUDA the wait above is the stream's alone
+        flag.item()  # on CUDA only the stream waits above
 
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
         """Divides the workers into groups, as MPI_Comm_split does; all of them must call it.

@@ -31,7 +31,7 @@ def make_group(
 ) -> dist.ProcessGroup:
     """A group of `size` workers who meet on `store`: Gloo, and NCCL beside it on CUDA.
 
-    torch's global state is left alone. Any number of groups may live in a process, also of
+    torch's global state is not touched. Any number of groups may live in a process, also of
     several threads.
 
     Args:
@@ -258,7 +258,7 @@ class GroupWire:
             return self._post(verb, starts, self._limit_s(incoming))
 
         def together(group: dist.ProcessGroup) -> dist.Work:
-            """One after the other NCCL would wait for ever: each for a peer that does the same."""
+            """One after the other NCCL would wait forever: each for a peer that does the same."""
             group._start_coalescing(incoming.device)
             for start in starts:
                 start(group)

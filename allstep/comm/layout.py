@@ -39,7 +39,7 @@ def dtype_of_name(name: str) -> torch.dtype:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's values as flat uint8; a view of them where they are contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # A lone element counts as contiguous whatever its stride says, but not to `view`.
+    # A single element counts as contiguous whatever its stride says, but not to `view`.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 

@@ -69,7 +69,7 @@ class Reductions(CommunicatorBase):
             check: whether the ranks compare what they want before, with one small message
                 more; pass the same on all of them. None compares what this rank has not
                 reduced before: after that, ranks that disagree get wrong values.
-            async_op: return at once; leave `x` alone until the result was waited for. With
+            async_op: return at once; do not touch `x` until the result was waited for. With
                 an `algorithm` other than "native" the call still does all the work.
 
         Returns:
@@ -133,7 +133,7 @@ class Reductions(CommunicatorBase):
         if op not in ("sum", "mean"):
             raise UsageError(
                 f"`op` (={op!r}) is not what `algorithm` (={algorithm!r}) can do; pass `sum` or "
-                "`mean`, or leave `algorithm` away."
+                "`mean`, or omit `algorithm`."
             )
 
     def _close_algorithms(self) -> None:
@@ -173,12 +173,12 @@ class Reductions(CommunicatorBase):
             x: tensor whose dim 0 is a multiple of `size`, or a tuple of `size` tensors, one for
                 each rank; equal shapes and dtypes on every rank.
             op: "sum", "mean" (not of integers), "max" or "min".
-            check: as of `all_reduce`.
+            check: as in `all_reduce`.
             async_op: return a Work at once.
 
         Raises:
             UsageError: if `x` cannot be divided, or `op` means nothing for it.
-            DisagreementError: as of `all_reduce`.
+            DisagreementError: as in `all_reduce`.
         """
         parts = self._parts(x)
         check_reduction(parts, op)

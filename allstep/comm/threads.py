@@ -41,7 +41,7 @@ def run_ranks(
 
     Raises:
         UsageError: if `n`, `local_size` or `timeout_s` is out of range.
-        Exception: the first one of a rank that was not merely left alone by another.
+        Exception: the first one of a rank that does not only follow from another's.
 
     >>> run_ranks(3, lambda comm: comm.all_reduce(torch.tensor(comm.rank)).item())
     [3, 3, 3]

@@ -31,7 +31,7 @@ UNLIKE_REDUCTIONS = {
 
 @pytest.mark.parametrize("name", UNLIKE_REDUCTIONS)
 def test_check_tells_every_rank_of_unlike_reductions(name):
-    """Of such as each of them has made before, but one that is new to a rank alone."""
+    """Of such as each of them has made before, but one that is new to one rank only."""
 
     def work(comm):
         agree_on(comm, torch.float32, torch.int32)

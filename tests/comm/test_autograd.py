@@ -133,7 +133,7 @@ def gather(comm, xs, root, delegate):
 
 
 def ring(comm, xs, root, delegate):
-    """Rank r gives to r + 1; the even ranks first, so that nobody waits for ever."""
+    """Rank r gives to r + 1; the even ranks first, so that nobody waits forever."""
     if comm.size == 1:
         return (messages.pseudo_connect(delegate, xs[0]),)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -251,7 +251,7 @@ def test_ties_share_the_gradient_of_max():
 
 
 def test_without_the_mirrored_call_gradients_differ():
-    """The negative control: torch's verbs in place give every rank its own part alone."""
+    """The negative control: torch's verbs in place give every rank only its own part."""
 
     def work(comm):
         x = torch.ones(2, requires_grad=True)

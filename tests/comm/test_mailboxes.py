@@ -33,7 +33,7 @@ def room_for(x):
 
 
 def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_wait():
-    """20 messages to each, and 4 slots: without taking while they wait, all would wait for ever."""
+    """20 messages to each, and 4 slots: without taking while they wait, all would wait forever."""
 
     def work(comm):
         mailboxes = Mailboxes.create(comm, SLOT_BYTES)

@@ -257,7 +257,7 @@ def test_a_killed_rank_is_missed_at_once_and_leaves_nothing(tmp_path):
 
 
 def sum_where_the_first_leaves(comm, folder):
-    """Rank 0 has filled its slot when it leaves, so rank 2 waits for rank 1 alone, which idles."""
+    """Rank 0 has filled its slot when it leaves, so rank 2 waits for rank 1 only, which idles."""
     memory = SharedMemory(comm)
     (Path(folder) / f"rank {comm.rank}").touch()
     if comm.rank == 1:

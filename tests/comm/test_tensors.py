@@ -166,7 +166,7 @@ def test_every_dtype_travels(dtype):
         received = comm.broadcast(x if comm.rank == 1 else None, root=1)
         return everyone, received
 
-    for everyone, received in run_ranks(2, work):
+    foreveryone, received in run_ranks(2, work):
         assert [x.dtype for x in (*everyone, received)] == [dtype] * 3
         expected = [torch.tensor([0, 1, r]).to(dtype) for r in (0, 1, 1)]
         for x, y in zip((*everyone, received), expected, strict=True):
@@ -178,7 +178,7 @@ def test_every_kind_of_tensor_travels(name):
     def work(comm):
         return comm.all_gather((torch.ones(3, dtype=torch.uint8), MOVED[name]))
 
-    for everyone in run_ranks(2, work):
+    foreveryone in run_ranks(2, work):
         for _, x in everyone:
             assert torch.equal(x, MOVED[name])
             assert x.is_leaf

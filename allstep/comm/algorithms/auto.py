@@ -26,8 +26,8 @@ _ENOUGH_S = 0.1  # a slow network is known before the largest size
 class Auto(AllReduce):
     """The algorithm that was the fastest when this one was made, for each size of tensor.
 
-    Every candidate sums tensors of a few sizes, as many at once as there will be: of all, the
-    backend's own alone works on several. A candidate's time is the ranks' mean, so every rank has
+    Every candidate sums tensors of a few sizes, as many at once as there will be: only
+    the backend's own works on several. A candidate's time is the ranks' mean, so every rank has
     the same numbers and chooses the same; a sum takes all ranks as long, and the slowest of many
     that share cores would only be the unluckiest. The backend's own is only left for one that is
     at least 5 % faster, since a measurement is no more certain than that.
@@ -113,7 +113,7 @@ class Auto(AllReduce):
     def used_for(self, num_bytes: int) -> AllReduce:
         """What sums a tensor of so many bytes."""
         if not self.choices:
-            return self  # of a lone rank
+            return self  # of a single rank
         num_bytes = max(1, num_bytes)
         nearest = min(self.choices, key=lambda size: max(size / num_bytes, num_bytes / size))
         return self._algorithms[self.choices[nearest]]
@@ -127,7 +127,7 @@ class Auto(AllReduce):
         return {"size": self.comm.size, "choices": dict(self.choices)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Chooses as then, if there were as many ranks and all of it is possible here."""
+        """Makes the choices of `state`, if it has as many ranks and all are possible here."""
         choices: dict[int, str] = state.get("choices", {})
         names = set(choices.values())
         if state.get("size") == self.comm.size and names <= self._kinds.keys():

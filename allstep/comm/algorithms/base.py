@@ -54,7 +54,7 @@ class AllReduce(ABC):
         """flat = the sum divided by the number of ranks, in place. Collective, blocking.
 
         Args:
-            flat: as of `reduce_`, floating point.
+            flat: as in `reduce_`, floating point.
         """
         self._run(self._mean_, flat)
 

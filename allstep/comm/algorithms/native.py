@@ -31,7 +31,7 @@ class Native(AllReduce):
         """Starts a sum, in place, and returns at once; several may be under way.
 
         Args:
-            flat: as of `reduce_`, on a device that the backend takes.
+            flat: as in `reduce_`, on a device that the backend takes.
         """
         for chunk in chunks_sent(flat.tensor_split(self.comm.size), self.comm.rank):
             self._messenger.count(chunk.nbytes)

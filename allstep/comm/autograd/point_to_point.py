@@ -123,7 +123,7 @@ class _Connect(Function):
 
 
 class _ZeroAfter(Function):
-    """A zero that depends on other tensors in the graph alone, for `_Connect` to be mirrored."""
+    """A zero that depends on other tensors only in the graph, for `_Connect` to be mirrored."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, *xs: Tensor) -> Tensor:

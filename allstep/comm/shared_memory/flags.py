@@ -1,6 +1,6 @@
 """How ranks tell each other through shared memory how far they are.
 
-[Note: ordering] Each rank has a line of counters that it alone writes; the others poll them. A
+[Note: ordering] Each rank has a line of counters that only it writes; the others poll them. A
 counter is an aligned 64-bit word, read and written whole. What was written before a counter
 must be seen by whoever has read the counter. x86 keeps the order of writes and that of reads.
 aarch64 does not; there `_fence` stands before each counter's write and after its read: taking
