@@ -43,7 +43,7 @@ def test_check_tells_every_rank_of_unlike_reductions(name):
     assert run_ranks(2, work) == [[3.0] * 4] * 2
 
 
-def test_without_check_ranks_that_once_agreed_get_wrong_values():
+def test_without_check_different_ops_give_wrong_values():
     """What `check` is for."""
 
     def work(comm):
@@ -128,7 +128,7 @@ def test_check_costs_one_message_of_one_size():
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring", "shared_memory"])
-def test_a_rank_that_checks_alone_is_an_error_in_time(algorithm):
+def test_check_on_one_rank_only_is_an_error_in_time(algorithm):
     def work(comm):
         comm.all_reduce(x_of(comm), algorithm=algorithm)
         with pytest.raises(CommunicationError):

@@ -40,7 +40,7 @@ def values(rank: int, num_elements: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(("n", "local_size"), PLACES)
 @pytest.mark.parametrize("name", SUMMING)
-def test_sums_are_right_and_the_same_on_every_rank(name, n, local_size):
+def test_every_algorithm_gives_the_sum_on_every_rank(name, n, local_size):
     cases = [(m, dtype) for m in NUM_ELEMENTS for dtype in (*FLOATS, *INTEGERS)]
 
     def work(comm):
@@ -70,7 +70,7 @@ def test_sums_are_right_and_the_same_on_every_rank(name, n, local_size):
 @pytest.mark.parametrize(
     "name", ["ring", "halving_doubling", "recursive_doubling", "shared_memory", "hierarchical"]
 )
-def test_the_same_sum_has_the_same_bits_again(name):
+def test_every_algorithm_is_reproducible(name):
     def work(comm):
         algorithm = make_algorithm(name, comm)
         results = []
@@ -84,7 +84,7 @@ def test_the_same_sum_has_the_same_bits_again(name):
         assert all(torch.equal(first, other) for other in others)
 
 
-def test_dummy_leaves_everyone_their_own():
+def test_dummy_changes_nothing():
     def work(comm):
         dummy = make_algorithm("dummy", comm)
         x = torch.full((3,), float(comm.rank))
@@ -100,7 +100,7 @@ def test_dummy_leaves_everyone_their_own():
     [Native, Ring, HalvingDoubling, RecursiveDoubling, Hierarchical, TwoDimensional],
     ids=lambda k: k.name,
 )
-def test_what_is_sent_is_what_the_plan_says(kind, n, local_size):
+def test_traffic_is_what_the_planner_says(kind, n, local_size):
     options = {"share_memory": False} if kind is Hierarchical else {}
 
     def work(comm):
@@ -115,7 +115,7 @@ def test_what_is_sent_is_what_the_plan_says(kind, n, local_size):
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_ring_sends_the_least_that_is_possible(n):
+def test_ring_traffic_is_minimal(n):
     num_elements = 60 * n
 
     def work(comm):
@@ -127,7 +127,7 @@ def test_a_ring_sends_the_least_that_is_possible(n):
     assert run_ranks(n, work) == [(bound, 2 * (n - 1))] * n
 
 
-def test_between_nodes_only_the_first_rank_of_each_sends():
+def test_hierarchical_sends_between_first_ranks_only():
     def work(comm):
         hierarchical = Hierarchical(comm, Ring)
         hierarchical.reduce_(torch.ones(100))
@@ -136,7 +136,7 @@ def test_between_nodes_only_the_first_rank_of_each_sends():
     assert run_ranks(4, work, local_size=2) == [400, 0, 400, 0]
 
 
-def test_a_ring_follows_the_order():
+def test_ring_order():
     """Floats tell in which order they were added."""
     order = (0, 2, 1, 3)
 
@@ -160,7 +160,7 @@ def test_a_ring_follows_the_order():
     assert not torch.equal(result, straight[0])
 
 
-def test_half_precision_is_added_in_float32():
+def test_half_precision_sums_are_taken_in_float32():
     """One large and many small: added in half precision the small ones would be lost."""
 
     def work(comm):
@@ -178,7 +178,7 @@ def test_half_precision_is_added_in_float32():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_auto_chooses_alike_and_says_what(n):
+def test_auto_makes_the_same_choice_on_every_rank(n):
     def work(comm):
         auto = Auto(comm)
         x = _sum(auto, torch.full((10,), 1.0))
@@ -198,7 +198,7 @@ def test_auto_chooses_alike_and_says_what(n):
     }  # fmt: skip
 
 
-def test_auto_takes_the_choice_of_the_nearest_size():
+def test_auto_uses_the_nearest_measured_size():
     auto = Auto(Communicator.single_process())
     small, large = Native(auto.comm), Ring(auto.comm)
     auto._algorithms = {"native": small, "ring": large}
@@ -216,7 +216,7 @@ def favour(*names):
     return measure
 
 
-def test_auto_goes_on_with_its_choices():
+def test_auto_state_dict_keeps_choices():
     """Whatever the clock would say now."""
 
     def work(comm):
@@ -255,7 +255,7 @@ def test_auto_measures_with_the_dtype_that_travels():
     assert seen == {torch.bfloat16}
 
 
-def test_auto_gives_the_backend_as_many_at_once_as_there_will_be():
+def test_auto_measures_the_backend_with_num_at_once():
     """What posts them waits for the first when all are under way; the others sum one by one."""
 
     class Counted:
@@ -288,7 +288,7 @@ def test_auto_gives_the_backend_as_many_at_once_as_there_will_be():
         assert found == [num_at_once] * 2
 
 
-def test_auto_considers_nodes():
+def test_auto_candidates_on_several_nodes():
     def work(comm):
         return set(next(iter(Auto(comm).seconds.values())))
 
@@ -302,7 +302,7 @@ def test_auto_considers_nodes():
 
 
 @pytest.mark.parametrize("name", SUMMING)
-def test_the_verb_packs_tensors_of_all_kinds(name):
+def test_all_reduce_with_algorithm_packs_all_kinds_of_tensors(name):
     def work(comm):
         xs = (
             torch.arange(6.0).reshape(2, 3).t(),
@@ -326,7 +326,7 @@ def test_the_verb_packs_tensors_of_all_kinds(name):
         assert ones == [3.0, 3.0]
 
 
-def test_the_verb_makes_an_algorithm_once_and_dummy_differs():
+def test_all_reduce_makes_an_algorithm_once():
     def work(comm):
         for _ in range(3):
             x = comm.all_reduce(torch.ones(3), algorithm="dummy")
@@ -350,7 +350,7 @@ def test_bad_arguments():
         Ring(comm, order=(0, 0))
 
 
-def test_ranks_that_choose_differently_are_told():
+def test_all_reduce_refuses_different_algorithms():
     def work(comm):
         comm.all_reduce(torch.ones(1), algorithm="ring" if comm.rank else "dummy")
 
@@ -358,7 +358,7 @@ def test_ranks_that_choose_differently_are_told():
         run_ranks(2, work)
 
 
-def test_two_dimensions_need_equal_nodes():
+def test_two_dimensional_refuses_unequal_nodes():
     def work(comm):
         comm.local_size = 1 + (comm.rank == 2)
         with pytest.raises(UsageError, match=r"1 on rank 0's and 2 on rank 2's; use 'hier"):
@@ -367,7 +367,7 @@ def test_two_dimensions_need_equal_nodes():
     run_ranks(3, work)
 
 
-def test_an_instance_comes_from_whatever_makes_one():
+def test_make_algorithm_from_a_callable():
     def work(comm):
         return _sum(
             make_algorithm(lambda c: Ring(c, order=(2, 0, 1)), comm), torch.ones(2)
@@ -377,7 +377,7 @@ def test_an_instance_comes_from_whatever_makes_one():
     assert isinstance(make_algorithm(Dummy, Communicator.single_process()), Dummy)
 
 
-def test_without_a_name_ranks_of_one_host_share_memory():
+def test_make_algorithm_defaults_to_shared_memory_on_one_host():
     assert run_ranks(2, lambda comm: make_algorithm(None, comm).name) == ["shared_memory"] * 2
     names = run_ranks(2, lambda comm: make_algorithm(None, comm).name, local_size=1)
     assert names == ["native"] * 2
@@ -385,7 +385,7 @@ def test_without_a_name_ranks_of_one_host_share_memory():
 
 
 @pytest.mark.parametrize("name", SUMMING)
-def test_a_rank_that_fails_takes_the_others_along(name):
+def test_a_failing_rank_ends_the_algorithm_of_the_others(name):
     def work(comm):
         algorithm = make_algorithm(name, comm)
         algorithm.reduce_(torch.ones(3))

@@ -96,7 +96,7 @@ def assert_derivatives(n, call, oracle):
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", SYMMETRIC)
-def test_two_derivatives_of_what_all_ranks_call(name, n):
+def test_derivatives_of_symmetric_calls(name, n):
     expected = assert_derivatives(n, *SYMMETRIC[name])
     assert all(g.abs().max() > 1e-3 for g in (expected[-1], expected[n * n - 1]))
 
@@ -161,7 +161,7 @@ ROOTED = {
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("name", ROOTED)
-def test_two_derivatives_of_what_has_a_root(name, n):
+def test_derivatives_of_calls_with_a_root(name, n):
     call, oracle = ROOTED[name]
     root = ROOT[n]
 
@@ -180,7 +180,7 @@ def test_two_derivatives_of_what_has_a_root(name, n):
         torch.testing.assert_close(got, own, rtol=1e-12, atol=1e-12)
 
 
-def test_tuples_keep_their_structure_and_integers_have_no_gradient():
+def test_send_recv_of_tuples_with_integers():
     def work(comm):
         if comm.rank == 0:
             x, mask = values(0, 3).requires_grad_(), torch.tensor([1, 0, 1])
@@ -196,7 +196,7 @@ def test_tuples_keep_their_structure_and_integers_have_no_gradient():
     assert received == (True, torch.int64, (2,))
 
 
-def test_integers_alone_bring_no_message_back():
+def test_send_of_integers_has_no_backward_message():
     def work(comm):
         if comm.rank == 0:
             messages.send(comm, torch.tensor([1, 2]), 1).backward()
@@ -207,7 +207,7 @@ def test_integers_alone_bring_no_message_back():
     assert received.tolist() == [1, 2] and not received.requires_grad
 
 
-def test_what_is_received_may_be_changed_in_place():
+def test_received_tensors_can_be_changed_in_place():
     def work(comm):
         if comm.rank == 0:
             x = torch.tensor([-1.0, 2.0], requires_grad=True)
@@ -220,7 +220,7 @@ def test_what_is_received_may_be_changed_in_place():
     assert run_ranks(2, work)[0] == [0, 3]
 
 
-def test_nothing_needs_a_gradient_under_no_grad():
+def test_no_grad_makes_no_graph():
     @torch.no_grad()
     def work(comm):
         x = torch.ones(2, requires_grad=True)
@@ -241,7 +241,7 @@ def test_nothing_needs_a_gradient_under_no_grad():
     assert run_ranks(2, work) == [False, False]
 
 
-def test_ties_share_the_gradient_of_max():
+def test_all_reduce_max_shares_the_gradient_between_ties():
     def work(comm):
         x = torch.tensor([1.0, comm.rank], requires_grad=True)
         messages.all_reduce(comm, x, "max").sum().backward()
@@ -250,7 +250,7 @@ def test_ties_share_the_gradient_of_max():
     assert run_ranks(2, work) == [[1, 0], [1, 2]]
 
 
-def test_without_the_mirrored_call_gradients_differ():
+def test_gradients_differ_without_the_mirrored_call():
     """The negative control: torch's verbs in place give every rank only its own part."""
 
     def work(comm):
@@ -283,7 +283,7 @@ def waits_in_vain(rank: int, work, match: str, n: int = 2) -> str:
     return messages_of[rank]
 
 
-def test_a_delegate_that_nobody_connects_is_named():
+def test_unconnected_delegate_error():
     """Rank 1 gives a gradient back that rank 0 does not come for."""
 
     def work(comm):
@@ -296,7 +296,7 @@ def test_a_delegate_that_nobody_connects_is_named():
     assert "`pseudo_connect`" in told and "missing: rank 0" in told
 
 
-def test_a_result_that_the_loss_does_not_use_is_named():
+def test_unused_result_error():
     def work(comm):
         if comm.rank == 0:
             messages.send(comm, torch.ones(2, requires_grad=True), 1).backward()
@@ -306,7 +306,7 @@ def test_a_result_that_the_loss_does_not_use_is_named():
     waits_in_vain(0, work, "backward of `send(dest=1, tag=0)` on rank 0")
 
 
-def test_ranks_that_wait_for_each_other_in_backward_are_named():
+def test_backward_deadlock_error():
     """Each waits for the gradient of what it sent before it gives back what it owes."""
 
     def work(comm):
@@ -326,7 +326,7 @@ def test_ranks_that_wait_for_each_other_in_backward_are_named():
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce", "broadcast", "scatter"])
-def test_a_rank_that_stays_away_from_a_collective_backward_is_named(name):
+def test_missing_rank_in_backward_error(name):
     calls = {
         "all_gather": lambda comm, x: messages.all_gather(comm, x)[0],
         "all_reduce": lambda comm, x: messages.all_reduce(comm, x),

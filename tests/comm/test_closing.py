@@ -33,7 +33,7 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-def test_no_thread_of_the_backend_outlives_the_communicator(tmp_path):
+def test_close_ends_backend_threads(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = Launched("-m", *torchrun, "script.py", cwd=tmp_path)

@@ -58,7 +58,7 @@ def test_split_by_node():
     assert all(run_ranks(6, work, local_size=3))
 
 
-def test_split_of_a_lone_worker():
+def test_split_of_a_single_process():
     comm = Communicator.single_process()
     assert comm.split(None) is None
     assert comm.split(3).all_reduce(torch.ones(1)).item() == 1
@@ -99,7 +99,7 @@ def test_a_context_left_by_an_error_aborts():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_a_rank_that_raises_ends_the_others_at_once(n):
+def test_an_error_on_one_rank_ends_the_others_at_once(n):
     seen: list[BaseException] = []
 
     def work(comm):
@@ -122,7 +122,7 @@ def test_a_rank_that_raises_ends_the_others_at_once(n):
     assert "first error among the other ranks" in str(seen[0])
 
 
-def test_ranks_that_wait_for_messages_of_a_failed_rank_end_too():
+def test_an_error_on_one_rank_ends_receives_from_it():
     def work(comm):
         if comm.rank == 0:
             raise ZeroDivisionError
@@ -132,7 +132,7 @@ def test_ranks_that_wait_for_messages_of_a_failed_rank_end_too():
         run_ranks(3, work, timeout_s=60)
 
 
-def test_a_late_rank_is_named():
+def test_timeout_names_the_late_rank():
     late = threading.Event()
 
     def work(comm):
@@ -184,7 +184,7 @@ def test_every_verb_ends_after_timeout_s(verb, call):
         run_ranks(2, work, timeout_s=0.3)
 
 
-def test_a_work_reduction_may_be_waited_for_again():
+def test_all_reduce_work_can_be_waited_for_again():
     go = threading.Event()
 
     def work(comm):
@@ -202,7 +202,7 @@ def test_a_work_reduction_may_be_waited_for_again():
     assert run_ranks(2, work) == [[4, 4, 4]] * 2
 
 
-def test_a_mean_that_is_waited_for_again_is_divided_once():
+def test_mean_work_waited_for_again_divides_once():
     """Of two tensors the first has come when the wait for the second is given up, three times."""
     first_came, go = threading.Event(), threading.Event()
 
@@ -228,7 +228,7 @@ def test_a_mean_that_is_waited_for_again_is_divided_once():
     assert run_ranks(2, work)[0] == [[1.5] * 2, [3.5] * 3]
 
 
-def test_a_work_receive_may_be_waited_for_again():
+def test_recv_work_can_be_waited_for_again():
     go = threading.Event()
 
     def work(comm):
@@ -245,7 +245,7 @@ def test_a_work_receive_may_be_waited_for_again():
     run_ranks(2, work)
 
 
-def test_a_work_send_may_be_waited_for_again():
+def test_send_work_can_be_waited_for_again():
     """And the connection lives on."""
     go = threading.Event()
 
@@ -287,14 +287,14 @@ class DeadStore:
         raise RuntimeError("gone")
 
 
-def test_a_roll_call_on_a_dead_store_says_nothing():
+def test_find_missing_ranks_with_a_dead_store_finds_nothing():
     assert str(find_missing_ranks(RankNames(range(2), 0, 2, DeadStore()), "barrier")) == ""
 
 
 # -- who is missing, where groups have ranks of their own ------------------------------------------
 
 
-def test_a_rank_missing_in_a_group_is_named_by_its_first_number():
+def test_missing_rank_of_a_split_group_has_its_first_number():
     """And nobody who is not asked for: the others are in no call, and need not be."""
     is_over = threading.Event()
 
@@ -317,7 +317,7 @@ def test_a_rank_missing_in_a_group_is_named_by_its_first_number():
 
 @pytest.mark.parametrize("absent", [2, 3])
 @pytest.mark.parametrize("algorithm", ["hierarchical", "two_dimensional"])
-def test_all_ranks_of_all_nodes_name_who_is_missing(algorithm, absent):
+def test_every_rank_of_every_node_names_the_missing_rank(algorithm, absent):
     """Some wait for it, some for those who wait for it; the timeout is the one set last."""
     is_over = threading.Barrier(4)
 
@@ -344,7 +344,7 @@ def test_all_ranks_of_all_nodes_name_who_is_missing(algorithm, absent):
     assert any(isinstance(error, CollectiveTimeoutError) for error in errors)
 
 
-def test_a_rank_that_has_waited_before_and_goes_on_may_be_missed_later():
+def test_missing_rank_that_was_stuck_before():
     is_over = threading.Event()
 
     def work(comm):
@@ -365,7 +365,7 @@ def test_a_rank_that_has_waited_before_and_goes_on_may_be_missed_later():
     assert "missing: rank 1." in run_ranks(2, work, timeout_s=20)[0]
 
 
-def test_ranks_that_disagree_in_a_group_are_named_by_their_first_numbers():
+def test_disagreement_in_a_split_group_has_first_numbers():
     def work(comm):
         pair = comm.split(comm.rank // 2)
         if comm.rank < 2:
@@ -380,7 +380,7 @@ def test_ranks_that_disagree_in_a_group_are_named_by_their_first_numbers():
     run_ranks(4, work)
 
 
-def test_a_timeout_reaches_the_groups_that_were_split_off():
+def test_set_timeout_reaches_split_groups():
     def work(comm):
         half = comm.split(comm.rank // 2)
         lone = half.split(half.rank)

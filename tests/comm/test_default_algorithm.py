@@ -17,7 +17,7 @@ from tests.helpers.ranks import run_ranks
         (4, 2, "native", "native"),
     ],
 )
-def test_it_depends_on_hosts_and_dtype(n, local_size, full, half):
+def test_default_algorithm_by_hosts_and_dtype(n, local_size, full, half):
     def work(comm):
         return [default_algorithm(comm, dtype) for dtype in (torch.float32, torch.float16)]
 

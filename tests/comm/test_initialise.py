@@ -44,7 +44,7 @@ def default_group():
         dist.destroy_process_group()
 
 
-def test_a_lone_process_opens_nothing():
+def test_init_of_a_single_process_opens_no_connection():
     with init(device="cpu", timeout_s=7) as comm:
         assert (comm.rank, comm.size, comm.num_nodes) == (0, 1, 1)
         assert comm.timeout_s == 7
@@ -52,7 +52,7 @@ def test_a_lone_process_opens_nothing():
         assert not dist.is_initialized()
 
 
-def test_a_default_group_that_exists_is_used_and_left_alone(default_group):
+def test_init_uses_an_existing_default_group(default_group):
     with init(device="cpu") as comm:
         assert comm.process_group is default_group
         assert comm.all_reduce(torch.ones(1)).item() == 1
@@ -60,12 +60,12 @@ def test_a_default_group_that_exists_is_used_and_left_alone(default_group):
     assert dist.is_initialized()
 
 
-def test_a_given_group(default_group):
+def test_init_with_a_process_group(default_group):
     given = dist.new_group([0])
     assert init(process_group=given, device="cpu").process_group is given
 
 
-def test_a_device_mesh(default_group):
+def test_init_with_a_device_mesh(default_group):
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     comm = init(process_group=mesh["dp"], device="cpu")
     assert comm.all_gather_object(3) == [3]
@@ -73,7 +73,7 @@ def test_a_device_mesh(default_group):
         init(process_group=mesh)
 
 
-def test_what_is_no_group_is_refused():
+def test_init_refuses_other_objects_as_group():
     with pytest.raises(UsageError, match="`process_group` is a str"):
         init(process_group="world")
 
@@ -86,7 +86,7 @@ def test_what_is_no_group_is_refused():
         ("meta", r"`device` \(='meta'\) is not supported"),
     ],
 )
-def test_bad_devices(device, message):
+def test_init_refuses_bad_devices(device, message):
     with pytest.raises(UsageError, match=message):
         init(device=device)
 
@@ -98,13 +98,13 @@ def test_bad_devices(device, message):
         (0, "cuda", r"`device` \(='cuda'\): .* sees no GPU; leave `device` out, or pass 'cpu'"),
     ],
 )
-def test_missing_gpus(num_gpus, device, message, monkeypatch):
+def test_init_refuses_missing_gpus(num_gpus, device, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(UsageError, match=message):
         init(device=device)
 
 
-def test_each_worker_takes_the_gpu_of_its_local_rank(monkeypatch):
+def test_init_takes_the_gpu_of_the_local_rank(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -122,7 +122,7 @@ def test_bad_timeout():
         init(timeout_s=0)
 
 
-def test_rank_0_says_what_it_does_unless_the_program_logs_itself(monkeypatch):
+def test_init_sets_up_logging_on_rank_0(monkeypatch):
     logger = logging.getLogger("allstep")
     root = logging.getLogger()
     monkeypatch.setattr(logger, "handlers", [])
@@ -201,7 +201,7 @@ TWO = ["size=2 total=3 places=[(0, 2, 0, 1), (1, 2, 0, 1)] alone=1", "torch.dist
 
 
 @pytest.mark.process
-def test_a_script_alone():
+def test_script_as_a_single_process():
     assert run(sys.executable, str(SCRIPT)) == [
         "size=1 total=1 places=[(0, 1, 0, 1)] alone=1",
         "torch.distributed=False",
@@ -209,21 +209,21 @@ def test_a_script_alone():
 
 
 @pytest.mark.process
-def test_the_same_script_under_torchrun():
+def test_script_under_torchrun():
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     assert run(*torchrun, "--nproc-per-node", "2", str(SCRIPT)) == TWO
 
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
-def test_the_same_script_under_mpirun():
+def test_script_under_mpirun():
     as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     mpirun = ("mpirun", *as_root, "--oversubscribe", "-n", "2")
     assert run(*mpirun, sys.executable, str(SCRIPT)) == TWO
 
 
 @pytest.mark.process
-def test_the_same_script_under_sruns_variables(tmp_path):
+def test_script_under_srun_variables(tmp_path):
     """Slurm itself is not needed: its variables are, and a first host that is this one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # a port that was free
     port = store.port
@@ -256,7 +256,7 @@ def join_frameworks_group(comm: Communicator) -> tuple[object, ...]:
 
 
 @pytest.mark.process
-def test_a_frameworks_group_and_mesh():
+def test_init_in_a_framework_with_a_mesh():
     assert run_processes(4, join_frameworks_group) == [
         (4, 4, (0, 2), True),
         (4, 4, (1, 3), True),
@@ -281,7 +281,7 @@ def fail(comm: Communicator) -> None:
 
 
 @pytest.mark.process
-def test_a_process_that_raises_ends_the_others():
+def test_an_error_in_one_process_ends_the_others():
     with pytest.raises(RemoteError, match=r"(?s)on rank 1.*KeyError: 'the cause'"):
         run_processes(3, fail)
 

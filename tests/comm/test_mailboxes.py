@@ -32,7 +32,7 @@ def room_for(x):
     return torch.empty(x.shape, dtype=x.dtype)
 
 
-def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_wait():
+def test_mailboxes_keep_order_with_more_messages_than_slots():
     """20 messages to each, and 4 slots: without taking while they wait, all would wait forever."""
 
     def work(comm):
@@ -54,7 +54,7 @@ def test_all_arrive_in_order_between_all_pairs_however_many_are_posted_before_a_
     assert run_ranks(4, work, timeout_s=30) == [True] * 4
 
 
-def test_what_was_posted_may_change_at_once():
+def test_mailboxes_copy_what_is_posted():
     def work(comm):
         mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         if comm.rank == 0:
@@ -71,7 +71,7 @@ def test_what_was_posted_may_change_at_once():
     assert run_ranks(2, work)[1] == list(range(9))
 
 
-def test_a_message_of_another_size_is_named():
+def test_mailboxes_refuse_a_message_of_another_size():
     def work(comm):
         mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         if comm.rank == 0:
@@ -84,7 +84,7 @@ def test_a_message_of_another_size_is_named():
     run_ranks(2, work)
 
 
-def test_a_rank_that_does_not_send_is_named_in_time_and_may_be_waited_for_again():
+def test_mailboxes_timeout_names_the_sender_and_can_be_repeated():
     def work(comm):
         mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         if comm.rank == 1:
@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_send_is_named_in_time_and_may_be_waited_for_again(
     run_ranks(2, work, timeout_s=20)
 
 
-def test_aborting_ends_the_wait_of_others():
+def test_mailboxes_abort_ends_the_wait_of_others():
     def work(comm):
         mailboxes = Mailboxes.create(comm, SLOT_BYTES)
         comm.add_dependent(mailboxes)
@@ -143,7 +143,7 @@ def exchange(comm, length):
 
 @pytest.mark.process
 @pytest.mark.parametrize(("length", "by_wire"), [(1001, 0), (500_001, 500_001 * 8)])
-def test_processes_of_one_host_use_them_for_what_fits(length, by_wire):
+def test_batched_send_recv_uses_mailboxes_for_what_fits(length, by_wire):
     """Of the larger tensors a half still fits."""
     for rank, (half, full, wired_bytes) in enumerate(run_processes(3, exchange, length)):
         after, before = (rank + 1) % 3, (rank - 1) % 3
@@ -168,7 +168,7 @@ def exchange_on_a_full_machine(comm, length):
 
 
 @pytest.mark.process
-def test_too_little_memory_is_no_error_but_a_word():
+def test_falls_back_without_memory():
     answers = run_processes(3, exchange_on_a_full_machine, 11)
     for rank, (full, wired_bytes, messages) in enumerate(answers):
         assert full == [float(i + (rank + 1) % 3) for i in range(11)]
@@ -177,7 +177,7 @@ def test_too_little_memory_is_no_error_but_a_word():
     assert "messages use the network, not shared memory: no " in answers[0][2][0]
 
 
-def test_threads_of_one_process_use_the_wire():
+def test_batched_send_recv_between_threads_uses_the_wire():
     """So do ranks of several hosts."""
     for options in ({}, {"local_size": 1}):
         for _, full, wired_bytes in run_ranks(3, partial(exchange, length=11), **options):
@@ -199,7 +199,7 @@ def wait_for_a_dead_rank(comm, folder):
 
 
 @pytest.mark.process
-def test_a_killed_rank_is_missed_at_once(tmp_path):
+def test_mailboxes_wait_ends_when_a_rank_is_killed(tmp_path):
     with start_processes(2, wait_for_a_dead_rank, str(tmp_path)) as workers:
         workers.join(30)
     assert float((tmp_path / "seconds").read_text()) < 5

@@ -52,7 +52,7 @@ def same_types(x, y):
 
 @given(objects)
 @settings(deadline=None)
-def test_plain_data_comes_back_as_it_was(obj):
+def test_codec_round_trip_of_plain_data(obj):
     back = decode(encode(obj))
     assert back == obj
     assert same_types(back, obj)
@@ -78,7 +78,7 @@ def test_plain_data_comes_back_as_it_was(obj):
         np.float64(math.pi),
     ],
 )
-def test_numpy_comes_back_as_it_was(array):
+def test_codec_round_trip_of_numpy(array):
     back = decode(encode({"x": array}))["x"]
     assert type(back) is type(array)
     assert back.dtype == array.dtype
@@ -86,7 +86,7 @@ def test_numpy_comes_back_as_it_was(array):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex64])
-def test_tensors_come_back_as_they_were(dtype):
+def test_codec_round_trip_of_tensors(dtype):
     for x in (torch.tensor([[0, 1], [1, 0]]).t(), torch.tensor(1), torch.empty(0, 2)):
         back = decode(encode([x.to(dtype)]))[0]
         assert back.dtype == dtype
@@ -94,7 +94,7 @@ def test_tensors_come_back_as_they_were(dtype):
         back.fill_(0)  # its own memory
 
 
-def test_a_state_dict_travels():
+def test_codec_round_trip_of_a_state_dict():
     state = torch.nn.Linear(2, 3).state_dict()
     assert type(state) is OrderedDict
     received = run_ranks(2, lambda comm: comm.broadcast_object(state if comm.rank == 0 else None))
@@ -152,7 +152,7 @@ def test_all_reduce_object_of_unlike_values(values, message):
     run_ranks(2, work)
 
 
-def test_a_lone_worker_and_objects():
+def test_object_verbs_of_a_single_process():
     comm = Communicator.single_process()
     obj = {"x": [1, (2, 3)]}
     assert comm.all_gather_object(obj) == comm.gather_object(obj) == [obj]
@@ -178,12 +178,12 @@ class Dangerous:
         (torch.float32, "torch.dtype"),
     ],
 )
-def test_what_is_no_plain_data_is_refused_by_name(obj, message):
+def test_codec_refuses_other_types_by_name(obj, message):
     with pytest.raises(UsageError, match=message):
         encode(obj)
 
 
-def test_what_is_nested_too_deeply_is_refused():
+def test_codec_refuses_deep_nesting():
     obj: list[object] = []
     for _ in range(3000):
         obj = [obj]
@@ -213,7 +213,7 @@ PICKLE = pickle.dumps(Dangerous())
         b"\xc1",
     ],
 )
-def test_crafted_messages_are_refused_and_nothing_is_unpickled(data):
+def test_codec_refuses_crafted_bytes_and_never_unpickles(data):
     with pytest.raises(CommunicationError, match="no message of allstep"):
         decode(data)
 
@@ -222,12 +222,12 @@ def test_crafted_messages_are_refused_and_nothing_is_unpickled(data):
     "data",
     [b"", msgpack.packb(3), msgpack.packb([True, ["os.system"], [[1]]]), msgpack.packb([1, 2, 3])],
 )
-def test_crafted_headers_are_refused(data):
+def test_layout_refuses_crafted_headers(data):
     with pytest.raises(CommunicationError, match="header that is no layout"):
         Layout.decode(data)
 
 
-def test_an_object_waits_for_what_was_asked_for_before_it():
+def test_recv_object_waits_for_earlier_receives():
     """Of the same rank and tag; the tensor's header is not taken for the object's."""
     go = threading.Event()
 

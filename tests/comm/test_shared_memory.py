@@ -42,7 +42,7 @@ def in_order(num_ranks, num_elements, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_sums_have_the_bits_of_the_ranks_order_however_they_are_cut(n, dtype):
+def test_shared_sums_add_in_rank_order_for_every_size(n, dtype):
     def work(comm):
         results = []
         for slot_bytes in (SLOT_BYTES, 1 << 20):
@@ -61,7 +61,7 @@ def test_sums_have_the_bits_of_the_ranks_order_however_they_are_cut(n, dtype):
     assert not torch.equal(backwards, in_order(5, 50_001, torch.float32))
 
 
-def test_sums_large_and_small_and_broadcasts_follow_one_another():
+def test_shared_sums_and_broadcasts_in_turn():
     def work(comm):
         buffer = SharedBuffer.create(comm, SLOT_BYTES)
         seen = []
@@ -81,7 +81,7 @@ def test_sums_large_and_small_and_broadcasts_follow_one_another():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_sums_in_place_have_the_same_bits(n, dtype):
+def test_shared_sums_in_place_equal_shared_sums(n, dtype):
     """Also where slices are empty, or cut in several chunks, and beside sums through slots."""
     sizes = (1, 7, 50_001, 300_001)
 
@@ -105,7 +105,7 @@ def test_sums_in_place_have_the_same_bits(n, dtype):
         assert all(map(torch.equal, results, expected))
 
 
-def test_a_block_may_be_made_while_a_sum_looks_for_its_own():
+def test_block_made_in_another_thread_during_a_sum():
     """As the main thread makes one while the exchange's sums; the new one is not looked at."""
 
     def work(comm):
@@ -124,12 +124,12 @@ def test_a_block_may_be_made_while_a_sum_looks_for_its_own():
     assert run_ranks(2, work) == [([2.0] * 3, 3)] * 2
 
 
-def test_slots_are_larger_where_ranks_take_turns_on_cores():
+def test_default_slot_bytes_by_number_of_cores():
     assert default_slot_bytes(1) < default_slot_bytes(1 + len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize("pinned", [0, 1])
-def test_ranks_that_may_use_different_cores_sum_right(monkeypatch, pinned):
+def test_shared_sums_with_different_cores_a_rank(monkeypatch, pinned):
     """The first rank's cores count for all: slots of different sizes lie in different places."""
 
     def cores(pid):
@@ -147,7 +147,7 @@ def test_ranks_that_may_use_different_cores_sum_right(monkeypatch, pinned):
     assert all(torch.equal(x, in_order(2, 100_001, torch.float32)) for _, x in results)
 
 
-def test_the_first_ranks_slots_count():
+def test_shared_buffer_uses_the_first_ranks_slot_bytes():
     def work(comm):
         buffer = SharedBuffer.create(comm, SLOT_BYTES << comm.rank)
         x = values(comm.rank, 50_001)
@@ -159,7 +159,7 @@ def test_the_first_ranks_slots_count():
 
 
 @pytest.mark.parametrize("make", [Block, Mailboxes.create])
-def test_ranks_that_want_different_sizes_are_all_told(make):
+def test_share_memory_refuses_different_sizes(make):
     """A view of another size would show each rank other places of the same memory."""
 
     def work(comm):
@@ -175,7 +175,7 @@ def test_ranks_that_want_different_sizes_are_all_told(make):
 # -- who is missing ------------------------------------------------------------------------------
 
 
-def test_a_rank_that_does_not_come_is_named_in_time():
+def test_shared_sum_timeout_names_the_missing_rank():
     def work(comm):
         memory = SharedMemory(comm)
         comm.barrier()
@@ -195,7 +195,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
     assert max(waits_s) < 1.4
 
 
-def test_a_rank_that_closes_is_missed_at_once():
+def test_shared_sum_ends_when_a_rank_closes():
     def work(comm):
         memory = SharedMemory(comm)
         if comm.rank == 1:
@@ -209,7 +209,7 @@ def test_a_rank_that_closes_is_missed_at_once():
     run_ranks(2, work, timeout_s=20)
 
 
-def test_aborting_the_communicator_ends_the_wait_of_others():
+def test_shared_sum_ends_when_a_communicator_aborts():
     def work(comm):
         inner = comm.split(0)
         memory = SharedMemory(inner)
@@ -244,7 +244,7 @@ def wait_for(folder, kind, count, within_s=60):
 
 
 @pytest.mark.process
-def test_a_killed_rank_is_missed_at_once_and_leaves_nothing(tmp_path):
+def test_shared_sum_ends_when_a_rank_is_killed(tmp_path):
     before = names_in_dev_shm()
     with start_processes(3, sum_for_ever, str(tmp_path), timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 3)
@@ -270,7 +270,7 @@ def sum_where_the_first_leaves(comm, folder):
 
 
 @pytest.mark.process
-def test_a_killed_rank_is_missed_though_another_has_left_before(tmp_path):
+def test_shared_sum_ends_when_a_second_rank_is_killed(tmp_path):
     with start_processes(3, sum_where_the_first_leaves, str(tmp_path)) as workers:
         wait_for(tmp_path, "rank", 3)
         wait_for(tmp_path, "seconds", 1)
@@ -279,7 +279,7 @@ def test_a_killed_rank_is_missed_though_another_has_left_before(tmp_path):
 
 
 @pytest.mark.process
-def test_killing_all_ranks_leaves_nothing(tmp_path):
+def test_killed_ranks_leave_no_shared_memory(tmp_path):
     before = names_in_dev_shm()
     with start_processes(2, sum_for_ever, str(tmp_path), timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 2)
@@ -293,7 +293,7 @@ def sum_values(comm, num_elements):
 
 
 @pytest.mark.process
-def test_processes_sum_like_threads():
+def test_shared_sums_between_processes():
     for result in run_processes(3, sum_values, 100_001):
         assert torch.equal(result, in_order(3, 100_001, torch.float32))
 
@@ -301,7 +301,7 @@ def test_processes_sum_like_threads():
 # -- where memory cannot be shared ---------------------------------------------------------------
 
 
-def test_ranks_of_two_hosts_use_the_backend_and_say_so(caplog):
+def test_shared_memory_falls_back_between_hosts(caplog):
     def work(comm):
         memory = SharedMemory(comm)
         x = torch.full((5,), comm.rank + 1.0)
@@ -316,7 +316,7 @@ def test_ranks_of_two_hosts_use_the_backend_and_say_so(caplog):
     ]
 
 
-def test_too_little_memory_is_no_error_but_a_word(caplog, monkeypatch):
+def test_falls_back_without_memory(caplog, monkeypatch):
     def refuse(fd, offset, length):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -336,7 +336,7 @@ def test_too_little_memory_is_no_error_but_a_word(caplog, monkeypatch):
     ]
 
 
-def test_a_mapping_that_does_not_fit_is_no_error_but_a_word(monkeypatch):
+def test_falls_back_where_a_mapping_fails(monkeypatch):
     """As where the first rank's file has been cut."""
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, length: os.ftruncate(fd, 1))
 
@@ -347,7 +347,7 @@ def test_a_mapping_that_does_not_fit_is_no_error_but_a_word(monkeypatch):
     run_ranks(2, work)
 
 
-def test_one_rank_that_may_not_map_is_enough(monkeypatch):
+def test_falls_back_where_one_rank_cannot_map(monkeypatch):
     open_file = os.open
 
     def refuse(path, *flags):

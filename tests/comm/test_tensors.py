@@ -166,7 +166,7 @@ def test_every_dtype_travels(dtype):
         received = comm.broadcast(x if comm.rank == 1 else None, root=1)
         return everyone, received
 
-    foreveryone, received in run_ranks(2, work):
+    for everyone, received in run_ranks(2, work):
         assert [x.dtype for x in (*everyone, received)] == [dtype] * 3
         expected = [torch.tensor([0, 1, r]).to(dtype) for r in (0, 1, 1)]
         for x, y in zip((*everyone, received), expected, strict=True):
@@ -178,7 +178,7 @@ def test_every_kind_of_tensor_travels(name):
     def work(comm):
         return comm.all_gather((torch.ones(3, dtype=torch.uint8), MOVED[name]))
 
-    foreveryone in run_ranks(2, work):
+    for everyone in run_ranks(2, work):
         for _, x in everyone:
             assert torch.equal(x, MOVED[name])
             assert x.is_leaf
@@ -288,7 +288,7 @@ def test_several_asynchronous_receives_keep_their_order():
     assert run_ranks(2, work) == [[5, 4, 3, 2, 1, 6]] * 2
 
 
-def test_what_was_received_belongs_to_the_caller_alone():
+def test_recv_keeps_no_reference_to_its_result():
     """Tags may carry the number of a step: none of a million results is kept."""
 
     def work(comm):
@@ -321,7 +321,7 @@ def test_tags_tell_messages_apart():
     assert run_ranks(2, work)[1] == [8, 7]
 
 
-def test_a_lone_worker_gets_what_one_worker_would_get():
+def test_tensor_verbs_of_a_single_process():
     comm = Communicator.single_process()
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce(x, "mean") is x
@@ -370,7 +370,7 @@ def test_a_lone_worker_gets_what_one_worker_would_get():
         (lambda c: c.recv(1 - c.rank, tag=1 << 30), r"`tag` \(=1073741824\) is out of range"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_sent(call, message):
+def test_bad_arguments_are_refused_before_sending(call, message):
     def work(comm):
         with pytest.raises(UsageError, match=message):
             call(comm)
@@ -379,7 +379,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(call, message):
     run_ranks(2, work)
 
 
-def test_ranks_that_reduce_unlike_tensors_are_told():
+def test_reductions_of_different_tensors_error():
     def work(comm):
         shape = 4 if comm.rank == 1 else 3
         with pytest.raises(
@@ -393,7 +393,7 @@ def test_ranks_that_reduce_unlike_tensors_are_told():
     run_ranks(2, work)
 
 
-def test_ranks_that_call_unlike_verbs_are_told():
+def test_different_verbs_error():
     def work(comm):
         if comm.rank == 0:
             comm.broadcast(torch.ones(1))
@@ -404,7 +404,7 @@ def test_ranks_that_call_unlike_verbs_are_told():
         run_ranks(2, work)
 
 
-def test_a_tensor_sent_to_a_rank_that_expects_an_object():
+def test_recv_object_of_a_tensor_error():
     def work(comm):
         if comm.rank == 0:
             comm.send(torch.ones(1), 1)

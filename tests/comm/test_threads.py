@@ -8,11 +8,11 @@ from allstep.errors import CommunicationError, DisagreementError, UsageError
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_results_come_by_rank(n):
+def test_run_ranks_returns_results_by_rank(n):
     assert run_ranks(n, lambda comm: (comm.rank, comm.size)) == [(r, n) for r in range(n)]
 
 
-def test_nodes_are_played():
+def test_run_ranks_on_several_nodes():
     def work(comm):
         return comm.node_rank, comm.num_nodes, comm.local_rank, comm.local_size
 
@@ -24,7 +24,7 @@ def test_nodes_are_played():
     ]
 
 
-def test_a_rank_may_end_before_the_others():
+def test_run_ranks_where_one_ends_first():
     def work(comm):
         x = comm.all_reduce(torch.ones(1))
         for _ in range(20):
@@ -37,7 +37,7 @@ def test_a_rank_may_end_before_the_others():
     assert run_ranks(3, work) == [3, 3, 3]
 
 
-def test_the_cause_comes_before_its_consequences():
+def test_run_ranks_raises_the_first_cause():
     def work(comm):
         if comm.rank == 0:
             raise DisagreementError("a consequence that came first")
