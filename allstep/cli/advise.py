@@ -28,7 +28,7 @@ from allstep.plan import (
     predict,
     recommend,
 )
-from allstep.train.devices import num_cores
+from allstep.train import num_cores
 
 __all__ = ["run"]
 

@@ -32,8 +32,7 @@ from allstep.doctor import (
 from allstep.errors import UsageError, nearest_names
 from allstep.plan import Cluster, TrainingSpec, Workload, check_positive
 from allstep.recipes import AnyRecipe, Recipe
-from allstep.train.devices import map_tensors
-from allstep.train.precision import Precision
+from allstep.train import Precision, map_tensors
 
 __all__ = ["Question", "Subject", "read_command_line", "read_subject", "recipe_training"]
 

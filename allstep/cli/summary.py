@@ -10,8 +10,7 @@ from allstep.comm import Communicator
 from allstep.doctor import measure_gemm_flops
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
-from allstep.train import RunReport
-from allstep.train.devices import num_cores
+from allstep.train import RunReport, num_cores
 
 __all__ = ["Summary", "summarize"]
 
@@ -46,7 +45,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     numbers = RunNumbers(
         workers=comm.size,
         samples_per_s=report.samples_per_s,
-        single_worker_samples_per_s=report.lone_samples_per_s,
+        single_worker_samples_per_s=report.single_worker_samples_per_s,
         data_share=report.data_share,
         exchange_share=report.exchange_share,
         mfu=mfu,

@@ -15,8 +15,7 @@ from allstep.cli.worker import find_function, read_call, read_result, share_core
 from allstep.comm import Communicator
 from allstep.env import read_launch
 from allstep.errors import UsageError
-from allstep.train.devices import num_cores
-from allstep.train.failures import run_worker
+from allstep.train import num_cores, run_worker
 
 __all__ = [
     "Body",

@@ -45,10 +45,6 @@ class RunningStatistics:
     With one equal micro-batch per worker and step, torch's own update is this rule already;
     there `step` and `micro_batch` may be left out.
 
-    Attributes:
-        leaves_out_nonfinite: whether a micro-batch whose statistics hold NaN or infinity has no
-            say, as if it had not called the module; for a training that goes on after such a
-            step. To look makes the host wait for a GPU.
     """
 
     def __init__(self, parameters: ParameterSet, comm: Communicator) -> None:
@@ -59,8 +55,16 @@ class RunningStatistics:
         self._is_active = False  # in a micro-batch
         self._is_local = False  # the buffers differ between workers
         self._has_warned = False
-        self.leaves_out_nonfinite = False
+        self._leaves_out_nonfinite = False
         self.refresh()
+
+    def leave_out_nonfinite(self) -> None:
+        """From now on a micro-batch whose statistics hold NaN or infinity has no say.
+
+        It is as if it had not called the module; for a training that goes on after such a step. To
+        look makes the host wait for a GPU.
+        """
+        self._leaves_out_nonfinite = True
 
     def refresh(self) -> None:
         """Takes up modules that joined the model and drops those that left."""
@@ -167,7 +171,7 @@ class RunningStatistics:
 
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""
-        if self.leaves_out_nonfinite:
+        if self._leaves_out_nonfinite:
             self._leave_out_nonfinite()
         groups = defaultdict[tuple[float, ...], list[TrackedModule]](list)
         for tracked in self._tracked:

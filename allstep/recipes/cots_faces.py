@@ -142,7 +142,7 @@ class FaceTest:
         return Responses(respond(half.faces), respond(half.distractors))
 
     def _best_of_workers(self, name: str, choose: Responses, report: Responses) -> Best:
-        """Each worker knows its own neurons alone; the best of the best is the same on all."""
+        """Each worker knows only its own neurons; the best of the best is the same on all."""
         comm: Communicator = self.grid.comm
         own = _best(name, choose, report)
         said = {**asdict(own.score), "num": own.num_neurons, "shown": own.shown}

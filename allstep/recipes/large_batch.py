@@ -1,4 +1,4 @@
-"""A published large-batch recipe put upon a recipe of ours."""
+"""A published large-batch recipe applied to a recipe of this package."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.
 
 
 def describe_changes(rescaled: allstep.optim.Rescaled) -> list[str]:
-    """What a user is told: each setting before and after, the rule, the source."""
+    """The message to the user: each setting before and after, the rule, the source."""
     published = rescaled.published
     kept = [change for change in rescaled.changes if change.rule == "kept"]
     moved = [change for change in rescaled.changes if change.rule != "kept"]

@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         self._initialize(depth)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits of every token, or of those at some positions alone.
+        """Logits of every token, or only of those at some positions.
 
         Args:
             tokens: int64 [batch, token].

@@ -5,7 +5,7 @@ A worker that fails writes its error file, prints its traceback and exits withou
 anything else; its sockets close, so peers in a collective fail too. The launcher notices the
 death and sends SIGTERM to the others, the same signal that a preempted machine sends. The
 two are told apart by looking at the peers of this node: if one has an error file or is gone,
-the signal means «end at once», else «save a checkpoint and end». A thread of its own looks
+the signal means "end at once", else "save a checkpoint and end". A thread of its own looks
 at signals as they come, for Python's handlers wait until the main thread is back from a long
 matrix product or a collective.
 """
@@ -73,7 +73,7 @@ def run_worker(body: Callable[[Communicator], int], *, launcher_pid: int | None 
 
 
 def message_of(error: AllstepError) -> str:
-    """The message alone, also of an error that a loader's process wrapped in its traceback.
+    """The message only, also of an error that a loader's process wrapped in its traceback.
 
     >>> message_of(AllstepError("no such file"))
     'no such file'

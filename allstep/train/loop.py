@@ -275,12 +275,12 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
     local = [meter.samples_per_s, meter.data_share, meter.exchange_share, meter.data_wait_s]
     means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()
     samples_per_s, data_share, exchange_share, data_wait_s = means
-    flops_per_sample = lone_samples_per_s = None
+    flops_per_sample = single_worker_samples_per_s = None
     if loop.interrupted is None and meter.num_samples:
         flops_per_sample, seconds = run.cost_of_sample()
         if comm.size > 1:
             wait_s = data_wait_s * comm.size / meter.num_samples
-            lone_samples_per_s = 1 / (seconds + wait_s)
+            single_worker_samples_per_s = 1 / (seconds + wait_s)
     return RunReport(
         run_dir=run_dir,
         num_steps=run.step,
@@ -291,7 +291,7 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
         data_share=data_share,
         exchange_share=exchange_share,
         flops_per_sample=flops_per_sample,
-        lone_samples_per_s=lone_samples_per_s,
+        single_worker_samples_per_s=single_worker_samples_per_s,
         noise_scale=run.noise.scale.value,
         mean_noise_scale=run.noise.mean_scale.value,
         useful_batch=run.noise.summary,

@@ -34,8 +34,8 @@ class NoiseProbe:
 
     [Note: noise at fixed micro-batches] The small batch is micro-batch 0 of the global batch,
     whichever worker has it, so that the estimate does not depend on the workers. That worker
-    sends nothing during its backward pass, for its gradient must be seen alone; then the step
-    goes on as ever. The norms stay on the device, and are summed over the workers together
+    sends nothing during its backward pass, for only its own gradient may be in `p.grad`; then the
+    step goes on as ever. The norms stay on the device, and are summed over the workers together
     with the loss when that is logged (or before a checkpoint): no collective is added.
 
     Steps whose gradients are not finite, or that are no larger than a micro-batch, are left out.
@@ -48,7 +48,7 @@ class NoiseProbe:
 
     Attributes:
         micro_batch: as given; a later stage may have another.
-        scale: the estimate of late; the same on every worker.
+        scale: the recent estimate; the same on every worker.
         mean_scale: over the whole stage, all measurements alike.
     """
 
@@ -79,12 +79,12 @@ class NoiseProbe:
         return is_due and batch.num_samples > self.micro_batch
 
     def wants_micro_batch(self, batch: Batch) -> bool:
-        """Whether the gradient of the current micro-batch is to be seen alone."""
+        """Whether the gradient of the current micro-batch is measured."""
         assert batch.micro_batch is not None
         return batch.micro_batch.index == 0 and self.wants(batch)
 
     def see_micro_batch(self, batch: Batch) -> None:
-        """Takes the norm of `p.grad`, which holds the current micro-batch's share alone."""
+        """Takes the norm of `p.grad`, which holds only the current micro-batch's share."""
         assert batch.micro_batch is not None
         share = batch.micro_batch.num_samples / batch.num_samples
         self._micro = self._squared_norm() / share**2
@@ -125,11 +125,11 @@ class NoiseProbe:
 
     def state_dict(self) -> dict[str, Any]:
         """The estimates so far; call `flush` first."""
-        return {"of_late": self.scale.state_dict(), "mean": self.mean_scale.state_dict()}
+        return {"recent": self.scale.state_dict(), "mean": self.mean_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues with what `state_dict` gave."""
-        self.scale.load_state_dict(state["of_late"])
+        self.scale.load_state_dict(state["recent"])
         self.mean_scale.load_state_dict(state["mean"])
 
     def _take_in(self, micro_squared_norm: float, measured: _Measurement) -> None:

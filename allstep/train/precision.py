@@ -35,7 +35,7 @@ class Precision:
         """The model on its device, in its dtype and layout (changed in place)."""
         model.to(self._device, self._dtype)
         if self._channels_last:
-            # Module.to converts 4-D tensors alone; its overload for layouts is not typed.
+            # Module.to converts 4-D tensors only; its overload for layouts is not typed.
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 

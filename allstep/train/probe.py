@@ -1,4 +1,4 @@
-"""What one worker alone would do on this machine, measured at the end of a run."""
+"""What a single worker would do on this machine, measured at the end of a run."""
 
 import copy
 import time

@@ -24,8 +24,8 @@ class RunReport:
         data_share, exchange_share: mean share of a step that a worker waited for data and
             for the exchange.
         flops_per_sample: floating-point operations of a sample's forward and backward pass.
-        lone_samples_per_s: what one worker with this machine to itself would reach; None if
-            there is one worker, or if it was not measured.
+        single_worker_samples_per_s: what one worker with this machine to itself would reach; None
+            if there is one worker, or if it was not measured.
         noise_scale: samples in a step up to which more of them save steps, at the end of the run;
             None if it was not measured. `useful_batch` says it in words.
         mean_noise_scale: the same over the whole run (its last stage), as `Target` wants it.
@@ -43,7 +43,7 @@ class RunReport:
     data_share: float
     exchange_share: float
     flops_per_sample: float | None
-    lone_samples_per_s: float | None
+    single_worker_samples_per_s: float | None
     noise_scale: float | None
     mean_noise_scale: float | None
     useful_batch: str | None

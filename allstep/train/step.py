@@ -79,8 +79,8 @@ class TrainStep:
         self._clip_norm = clip_norm
         self._nonfinite = nonfinite
         self.num_skipped = 0
-        goes_on = nonfinite == "skip" or precision.scaler.is_enabled()
-        exchange.statistics.leaves_out_nonfinite = goes_on
+        if nonfinite == "skip" or precision.scaler.is_enabled():
+            exchange.statistics.leave_out_nonfinite()
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.first_data: object = None  # a whole micro-batch, for measuring its cost
 
@@ -159,9 +159,9 @@ class TrainStep:
         assert batch.micro_batch is not None
         with self._precision.autocast():
             loss = self._task.loss(self._model, self._precision.prepare_data(data))
-        is_seen_alone = self._noise.wants_micro_batch(batch)
-        batch.backward(self._precision.scaler.scale(loss), exchange=not is_seen_alone)
-        if is_seen_alone:
+        is_measured = self._noise.wants_micro_batch(batch)
+        batch.backward(self._precision.scaler.scale(loss), exchange=not is_measured)
+        if is_measured:
             self._noise.see_micro_batch(batch)
         return loss.detach().double() * (batch.micro_batch.num_samples / batch.num_samples)
 

@@ -379,7 +379,7 @@ def test_sync_is_idempotent_and_keeps_equal_buffers_exactly() -> None:
 def statistics_beside_nan(comm: Communicator, batches: Tensor, momentum: float) -> Tensor:
     norm = nn.BatchNorm2d(2, momentum=momentum, affine=False)
     exchange = attach(norm, comm)
-    exchange.statistics.leaves_out_nonfinite = True
+    exchange.statistics.leave_out_nonfinite()
     for batch in batches:
         with exchange.statistics.step():
             for part in blocks(batch, MICRO_BATCH, comm.rank, comm.size):

@@ -107,7 +107,7 @@ def test_fit_report_metrics_and_checkpoints(tmp_path: Path) -> None:
     assert report.totals["accuracy"][1] == 50
     assert report.metrics["accuracy"] == report.totals["accuracy"][0] / 50
     assert report.samples_per_s > 0
-    assert report.lone_samples_per_s is not None
+    assert report.single_worker_samples_per_s is not None
     # Two multiplications and additions for each weight and position, forward and backward.
     convolution = 2 * 4 * 2 * 9 * 16
     linear = 2 * 64 * 3
