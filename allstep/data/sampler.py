@@ -1,4 +1,4 @@
-"""Which sample is in which micro-batch, and which worker runs it: integers alone."""
+"""Which sample is in which micro-batch, and which worker runs it, in integers."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -206,7 +206,7 @@ class _StreamParts(IterableDataset[_Part]):
     """One epoch of a stream, cut.
 
     Every global batch has the same slots for micro-batches; a worker fills its own. With
-    several loader processes each makes every so many-th part, in turn. A replicated stream is
+    n loader processes each makes every n-th part, in turn. A replicated stream is
     read whole by each of them; a sharded one is split among them by the data set itself, as
     torch's get_worker_info lets it.
 

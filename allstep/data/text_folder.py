@@ -80,7 +80,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> str:
     which its trainer's hash map yields words.)
 
     Args:
-        texts: what to learn from; those of the training set alone.
+        texts: what to learn from; only those of the training set.
         vocab_size: number of tokens that `encode` gives, with the two special ones.
 
     Returns:

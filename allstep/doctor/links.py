@@ -31,15 +31,15 @@ def measure_pairs(comm: Communicator, effort: Effort = USUAL_EFFORT) -> tuple[Pa
         The timings, the same on every worker.
     """
     places = comm.all_gather_object((comm.node_rank, comm.local_rank))
-    own: dict[tuple[int, int], Link] = {}
+    own: list[tuple[tuple[int, int], tuple[float, float]]] = []
     pairs = _pairs(places)
     for pair in pairs:
         comm.barrier()
         if comm.rank == pair[0]:
-            own[pair] = _ask(comm, pair[1], effort.message_sizes_bytes)
+            own.append((pair, _ask(comm, pair[1], effort.message_sizes_bytes)))
         elif comm.rank == pair[1]:
             _answer(comm, pair[0])
-    links = {pair: link for found in comm.all_gather_object(_plain(own)) for pair, link in found}
+    links = {pair: link for found in comm.all_gather_object(own) for pair, link in found}
     return tuple(
         PairTiming(
             ranks=pair,
@@ -74,12 +74,12 @@ def _pairs(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     ]
 
 
-def _plain(links: dict[tuple[int, int], Link]) -> list[tuple[tuple[int, int], tuple[float, float]]]:
-    return [(pair, (link.bandwidth_bps, link.latency_s)) for pair, link in links.items()]
+def _ask(comm: Communicator, peer: int, sizes_bytes: Sequence[int]) -> tuple[float, float]:
+    """Sends messages that are confirmed; says before each how long it is, 0 to end.
 
-
-def _ask(comm: Communicator, peer: int, sizes_bytes: Sequence[int]) -> Link:
-    """Sends messages that are confirmed; says before each how long it is, 0 to end."""
+    Returns:
+        Bandwidth in bits per second, and latency in seconds.
+    """
     messenger = Messenger(comm)
     round_trips = [_send(comm, messenger, peer, 1) for _ in range(_NUM_PINGS)]
     ping_s = sorted(round_trips)[_NUM_PINGS // 2]
@@ -94,7 +94,7 @@ def _ask(comm: Communicator, peer: int, sizes_bytes: Sequence[int]) -> Link:
     if s_per_byte <= 0:  # too fast for this clock: all of it is latency
         s_per_byte = seconds[-1] / largest
     # A ping is a header, a byte and an answer.
-    return Link(bandwidth_bps=8 / s_per_byte, latency_s=ping_s / 3)
+    return 8 / s_per_byte, ping_s / 3
 
 
 def _send(comm: Communicator, messenger: Messenger, peer: int, num_bytes: int) -> float:

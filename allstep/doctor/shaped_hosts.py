@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from allstep.errors import AllstepError
@@ -74,12 +73,7 @@ class ShapedHosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def _build(self) -> None:

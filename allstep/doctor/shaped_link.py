@@ -1,6 +1,6 @@
 """A link as slow as one likes under a communicator, where there is no right to `ShapedHosts`.
 
-It shapes allstep's own messages alone.
+It shapes only allstep's own messages.
 """
 
 import threading

@@ -98,7 +98,7 @@ def test_epochs_and_seeds_draw_other_numbers() -> None:
     assert not (values[0] == values[2]).any()
 
 
-def test_random_state_around_is_left_alone() -> None:
+def test_loader_restores_the_random_state_around_it() -> None:
     with preserved_random_state():
         seed_all(4)
         expected = [draw(), draw()]
@@ -144,7 +144,7 @@ def test_resume_with_another_global_batch() -> None:
     assert indices(contents(smaller)) == whole[4:]
 
 
-def test_position_counts_what_was_handed_out() -> None:
+def test_position_counts_batches_handed_out_not_read_ahead() -> None:
     with make_loader(num_workers=2, prefetch_factor=4) as loader:
         assert (loader.position, loader.step, loader.epoch) == (0, 0, 0)
         batches = loader.global_batches()
@@ -170,7 +170,7 @@ def test_a_loop_may_be_left_and_begun_again(num_workers: int) -> None:
     assert found == [indices(on_workers(1))[4:]] * 2
 
 
-def test_a_closed_loader_says_so_to_who_holds_its_batch() -> None:
+def test_a_batch_of_a_closed_loader_raises() -> None:
     loader = make_loader()
     batch = next(loader.global_batches())
     next(batch.micro_batches)
@@ -179,7 +179,7 @@ def test_a_closed_loader_says_so_to_who_holds_its_batch() -> None:
         next(batch.micro_batches)
 
 
-def test_empty_shares_take_part() -> None:
+def test_a_worker_without_micro_batches_gets_an_empty_batch() -> None:
     batch = next(make_loader(Seat(0, 5)).global_batches())
     assert batch.num_local_micro_batches == 0
     assert list(batch.micro_batches) == []
@@ -205,7 +205,7 @@ class Singly(Dataset[Any]):
 @pytest.mark.parametrize(
     "dataset", [TENSORS, Subset(TENSORS, [5, 3, 8]), Subset(Subset(TENSORS, range(9)), [4, 2])]
 )
-def test_tensors_in_one_go_are_those_gathered_singly(dataset: Dataset[Any]) -> None:
+def test_tensor_data_sets_give_the_same_as_single_samples(dataset: Dataset[Any]) -> None:
     fast, slow = (
         contents(make_loader(dataset=dataset)),
         contents(make_loader(dataset=Singly(dataset))),
@@ -213,7 +213,7 @@ def test_tensors_in_one_go_are_those_gathered_singly(dataset: Dataset[Any]) -> N
     assert equal(fast, slow)
 
 
-def test_tensors_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_data_sets_set_no_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError
 

@@ -51,7 +51,7 @@ def pids_of_epoch(loader: object) -> set[int]:
     }
 
 
-def test_signals_to_the_whole_group_are_left_to_the_worker() -> None:
+def test_processes_ignore_signals_to_the_whole_group() -> None:
     with make_loader() as loader:
         pids = pids_of_epoch(loader)
         assert len(pids) == 2
@@ -62,7 +62,7 @@ def test_signals_to_the_whole_group_are_left_to_the_worker() -> None:
     assert wait_until_gone(pids)
 
 
-def test_close_ends_and_more_begins_anew() -> None:
+def test_close_ends_the_processes_and_the_next_epoch_starts_new_ones() -> None:
     loader = make_loader()
     pids = pids_of_epoch(loader)
     loader.close()
@@ -73,7 +73,7 @@ def test_close_ends_and_more_begins_anew() -> None:
     loader.close()
 
 
-def test_a_users_own_init_is_called(tmp_path: Path) -> None:
+def test_worker_init_fn_is_called(tmp_path: Path) -> None:
     with make_loader(worker_init_fn=lambda worker: (tmp_path / str(worker)).touch()) as loader:
         pids_of_epoch(loader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
@@ -98,7 +98,7 @@ class Garbage:
             log.write(f"{os.getpid()}\n")
 
 
-def test_a_loader_process_leaves_its_parents_garbage_alone(tmp_path: Path) -> None:
+def test_a_loader_process_collects_no_garbage_of_its_parent(tmp_path: Path) -> None:
     def read() -> list[bool]:
         with allstep.data.loader(
             Collecting(4), Seat(0, 1), global_batch=2, micro_batch=2, num_workers=1
@@ -144,7 +144,7 @@ if __name__ == "__main__":
         ("os.kill(os.getpid(), 9)", -9, "forkserver"),
     ],
 )
-def test_processes_end_with_the_worker_that_forgot_them(then: str, code: int, method: str) -> None:
+def test_processes_end_with_a_worker_that_left_them_open(then: str, code: int, method: str) -> None:
     program = [sys.executable, "-c", PROGRAM.format(then=then, method=method)]
     root = Path(__file__).parents[2]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=root)

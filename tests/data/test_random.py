@@ -93,7 +93,7 @@ def test_random_state_is_preserved() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_gauss_that_python_kept_for_later_is_preserved() -> None:
+def test_preserved_random_state_keeps_pythons_spare_gauss() -> None:
     with preserved_random_state():
         random.seed(1)
         expected = [random.gauss(), random.gauss()]

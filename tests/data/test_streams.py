@@ -67,7 +67,7 @@ def test_epochs_draw_other_numbers() -> None:
     assert not (found[0, 0][0] == found[3, 0][0]).any()
 
 
-def test_random_state_around_is_left_alone() -> None:
+def test_loader_restores_the_random_state_around_it() -> None:
     with preserved_random_state():
         seed_all(4)
         expected = [draw(), draw()]

@@ -16,7 +16,7 @@ from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.parametrize("compression", ["fp32", "bf16", "fp16", "int8"])
-def test_a_probe_exchanges_what_a_step_would(compression):
+def test_bucket_exchange_sums_as_a_step_would(compression):
     """Sums of equal buckets; on CPUs the backend takes two at a time."""
 
     def probe(comm):
@@ -35,7 +35,7 @@ def test_a_probe_exchanges_what_a_step_would(compression):
 
 
 @pytest.mark.parametrize(("algorithm", "num_splits"), [("native", 2), ("shared_memory", 0)])
-def test_each_size_has_connections_of_its_own(algorithm, num_splits):
+def test_measure_collectives_gives_each_size_its_own_connections(algorithm, num_splits):
     """Where memory is shared there are none."""
 
     def measure_all(comm):
@@ -54,7 +54,7 @@ def test_each_size_has_connections_of_its_own(algorithm, num_splits):
     assert run_ranks(2, measure_all) == [(num_splits, (1 << 10, 1 << 11))] * 2
 
 
-def test_a_failed_exchange_beside_compute_ends_the_measuring():
+def test_measure_contention_raises_what_an_exchange_raises():
     main = threading.current_thread()
 
     def exchange():

@@ -33,7 +33,7 @@ LOOP = """
         step()
         optimizer.step()
         optimizer.zero_grad()
-    raise AssertionError("goes on for ever")
+    raise AssertionError("goes on after enough steps")
 """
 
 
@@ -67,7 +67,7 @@ ACCUMULATES = """
 """
 
 
-def test_micro_batches_are_told_from_steps(profiled):
+def test_profile_tells_micro_batches_from_steps(profiled):
     """Gradients of two of four samples are added up before each exchange."""
     found = profiled(ACCUMULATES, LOOP)
     assert (found.micro.num_samples, found.num_micro_batches) == (4, 2)
@@ -77,7 +77,7 @@ def test_micro_batches_are_told_from_steps(profiled):
     assert found.micro.forward_s > 0 and found.micro.backward_s > 0 and found.micro.optimizer_s > 0
 
 
-def test_a_worker_accumulates_as_much_however_many_there_are(profiled):
+def test_profile_spec_accumulates_as_much_on_any_number_of_workers(profiled):
     found = profiled(ACCUMULATES, LOOP)
     spec = found.spec()
     assert [spec.batch(n) for n in (1, 3)] == [8, 24]
@@ -103,14 +103,14 @@ STEPS = """
 """
 
 
-def test_steps_have_a_global_batch_whatever_the_workers(profiled):
+def test_profile_of_steps_has_a_fixed_global_batch(profiled):
     found = profiled(STEPS)
     assert (found.micro.num_samples, found.num_micro_batches) == (4, 3)
     assert found.global_batch == 12
     assert found.spec(24).batch(5) == 24
 
 
-def test_workers_beyond_the_micro_batches_are_idle(profiled):
+def test_profile_spec_leaves_workers_beyond_the_micro_batches_idle(profiled):
     """The planner's own rule, which a batch taken for one micro-batch would escape."""
     link = Link(bandwidth_bps=1e15)
     cluster = Cluster(name="", num_nodes=9, workers_per_node=1, intra=link, inter=link)
@@ -131,8 +131,8 @@ def test_workers_beyond_the_micro_batches_are_idle(profiled):
 @pytest.mark.parametrize(
     ("told", "global_batch"), [(8, 8), (64, 64), (4, None), (6, None), (None, None)]
 )
-def test_a_global_batch_that_attach_is_told(profiled, told, global_batch):
-    """Four samples at once may be all that a lone worker has of four, and say nothing of six."""
+def test_profile_takes_the_global_batch_of_attach(profiled, told, global_batch):
+    """Four samples at once may be all that a single worker has of four, and say nothing of six."""
     loop = LOOP.replace("attach(model, comm)", f"attach(model, comm, global_batch={told})")
     assert profiled(ACCUMULATES, loop).global_batch == global_batch
 
@@ -168,7 +168,7 @@ ONE_BY_ONE = """
 
 
 @pytest.mark.parametrize("step", [TOGETHER, ONE_BY_ONE])
-def test_every_gradient_counts_once(profiled, step):
+def test_profile_counts_every_gradient_once(profiled, step):
     """That of each output, of an earlier pass, and of what no pass reaches: all of them travel."""
     found = profiled(TWO_HEADS, step, LOOP)
     sizes = [2000, 100, 200, 2, 300, 3, 49, 7]
@@ -178,7 +178,7 @@ def test_every_gradient_counts_once(profiled, step):
     assert (found.micro.num_samples, found.num_micro_batches) == (5, 1)
 
 
-def test_gradients_of_an_earlier_pass_are_ready_before_the_last(profiled):
+def test_profile_of_gradients_from_an_earlier_pass(profiled):
     found = profiled(TWO_HEADS, ONE_BY_ONE, LOOP)
     assert {*found.micro.gradients[:2]} == {200, 2}
     assert found.micro.ready[2][1] == 0.0
@@ -187,7 +187,7 @@ def test_gradients_of_an_earlier_pass_are_ready_before_the_last(profiled):
 @pytest.mark.parametrize(
     ("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2), ("float64", 8)]
 )
-def test_gradients_have_the_models_dtype(profiled, dtype, element_bytes):
+def test_profile_of_gradients_in_the_models_dtype(profiled, dtype, element_bytes):
     found = profiled(
         f"""
         model = nn.Linear(8, 2, dtype=torch.{dtype})
@@ -247,7 +247,7 @@ NET = """
     ],
 )
 @pytest.mark.parametrize("given", ["x", "{'x': x}", "inputs=x", "inputs={'x': x}"])
-def test_tensors_are_found_wherever_they_are(profiled, make, take, given):
+def test_profile_finds_tensors_in_inputs_and_outputs(profiled, make, take, given):
     found = profiled(
         f"make = {make}",
         NET,
@@ -262,7 +262,7 @@ def test_tensors_are_found_wherever_they_are(profiled, make, take, given):
     assert (found.micro.num_samples, found.micro.num_params) == (6, 8)
 
 
-def test_a_lazy_model_and_its_copies(profiled):
+def test_profile_of_a_lazy_model_and_its_copies(profiled):
     """A moving average is a copy of an attached model, hooks and all; it isn't watched."""
     found = profiled(
         """
@@ -300,24 +300,24 @@ PLAIN = """
         ),
     ],
 )
-def test_scripts_of_which_nothing_can_be_said(profiled, parts, message):
+def test_profile_refuses_scripts_that_train_no_attached_model(profiled, parts, message):
     with pytest.raises(UsageError, match=message):
         profiled(*parts)
 
 
-def test_a_script_that_fails_is_quoted(profiled):
+def test_profile_quotes_a_script_that_fails(profiled):
     with pytest.raises(UsageError, match=r"`script` \(=.*train.py\) failed:\n(.*\n)+.*division by"):
         profiled("1 / 0")
     with pytest.raises(UsageError, match=r"`script` \(=.*train.py\) exited with 3\."):
         profiled("sys.exit(3)")
 
 
-def test_the_script_finds_its_own_arguments(profiled):
+def test_profiled_script_gets_its_own_arguments(profiled):
     with pytest.raises(UsageError, match="exited with --epochs 3 -- x"):
         profiled("sys.exit(' '.join(sys.argv[1:]))", arguments=["--epochs", "3", "--", "x"])
 
 
-def test_nothing_is_left_behind(profiled):
+def test_profile_leaves_no_hooks(profiled):
     """Neither in the place of `attach` nor on other optimizers."""
     import allstep.exchange
 

@@ -89,7 +89,7 @@ def names(diagnosis: Diagnosis) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 4])  # with four, a worker of `steps` has no samples
 @pytest.mark.parametrize("loop", ["ddp", "steps"])
-def test_the_right_script_is_not_blamed(compare, loop, size):
+def test_verify_finds_nothing_in_a_right_script(compare, loop, size):
     diagnosis = compare(loop, "none", size, num_steps=20)
     assert diagnosis.is_same
     assert diagnosis == Diagnosis(size, None, [], is_explained=True)
@@ -114,34 +114,34 @@ def test_the_right_script_is_not_blamed(compare, loop, size):
     ],
 )
 @pytest.mark.parametrize("loop", ["ddp", "steps"])
-def test_a_planted_bug_is_named(compare, loop, bug, cause):
+def test_verify_names_a_planted_bug(compare, loop, bug, cause):
     diagnosis = compare(loop, bug)
     assert names(diagnosis) == [cause]
     assert not diagnosis.is_same
     assert diagnosis.is_explained
 
 
-def test_workers_that_run_samples_of_others(compare):
+def test_verify_names_workers_that_run_samples_of_others(compare):
     diagnosis = compare("ddp", "own_shuffle", num_steps=6)
     (cause,) = diagnosis.causes
     assert cause.name == "data not sharded"
     assert "samples were run by several of the 2 workers" in cause.evidence
 
 
-def test_two_bugs_are_both_named(compare):
+def test_verify_names_two_bugs_at_once(compare):
     diagnosis = compare("ddp", "learning_rate_and_dropout")
     assert set(names(diagnosis)) == {"learning rate scaled", "random state"}
     diagnosis = compare("ddp", "batch_norm_and_dropout")
     assert set(names(diagnosis)) == {"batch norm", "random state"}
 
 
-def test_what_fits_nothing_is_unknown(compare):
+def test_verify_leaves_other_initial_parameters_unexplained(compare):
     diagnosis = compare("ddp", "init")
     assert diagnosis.divergence.quantity == "initial parameters"
     assert (diagnosis.causes, diagnosis.is_explained) == ([], False)
 
 
-def test_samples_that_fill_up_a_shard_are_seen(compare):
+def test_verify_names_samples_that_fill_up_a_shard(compare):
     assert compare("ddp", "padded", size=4, num_steps=7).is_same
     diagnosis = compare("ddp", "padded", size=4, num_steps=8)
     assert diagnosis.divergence.step == 7

@@ -25,7 +25,7 @@ class Noisy(Dataset):
         return index + torch.rand(3)
 
 
-def test_constants_for_random_numbers():
+def test_constant_random_numbers_of_torch_python_and_numpy():
     x = torch.ones(2, 3)
     with ConstantRandomNumbers():
         assert torch.equal(dropout(x, 0.5), 2 * x)
@@ -43,7 +43,7 @@ def test_constants_for_random_numbers():
 
 
 @pytest.mark.process
-def test_data_of_a_loaders_processes_lose_their_random_changes():
+def test_ablation_of_random_numbers_in_loader_processes():
     made_before = torch.rand(2)
     ablation = Ablation(["random loader"], WorkerRecord(rank=0))
     with contextlib.closing(ablation):

@@ -8,7 +8,7 @@ from torch import nn
 
 from allstep.doctor import RunRecord
 from allstep.doctor.verify.compare import find_divergence, limit_of, noise_tensors, nonfinite_step
-from tests.doctor.records import runs_with, train_once
+from tests.doctor.trainings import runs_with, train_once
 
 
 class Attention(nn.Module):
@@ -20,7 +20,7 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def test_only_the_biases_of_keys_are_left_out():
+def test_noise_tensors_are_the_biases_of_keys_only():
     """Their gradient is rounding, beside those of queries and values in one tensor."""
     torch.manual_seed(0)
     model = Attention()

@@ -7,7 +7,7 @@ import pytest
 
 from allstep.doctor import RunRecord, WorkerRecord, diagnose
 from allstep.doctor.verify.causes import gradient_causes, option_causes
-from tests.doctor.records import options, steps_with
+from tests.doctor.trainings import options, steps_with
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -62,12 +62,12 @@ def test_ablated_runs_that_are_not_finite_name_no_cause():
         ([3, 2, 1], [3, 2, 1], []),
     ],
 )
-def test_rates_are_recognised(few, many, causes):
+def test_option_causes_of_learning_rates(few, many, causes):
     found = option_causes(options(few, 1), options(many, 2))
     assert [cause.name for cause in found] == causes
 
 
-def test_each_optimizer_has_a_rate_of_its_own():
+def test_option_causes_tell_optimizers_apart():
     """Steps of two take turns; the second's rate is scaled."""
 
     def run(size, factor):
@@ -104,7 +104,7 @@ def inputs(shapes: list[list[int]], gradients: list[float]) -> RunRecord:
         ([[7, 8, 3], [7, 8, 3]], [3.0, 0.0], []),
     ],
 )
-def test_samples_may_lie_along_the_second_dimension(shapes, gradients, causes):
+def test_gradient_causes_with_samples_along_the_second_dimension(shapes, gradients, causes):
     """As `nn.LSTM` takes them: seven steps of time, sixteen samples."""
     found = gradient_causes(inputs([[7, 16, 3]], [1.0]), inputs(shapes, gradients), 0)
     assert [cause.name for cause in found] == causes

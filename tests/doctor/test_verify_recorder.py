@@ -9,10 +9,10 @@ from allstep import Communicator
 from allstep.doctor import Failure, RunRecord, limit_of, read_worker
 from allstep.doctor.verify.record import write_worker
 from allstep.doctor.verify.recorder import Recorder
-from tests.doctor.records import train_once
+from tests.doctor.trainings import train_once
 
 
-def test_a_record_survives_its_file(tmp_path):
+def test_worker_record_survives_its_file(tmp_path):
     record = train_once(nn.Linear(3, 2), torch.randn(4, 3))
     record.failure = Failure("error", "text", True, 1.5)
     write_worker(tmp_path / "a.json", record)
@@ -21,7 +21,7 @@ def test_a_record_survives_its_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_samples_are_told_apart_also_by_a_second_tensor():
+def test_recorder_tells_samples_apart_by_a_second_tensor():
     model = nn.Bilinear(3, 3, 2)
     x, y = torch.ones(4, 3), torch.ones(4, 3)
     y[2] = 7
@@ -51,7 +51,7 @@ def noncontiguous(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["transposed", "strided", "expanded", "flipped"])
-def test_samples_of_inputs_that_are_not_contiguous(kind):
+def test_recorder_takes_inputs_that_are_not_contiguous(kind):
     x = noncontiguous(kind)
     (step,) = train_once(nn.Linear(3, 2), x).steps
     (same,) = train_once(nn.Linear(3, 2), x.contiguous()).steps
@@ -59,7 +59,7 @@ def test_samples_of_inputs_that_are_not_contiguous(kind):
     assert len(set(step.samples)) == len(x.unique(dim=0))
 
 
-def test_samples_of_conjugated_inputs():
+def test_recorder_takes_conjugated_inputs():
     x = torch.randn(3, 2, dtype=torch.complex64)
     model = nn.Linear(2, 1, dtype=torch.complex64)
     (step,) = train_once(nn.Sequential(model, Magnitude()), x.conj()).steps
@@ -72,13 +72,13 @@ class Magnitude(nn.Module):
         return x.abs()
 
 
-def test_other_optimizers_are_not_steps():
+def test_recorder_leaves_out_steps_of_other_optimizers():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     record = train_once(model, torch.ones(1, 2), torch.optim.SGD(other.parameters()))
     assert record.steps == []
 
 
-def test_models_of_several_are_told_apart():
+def test_recorder_tells_several_models_apart():
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     recorder = Recorder(0, 2, lambda: None)
     for model in models:
@@ -92,7 +92,7 @@ def test_models_of_several_are_told_apart():
     assert len(recorder.record.initial_parameters) == 4
 
 
-def test_hooks_go_away():
+def test_recorder_leaves_no_hooks():
     model = nn.Linear(2, 2)
     record = train_once(model, torch.ones(1, 2))
     model(torch.ones(1, 2)).sum().backward()
@@ -109,7 +109,7 @@ def test_hooks_go_away():
         (torch.float32, True, 2.0**-7),
     ],
 )
-def test_the_coarsest_format_says_what_is_rounding(dtype, autocast, epsilon):
+def test_limit_of_the_coarsest_format(dtype, autocast, epsilon):
     model = nn.Linear(2, 2).to(dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         record = train_once(model, torch.ones(1, 2, dtype=dtype))
@@ -127,6 +127,6 @@ class AutocastInside(nn.Module):
             return self.layer(x)
 
 
-def test_autocast_inside_of_a_forward_is_seen():
+def test_limit_of_autocast_inside_of_a_forward():
     run = RunRecord([train_once(AutocastInside(), torch.ones(1, 2))])
     assert limit_of(run, run) == pytest.approx(2.0**-3.5)

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,6 @@ from allstep.doctor.verify.sketch import NUM_PRODUCTS
 
 __all__ = [
     "Cause",
-    "CauseName",
     "data_causes",
     "gradient_causes",
     "option_causes",
@@ -26,22 +24,7 @@ Series = NDArray[np.float64]
 
 _RATE_TOLERANCE = 1e-5
 
-CauseName = Literal[
-    "learning rate scaled",
-    "loss summed",
-    "random state",
-    "unequal shards",
-    "batch norm",
-    "scheduler",
-    "data not sharded",
-    "global batch",
-    "exchange policy",
-    "optimizer options",
-    "workers apart",
-    "samples repeated",
-]
-
-_CURES: dict[CauseName, str] = {
+_CURES = {
     "learning rate scaled": "set the learning rate from the global batch, not from the workers",
     "loss summed": "take the mean over a worker's samples: `attach` takes the mean over workers"
     ' (`reduction="sum"` wants losses that are divided by the global batch)',
@@ -68,12 +51,15 @@ class Cause:
     """A likely cause.
 
     Attributes:
-        name: which.
+        name: which; one of those that have a cure.
         evidence: what was seen.
     """
 
-    name: CauseName
+    name: str
     evidence: str
+
+    def __post_init__(self) -> None:
+        assert self.name in _CURES
 
     @property
     def cure(self) -> str:
@@ -176,15 +162,15 @@ def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
 def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
     """Whether all workers ran the same samples, and these aren't what data like theirs give."""
     first, *others = other.samples(step)
-    lone = one.all_samples(step)
+    few = one.all_samples(step)
     are_equal = all(samples == first for samples in others)
-    return len(lone) > 1 and are_equal and other.all_samples(step) != lone
+    return len(few) > 1 and are_equal and other.all_samples(step) != few
 
 
 def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     """Whether workers ran some samples of others, though no sample was due twice."""
-    lone = sum((one.all_samples(step) for step in steps), Counter[int]())
-    if len(lone) != lone.total():
+    few = sum((one.all_samples(step) for step in steps), Counter[int]())
+    if len(few) != few.total():
         return []
     parts = [
         {sample for step in steps for sample in worker.steps[step].samples}

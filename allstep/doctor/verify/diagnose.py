@@ -112,7 +112,7 @@ def _attempts(factors: Sequence[Factor]) -> list[list[Factor]]:
 def _causes_without(
     before: RunRecord, one: RunRecord, other: RunRecord, step: int
 ) -> list[Cause] | None:
-    """What else is wrong without the factors; None if they weren't to blame."""
+    """What else is wrong without the factors; None if they are not the cause."""
     nonfinite_at = nonfinite_step(one, other)
     if step >= min(one.num_steps, other.num_steps) or nonfinite_at is not None:
         return None

@@ -39,7 +39,7 @@ class StepRecord:
     input_shapes: list[list[int]] = field(default_factory=list)
 
     def option_name(self, key: str, group_index: int) -> str:
-        """What to call an option of a parameter group; of a lone optimizer, that is enough."""
+        """What to call an option of a parameter group; of the only optimizer, that is enough."""
         of = f" of optimizer {self.optimizer}" if self.optimizer else ""
         return f"{key} of parameter group {group_index}{of}"
 

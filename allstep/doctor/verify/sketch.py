@@ -8,8 +8,9 @@ signs. The products are linear, so that those of a difference are the difference
 and a weighted mean of gradients can be had from the sketches of the gradients.
 
 A row of numbers is sketched in three to twelve equal pieces if it can be. Biases of queries, keys
-and values are often one tensor, and those of the keys have gradients of rounding alone: attention
-is the same whatever they are. [Note: what is rounding] is to leave out these, and no others.
+and values are often one tensor, and those of the keys have gradients that are nothing but rounding:
+attention is the same whatever they are. [Note: what is rounding] is to leave out these, and no
+others.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,11 @@
-"""Records of a script's steps, made for the tests of `verify`."""
+"""Trainings, and records of their steps, for the tests of this room."""
 
 import torch
 from torch import nn
 
 import allstep
 from allstep import Communicator
-from allstep.doctor import RunRecord, StepRecord, WorkerRecord
+from allstep.doctor import RunRecord, StepRecord, Training, WorkerRecord
 from allstep.doctor.verify.recorder import Recorder
 from allstep.doctor.verify.sketch import Sketcher
 
@@ -80,3 +80,10 @@ def options(rates: list[float], size: int) -> RunRecord:
         ]
         workers.append(record)
     return RunRecord(workers)
+
+
+def small_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, lambda net: net(torch.ones(4, 8)).mean(), optimizer)
