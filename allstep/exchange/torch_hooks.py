@@ -21,7 +21,7 @@ from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.policy import ExchangePolicy, Synchronous
+from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
 from allstep.exchange.wires import PowerSGD
 
@@ -31,7 +31,7 @@ Gradients = dict[str, Tensor]
 
 
 def ddp_hook(
-    policy: ExchangePolicy | None = None, comm: Communicator | None = None
+    policy: Synchronous | Stale | None = None, comm: Communicator | None = None
 ) -> "DDPCommHook":
     """A communication hook that exchanges DDP's buckets as a policy says.
 
@@ -42,6 +42,9 @@ def ddp_hook(
     Returns:
         What `DistributedDataParallel.register_comm_hook` takes.
 
+    Raises:
+        UsageError: if `policy` is local SGD.
+
     Example:
         >>> import torch, allstep
         >>> hook = ddp_hook(allstep.Synchronous(compression="int8"))
@@ -50,11 +53,13 @@ def ddp_hook(
         ...     model.register_comm_hook(model, hook)
         ...     return model
     """
-    return DDPCommHook(policy or Synchronous(), comm)
+    policy = policy or Synchronous()
+    _refuse_local_sgd(policy)
+    return DDPCommHook(policy, comm)
 
 
 def fsdp_hook(
-    model: nn.Module, comm: Communicator, policy: ExchangePolicy | None = None
+    model: nn.Module, comm: Communicator, policy: Synchronous | Stale | None = None
 ) -> "FSDPCommHook":
     """Exchanges the gradients of a sharded model with its replicas. Collective.
 
@@ -72,7 +77,8 @@ def fsdp_hook(
         The hook, which is registered.
 
     Raises:
-        UsageError: if `model` isn't sharded, or the compression needs matrices.
+        UsageError: if `model` isn't sharded, if `policy` is local SGD, or if the compression needs
+            matrices.
         DisagreementError: if workers have different policies.
 
     Example:
@@ -84,6 +90,7 @@ def fsdp_hook(
         ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
     """
     policy = policy or Synchronous()
+    _refuse_local_sgd(policy)
     units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
     if not units:
         raise UsageError(
@@ -315,6 +322,14 @@ class FSDPCommHook:
         self._is_clearing = False
         for p in self._model.parameters():
             p.grad = None
+
+
+def _refuse_local_sgd(policy: ExchangePolicy) -> None:
+    if isinstance(policy, LocalSGD):
+        raise UsageError(
+            f"`policy` (={policy}) averages parameters, but a hook exchanges gradients: pass"
+            " `Synchronous` or `Stale`, or use `allstep.attach` instead of the hook."
+        )
 
 
 def _new_reducer(comm: Communicator, policy: ExchangePolicy) -> Reducer:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError
-from allstep.exchange import ExchangePolicy, Synchronous, attach, make_policy
-from allstep.exchange.torch_hooks import DDPCommHook, ddp_hook
+from allstep.errors import CheckpointError, UsageError
+from allstep.exchange import ExchangePolicy, LocalSGD, Synchronous, attach, make_policy
+from allstep.exchange.torch_hooks import DDPCommHook, ddp_hook, fsdp_hook
 from allstep.exchange.wires import PowerSGD, TopK, WireFormat
 from tests.exchange.nets import assert_same, differs, mlp, states
 from tests.helpers.ranks import run_ranks
@@ -283,3 +283,11 @@ def test_counts_bytes_once_started() -> None:
 
     assert run_ranks(2, worker) == [[0, 200]] * 2
     assert isinstance(ddp_hook(), DDPCommHook)
+
+
+def test_local_sgd_is_refused() -> None:
+    message = r"`policy` \(=LocalSGD\(.*\)\) averages parameters.*or use `allstep.attach`"
+    with pytest.raises(UsageError, match=message):
+        ddp_hook(LocalSGD(sync_every=4))
+    with pytest.raises(UsageError, match=message):
+        fsdp_hook(mlp(), Communicator.single_process(), LocalSGD(sync_every=4))
