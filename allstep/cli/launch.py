@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
 from allstep.env import environment_of_worker
-from allstep.train.failures import FAILED, PEER_LOST
+from allstep.train import FAILED, PEER_LOST
 
 __all__ = ["Workers", "launch_workers"]
 

@@ -17,8 +17,14 @@ from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.recipes import Recipe
-from allstep.train import Checkpoints, Progress, Run
-from allstep.train.sharpness import Sharpness, check_numbers, sharpness
+from allstep.train import (
+    Checkpoints,
+    Progress,
+    Run,
+    Sharpness,
+    check_sharpness_arguments,
+    sharpness,
+)
 
 __all__ = ["Request", "run", "sharpness_worker"]
 
@@ -67,7 +73,7 @@ def run(arguments: list[str]) -> int:
     run_folder.check_has_checkpoint(known.run, argument="run")
     if request.samples < 1:
         raise UsageError(f"`samples` (={request.samples}) must be at least 1; 2048 is usual.")
-    check_numbers(request.sigma, request.num_draws, request.max_products)
+    check_sharpness_arguments(request.sigma, request.num_draws, request.max_products)
     recipe.check()
     return run_on_workers(
         num_workers_to_start(known.workers),

@@ -22,9 +22,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import Native, SharedMemory, make_algorithm
 from allstep.doctor.contention import measure_contention
 from allstep.doctor.timing import USUAL_EFFORT, Effort, agreed_repeats, mean_s, synchronize
-from allstep.exchange.buckets import BucketPlan, BucketSet
-from allstep.exchange.layout import BucketLayout
-from allstep.exchange.transport import Transport, channel_of
+from allstep.exchange import BucketLayout, BucketPlan, BucketSet, Transport, channel_of
 from allstep.exchange.wires import make_wire
 from allstep.plan import MeasuredCollective
 

@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms.base import Messenger
+from allstep.comm.algorithms import Messenger
 from allstep.doctor.measurements import PairTiming
 from allstep.doctor.timing import USUAL_EFFORT, Effort, synchronize
 from allstep.plan import Link

@@ -25,9 +25,7 @@ from torch.utils import _pytree as pytree
 from allstep.doctor.script import Attach
 from allstep.doctor.timing import runnable_s, synchronize
 from allstep.doctor.workload import TimedStep, num_elements_of
-from allstep.exchange import Exchange
-from allstep.exchange.backward import BackwardPass
-from allstep.exchange.hooks import FunctionHook
+from allstep.exchange import BackwardPass, Exchange, FunctionHook
 
 __all__ = ["ProfiledStep", "Profiler"]
 

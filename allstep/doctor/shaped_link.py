@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allstep.comm import Communicator, Work
-from allstep.comm.group import Topology
-from allstep.comm.wire import Wire
-from allstep.comm.work import CompletedWork, JoinedWork
+from allstep.comm import Communicator, CompletedWork, JoinedWork, Topology, Wire, Work
 
 __all__ = ["ShapedCommunicator", "TokenBucket"]
 

@@ -1,11 +1,21 @@
-"""The gradient exchange: after each backward pass `p.grad` is the mean over the workers."""
+"""The gradient exchange: after each backward pass `p.grad` is the mean over the workers.
+
+`__all__` is for users; what is imported under the same name again, for the rooms above.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from allstep.exchange.attach import attach
 from allstep.exchange.averaging import ParameterAveraging
+from allstep.exchange.backward import BackwardPass as BackwardPass
+from allstep.exchange.buckets import BucketPlan as BucketPlan
+from allstep.exchange.buckets import BucketSet as BucketSet
 from allstep.exchange.exchange import Exchange
+from allstep.exchange.hooks import AccumulationHook as AccumulationHook
+from allstep.exchange.hooks import FunctionHook as FunctionHook
+from allstep.exchange.hooks import Removable as Removable
+from allstep.exchange.layout import BucketLayout as BucketLayout
 from allstep.exchange.outer import Nesterov
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import (
@@ -17,6 +27,8 @@ from allstep.exchange.policy import (
     make_policy,
 )
 from allstep.exchange.running_statistics import RunningStatistics
+from allstep.exchange.transport import Transport as Transport
+from allstep.exchange.transport import channel_of as channel_of
 
 if TYPE_CHECKING:
     from allstep.exchange.torch_hooks import ddp_hook as ddp_hook

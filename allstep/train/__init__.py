@@ -1,25 +1,32 @@
-"""From a global batch to a trained model: steps, the loop, evaluation, checkpoints."""
+"""From a global batch to a trained model: steps, the loop, evaluation, checkpoints.
+
+`__all__` is for users; what is imported under the same name again, for the rooms above.
+"""
 
 from allstep.train.batch import Batch, steps
 from allstep.train.checkpoint import Checkpoints, check_same
-from allstep.train.devices import map_tensors, num_cores
+from allstep.train.devices import map_tensors as map_tensors
+from allstep.train.devices import num_cores as num_cores
 from allstep.train.evaluator import Evaluator
-from allstep.train.failures import FAILED, PEER_LOST, run_worker
+from allstep.train.failures import FAILED as FAILED
+from allstep.train.failures import PEER_LOST as PEER_LOST
+from allstep.train.failures import run_worker as run_worker
 from allstep.train.loop import Loop, Training, fit
 from allstep.train.metrics import MetricsLog
 from allstep.train.options import TrainOptions
-from allstep.train.precision import Precision
+from allstep.train.precision import Precision as Precision
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
 from allstep.train.run import Run
+from allstep.train.sharpness import Sharpness, sharpness
+from allstep.train.sharpness import check_sharpness_arguments as check_sharpness_arguments
 from allstep.train.step import Update
 from allstep.train.stop import Interrupts, StopAgreement
-from allstep.train.storage import read_checkpoint, write_checkpoint
+from allstep.train.storage import read_checkpoint as read_checkpoint
+from allstep.train.storage import write_checkpoint as write_checkpoint
 from allstep.train.task import Metrics, Stage, Task
 
 __all__ = [
-    "FAILED",
-    "PEER_LOST",
     "Batch",
     "Checkpoints",
     "Evaluator",
@@ -27,10 +34,10 @@ __all__ = [
     "Loop",
     "Metrics",
     "MetricsLog",
-    "Precision",
     "Progress",
     "Run",
     "RunReport",
+    "Sharpness",
     "Stage",
     "StopAgreement",
     "Task",
@@ -39,10 +46,6 @@ __all__ = [
     "Update",
     "check_same",
     "fit",
-    "map_tensors",
-    "num_cores",
-    "read_checkpoint",
-    "run_worker",
+    "sharpness",
     "steps",
-    "write_checkpoint",
 ]

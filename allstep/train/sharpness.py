@@ -23,7 +23,7 @@ from allstep.train.devices import to_device
 from allstep.train.evaluator import evaluating
 from allstep.train.hessian import hessian_product
 
-__all__ = ["Sharpness", "check_numbers", "sharpness"]
+__all__ = ["Sharpness", "check_sharpness_arguments", "sharpness"]
 
 _START, _NOISE = 0x7374617274, 0x6E6F697365
 
@@ -106,7 +106,7 @@ def sharpness(
     Source: Yao et al., 2020, arXiv:1912.07145 (power iteration); the sharp minima of Keskar et
     al., 2017, arXiv:1609.04836.
     """
-    check_numbers(sigma, num_draws, max_products, tolerance)
+    check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
     objective = _Objective(model, loss, batch, comm)
     with sdpa_kernel(SDPBackend.MATH), evaluating(model):  # the other kernels have one derivative
         at_rest = objective.value()
@@ -284,7 +284,9 @@ def _loss_rises(
     return torch.tensor(rises, dtype=torch.float64)
 
 
-def check_numbers(sigma: float, num_draws: int, max_products: int, tolerance: float = 1e-3) -> None:
+def check_sharpness_arguments(
+    sigma: float, num_draws: int, max_products: int, tolerance: float = 1e-3
+) -> None:
     """Says what is wrong with the arguments of `sharpness`, before any work.
 
     Raises:

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from allstep.cli.demo.crew import Crew
 from allstep.cli.demo.large_batch_runs import EPOCHS, FACTOR, LINES, MICRO_BATCH, Line, train
 from allstep.cli.demo.panel import Bar, Chart, Panel
-from allstep.train.devices import num_cores
+from allstep.train import num_cores
 
 __all__ = ["measure"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from allstep.cli.demo.crew import ChildError, Crew
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.same_model_runs import NUM_STEPS, train_as_usual, train_the_same
-from allstep.train.storage import read_checkpoint
+from allstep.train import read_checkpoint
 
 __all__ = ["measure"]
 

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from allstep.comm import Communicator
 from allstep.recipes.digits import Digits
-from allstep.train import fit
-from allstep.train.storage import write_checkpoint
+from allstep.train import fit, write_checkpoint
 
 __all__ = ["NUM_STEPS", "train_as_usual", "train_the_same"]
 

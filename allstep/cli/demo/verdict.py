@@ -12,8 +12,7 @@ from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.comm import Communicator
 from allstep.plan import WORTH_ADDING
 from allstep.recipes.digits import Digits
-from allstep.train import fit
-from allstep.train.devices import num_cores
+from allstep.train import fit, num_cores
 
 __all__ = ["measure"]
 

@@ -7,6 +7,7 @@ import torch
 
 from allstep.comm.algorithms.auto import Auto
 from allstep.comm.algorithms.base import AllReduce
+from allstep.comm.algorithms.base import Messenger as Messenger
 from allstep.comm.algorithms.doubling import HalvingDoubling, RecursiveDoubling
 from allstep.comm.algorithms.native import Dummy, Native
 from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import WorkerRecord
-from allstep.exchange import Exchange, ExchangePolicy, Synchronous
-from allstep.exchange.hooks import FunctionHook
+from allstep.exchange import Exchange, ExchangePolicy, FunctionHook, Synchronous
 
 __all__ = ["Ablation", "Factor"]
 

@@ -21,9 +21,14 @@ from allstep.doctor.script import Attach
 from allstep.doctor.verify.ablation import Ablation, Factor
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
-from allstep.exchange import Exchange
-from allstep.exchange.hooks import AccumulationHook, FunctionHook, Removable
-from allstep.exchange.policy import ExchangePolicy, LocalSGD
+from allstep.exchange import (
+    AccumulationHook,
+    Exchange,
+    ExchangePolicy,
+    FunctionHook,
+    LocalSGD,
+    Removable,
+)
 
 __all__ = ["Recorder"]
 
