@@ -58,8 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     job.add_argument(
         "--total-samples",
         metavar="N",
-        help="samples of the whole training, such as 115M (epochs times the training set): says"
-        " how long it takes, and whether that is worth starting several workers",
+        help="samples of the whole training, such as 115M (epochs times the training set; a recipe"
+        " knows): says how long it takes, and whether that is worth starting several workers",
     )
     job.add_argument(
         "--timeout-s",

@@ -165,9 +165,11 @@ def answer_worker(
     Returns:
         An `Answer` as plain data, its predictions left out.
     """
-    make_training, num_samples = _training(comm, question)
+    make_training, num_samples, total_samples = _training(comm, question)
     micro = measure_workload(comm, make_training(), num_samples=num_samples)
-    job = TrainingSpec(micro=micro, global_batch=question["global_batch"])
+    job = TrainingSpec(
+        micro=micro, global_batch=question["global_batch"], total_samples=total_samples
+    )
     measurements = measure(comm)
     measured_s: dict[str, float] = {}
     for prediction in _predict(job, measurements, policies):
@@ -183,13 +185,18 @@ def answer_worker(
     return {
         "workload": asdict(micro),
         "global_batch": job.global_batch,
+        "total_samples": job.total_samples,
         "measurements": asdict(measurements),
         "measured_s": measured_s,
     }
 
 
 def _read_answer(plain: dict[str, Any]) -> Answer:
-    job = TrainingSpec(micro=read_workload(plain["workload"]), global_batch=plain["global_batch"])
+    job = TrainingSpec(
+        micro=read_workload(plain["workload"]),
+        global_batch=plain["global_batch"],
+        total_samples=plain["total_samples"],
+    )
     measurements = measurements_of(plain["measurements"])
     policies = [policy for policy in POLICIES if policy.name in plain["measured_s"]]
     return Answer(
@@ -200,13 +207,17 @@ def _read_answer(plain: dict[str, Any]) -> Answer:
     )
 
 
-def _training(comm: Communicator, question: Question) -> tuple[Callable[[], Training], int]:
+def _training(
+    comm: Communicator, question: Question
+) -> tuple[Callable[[], Training], int, int | None]:
+    """What makes the training anew, samples of a micro-batch and of the whole training."""
     if question["recipe"] is not None:
         recipe = data_parallel(recipe_from_plain(question["recipe"]))
-        return recipe_training(recipe, comm), recipe.micro_batch
+        make_training, total_samples = recipe_training(recipe, comm)
+        return make_training, recipe.micro_batch, total_samples
     assert question["workload"] is not None
     workload = read_workload(question["workload"])
-    return partial(sleeping_training, workload), workload.num_samples
+    return partial(sleeping_training, workload), workload.num_samples, None
 
 
 def _predict(

@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import asdict
@@ -184,9 +184,11 @@ class _NamedRecipe:
     def job(self, cluster: Cluster) -> TrainingSpec:
         recipe = self._recipe
         with closing(Communicator.single_process()) as comm:
-            training = recipe_training(recipe, comm)()
-            micro = measure_workload(comm, training, num_samples=recipe.micro_batch)
-        return TrainingSpec(micro=micro, global_batch=recipe.global_batch)
+            make_training, total_samples = recipe_training(recipe, comm)
+            micro = measure_workload(comm, make_training(), num_samples=recipe.micro_batch)
+        return TrainingSpec(
+            micro=micro, global_batch=recipe.global_batch, total_samples=total_samples
+        )
 
     def question(self) -> Question:
         return {
@@ -250,8 +252,14 @@ def _sleeping(workload: Workload, global_batch: int | None) -> Question:
     return {"recipe": None, "workload": asdict(workload), "global_batch": global_batch}
 
 
-def recipe_training(recipe: Recipe, comm: Communicator) -> Callable[[], Training]:
-    """What makes a recipe's model and optimizer anew, for steps on its first micro-batch."""
+def recipe_training(
+    recipe: Recipe, comm: Communicator
+) -> tuple[Callable[[], Training], int | None]:
+    """What makes a recipe's model and optimizer anew, for steps on its first micro-batch.
+
+    The second is the samples of the whole training; None if the batch changes on the way, or the
+    training set has no length.
+    """
     task = recipe.task(comm)
     precision = Precision(recipe.precision, comm.device, channels_last=recipe.channels_last)
     micro_batch = precision.prepare_data(_first_micro_batch(recipe, comm, task))
@@ -265,7 +273,9 @@ def recipe_training(recipe: Recipe, comm: Communicator) -> Callable[[], Training
         model = precision.prepare_model(deepcopy(task.model)).train()
         return Training(model, loss_of, task.optimizer(model))
 
-    return make
+    if not isinstance(task.train_set, Sized) or task.later_stages:
+        return make, None
+    return make, recipe.epochs * len(task.train_set)
 
 
 def _first_micro_batch(recipe: Recipe, comm: Communicator, task: Any) -> Any:

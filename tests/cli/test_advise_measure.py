@@ -75,9 +75,11 @@ def test_measured_is_put_beside_predicted(advise):
 
 
 def test_a_recipe_is_trained_for_real(advise):
-    advise("digits", "--workers", "2", "--json", "out.json")
+    advise("digits", "--workers", "2", "--json", "out.json", "--epochs", "3")
     found = json.loads(Path("out.json").read_text())
     assert found["params"] > 1000
+    assert found["total_samples"] == 3 * 1437
+    assert all(p["training_s"] > 0 for p in found["predictions"])
     assert {p["workers"] for p in found["predictions"]} == {1, 2}
 
 
