@@ -1,8 +1,9 @@
 """Typed errors; every message names the argument, its value and the cure."""
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 
 __all__ = [
     "AllstepError",
@@ -14,6 +15,8 @@ __all__ = [
     "PeerLostError",
     "UsageError",
     "check_counts",
+    "check_not_negative",
+    "check_positive",
     "nearest_multiples",
     "nearest_names",
 ]
@@ -91,3 +94,20 @@ def nearest_multiples(value: int, unit: int) -> str:
     """
     below = value // unit * unit
     return f"{below}, {below + unit}" if below else str(unit)
+
+
+def check_positive(name: str, value: float, example: str) -> None:
+    """Refuses zero, negative and infinite values, NaN and what is no number."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise UsageError(f"`{name}` (={value}) must be above 0 and finite; {example}.")
+
+
+def check_not_negative(name: str, value: float, example: str) -> None:
+    """Refuses negative and infinite values, NaN and what is no number."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number and no bool; what comes out of a file may be anything."""
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -6,15 +6,8 @@ from pathlib import Path
 
 from allstep.cli.quantities import parse_bandwidth, parse_counts
 from allstep.doctor import read_measurements
-from allstep.errors import UsageError
-from allstep.plan import (
-    Cluster,
-    Link,
-    check_not_negative,
-    check_positive,
-    preset_names,
-    read_cluster,
-)
+from allstep.errors import UsageError, check_not_negative, check_positive
+from allstep.plan import Cluster, Link, preset_names, read_cluster
 
 __all__ = ["DTYPE_BYTES", "check_numbers", "make_parser", "read_machines"]
 

@@ -22,7 +22,7 @@ from allstep.doctor import (
 )
 from allstep.env import read_launch
 from allstep.errors import UsageError
-from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, predict, read_workload
+from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, Workload, predict
 
 __all__ = ["Answer", "answer_worker", "ask_first", "check_flags", "measure_here", "worker_counts"]
 
@@ -193,7 +193,7 @@ def answer_worker(
 
 def _read_answer(plain: dict[str, Any]) -> Answer:
     job = TrainingSpec(
-        micro=read_workload(plain["workload"]),
+        micro=Workload.from_plain(plain["workload"]),
         global_batch=plain["global_batch"],
         total_samples=plain["total_samples"],
     )
@@ -216,7 +216,7 @@ def _training(
         make_training, total_samples = recipe_training(recipe, comm)
         return make_training, recipe.micro_batch, total_samples
     assert question["workload"] is not None
-    workload = read_workload(question["workload"])
+    workload = Workload.from_plain(question["workload"])
     return partial(sleeping_training, workload), workload.num_samples, None
 
 

@@ -29,8 +29,8 @@ from allstep.doctor import (
     measure_workload,
     read_profile,
 )
-from allstep.errors import UsageError, nearest_names
-from allstep.plan import Cluster, TrainingSpec, Workload, check_positive
+from allstep.errors import UsageError, check_positive, nearest_names
+from allstep.plan import Cluster, TrainingSpec, Workload
 from allstep.recipes import AnyRecipe, Recipe
 from allstep.train import Precision, map_tensors
 

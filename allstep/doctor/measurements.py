@@ -8,7 +8,7 @@ from typing import Any
 
 from allstep.doctor.files import write_whole
 from allstep.errors import UsageError
-from allstep.plan import Cluster, Link, read_measured_collective
+from allstep.plan import Cluster, Link, MeasuredCollective
 
 __all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
 
@@ -78,7 +78,7 @@ def measurements_of(table: Mapping[str, Any]) -> Measurements:
     cluster = dict(table["cluster"])
     for name in ("intra", "inter"):
         cluster[name] = None if cluster[name] is None else Link(**cluster[name])
-    cluster["collectives"] = tuple(map(read_measured_collective, cluster["collectives"]))
+    cluster["collectives"] = tuple(map(MeasuredCollective.from_plain, cluster["collectives"]))
     pairs = tuple(
         PairTiming(**{**pair, "ranks": tuple(pair["ranks"]), "link": Link(**pair["link"])})
         for pair in table["pairs"]

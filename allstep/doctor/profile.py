@@ -11,7 +11,7 @@ from allstep.doctor.profiler import Profiler
 from allstep.doctor.script import Failure, ScriptRunner
 from allstep.doctor.workload import element_bytes_of, make_workload
 from allstep.errors import UsageError
-from allstep.plan import TrainingSpec, Workload, read_workload
+from allstep.plan import TrainingSpec, Workload
 
 __all__ = ["NUM_UPDATES", "ScriptProfile", "profile_script", "read_profile"]
 
@@ -79,7 +79,7 @@ def read_profile(result: Path, script: Path) -> ScriptProfile:
     table = json.loads(result.read_text(encoding="utf-8"))
     if "mistake" in table:
         raise UsageError(f"`script` (={script}) {table['mistake']}")
-    return ScriptProfile(**{**table, "micro": read_workload(table["micro"])})
+    return ScriptProfile(**{**table, "micro": Workload.from_plain(table["micro"])})
 
 
 def _profile(profiler: Profiler) -> ScriptProfile:

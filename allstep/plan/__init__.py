@@ -5,9 +5,9 @@ from allstep.plan.cluster import Cluster
 from allstep.plan.cluster_files import preset_names, read_cluster
 from allstep.plan.describe import chart, plain_data, seconds_text, timeline
 from allstep.plan.fit import Fit, Timing, fit_link
-from allstep.plan.measured_collective import MeasuredCollective, read_measured_collective
+from allstep.plan.measured_collective import MeasuredCollective
 from allstep.plan.next_step import RunNumbers, next_step
-from allstep.plan.nodes import Link, check_not_negative, check_positive
+from allstep.plan.nodes import Link
 from allstep.plan.noise_scale import NoiseScale
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import WORTH_ADDING, Prediction, predict
@@ -16,7 +16,7 @@ from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.time_to_target import Target
-from allstep.plan.workload import TrainingSpec, Workload, read_workload
+from allstep.plan.workload import TrainingSpec, Workload
 
 __all__ = [
     "DDP",
@@ -40,8 +40,6 @@ __all__ = [
     "TrainingSpec",
     "Workload",
     "chart",
-    "check_not_negative",
-    "check_positive",
     "fit_link",
     "measured_accuracy",
     "next_step",
@@ -49,8 +47,6 @@ __all__ = [
     "predict",
     "preset_names",
     "read_cluster",
-    "read_measured_collective",
-    "read_workload",
     "recommend",
     "seconds_text",
     "simulate",

@@ -74,6 +74,9 @@ def is_lossless(policy: PolicySpec) -> bool:
 def measured_accuracy() -> AccuracyTable:
     """The costs that come with the package, from `accuracy_cost.json`.
 
+    Returns:
+        Points of accuracy lost by policy, and the task of the measurement.
+
     {"task": "what was trained, epochs, seeds, workers", "num_workers": workers,
      "points_lost": {"name of a policy": {"mean": points, "std": points}, ...}}
     """

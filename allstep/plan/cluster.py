@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_not_negative, check_positive
 from allstep.plan.measured_collective import MeasuredCollective
-from allstep.plan.nodes import Nodes, check_not_negative, check_positive
+from allstep.plan.nodes import Nodes
 
 __all__ = ["Cluster"]
 

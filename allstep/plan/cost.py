@@ -5,37 +5,19 @@ seconds = alpha * messages + beta * bytes + gamma * bytes that are summed
 
 from dataclasses import dataclass
 
-from allstep.plan.algorithms import ALGORITHMS, path_of, traffic_of
+from allstep.plan.algorithms import path_of, traffic_of
 from allstep.plan.cluster import Cluster
 from allstep.plan.compression import COMPRESSIONS, FLOAT32_BYTES, exchange_parts
 from allstep.plan.nodes import Nodes
-from allstep.plan.phases import Traffic, Transfer
+from allstep.plan.phases import Traffic
 
 __all__ = [
     "BucketCost",
-    "all_reduce_s",
     "bucket_cost",
     "bucket_traffic",
     "collective_s",
     "encode_s",
 ]
-
-
-def all_reduce_s(algorithm: str, nodes: Nodes, num_bytes: float) -> float:
-    """Seconds of an all-reduce of `num_bytes` over all workers.
-
-    >>> from allstep.plan.nodes import Link
-    >>> link = Link(bandwidth_bps=8e9, latency_s=0.001)
-    >>> pair = Nodes(
-    ...     num_nodes=2, workers_per_node=1, intra=link, inter=link, copy_bytes_per_s=1.5e12)
-    >>> round(all_reduce_s("ring", pair, 1e9), 4)  # two messages of half the bytes; their sum
-    1.0025
-    """
-    return sum(_step_s(step, nodes) for step in path_of(ALGORITHMS[algorithm], nodes, num_bytes))
-
-
-def _step_s(step: Transfer, nodes: Nodes) -> float:
-    return step.seconds + nodes.reduce_s_per_byte * step.summed_bytes
 
 
 def collective_s(
@@ -45,9 +27,17 @@ def collective_s(
     num_elements: int,
     element_bytes: int = FLOAT32_BYTES,
 ) -> float:
-    """Seconds in which the sum of `num_elements` of `element_bytes` each is on the wire."""
+    """Seconds in which the sum of `num_elements` of `element_bytes` each is on the wire.
+
+    >>> from allstep.plan.nodes import Link
+    >>> link = Link(bandwidth_bps=8e9, latency_s=0.001)
+    >>> pair = Nodes(
+    ...     num_nodes=2, workers_per_node=1, intra=link, inter=link, copy_bytes_per_s=1.5e12)
+    >>> round(collective_s("fp32", "ring", pair, 250_000_000), 4)  # two halves, and their sum
+    1.0025
+    """
     return sum(
-        _step_s(step, nodes)
+        step.seconds + nodes.reduce_s_per_byte * step.summed_bytes
         for phases, count, count_bytes in exchange_parts(
             compression, algorithm, nodes.num_workers, num_elements, element_bytes
         )

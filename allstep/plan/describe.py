@@ -15,7 +15,13 @@ _COLUMN = 7
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits and a fitting unit.
+    """A duration with three digits and a fitting unit.
+
+    Args:
+        seconds: the duration.
+
+    Returns:
+        The text, such as "12.3 s".
 
     >>> seconds_text(0.1234), seconds_text(12.34), seconds_text(0.00002), seconds_text(5 * 3600)
     ('123 ms', '12.3 s', '0.02 ms', '5 h')
@@ -28,7 +34,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def plain_data(prediction: Prediction) -> dict[str, Any]:
-    """All numbers of a prediction, for JSON."""
+    """All numbers of a prediction, for JSON.
+
+    Args:
+        prediction: of a policy on some number of workers.
+
+    Returns:
+        Name -> value; None for what isn't known.
+    """
     report, policy = prediction.report, prediction.policy
     return {
         "policy": policy.name,
@@ -57,6 +70,12 @@ def chart(predictions: Sequence[Prediction]) -> list[str]:
     """Efficiency over workers in characters: a letter for each policy.
 
     Each number of workers has a column; policies of the same efficiency stand side by side.
+
+    Args:
+        predictions: of at most six policies.
+
+    Returns:
+        The lines.
     """
     names = list(dict.fromkeys(p.policy.name for p in predictions))
     counts = sorted({p.num_workers for p in predictions})
@@ -86,6 +105,9 @@ def timeline(spans: Sequence[Span], width: int) -> list[str]:
     Args:
         spans: of one round.
         width: columns to fill.
+
+    Returns:
+        The lines; the last one is the key.
 
     >>> step = [Span("compute", "forward", 0, 1), Span("compute", "backward 0", 1, 3),
     ...     Span("wire", "bucket 0", 3, 4), Span("wait", "wait", 3, 4)]

@@ -10,7 +10,7 @@ from allstep.errors import UsageError, nearest_names
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
-__all__ = ["MeasuredCollective", "read_measured_collective"]
+__all__ = ["MeasuredCollective"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,12 @@ class MeasuredCollective:
             if not 0 <= value < math.inf:
                 raise UsageError(f"`{name}` (={value}) must be 0 or more; 0.1 means 10 % slower.")
 
+    @classmethod
+    def from_plain(cls, table: Mapping[str, Any]) -> "MeasuredCollective":
+        """The inverse of `dataclasses.asdict`, also after a trip through JSON."""
+        lists = {name: tuple(table[name]) for name in ("num_elements", "seconds")}
+        return cls(**{**table, **lists})
+
     @property
     def latency_s(self) -> float:
         """Seconds of an empty bucket."""
@@ -87,16 +93,3 @@ class MeasuredCollective:
         (n0, n1), (s0, s1) = self.num_elements[:2], rising[:2]
         empty_s = min(s0, max(0.5 * s0, s0 - (s1 - s0) * n0 / (n1 - n0)))
         return (0, *self.num_elements), (empty_s, *rising)
-
-
-def read_measured_collective(table: Mapping[str, Any]) -> MeasuredCollective:
-    """The inverse of `dataclasses.asdict`, also after a trip through JSON.
-
-    >>> from dataclasses import asdict
-    >>> timed = MeasuredCollective(
-    ...     compression="fp32", algorithm="ring", num_elements=(1000, 2000), seconds=(0.2, 0.3))
-    >>> read_measured_collective(asdict(timed)) == timed
-    True
-    """
-    lists = {name: tuple(table[name]) for name in ("num_elements", "seconds")}
-    return MeasuredCollective(**{**table, **lists})

@@ -1,12 +1,10 @@
 """Nodes, their workers and the links between them."""
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_not_negative, check_positive
 
-__all__ = ["Link", "Nodes", "check_not_negative", "check_positive"]
+__all__ = ["Link", "Nodes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +92,3 @@ class Nodes:
     def reduce_s_per_byte(self) -> float:
         """Seconds to add a byte to another: two are read and one is written."""
         return 1.5 / self.copy_bytes_per_s
-
-
-def check_positive(name: str, value: float, example: str) -> None:
-    """Refuses zero, negative and infinite values, NaN and what is no number."""
-    if not _is_number(value) or not 0 < value < math.inf:
-        raise UsageError(f"`{name}` (={value}) must be above 0 and finite; {example}.")
-
-
-def check_not_negative(name: str, value: float, example: str) -> None:
-    """Refuses negative and infinite values, NaN and what is no number."""
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
-
-
-def _is_number(value: object) -> bool:
-    """Whether it can be compared with one; what comes out of a file may be anything."""
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from allstep.errors import UsageError
-from allstep.plan.nodes import check_positive
+from allstep.errors import UsageError, check_positive
 
 __all__ = ["NoiseScale", "noise_and_signal"]
 
@@ -100,18 +99,7 @@ class NoiseScale:
         micro_batch: float,
         global_batch: float,
     ) -> None:
-        """Takes in one step.
-
-        Args:
-            micro_squared_norm: squared norm of a micro-batch's mean gradient; the mean of several
-                in the same step steadies it.
-            global_squared_norm: that of the step's mean gradient.
-            micro_batch, global_batch: their samples; the first below the second.
-
-        Raises:
-            UsageError: if a norm is negative or not finite, or `micro_batch` is not below
-                `global_batch`.
-        """
+        """Takes in one step; arguments and errors are those of `noise_and_signal`."""
         noise, signal = noise_and_signal(
             micro_squared_norm=micro_squared_norm,
             global_squared_norm=global_squared_norm,

@@ -16,10 +16,10 @@ that it is proposed only for as many workers as it was measured on.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from allstep.errors import check_not_negative
 from allstep.plan.accuracy import AccuracyTable, is_lossless
 from allstep.plan.bottlenecks import growing_bottleneck, largest_bottleneck
 from allstep.plan.describe import seconds_text
-from allstep.plan.nodes import check_not_negative
 from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 
@@ -72,6 +72,9 @@ def recommend(
         target: with it, time to the target counts, and not samples per second.
         startup_s: seconds to start several workers; counts if the predictions know the length
             of the training.
+
+    Returns:
+        What to do, and what a lossy policy would bring.
 
     Raises:
         UsageError: if `max_points_lost` or `startup_s` is negative.

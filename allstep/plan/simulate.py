@@ -52,6 +52,9 @@ def simulate(
         policy: with a fixed algorithm and bucket size.
         stragglers: how workers differ.
 
+    Returns:
+        Seconds and bytes of a step in the long run.
+
     Raises:
         UsageError: if the policy leaves something to choose, or makes more buckets than can be
             simulated; or if there are more workers than can differ.

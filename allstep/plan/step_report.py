@@ -51,11 +51,6 @@ class StepReport:
         return self.compute_s / self.step_s
 
     @property
-    def wire_share(self) -> float:
-        """Share of the step in which the wire is busy."""
-        return self.wire_s / self.step_s
-
-    @property
     def exchange_share(self) -> float:
         """Share of the step that the exchange adds: waits, copies, and slower compute beside it."""
         return max(0.0, 1 - (self.compute_s + self.straggler_s) / self.step_s)

@@ -7,7 +7,7 @@ for S steps and E samples: at the batch B_crit = E_min / S_min both are twice th
 
 from dataclasses import dataclass
 
-from allstep.plan.nodes import check_positive
+from allstep.errors import check_positive
 from allstep.plan.predict import Prediction
 
 __all__ = ["Target"]

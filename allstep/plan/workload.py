@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from allstep.errors import UsageError, nearest_multiples
+from allstep.errors import UsageError, check_positive, nearest_multiples
 from allstep.plan.compression import FLOAT32_BYTES
-from allstep.plan.nodes import check_positive
 
-__all__ = ["Bucket", "TrainingSpec", "Workload", "read_workload"]
+__all__ = ["Bucket", "TrainingSpec", "Workload"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,18 @@ class Workload:
             num_samples=num_samples,
             element_bytes=element_bytes,
         )
+
+    @classmethod
+    def from_plain(cls, table: Mapping[str, Any]) -> "Workload":
+        """The inverse of `dataclasses.asdict`, also after a trip through JSON.
+
+        >>> from dataclasses import asdict
+        >>> workload = Workload.from_step(num_params=10, step_s=1.0)
+        >>> Workload.from_plain(asdict(workload)) == workload
+        True
+        """
+        ready = tuple((share, seconds) for share, seconds in table["ready"])
+        return cls(**{**table, "ready": ready, "gradients": tuple(table["gradients"])})
 
     @property
     def compute_s(self) -> float:
@@ -222,18 +233,6 @@ class TrainingSpec:
             forward_s=earlier_s + micro.forward_s,
             num_samples=most * micro.num_samples,
         )
-
-
-def read_workload(table: Mapping[str, Any]) -> Workload:
-    """The inverse of `dataclasses.asdict`, also after a trip through JSON.
-
-    >>> from dataclasses import asdict
-    >>> workload = Workload.from_step(num_params=10, step_s=1.0)
-    >>> read_workload(asdict(workload)) == workload
-    True
-    """
-    pairs = tuple((share, seconds) for share, seconds in table["ready"])
-    return Workload(**{**table, "ready": pairs, "gradients": tuple(table["gradients"])})
 
 
 def _interpolate(x: float, points: Sequence[tuple[float, float]]) -> float:

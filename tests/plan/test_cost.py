@@ -6,7 +6,7 @@ from allstep.comm.algorithms import Hierarchical, Ring, TwoDimensional, make_alg
 from allstep.plan.algorithms import ALGORITHMS, path_of
 from allstep.plan.cluster import Cluster
 from allstep.plan.compression import COMPRESSIONS
-from allstep.plan.cost import all_reduce_s, bucket_traffic, collective_s, encode_s
+from allstep.plan.cost import bucket_traffic, collective_s, encode_s
 from allstep.plan.nodes import Link
 from tests.helpers.nodes import make_nodes
 from tests.helpers.ranks import run_ranks
@@ -16,6 +16,10 @@ GAMMA = 1.5 / 20e9
 K = 40e6
 INTER = Link(bandwidth_bps=10e9, latency_s=ALPHA)
 INTRA = Link(bandwidth_bps=400e9, latency_s=1e-6)
+
+
+def all_reduce_s(algorithm, nodes, num_bytes):
+    return collective_s("fp32", algorithm, nodes, round(num_bytes), element_bytes=1)
 
 
 def path(algorithm, nodes):

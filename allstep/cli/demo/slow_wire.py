@@ -16,15 +16,7 @@ from allstep.cli.demo.slow_wire_runs import (
     run_steps_shaped,
 )
 from allstep.doctor import ShapedHosts, UnavailableError
-from allstep.plan import (
-    DDP,
-    Cluster,
-    Link,
-    PolicySpec,
-    read_measured_collective,
-    read_workload,
-    simulate,
-)
+from allstep.plan import DDP, Cluster, Link, MeasuredCollective, PolicySpec, Workload, simulate
 
 __all__ = ["measure"]
 
@@ -68,7 +60,7 @@ def _run_on(hosts: ShapedHosts, crew: Crew, file: Path) -> dict[str, Any]:
 
 def _predict(found: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step each way, from exchanges as timed and the step without any."""
-    collectives = tuple(read_measured_collective(table) for table in found["collectives"])
+    collectives = tuple(MeasuredCollective.from_plain(table) for table in found["collectives"])
     link = Link(bandwidth_bps=_RATE_BPS)
     cluster = Cluster(
         name="slow wire",
@@ -80,7 +72,7 @@ def _predict(found: Mapping[str, Any]) -> dict[str, float]:
         bucketing_s_per_byte=found["copy_s_per_byte"],
         collectives=collectives,
     )
-    workload = read_workload(found["workload"])
+    workload = Workload.from_plain(found["workload"])
     return {way: simulate(workload, cluster, policy).step_s for way, policy in _POLICIES.items()}
 
 
