@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -39,6 +40,13 @@ class _Named:
         Raises:
             UsageError: if data or a package is missing; says how to get it.
         """
+
+    def need_package(self, module: str, distribution: str) -> None:
+        """Raises UsageError, with what to install, if there is no such module."""
+        if find_spec(module) is None:
+            raise UsageError(
+                f"Recipe `{self.name}` needs {distribution}: pip install {distribution}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

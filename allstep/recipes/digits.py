@@ -1,13 +1,12 @@
 """scikit-learn's 1,797 handwritten digits and a small convolutional net: seconds, not minutes."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
 from torch.utils.data import TensorDataset
 
-from allstep import Communicator, Task, UsageError
+from allstep import Communicator, Task
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier, ConvNet
 
@@ -38,8 +37,7 @@ class Digits(Recipe):
     """Share of the features dropped before the classifier."""
 
     def check(self) -> None:
-        if find_spec("sklearn") is None:
-            raise UsageError("Recipe `digits` needs scikit-learn: pip install scikit-learn.")
+        self.need_package("sklearn", "scikit-learn")
 
     def build(self, comm: Communicator) -> Task:
         classifier = Classifier(mean=[4.88], std=[6.02])

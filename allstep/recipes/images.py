@@ -3,7 +3,6 @@
 import functools
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -72,8 +71,7 @@ class Images(Recipe):
 
     def check(self) -> None:
         """Looks for Pillow, the folders, and pictures in each class."""
-        if find_spec("PIL") is None:
-            raise UsageError("Recipe `images` needs Pillow: pip install pillow.")
+        self.need_package("PIL", "pillow")
         self._find()
 
     def build(self, comm: Communicator) -> Task:

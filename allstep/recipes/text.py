@@ -1,7 +1,6 @@
 """Any folder of text files and a small transformer that fills in or continues."""
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -171,8 +170,7 @@ class Text(Recipe):
 
     def check(self) -> None:
         """Looks for tokenizers, the folder and enough text in it."""
-        if find_spec("tokenizers") is None:
-            raise UsageError("Recipe `text` needs tokenizers: pip install tokenizers.")
+        self.need_package("tokenizers", "tokenizers")
         paths = allstep.data.text_folder.find_texts(self.folder)
         num_bytes = sum(path.stat().st_size for path in paths)
         # A token is a byte or more, so this much is certain before any file is read.

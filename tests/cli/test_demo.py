@@ -166,7 +166,7 @@ class TestCommand:
         assert not Path("pictures").exists()
 
     def test_digits_without_scikit_learn(self, refuse, monkeypatch):
-        monkeypatch.setattr("allstep.recipes.digits.find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "sklearn", None)
         assert "needs scikit-learn" in refuse("--panel", "a")
 
 

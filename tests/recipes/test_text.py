@@ -1,4 +1,5 @@
 import math
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -193,6 +194,6 @@ def test_text_refuses_a_file_that_is_no_text(folder: Path) -> None:
 
 
 def test_text_without_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allstep.recipes.text.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError, match="pip install tokenizers"):
         small(folder).check()
