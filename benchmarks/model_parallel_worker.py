@@ -21,7 +21,7 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Work
 from allstep.comm.batched_send_recv import BatchedSendRecv
-from allstep.nn import Grid, Stage
+from allstep.nn import AutoencoderStage, Grid
 from allstep.nn.windows import local_shard
 
 __all__ = ["BATCH", "NETS", "Shape", "run_point"]
@@ -57,7 +57,7 @@ class Step:
         x = torch.randn(BATCH, channels, pixels, pixels, generator=generator)
         self.x = local_shard(grid, x, layout).clone()
         for seed, (kernel, step, block, pool, stride, norm) in enumerate(shapes):
-            stage = Stage(
+            stage = AutoencoderStage(
                 grid, layout, channels, kernel, step, block,
                 pool_size=pool, pool_stride=stride, norm_size=norm, seed=seed,
             )  # fmt: skip

@@ -11,7 +11,7 @@ from allstep.nn.convolution import Conv2d
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
 from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated
-from allstep.nn.sparse_autoencoder import SparseAutoencoder, Stage, StageTraining
+from allstep.nn.sparse_autoencoder import AutoencoderStage, SparseAutoencoder, StageTraining
 from allstep.nn.windows import Grid, Layout, Window
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "LocallyConnectedTranspose2d",
     "MaxPool2d",
     "SparseAutoencoder",
-    "Stage",
+    "AutoencoderStage",
     "StageTraining",
     "SubtractiveNorm",
     "Window",

@@ -13,10 +13,10 @@ from allstep.nn.pooling import L2Pool2d
 from allstep.nn.replicated import replicated
 from allstep.nn.windows import Grid, Layout, Window, full_tensor, local_shard
 
-__all__ = ["SparseAutoencoder", "Stage", "StageTraining"]
+__all__ = ["AutoencoderStage", "SparseAutoencoder", "StageTraining"]
 
 
-class Stage(nn.Module):
+class AutoencoderStage(nn.Module):
     """Three layers: local filtering, L2 pooling and local contrast normalisation.
 
     Filters have a norm of 1, at first and after every step of `StageTraining`.
@@ -37,7 +37,7 @@ class Stage(nn.Module):
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> stage = Stage(
+    >>> stage = AutoencoderStage(
     ...     grid, grid.split((9, 9)), 3, 5, 2, (4, 2, 2), pool_size=2, pool_stride=2, norm_size=3
     ... )
     >>> stage(torch.ones(8, 3, 9, 9)).shape
@@ -121,7 +121,7 @@ class SparseAutoencoder(nn.Module):
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> stage = Stage(
+    >>> stage = AutoencoderStage(
     ...     grid, grid.split((6, 6)), 1, 3, 1, (4, 1, 1), pool_size=2, pool_stride=2, norm_size=3
     ... )
     >>> SparseAutoencoder(stage)(torch.zeros(8, 1, 6, 6)) < 0.001
@@ -130,7 +130,9 @@ class SparseAutoencoder(nn.Module):
     Source: Coates et al., 2013, section 3; `tied=False` as Le et al., 2012, arXiv:1112.6209.
     """
 
-    def __init__(self, stage: Stage, *, sparsity: float = 0.1, tied: bool = True) -> None:
+    def __init__(
+        self, stage: AutoencoderStage, *, sparsity: float = 0.1, tied: bool = True
+    ) -> None:
         super().__init__()
         if sparsity < 0:
             raise UsageError(f"`sparsity` (={sparsity}) must be 0 or more.")
@@ -185,7 +187,7 @@ class StageTraining:
 
     >>> from allstep.comm import Communicator
     >>> grid = Grid(Communicator.single_process())
-    >>> stage = Stage(
+    >>> stage = AutoencoderStage(
     ...     grid, grid.split((6, 6)), 1, 3, 1, (4, 1, 1), pool_size=2, pool_stride=2, norm_size=3
     ... )
     >>> training = StageTraining(nn.Sequential(), stage, lr=0.1)
@@ -198,7 +200,7 @@ class StageTraining:
     def __init__(
         self,
         below: nn.Module,
-        stage: Stage,
+        stage: AutoencoderStage,
         *,
         lr: float,
         momentum: float = 0.9,

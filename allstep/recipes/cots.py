@@ -183,14 +183,14 @@ class Cots(DividedRecipe):
             self.pixels, self.channels, NETS[self.pixels].contrast_size, self.dtype
         )
 
-    def stages(self, grid: "allstep.nn.Grid", seed: int) -> "list[allstep.nn.Stage]":
+    def stages(self, grid: "allstep.nn.Grid", seed: int) -> "list[allstep.nn.AutoencoderStage]":
         """The untrained net."""
         layout, channels = grid.split((self.pixels, self.pixels)), self.channels
-        stages: list[allstep.nn.Stage] = []
+        stages: list[allstep.nn.AutoencoderStage] = []
         for index, shape in enumerate(NETS[self.pixels].stages):
             depth, *sides = shape.block
             depth *= WIDER if self.size == "large" else 1
-            stage = allstep.nn.Stage(
+            stage = allstep.nn.AutoencoderStage(
                 grid,
                 layout,
                 channels,
@@ -223,7 +223,10 @@ class Cots(DividedRecipe):
         )
 
     def _training(
-        self, stages: "list[allstep.nn.Stage]", pictures: TrainingPictures, comm: Communicator
+        self,
+        stages: "list[allstep.nn.AutoencoderStage]",
+        pictures: TrainingPictures,
+        comm: Communicator,
     ) -> GreedyTraining:
         names = [field.name for field in fields(self) if not field.name.endswith("_every_steps")]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -262,6 +265,8 @@ class Cots(DividedRecipe):
     def _read(self, paths: list[Path], channels: int, side: int) -> list[list[Tensor]]:
         return [read_photograph(path, channels, side) for path in paths]
 
-    def _num_parameters(self, stages: "list[allstep.nn.Stage]", comm: Communicator) -> int:
+    def _num_parameters(
+        self, stages: "list[allstep.nn.AutoencoderStage]", comm: Communicator
+    ) -> int:
         own = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
         return int(comm.all_reduce(torch.tensor(own)))

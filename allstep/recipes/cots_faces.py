@@ -166,7 +166,7 @@ def _products_with(templates: Tensor) -> Layer:
     return lambda pictures: pictures.flatten(1) @ templates.T
 
 
-def parts_of(stages: "list[allstep.nn.Stage]") -> Iterator[tuple[str, Layer]]:
+def parts_of(stages: "list[allstep.nn.AutoencoderStage]") -> Iterator[tuple[str, Layer]]:
     """Two layers of neurons for each stage: its filters, and its output after pool and norm."""
     for index, stage in enumerate(stages):
         below = nn.Sequential(*stages[:index])
@@ -174,5 +174,5 @@ def parts_of(stages: "list[allstep.nn.Stage]") -> Iterator[tuple[str, Layer]]:
         yield f"stage {index + 1} output", nn.Sequential(*below, stage)
 
 
-def _filters(below: nn.Module, stage: "allstep.nn.Stage", x: Tensor) -> Tensor:
+def _filters(below: nn.Module, stage: "allstep.nn.AutoencoderStage", x: Tensor) -> Tensor:
     return stage.responses(below(x))

@@ -11,7 +11,7 @@ Size = Literal["small", "large"]
 
 @dataclass(frozen=True)
 class StageShape:
-    """A stage's numbers; see `allstep.nn.Stage`."""
+    """A stage's numbers; see `allstep.nn.AutoencoderStage`."""
 
     kernel_size: int
     step: int

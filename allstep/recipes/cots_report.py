@@ -19,8 +19,8 @@ _DISTRACTOR = (60, 60, 60)
 
 
 def table_of_neurons(
-    stages: "list[allstep.nn.Stage]",
-    untrained: "list[allstep.nn.Stage]",
+    stages: "list[allstep.nn.AutoencoderStage]",
+    untrained: "list[allstep.nn.AutoencoderStage]",
     test: FaceTest,
     photographs: list[list[Tensor]],
     run_dir: Path,

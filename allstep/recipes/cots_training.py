@@ -39,7 +39,7 @@ class GreedyTraining:
 
     def __init__(
         self,
-        stages: "list[allstep.nn.Stage]",
+        stages: "list[allstep.nn.AutoencoderStage]",
         draw: Callable[[torch.Generator], Tensor],
         comm: Communicator,
         *,

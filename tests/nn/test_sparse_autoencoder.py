@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
-from allstep.nn import Grid, SparseAutoencoder, Stage, StageTraining
+from allstep.nn import AutoencoderStage, Grid, SparseAutoencoder, StageTraining
 from allstep.nn.windows import full_tensor, local_shard
 from tests.nn.grids import on_grid, values
 
@@ -21,7 +21,7 @@ STAGES = (  # kernel, stride, block, pool, its stride
 def nine_layers(grid: Grid, *, relu: bool = False) -> nn.Sequential:
     layout, channels, stages = grid.split((SIDE, SIDE)), 2, []
     for seed, (kernel, stride, block, pool, pool_stride) in enumerate(STAGES):
-        stage = Stage(
+        stage = AutoencoderStage(
             grid,
             layout,
             channels,
@@ -49,7 +49,9 @@ def lone() -> Grid:
     return Grid(Communicator.single_process())
 
 
-def reference(stage: Stage, decoder: Tensor, scale: Tensor, x: Tensor, sparsity: float) -> Tensor:
+def reference(
+    stage: AutoencoderStage, decoder: Tensor, scale: Tensor, x: Tensor, sparsity: float
+) -> Tensor:
     """The cost with a dense matrix for encoder and decoder, without any of the layers."""
     filtering = stage.filtering
     rows, columns, num_filters, _ = filtering.weight.shape
@@ -110,7 +112,7 @@ def test_cost_and_gradients_against_dense_matrices(tied):
 
 @pytest.mark.parametrize("relu", [False, True])
 def test_gradients_against_finite_differences(relu):
-    stage = Stage(
+    stage = AutoencoderStage(
         lone(), lone().split((5, 5)), 1, 3, 2, (2, 1, 1),
         pool_size=2, pool_stride=2, norm_size=3, relu=relu, seed=1, dtype=torch.float64,
     )  # fmt: skip
