@@ -12,7 +12,7 @@ from torch import Tensor
 
 from allstep.comm.base import PRIVATE_TAG, CommunicatorBase
 from allstep.comm.group import Topology
-from allstep.comm.layout import Layout, Tensors, as_tuple
+from allstep.comm.layout import Layout, Tensors, as_tuple, bytes_of
 from allstep.comm.wire import Wire
 from allstep.comm.work import JoinedWork, Work
 from allstep.errors import DisagreementError, UsageError
@@ -197,7 +197,7 @@ class TensorCollectives(CommunicatorBase):
         """
         if check:
             self._compare("all_gather_into_tensor", _spec(x), "shapes and dtypes")
-        raw = _bytes_of(x).to(self._wire.transport_device(x.device))
+        raw = bytes_of(x).to(self._wire.transport_device(x.device))
         parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_into_tensor")
         return _rows(parts, x, (self.size, *x.shape))
 
@@ -218,7 +218,7 @@ class TensorCollectives(CommunicatorBase):
             raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
         if check:
             self._compare("all_to_all_single", _spec(x), "shapes and dtypes")
-        raw = _bytes_of(x).to(self._wire.transport_device(x.device)).chunk(self.size)
+        raw = bytes_of(x).to(self._wire.transport_device(x.device)).chunk(self.size)
         if not x.numel():
             return x.clone()
         sizes_bytes = [piece.numel() for piece in raw]
@@ -313,10 +313,6 @@ def _own_copy(x: Tensor | Sequence[Tensor]) -> Tensors:
 
 def _spec(x: Tensor) -> str:
     return f"of {Layout.of(x)} on {x.device.type}"
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _rows(parts: list[Tensor], x: Tensor, shape: tuple[int, ...]) -> Tensor:

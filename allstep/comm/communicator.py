@@ -1,6 +1,5 @@
 """A group of workers, and what they can say to each other."""
 
-from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -12,7 +11,6 @@ from allstep.comm.collectives import TensorCollectives
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire, make_group
-from allstep.comm.missing import RankNames
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
@@ -47,28 +45,6 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         """The communicator of the only worker; needs no server."""
         check_timeout(timeout_s)
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
-
-    @classmethod
-    def over(
-        cls,
-        group: dist.ProcessGroup,
-        topology: Topology,
-        device: torch.device,
-        timeout_s: float,
-        close: Callable[[], None] = lambda: None,
-        names: RankNames | None = None,
-    ) -> "Communicator":
-        """A communicator over torch's process group.
-
-        Args:
-            group: whose calls this communicator makes.
-            topology: where this worker is.
-            device: where it computes.
-            timeout_s: how long a call may take.
-            close: called once when the communicator is closed.
-            names: what errors call its ranks; None for the numbers that they have here.
-        """
-        return cls(GroupWire(group, timeout_s, close, names), topology, device)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -118,9 +94,8 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
                 timeout_s=self.timeout_s,
             )
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
-        new = Communicator.over(
-            new_group, topology, self.device, self.timeout_s, names=names.part(ranks, new_rank)
-        )
+        part = GroupWire(new_group, self.timeout_s, names=names.part(ranks, new_rank))
+        new = Communicator(part, topology, self.device)
         self.add_dependent(new)
         new.barrier()  # one that left at once would break off the others' connecting
         new.wire.names.last_call = "split"

@@ -15,6 +15,7 @@ from allstep.comm.agreement import agree
 from allstep.comm.communicator import Communicator, check_timeout
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
+from allstep.comm.group_wire import GroupWire
 from allstep.comm.rendezvous import rendezvous
 from allstep.env import Launch, read_launch
 from allstep.errors import UsageError
@@ -86,10 +87,11 @@ def _join_group(
 ) -> Communicator:
     """A communicator over a group that was there before."""
     unknown = Topology(0, 1, 0, 1)
-    probe = Communicator.over(group, unknown, torch.device("cpu"), timeout_s)
+    wire = GroupWire(group, timeout_s)
+    probe = Communicator(wire, unknown, torch.device("cpu"))
     topology = Topology.from_nodes(probe.all_gather_object(socket.gethostname()), group.rank())
     device = choose_device(device, topology.local_rank, topology.local_size)
-    comm = Communicator.over(group, topology, device, timeout_s)
+    comm = Communicator(wire, topology, device)
     _check_devices(comm)
     return comm
 
@@ -117,11 +119,12 @@ def _join_launch(
         )
     group = dist.distributed_c10d._get_default_group()
     topology = Topology(launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
-    comm = Communicator.over(group, topology, device, timeout_s, close=_destroy)
+    wire = GroupWire(group, timeout_s, close=_destroy)
+    comm = Communicator(wire, topology, device)
     if launch.launcher == "openmpi" and launch.num_nodes > 1:
         nodes = comm.all_gather_object(socket.gethostname())
         topology = Topology.from_nodes(nodes, launch.rank)
-        comm = Communicator.over(group, topology, device, timeout_s, close=_destroy)
+        comm = Communicator(wire, topology, device)
     _check_devices(comm)
     return comm
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from allstep.comm.communicator import Communicator, check_timeout
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
-from allstep.comm.group_wire import make_group
+from allstep.comm.group_wire import GroupWire, make_group
 from allstep.errors import CommunicationError, PeerLostError, UsageError, nearest_multiples
 
 __all__ = ["run_ranks"]
@@ -101,7 +101,7 @@ def _join(
     with translated("init", rank, size, timeout_s):
         group = make_group(store, rank, size, device=device, timeout_s=timeout_s)
     topology = Topology.from_nodes([other // local_size for other in range(size)], rank)
-    return Communicator.over(group, topology, device, timeout_s)
+    return Communicator(GroupWire(group, timeout_s), topology, device)
 
 
 def _severity(error: BaseException) -> int:

@@ -1,7 +1,7 @@
 """What an all-reduce algorithm is, and the counted messages that most are made of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -48,35 +48,15 @@ class AllReduce(ABC):
             CollectiveTimeoutError: if it took longer than the communicator's `timeout_s`.
             PeerLostError: if another rank failed.
         """
-        self._run(self._reduce_, flat)
-
-    def mean_(self, flat: Tensor) -> None:
-        """flat = the sum divided by the number of ranks, in place. Collective, blocking.
-
-        Args:
-            flat: as in `reduce_`, floating point.
-        """
-        self._run(self._mean_, flat)
-
-    def _run(self, reduce_: Callable[[Tensor], None], flat: Tensor) -> None:
         assert flat.dim() == 1 and flat.is_contiguous()
         if self.comm.size == 1 or not flat.numel():
             return
         try:
-            reduce_(flat.detach())
+            self._reduce_(flat.detach())
         except BaseException:
             self.abort()
             raise
         self._note_meeting()
-
-    def _mean_(self, flat: Tensor) -> None:
-        """`mean_` for at least two ranks and one element."""
-        may_overflow = flat.dtype == torch.float16  # the sum, where the mean does not
-        if may_overflow:
-            flat.div_(self.comm.size)
-        self._reduce_(flat)
-        if not may_overflow:
-            flat.div_(self.comm.size)
 
     @abstractmethod
     def _reduce_(self, flat: Tensor) -> None:

@@ -67,23 +67,16 @@ class SharedMemory(AllReduce):
         return block
 
     def _reduce_(self, flat: Tensor) -> None:
-        self._sum_(flat, divisor=1)
-
-    def _mean_(self, flat: Tensor) -> None:
-        """Divides each slice while it is in cache."""
-        self._sum_(flat, divisor=self.comm.size)
-
-    def _sum_(self, flat: Tensor, divisor: int) -> None:
         if self.fallback is not None:
-            self.fallback.reduce_(flat) if divisor == 1 else self.fallback.mean_(flat)
+            self.fallback.reduce_(flat)
             return
         assert self._buffer is not None
         for reference in self._blocks.valuerefs():
             block = reference()
             if block is not None and block.holds(flat):
-                self._buffer.sum_in_place_(flat, block, divisor)
+                self._buffer.sum_in_place_(flat, block)
                 return
-        self._buffer.sum_(flat, divisor)
+        self._buffer.sum_(flat)
 
     @property
     def sent_bytes(self) -> int:

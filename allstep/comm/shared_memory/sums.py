@@ -191,13 +191,13 @@ class SharedBuffer:
         mapping = map_shared(comm, num_bytes)
         return cls(mapping, comm.rank, lambda: comm.timeout_s)
 
-    def sum_(self, flat: Tensor, divisor: int = 1) -> None:
-        """flat = sum over ranks r, in their order, of flat_r / divisor; in place.
+    def sum_(self, flat: Tensor) -> None:
+        """flat = sum over ranks r, in their order, of flat_r; in place.
 
         [Note: shared sums]
         """
         if flat.nbytes <= min(SMALL_BYTES, self._slot_bytes):
-            self._sum_small_(flat, divisor)
+            self._sum_small_(flat)
             return
         pieces = [Piece(self._cut(part, s), part, s) for s, part in self._numbered(flat)]
         # Two rounds more than pieces, for the last to come out of the pipeline.
@@ -207,11 +207,11 @@ class SharedBuffer:
             if filled:
                 self._fill(filled)
             if reduced:
-                self._reduce(reduced, divisor)
+                self._reduce(reduced)
             if collected:
                 self._collect(collected)
 
-    def sum_in_place_(self, flat: Tensor, block: Block, divisor: int = 1) -> None:
+    def sum_in_place_(self, flat: Tensor, block: Block) -> None:
         """`sum_` of tensors that lie at the same place in every rank's part of a block.
 
         [Note: sums in place]
@@ -224,7 +224,7 @@ class SharedBuffer:
         scratch = torch.empty_like(chunks[0][0]) if chunks else flat
         for parts in chunks:
             total = scratch[: len(parts[0])]
-            add_up(parts, total, divisor)
+            add_up(parts, total)
             for part in parts:
                 part.copy_(total)
         self._flags.set(REDUCED, s)
@@ -244,14 +244,14 @@ class SharedBuffer:
                 part.copy_(slot)
             self._flags.set(EMPTIED, s)
 
-    def _sum_small_(self, flat: Tensor, divisor: int) -> None:
+    def _sum_small_(self, flat: Tensor) -> None:
         ((s, _),) = self._numbered(flat)
         slots = self._cut(flat, s).whole
         self._flags.wait(EMPTIED, s - NUM_SLOTS)
         slots[self.rank].copy_(flat)
         self._flags.set(FILLED, s)
         self._flags.wait(FILLED, s)
-        add_up(slots, flat, divisor)
+        add_up(slots, flat)
         self._flags.set(EMPTIED, s)
 
     def _fill(self, piece: Piece) -> None:
@@ -260,9 +260,9 @@ class SharedBuffer:
             target.copy_(source)
         self._flags.set(FILLED, piece.number)
 
-    def _reduce(self, piece: Piece, divisor: int) -> None:
+    def _reduce(self, piece: Piece) -> None:
         self._flags.wait(FILLED, piece.number)
-        add_up(piece.to_add, piece.total, divisor)
+        add_up(piece.to_add, piece.total)
         piece.own.copy_(piece.total)
         self._flags.set(REDUCED, piece.number)
 
@@ -310,16 +310,14 @@ def cut_in_slices(flat: Tensor, num_ranks: int) -> Sequence[Tensor]:
     return torch.split_with_sizes(flat, sizes)
 
 
-def add_up(parts: Sequence[Tensor], total: Tensor, divisor: int = 1) -> None:
-    """total = (parts[0] + parts[1] + ...) / divisor, in this order; half precision in float32."""
+def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
+    """total = parts[0] + parts[1] + ..., in this order; half precision in float32."""
     if total.dtype in _HALVES:
         accumulator = parts[0].float()
         for part in parts[1:]:
             accumulator.add_(part)
-        total.copy_(accumulator.div_(divisor) if divisor != 1 else accumulator)
+        total.copy_(accumulator)
         return
     torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total.add_(part)
-    if divisor != 1:
-        total.div_(divisor)
