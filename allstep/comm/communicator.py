@@ -4,13 +4,10 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from allstep.comm.codec import decode, encode
 from allstep.comm.collectives import TensorCollectives
-from allstep.comm.failures import translated
 from allstep.comm.group import Topology
-from allstep.comm.group_wire import GroupWire, make_group
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
@@ -71,31 +68,17 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and not (name == "color" and value is None):
                 raise UsageError(f"`{name}` (={value!r}) must be an int.")
-        group = self.process_group
-        store = None if group is None else group.get_group_store()
-        ticket = store.add("allstep/split", 1) if store is not None and self.rank == 0 else 0
-        names = self._wire.names
-        names.withdraw_report()
-        message = encode((color, key, self.node_rank, ticket))
+        self._wire.names.withdraw_report()
+        group_id = self._wire.new_group_id() if self.rank == 0 else 0
+        message = encode((color, key, self.node_rank, group_id))
         entries = [decode(other) for other in self.messages.all_gather(message, "split")]
         if color is None:
             return None
-        if store is None:
-            return Communicator.single_process(self.device, self.timeout_s)
         ranks = [rank for rank in range(self.size) if entries[rank][0] == color]
         ranks.sort(key=lambda rank: entries[rank][1])
-        new_rank = ranks.index(self.rank)
-        with translated("split", names.number, names.size, self.timeout_s):
-            new_group = make_group(
-                PrefixStore(f"allstep/split/{entries[0][3]}/{color}", store),
-                new_rank,
-                len(ranks),
-                device=self.device,
-                timeout_s=self.timeout_s,
-            )
-        topology = Topology.from_nodes([entries[rank][2] for rank in ranks], new_rank)
-        part = GroupWire(new_group, self.timeout_s, names=names.part(ranks, new_rank))
-        new = Communicator(part, topology, self.device)
+        wire = self._wire.split(f"{entries[0][3]}/{color}", ranks, self.device)
+        topology = Topology.from_nodes([entries[rank][2] for rank in ranks], wire.rank)
+        new = Communicator(wire, topology, self.device)
         self.add_dependent(new)
         new.barrier()  # one that left at once would break off the others' connecting
         new.wire.names.last_call = "split"

@@ -282,6 +282,21 @@ class GroupWire:
         """Gloo takes the timeout of a send or receive at its wait; NCCL's wait would block."""
         return self.timeout_s if buffer.device.type == "cpu" else None
 
+    def _store(self) -> Store:
+        if self.group is None:
+            raise UsageError("`split` was called on a closed communicator.")
+        return self.group.get_group_store()
+
+    def new_group_id(self) -> int:
+        return self._store().add("allstep/split", 1)
+
+    def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "GroupWire":
+        store = PrefixStore(f"allstep/split/{name}", self._store())
+        rank, size = ranks.index(self.rank), len(ranks)
+        with translated("split", self.names.number, self.names.size, self.timeout_s):
+            group = make_group(store, rank, size, device=device, timeout_s=self.timeout_s)
+        return GroupWire(group, self.timeout_s, names=self.names.part(ranks, rank))
+
     def close(self, *, abort: bool) -> None:
         group, self.group = self.group, None
         if group is None:

@@ -58,6 +58,18 @@ class Wire(Protocol):
     ) -> Work[None]:
         """Sends bytes to a rank and receives bytes from one, both at once."""
 
+    def new_group_id(self) -> int:
+        """A number that no group has which was split off this one before; asked by one rank."""
+
+    def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "Wire":
+        """The wire of a group of some ranks, by their order in it; called by all of them.
+
+        Args:
+            name: of the group; no other one of these ranks has it.
+            ranks: this one among them.
+            device: where they compute.
+        """
+
     def close(self, *, abort: bool) -> None:
         """Leaves the group; with `abort` so that peers in a call fail at once."""
 
@@ -105,6 +117,12 @@ class SingleProcessWire:
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
         raise AssertionError("a single process has nobody to exchange with")
+
+    def new_group_id(self) -> int:
+        return 0
+
+    def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "SingleProcessWire":
+        return SingleProcessWire(self.timeout_s)
 
     def close(self, *, abort: bool) -> None:
         pass

@@ -57,16 +57,6 @@ class ShapedCommunicator(Communicator):
     def __init__(self, comm: Communicator, bucket: TokenBucket) -> None:
         topology = Topology(0, 1, comm.rank, comm.size)
         super().__init__(ShapedWire(comm.wire, bucket), topology, comm.device)
-        self._bucket = bucket
-
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """As `Communicator.split`; the part is shaped by the same bucket."""
-        part = super().split(color, key)
-        if part is None:
-            return None
-        shaped = ShapedCommunicator(part, self._bucket)
-        self.add_dependent(shaped)
-        return shaped
 
 
 class ShapedWire:
@@ -141,6 +131,12 @@ class ShapedWire:
     ) -> Work[None]:
         posted = self._wire.exchange(outgoing, dest, incoming, source, tag, verb)
         return self._paced(outgoing.nbytes, posted)
+
+    def new_group_id(self) -> int:
+        return self._wire.new_group_id()
+
+    def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "ShapedWire":
+        return ShapedWire(self._wire.split(name, ranks, device), self._bucket)
 
     def close(self, *, abort: bool) -> None:
         self._wire.close(abort=abort)
