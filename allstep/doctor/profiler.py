@@ -198,7 +198,7 @@ class Profiler:
 
 def _num_samples(inputs: Any) -> int:
     """The length of the first tensor; 1 where there is none."""
-    return max(1, next((len(x) for x in _tensors(inputs) if x.dim()), 1))
+    return max(1, next((x.size(0) for x in _tensors(inputs) if x.dim()), 1))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -67,6 +67,39 @@ def test_recorder_takes_conjugated_inputs():
     assert step.samples == same.samples
 
 
+class Constant(nn.Module):
+    """Takes anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.weight
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch's, about formats in beta
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_recorder_takes_nested_inputs(layout, tmp_path):
+    rows = [torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3)]
+    record = train_once(Constant(), torch.nested.nested_tensor(rows, layout=layout))
+    (step,) = record.steps
+    first, other, again = step.samples
+    assert first == again != other
+    assert step.input_shapes == [[3]]
+    write_worker(tmp_path / "a.json", record)
+    assert read_worker(tmp_path / "a.json") == record
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("format", ["sparse", "sparse_csr", "sparse_csc", "sparse_bsr"])
+def test_recorder_takes_sparse_inputs(format):
+    x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    sparse = x.to_sparse_bsr((1, 1)) if format == "sparse_bsr" else getattr(x, f"to_{format}")()
+    (step,) = train_once(Constant(), sparse).steps
+    assert step.samples == train_once(Constant(), x).steps[0].samples
+
+
 class Magnitude(nn.Module):
     def forward(self, x):
         return x.abs()

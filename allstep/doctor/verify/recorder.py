@@ -135,7 +135,7 @@ class Recorder:
             return
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._samples += _checksums_of_samples(leaves)
-        self._input_shapes += [list(leaf.shape) for leaf in leaves[:1]]
+        self._input_shapes += [_shape(leaf) for leaf in leaves[:1]]
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._device_types |= {p.device.type for p in model.parameters()}
         self._note(dtypes | self._autocast_dtypes())
@@ -251,15 +251,22 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def _shape(tensor: Tensor) -> list[int]:
+    """Of a nested tensor only the number of samples: they may differ in the rest."""
+    return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)
+
+
 def _checksums_of_samples(tensors: Sequence[Tensor]) -> list[int]:
     """One for each sample: of all tensors whose first dimension is that of the first."""
     tensors = [tensor for tensor in tensors if tensor.numel() and tensor.dim()]
     if not tensors:
         return []
-    checksums = [0] * len(tensors[0])
+    checksums = [0] * tensors[0].size(0)
     for tensor in tensors:
-        if len(tensor) == len(checksums):
-            checksums = [_checksum(row, c) for row, c in zip(tensor, checksums, strict=True)]
+        if tensor.size(0) == len(checksums):
+            in_blocks = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
+            rows = (tensor.to_dense() if in_blocks else tensor).unbind()
+            checksums = [_checksum(row, c) for row, c in zip(rows, checksums, strict=True)]
     return checksums
 
 
