@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import allstep
+from tests import public_names
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -126,6 +127,13 @@ def test_no_modules_import_each_other() -> None:
     assert modules_in_circles(graph) == set()
     graph.add_import(importer="allstep.errors", imported="allstep.comm.communicator")
     assert {"allstep.errors", "allstep.comm.communicator"} <= modules_in_circles(graph)
+
+
+def test_public_names_are_those_that_were_reviewed() -> None:
+    """A new, renamed or removed name is a line in the diff of `public_names.txt`."""
+    reviewed = public_names.FILE.read_text().splitlines()
+    found = public_names.public_names()
+    assert found == reviewed, "write them anew (python -m tests.public_names) and read the diff"
 
 
 def test_layers_hold() -> None:

@@ -223,6 +223,10 @@ def _groups(tensors: dict[str, Tensor], message_bytes: int) -> Iterator[list[str
 def check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Compares the options that a resumed run must share with its checkpoint.
 
+    Args:
+        saved: options of the checkpoint, by name.
+        wanted: those of this run that must be the same.
+
     Raises:
         CheckpointError: naming the first that differs.
     """

@@ -88,6 +88,9 @@ def sharpness(
         num_draws: of the noise.
         seed: of the first vector and of the noise.
 
+    Returns:
+        The largest eigenvalue and the mean rise of the loss, the same on every worker.
+
     Raises:
         UsageError: if a number is out of range, or the model has nothing to train.
         AllstepError: if the loss is not finite, or has no finite second derivative.
