@@ -116,7 +116,7 @@ class GroupedBatchNorm(_BatchNorm):
         return y
 
     def leave_peers(self) -> None:
-        """Makes groups of this worker's samples alone, to call the module on one worker."""
+        """Makes groups of this worker's samples only, to call the module on one worker."""
         self._across = None
 
     def extra_repr(self) -> str:
@@ -193,7 +193,7 @@ class _Across:
 
 
 def _refuse_what_would_be_lost(name: str, norm: _BatchNorm) -> None:
-    """[Note: groups of samples] goes into the forward of torch's own batch norms."""
+    """Raises UsageError unless the module is no more than one of torch's own batch norms."""
     kind = type(norm).__name__
     known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, GroupedBatchNorm.forward)
     if type(norm).forward not in known:

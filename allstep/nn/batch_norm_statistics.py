@@ -16,7 +16,7 @@ __all__ = ["keep_last_statistics", "precise_batch_norm"]
 
 
 def keep_last_statistics(model: nn.Module) -> nn.Module:
-    """Batch norm without moving averages: evaluation uses the statistics of the last step alone.
+    """Batch norm without moving averages: evaluation uses only the statistics of the last step.
 
     R = sum_k w_k s_k over the last step's micro-batches k, w_k their share of the samples; that
     is momentum 1. `exchange.sync_buffers` takes the mean over the workers, as `fit` does before

@@ -1,6 +1,6 @@
 """Parts of a worker's filters, whose gradients need no copy to become one.
 
-[Note: gradient room] While its halo is on the way a layer computes with the filters of its inner
+[Note: gradient buffer] While its halo travels a layer computes with the filters of its inner
 blocks, and then with those around them. Slices of a parameter have gradients of the parameter's
 size, which autograd adds up: as many passes over the largest tensor of all as there are parts.
 Here all parts write their gradient to one tensor, each in its place. What shall be differentiated
@@ -28,28 +28,28 @@ class Filters:
     """A part of a weight, and where its gradient goes."""
 
     weight: Tensor
-    room: Callable[[], Tensor] | None = None
+    grad_buffer: Callable[[], Tensor] | None = None
 
     def responses(self, x: Tensor, fields: Fields) -> Tensor:
-        return responses(x, self.weight, fields, self.room)
+        return responses(x, self.weight, fields, self.grad_buffer)
 
     def spread(self, y: Tensor, fields: Fields) -> Tensor:
-        return spread(y, self.weight, fields, self.room)
+        return spread(y, self.weight, fields, self.grad_buffer)
 
 
 def cut_filters(weight: Tensor, places: Sequence[Place]) -> list[Filters]:
-    """Parts of a weight, which together are the whole of it; see [Note: gradient room]."""
+    """Parts of a weight, which together are the whole of it; see [Note: gradient buffer]."""
     if len(places) == 1:
         return [Filters(weight)]
-    room = _Room()
-    parts = _Cut.apply(weight, places, room)  # type: ignore[no-untyped-call]
+    grad_buffer = _GradientBuffer()
+    parts = _Cut.apply(weight, places, grad_buffer)  # type: ignore[no-untyped-call]
     return [
-        Filters(part, partial(room.part, weight, place))
+        Filters(part, partial(grad_buffer.part, weight, place))
         for part, place in zip(parts, places, strict=True)
     ]
 
 
-class _Room:
+class _GradientBuffer:
     """The gradient of a weight, which its parts' backwards write to, each in its place."""
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class _Cut(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, places: Sequence[Place], room: _Room
+        ctx: Any, weight: Tensor, places: Sequence[Place], grad_buffer: _GradientBuffer
     ) -> tuple[Tensor, ...]:
-        ctx.places, ctx.room = places, room
+        ctx.places, ctx.grad_buffer = places, grad_buffer
         return tuple(weight[place] for place in places)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        whole = ctx.room.take(grads)
+        whole = ctx.grad_buffer.take(grads)
         if whole is None:
             whole = _Paste.apply(ctx.places, *grads)  # type: ignore[no-untyped-call]
         return whole, None, None
@@ -100,4 +100,4 @@ class _Paste(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_Cut.apply(*grads, ctx.places, _Room())  # type: ignore[no-untyped-call]
+        return None, *_Cut.apply(*grads, ctx.places, _GradientBuffer())  # type: ignore[no-untyped-call]

@@ -70,24 +70,28 @@ class Fields:
         return -(-self.kernel[1] // self.stride[1])
 
 
-Room = Callable[[], Tensor]
+MakeBuffer = Callable[[], Tensor]
 
 
-def responses(x: Tensor, weight: Tensor, fields: Fields, room: Room | None = None) -> Tensor:
+def responses(
+    x: Tensor, weight: Tensor, fields: Fields, grad_buffer: MakeBuffer | None = None
+) -> Tensor:
     """y[i, j] = weight[i, j] @ x[receptive field of i, j].
 
-    `room` gives the tensor that the weight's gradient is written to.
+    `grad_buffer` gives the tensor that the weight's gradient is written to.
     """
-    y: Tensor = _Responses.apply(x, weight, fields, room)  # type: ignore[no-untyped-call]
+    y: Tensor = _Responses.apply(x, weight, fields, grad_buffer)  # type: ignore[no-untyped-call]
     return y
 
 
-def spread(y: Tensor, weight: Tensor, fields: Fields, room: Room | None = None) -> Tensor:
+def spread(
+    y: Tensor, weight: Tensor, fields: Fields, grad_buffer: MakeBuffer | None = None
+) -> Tensor:
     """x[receptive field of i, j] += weight[i, j].T @ y[i, j], for all blocks i, j.
 
-    `room` gives the tensor that the weight's gradient is written to.
+    `grad_buffer` gives the tensor that the weight's gradient is written to.
     """
-    x: Tensor = _Spread.apply(y, weight, fields, room)  # type: ignore[no-untyped-call]
+    x: Tensor = _Spread.apply(y, weight, fields, grad_buffer)  # type: ignore[no-untyped-call]
     return x
 
 
@@ -97,17 +101,21 @@ def correlations(y: Tensor, x: Tensor, fields: Fields) -> Tensor:
     return weight
 
 
-def _weight_gradient(y: Tensor, x: Tensor, fields: Fields, room: Room | None) -> Tensor:
-    if room is None or torch.is_grad_enabled():  # the latter: to be differentiated again
+def _weight_gradient(
+    y: Tensor, x: Tensor, fields: Fields, grad_buffer: MakeBuffer | None
+) -> Tensor:
+    if grad_buffer is None or torch.is_grad_enabled():  # the latter: to be differentiated again
         return correlations(y, x, fields)
-    return _correlate(y, x, fields, room())
+    return _correlate(y, x, fields, grad_buffer())
 
 
 class _Responses(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, fields: Fields, room: Room | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, fields: Fields, grad_buffer: MakeBuffer | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fields, ctx.room = fields, room
+        ctx.fields, ctx.grad_buffer = fields, grad_buffer
         x = _in_lines(x)
         rows, columns, num_filters, _ = weight.shape
         y = x.new_empty(rows, columns, num_filters, x.shape[3])
@@ -122,7 +130,7 @@ class _Responses(Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         return (
             spread(grads[0], weight, ctx.fields) if needs_x else None,
-            _weight_gradient(grads[0], x, ctx.fields, ctx.room) if needs_weight else None,
+            _weight_gradient(grads[0], x, ctx.fields, ctx.grad_buffer) if needs_weight else None,
             None,
             None,
         )
@@ -130,9 +138,11 @@ class _Responses(Function):
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, fields: Fields, room: Room | None) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, fields: Fields, grad_buffer: MakeBuffer | None
+    ) -> Tensor:
         ctx.save_for_backward(y, weight)
-        ctx.fields, ctx.room = fields, room
+        ctx.fields, ctx.grad_buffer = fields, grad_buffer
         y = y.contiguous()
         rows, columns, _, fan_in = weight.shape
         channels = fan_in // (fields.kernel[0] * fields.kernel[1])
@@ -153,7 +163,7 @@ class _Spread(Function):
         needs_y, needs_weight, *_ = ctx.needs_input_grad
         return (
             responses(grads[0], weight, ctx.fields) if needs_y else None,
-            _weight_gradient(y, grads[0], ctx.fields, ctx.room) if needs_weight else None,
+            _weight_gradient(y, grads[0], ctx.fields, ctx.grad_buffer) if needs_weight else None,
             None,
             None,
         )

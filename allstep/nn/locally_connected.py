@@ -78,7 +78,7 @@ class LocallyConnected2d(_Blocks):
 
     y[:, f of block i, j] = weight[i, j, f] . x[:, :, i * stride : i * stride + kernel_size, ...]
 
-    Every worker has the filters of its own part of the output alone.
+    Every worker has only the filters of its own part of the output.
 
     Args:
         grid: the workers; all of them must make and call the layer.
@@ -89,8 +89,8 @@ class LocallyConnected2d(_Blocks):
         stride: rows and columns between the receptive fields of neighbouring blocks.
         block: maps, rows and columns of a block. The output has as many maps.
         bias: whether each neuron has one.
-        seed: of the initial values, uniform in +-1 / sqrt(fan_in), which depend on a block's place
-            in the whole array alone; None to draw it from torch's default generator on rank 0.
+        seed: of the initial values, uniform in +-1 / sqrt(fan_in), which depend only on a block's
+            place in the whole array; None to draw it from torch's default generator on rank 0.
         dtype: of the weight.
 
     Attributes:

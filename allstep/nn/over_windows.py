@@ -1,4 +1,4 @@
-"""Runs a layer's single-worker code on this worker's windows while its halo is on the way."""
+"""Runs a layer's single-worker code on this worker's windows while its halo travels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,9 +71,9 @@ class OverWindows:
 
     @cached_property
     def inner(self) -> Window:
-        """The outputs to compute while messages are on the way: those that need no neighbour.
+        """The outputs to compute while messages travel: those that need no neighbour.
 
-        None of them where nothing is on the way to this worker.
+        None of them where this worker receives nothing.
         """
         start = self.outputs.start
         if not plan_halo(self.in_layout, self.input_windows, self.grid.rank).receives:

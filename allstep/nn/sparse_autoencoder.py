@@ -81,7 +81,7 @@ class AutoencoderStage(nn.Module):
         return layer.depth * Window.whole(layer.out_layout.shape).num_positions
 
     def responses(self, x: Tensor) -> Tensor:
-        """What the filters say: this worker's part from its part of the input."""
+        """The filters' responses: this worker's part, from its part of the input."""
         y: Tensor = self.filtering(x)
         return y.relu() if self.relu else y
 
@@ -103,7 +103,7 @@ class AutoencoderStage(nn.Module):
 
 
 class SparseAutoencoder(nn.Module):
-    """What a stage is trained for: its input can be told from few active pools.
+    """The cost of a stage: the error of reconstructing its input from few active pools.
 
     cost = mean over samples of |x - decoder(scale * y)|^2 + sparsity * sum of pooling(y)
 
@@ -241,9 +241,9 @@ class StageTraining:
         return cost.detach()
 
     def state(self) -> dict[str, Tensor] | None:
-        """Parameters and momentum as whole arrays, on rank 0 alone; all workers call it.
+        """Parameters and momentum as full tensors, on rank 0 only; all workers call it.
 
-        What any number of workers can go on from, by `load_state`.
+        Any number of workers can go on from it, by `load_state`.
         """
         state = {}
         for name, parameter in self._parameters():

@@ -1,4 +1,4 @@
-"""Which parameters are decayed and adapted, told by what kind of module they belong to."""
+"""Parameter groups: what is decayed and adapted, by the kind of module it belongs to."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -48,8 +48,9 @@ def groups(
         normalisation: further module classes that are to be treated as normalisation.
 
     Returns:
-        Groups of (name, parameter) pairs with `weight_decay` and `adapt`, for any of torch's
-        optimizers (those that adapt nothing ignore `adapt`); one that would be empty is left out.
+        Groups of (name, parameter) pairs with `weight_decay` and `adapt`, for any optimizer; one
+        that would be empty is left out. `adapt` is read by `LARS`, `LAMB` and `LayerWise`, which
+        fix the trust ratio at 1 where it is False; other optimizers keep the key and ignore it.
 
     Raises:
         UsageError: if nothing in `model` is trainable, a parameter has not got its shape yet, or an

@@ -32,7 +32,7 @@ class MixedBatch:
 
 @dataclass(frozen=True)
 class ReferencePoint:
-    """What was published for another batch; fields as of `PublishedRecipe`."""
+    """What was published for another batch; fields as in `PublishedRecipe`."""
 
     global_batch: int
     micro_batch: int | None
@@ -52,8 +52,8 @@ class PublishedRecipe:
         workload: what was trained.
         optimizer, lr, momentum, weight_decay, lr_schedule, warmup_epochs, warmup_start: as in
             `Settings`.
-        global_batch, micro_batch, epochs: samples of a step, samples of a worker (None if not
-            told), passes.
+        global_batch, micro_batch, epochs: samples of a step, samples of a worker (None if
+            unknown), passes.
         lr_rule: how its rate follows the batch, "linear" or "sqrt".
         others: what the same source says of other batches.
         warmup_grows: whether its warm-up's epochs grow as the batch does.
@@ -158,7 +158,7 @@ _LARS = PublishedRecipe(
     lr_schedule="poly",
     warmup_epochs=16.0,
     exclusions="neither decay nor layer-wise rate for biases and batch norm",
-    others=(  # as the fields of `ReferencePoint`: batch, span of batch norm, epochs, rate, ...
+    others=(  # as the fields of `ReferencePoint`: batch, group of batch norm, epochs, rate, ...
         ReferencePoint(2048, 64, 39, 8.5, 5, 0.9, 2e-3),
         ReferencePoint(4096, 64, 42, 10.0, 5, 0.9, 2e-3),
         ReferencePoint(8192, 64, 44, 17.0, 5, 0.9, 2e-4),

@@ -107,14 +107,14 @@ def rescale(
 ) -> Rescaled:
     """A published recipe's settings for another batch and other epochs.
 
-    The rate follows the batch by the recipe's rule, from the nearest batch that its source tells
-    of, and fractions of the run stay fractions.
+    The rate follows the batch by the recipe's rule, from the nearest batch that its source
+    has, and fractions of the run stay fractions.
 
     Args:
         name: a key of `PUBLISHED`, such as lars_32k.
         global_batch: samples of one step, over all workers.
         epochs: passes over the data.
-        micro_batch: samples that batch norm sees at once, to be told beside the published ones.
+        micro_batch: samples that batch norm sees at once, to be listed beside the published ones.
 
     Returns:
         The new settings, and what was changed by which rule.

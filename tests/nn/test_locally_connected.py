@@ -192,7 +192,7 @@ def test_each_worker_has_only_the_weight_of_its_part():
 
 @pytest.mark.parametrize("is_differentiated_again", [False, True])
 def test_cut_filters_write_gradients_in_place(is_differentiated_again):
-    """[Note: gradient room]: no copy in a plain backward; one for second derivatives."""
+    """[Note: gradient buffer]: no copy in a plain backward; one for second derivatives."""
     fields = Fields((3, 3), (1, 1))
     x = values(*fields.input_shape((2, 4)), 1, 2)
     weight = values(2, 4, 3, 9, seed=1).requires_grad_()
@@ -229,7 +229,7 @@ def test_second_derivatives_of_a_split_layer():
 
 
 def test_control_without_halo_gradients_differs():
-    """The negative control: what a worker would get if nothing were sent home."""
+    """The negative control: what a worker would get if nothing were sent back."""
 
     def work(grid):
         layer = LocallyConnected2d(

@@ -21,7 +21,7 @@ class Grid:
 
     Args:
         comm: the workers.
-        shape: rows and columns, or one number for rows alone; their product is `comm.size`. None
+        shape: rows and columns, or one number for rows only; their product is `comm.size`. None
             for as many rows as columns, or nearly: (2, 2) for 4 workers, (3, 2) for 6.
 
     Attributes:
@@ -63,7 +63,7 @@ class Grid:
         return Layout.split(shape, self.shape)
 
     def agree(self, wanted: str, fault: str | None = None) -> None:
-        """Lets all workers go on, or none: each says once what it is about to do.
+        """Compares what all workers are about to do, once for each text, before they do it.
 
         Args:
             wanted: the same text on all workers.

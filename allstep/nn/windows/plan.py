@@ -40,7 +40,7 @@ class HaloStats:
         )
 
     def mirrored(self) -> "HaloStats":
-        """Those of the way back: what was sent is received.
+        """Those of the backward pass: what was sent is received.
 
         >>> HaloStats(1, 8).mirrored()
         HaloStats(messages_sent=0, bytes_sent=0, messages_received=1, bytes_received=8)
