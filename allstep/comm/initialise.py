@@ -45,6 +45,7 @@ def init(
 
     Raises:
         UsageError: if an argument is wrong, or the launcher's variables contradict each other.
+        DisagreementError: if workers compute on unlike kinds of device.
         CollectiveTimeoutError: if not all workers come within `timeout_s`.
 
     >>> with init(device="cpu") as comm:
