@@ -284,7 +284,9 @@ class GroupWire:
 
     def _store(self) -> Store:
         if self.group is None:
-            raise UsageError("`split` was called on a closed communicator.")
+            raise UsageError(
+                "`split` was called on a closed communicator; call it before `close()`."
+            )
         return self.group.get_group_store()
 
     def new_group_id(self) -> int:

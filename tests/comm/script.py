@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 import allstep
 
-with allstep.init(device="cpu", timeout_s=30) as comm:
+with allstep.init(device="cpu", timeout_s=90) as comm:
     total = comm.all_reduce(torch.tensor(comm.rank + 1))
     place = (comm.local_rank, comm.local_size, comm.node_rank, comm.num_nodes)
     alone = comm.split(comm.rank).size
