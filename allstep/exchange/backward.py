@@ -30,19 +30,19 @@ class BackwardPass:
 
     def enter(self) -> None:
         """A backward pass is under way, which may be the outermost of several."""
-        self._current()
+        if self._end is None or self._end() is None:
+            self._begin()
 
     def request(self) -> None:
         """Has `finish` called at the end of the pass under way, once."""
-        self._current().is_requested = True
+        end = None if self._end is None else self._end()
+        (self._begin() if end is None else end).is_requested = True
 
-    def _current(self) -> "_End":
-        end = self._end() if self._end else None
-        if end is None:
-            end = _End(self)
-            self._end = ref(end)
-            self.number += 1
-            Variable._execution_engine.queue_callback(end)
+    def _begin(self) -> "_End":
+        end = _End(self)
+        self._end = ref(end)
+        self.number += 1
+        Variable._execution_engine.queue_callback(end)
         return end
 
     def finish(self, is_requested: bool) -> None:

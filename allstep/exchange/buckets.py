@@ -1,6 +1,6 @@
 """The buckets of a model: which parameter lies where, and how a gradient gets in and out."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +14,7 @@ from allstep.comm.agreement import digest
 from allstep.comm.shared_memory import Block
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.parameters import Signature
+from allstep.exchange.parameters import Signature, sparse_gradient_message
 from allstep.exchange.piggyback import AgreementResult, check_size, write_check
 from allstep.exchange.reducer import Bucket
 
@@ -96,7 +96,7 @@ class BucketPlan:
 
 def _check_form(name: str, gradient: Tensor, view: Tensor) -> None:
     if gradient.layout != torch.strided:
-        raise UsageError(f"Parameter `{name}` has a sparse gradient.")
+        raise UsageError(sparse_gradient_message(name))
     if gradient.dtype != view.dtype or gradient.shape != view.shape:
         raise UsageError(
             f"Parameter `{name}` was {list(view.shape)} {view.dtype} at `attach` and is now"
@@ -207,7 +207,7 @@ class BucketSet:
         self,
         index: int,
         parameters: Mapping[str, nn.Parameter],
-        touched: Set[str],
+        touched: MutableSet[str],
         scale: float,
     ) -> None:
         """Puts the gradients of a bucket in their places, scaled, to be summed.
@@ -218,7 +218,7 @@ class BucketSet:
         Args:
             index: of the bucket.
             parameters: by name.
-            touched: those with a new gradient.
+            touched: those with a new gradient; loses those that have none after all.
             scale: the only factor between a gradient and its share of the sum.
         """
         copied: list[tuple[Tensor, Tensor]] = []
@@ -228,6 +228,7 @@ class BucketSet:
             gradient = p.grad
             if gradient is None:
                 view.zero_()
+                touched.discard(name)  # autograd knows that it is zero, or it was dropped since
                 continue
             if gradient is view:
                 in_place.append(view)

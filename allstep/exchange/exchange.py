@@ -1,7 +1,7 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree
 from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
+from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.hooks import AccumulationHook, FunctionHook, Hook, Removable, WeakHook
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
@@ -63,7 +64,7 @@ class Exchange(ABC):
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
         self._global_step: int | None = None
-        self._carried: set[str] = set()  # parameters whose `p.grad` is this worker's part of a sum
+        self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
         try:
@@ -122,7 +123,7 @@ class Exchange(ABC):
             step: the batch's number, the same on every worker.
         """
         self._global_step = step
-        self._carry_over_all()
+        self._carry()
         try:
             yield
         finally:
@@ -157,7 +158,7 @@ class Exchange(ABC):
             return
         if self._parameters.has_changed():
             self.sync_parameters()
-        self._carry_over_all()
+        self._carry()
         self._touch_all()
         self._exchange()
 
@@ -273,33 +274,10 @@ class Exchange(ABC):
         """Whether what an earlier exchange has left in `p.grad` would count once a worker."""
         return self.comm.size > 1 and self.gradient_scale == 1
 
-    @torch.no_grad()
-    def _carry_over(self, name: str) -> None:
-        """Makes what `p.grad` holds this worker's part of a sum, in which it counts once."""
-        if self._carries_over and name not in self._carried:
-            self._carried.add(name)
-            gradient = self._parameters.trained[name].grad
-            if gradient is not None:
-                gradient.div_(self.comm.size)
-
-    @torch.no_grad()
-    def _carry_over_all(self) -> None:
-        if not self._carries_over:
-            return
-        trained = self._parameters.trained
-        held = [trained[name].grad for name in trained.keys() - self._carried]
-        gradients = [gradient for gradient in held if gradient is not None]
-        if gradients:
-            torch._foreach_div_(gradients, self.comm.size)
-        self._carried.update(trained)
-
-    def _end_carrying(self, delivered: Collection[str]) -> None:
-        """What no worker has touched is again as it was."""
-        for name in self._carried.difference(delivered):
-            p = self._parameters.trained.get(name)
-            if p is not None and p.grad is not None:
-                p.grad.mul_(self.comm.size)
-        self._carried.clear()
+    def _carry(self, names: Iterable[str] | None = None) -> None:
+        """Before gradients are summed; see `CarryOver.carry`."""
+        if self._carries_over:
+            self._carry_over.carry(names)
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         self._touched.add(name)
@@ -326,13 +304,12 @@ class Exchange(ABC):
 
     def _exchange(self) -> None:
         stays_local = self._stays_local
-        self._carry_over_all()
+        self._carry()
         with torch.no_grad():
             if stays_local:
                 self._take_own_for_all()
             else:
-                self._refuse_sparse_gradients()
-                self._end_carrying(self._reduce())
+                self._carry_over.finish(self._reduce())
         if self.averaging is not None:
             self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
@@ -350,7 +327,7 @@ class Exchange(ABC):
         for p in self._parameters.trained.values():
             if factor != 1 and p.grad is not None:
                 p.grad.mul_(factor)
-        self._carried.clear()
+        self._carry_over.finish(self._parameters.trained)
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
@@ -374,14 +351,6 @@ class Exchange(ABC):
                     f"Parameter `{name}` joined the model after `attach` and was used without"
                     " the model's own forward, so that its values were never made equal."
                     " Call `exchange.sync_parameters()` on every worker after adding it."
-                )
-
-    def _refuse_sparse_gradients(self) -> None:
-        for name, p in self._parameters.trained.items():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                self._stop_all(
-                    f"Parameter `{name}` has a sparse gradient, which can't be exchanged;"
-                    " build its layer with `sparse=False`."
                 )
 
     def _stop_all(self, message: str) -> NoReturn:
@@ -453,9 +422,9 @@ class Exchange(ABC):
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         on_gradient = WeakHook(self, lambda exchange, p: exchange._on_gradient(name, p))
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
-        if self._carries_over:  # also outside of a global batch: before a gradient is added
-            carry_over = WeakHook(self, lambda exchange, _: exchange._carry_over(name))
-            handles.append(AccumulationHook(p, carry_over))
+        if self.policy.reduction == "sum":  # outside of global batches, too
+            carry = WeakHook(self, lambda exchange, _: exchange._carry([name]))
+            handles.append(AccumulationHook(p, carry))
         return handles
 
 

@@ -74,7 +74,7 @@ class WeakHook(Hook):
         return self._owner()
 
     def __call__(self, *args: Any) -> Any:
-        owner = self.owner
+        owner = self._owner()
         if owner is None:
             raise UsageError(
                 "The model of this parameter is gone, and with it what exchanged its gradient;"

@@ -130,7 +130,7 @@ class OverlappedExchange(Exchange):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
-        if not state.get("buckets") or not (was_active or state["states"]):
+        if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
         names = sorted(name for bucket in state["buckets"] for name in bucket)
         if names != sorted(self._parameters.trained):
@@ -227,7 +227,7 @@ class OverlappedExchange(Exchange):
         if index == len(self._plan.layouts) - 1:
             buckets.write_flags(self._touched, self._failure)
             self._missing = []
-        has_residuals = self._reducer.has_residuals
+        has_residuals = self._reducer.states.has_residuals
         work = self._reducer.start(
             buckets.bucket(index),
             residual_factor=self._residual_factor,
@@ -247,10 +247,9 @@ class OverlappedExchange(Exchange):
     # -- the end of a backward pass --------------------------------------------------------------
 
     def _reduce(self) -> Collection[str]:
-        buckets, trained = self._buckets, self._parameters.trained
+        buckets = self._buckets
         if not buckets.flats:
             return ()
-        self._touched.difference_update([name for name, p in trained.items() if p.grad is None])
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
         self._in_flight.push(buckets, buckets.works)
@@ -288,7 +287,7 @@ class OverlappedExchange(Exchange):
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _present_amp_scale(self) -> float:
-        matters = self.policy.staleness or self._reducer.has_residuals
+        matters = self.policy.staleness or self._reducer.states.has_residuals
         return self._scaler.get_scale() if self._scaler and matters else 1.0
 
     def _wait_for_all(self) -> None:
@@ -338,7 +337,7 @@ class OverlappedExchange(Exchange):
         kept = first.flat.clone()
         first.flat.zero_()
         buckets.write_check(self.comm.rank, action, described)
-        state = deepcopy(self._reducer.state_of(first.layout))
+        state = deepcopy(self._reducer.states.of(first.layout))
         self._reducer.start(first, state=state, then=self._comparison(buckets)).wait()
         if self._is_read_late and self._reducer.adds_up:
             self._read_now(buckets)
@@ -365,7 +364,7 @@ class OverlappedExchange(Exchange):
     @property
     def _is_active(self) -> bool:
         always = self.policy.staleness > 0 or self._exact is not None
-        return super()._is_active or always or self._reducer.has_residuals
+        return super()._is_active or always or self._reducer.states.has_residuals
 
     @property
     def _carries_over(self) -> bool:

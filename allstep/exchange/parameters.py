@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ParameterSet", "Signature", "signature"]
+__all__ = ["ParameterSet", "Signature", "signature", "sparse_gradient_message"]
 
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
@@ -31,6 +31,14 @@ def _kind(tensor: Tensor) -> str:
     if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
         kind += " without gradient"
     return kind
+
+
+def sparse_gradient_message(name: str) -> str:
+    """The error for a parameter whose gradient can't be exchanged."""
+    return (
+        f"Parameter `{name}` has a sparse gradient, which can't be exchanged; build its layer with"
+        " `sparse=False`."
+    )
 
 
 class ParameterSet:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from allstep.exchange.agreement import agree
 from allstep.exchange.exchange import Exchange
+from allstep.exchange.parameters import sparse_gradient_message
 from allstep.exchange.policy import ExchangeStats
 
 __all__ = ["PlainExchange"]
@@ -32,7 +33,11 @@ class PlainExchange(Exchange):
 
     def _reduce(self) -> Collection[str]:
         start_s = perf_counter()
-        names, trained = self._agree_on_parameters(), self._parameters.trained
+        trained = self._parameters.trained
+        for name, p in trained.items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                self._stop_all(sparse_gradient_message(name))
+        names = self._agree_on_parameters()
         gradients = tuple(_gradient(trained[name]) for name in names)
         if gradients:
             torch._foreach_mul_(gradients, self.gradient_scale)

@@ -17,18 +17,10 @@ from allstep.comm.shared_memory import Block
 from allstep.comm.work import BackendWork, JoinedWork, Work
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
-from allstep.exchange.residuals import (
-    Remembered,
-    gather_states,
-    give_back,
-    load_states,
-    remember,
-    residual_pieces,
-    restore,
-)
 from allstep.exchange.runner import Runner, make_runner
 from allstep.exchange.spans import begin_span, job_span
 from allstep.exchange.transport import Transport, channel_of
+from allstep.exchange.wire_states import WireStates
 from allstep.exchange.wires import FullPrecision, WireState
 
 __all__ = ["NUM_AT_ONCE", "Bucket", "Reducer"]
@@ -73,6 +65,7 @@ class Reducer:
     Attributes:
         wire: the format.
         transport: the group, and how sums are taken.
+        states: what the format remembers of buckets.
         adds_up: whether workers' numbers come together at all.
     """
 
@@ -93,19 +86,12 @@ class Reducer:
         self._pending: set[object] = set()  # a mark for each call that the backend works on
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
-        self._states: dict[BucketLayout, WireState] = {}
-        self._unsent: dict[str, Tensor] = {}  # of parameters that are in no bucket at present
-        self._remembered: list[Remembered] = []
+        self.states = WireStates(self.wire)
         self.close = finalize(
             self, _close, getpid(), self._runner, self.transport, comm, self._pending
         )
 
     # -- what it is good for -------------------------------------------------------------------
-
-    @property
-    def has_residuals(self) -> bool:
-        """Whether something of earlier gradients waits to be sent."""
-        return any(state.residual is not None for state in self._states.values())
 
     @property
     def usual_bucket_bytes(self) -> int:
@@ -148,22 +134,7 @@ class Reducer:
         What was not sent yet of a parameter goes along to its new bucket.
         """
         self._native = self._only_native(layouts)
-        for layout in self._states.keys() - set(layouts):
-            self._forget(layout)
-        for layout in layouts:
-            self.state_of(layout)
-
-    def state_of(self, layout: BucketLayout) -> WireState:
-        """What the format remembers of a bucket; of a new one what it does of its parameters."""
-        if layout in self._states:
-            return self._states[layout]
-        names = set(layout.names)
-        for old in [old for old in self._states if not names.isdisjoint(old.names)]:
-            self._forget(old)
-        state = self._states[layout] = self.wire.new_state(layout)
-        for name in give_back(layout, state, self._unsent):
-            del self._unsent[name]
-        return state
+        self.states.set_layouts(layouts)
 
     def new_block(self, num_bytes: int) -> Block | None:
         """Memory in which buckets are summed where they lie, if there is any. Collective."""
@@ -189,7 +160,8 @@ class Reducer:
             residual_factor: by which gradients are larger than when the residual was left: a
                 GradScaler's scale has changed.
             flags: name -> the flag that will tell whether any worker has a gradient, for
-                parameters for which this worker has none; see `restore`.
+                parameters for which this worker has none; see
+                `WireStates.restore`.
             then: called at the end with the error, if there was one; may raise.
         """
         if self._native is not None:
@@ -218,14 +190,13 @@ class Reducer:
         flags: Mapping[str, Tensor],
     ) -> None:
         """In the runner's thread or stream."""
-        state = self.state_of(bucket.layout) if state is None else state
+        state = self.states.of(bucket.layout) if state is None else state
         if residual_factor != 1 and state.residual is not None:
             state.residual.mul_(residual_factor)
-        self._remembered += remember(bucket.layout, state, flags)
+        self.states.remember(bucket.layout, state, flags)
         self.wire.sum_(bucket.flat, bucket.layout, state, self.transport)
         if bucket.is_last:
-            restore(self._remembered)
-            self._remembered.clear()
+            self.states.restore()
 
     def _post(self, native: Native, bucket: Bucket, then: Then | None) -> Work[None]:
         """Hands a bucket to the backend itself, which works on several at once."""
@@ -261,10 +232,6 @@ class Reducer:
         only = used.pop() if len(used) == 1 else None
         return only if type(only) is Native else None
 
-    def _forget(self, layout: BucketLayout) -> None:
-        pieces = residual_pieces(layout, self._states.pop(layout))
-        self._unsent |= {name: piece.clone() for name, piece in pieces.items()}
-
     def _lift_first_timeout(self) -> None:
         """All have met for the first time: from now on the communicator's own timeout holds."""
         if self.comm.timeout_s < self._main_comm.timeout_s:
@@ -275,10 +242,7 @@ class Reducer:
     def unsent(self) -> dict[str, Tensor]:
         """name -> what this worker has not sent of its gradients yet, flat. Waits for what is."""
         self._runner.submit(lambda: None).wait()
-        found = dict(self._unsent)
-        for layout, state in self._states.items():
-            found |= residual_pieces(layout, state)
-        return {name: piece.clone() for name, piece in found.items()}
+        return self.states.unsent()
 
     def state_dict(self) -> dict[str, Any]:
         """What the next sums depend on, of this worker."""
@@ -288,16 +252,12 @@ class Reducer:
         """Goes on where `state_dict` was taken, by the same rank. Collective."""
         algorithm = self.transport.algorithm
         self._runner.submit(lambda: algorithm.load_state_dict(state["algorithm"])).wait()
-        self._states.clear()
-        self._unsent = dict(state["unsent"])
+        self.states.load_unsent(state["unsent"])
 
     def gather_state(self, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
         """What the next sums of these buckets depend on, of all workers on rank 0. Collective."""
-        states = [self.state_of(layout) for layout in layouts]
-        return {
-            "algorithm": self.transport.algorithm.state_dict(),
-            "states": gather_states(self.comm, states),
-        }
+        algorithm = self.transport.algorithm.state_dict()
+        return {"algorithm": algorithm, **self.states.gather(self.comm, layouts)}
 
     def load_gathered_state(
         self, layouts: Sequence[BucketLayout], state: Mapping[str, Any]
@@ -305,12 +265,8 @@ class Reducer:
         """Goes on where `gather_state` was called. Collective."""
         self.transport.algorithm.load_state_dict(state["algorithm"])
         self._log_choices()
-        self._states.clear()
-        self._unsent.clear()
-        self.set_layouts(layouts)
-        if state["states"] is not None:
-            states = [self.state_of(layout) for layout in layouts]
-            load_states(self.comm, states, state["states"])
+        self._native = self._only_native(layouts)
+        self.states.load(self.comm, layouts, state)
 
     def _log_choices(self) -> None:
         algorithm = self.transport.algorithm

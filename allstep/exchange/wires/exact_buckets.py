@@ -17,7 +17,7 @@ meaning that doesn't depend on the number of workers: only zero is taken. That `
 in place is seen by torch's version counter, which `p.grad.data` goes past.
 """
 
-from collections.abc import Mapping, MutableMapping, Set
+from collections.abc import Mapping, MutableMapping, MutableSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,13 +135,16 @@ class FixedPointBuckets(BucketSet):
         self,
         index: int,
         parameters: Mapping[str, nn.Parameter],
-        touched: Set[str],
+        touched: MutableSet[str],
         scale: float,
     ) -> None:
         """Has the sums be what `p.grad` stands for, also where no gradient has come."""
         self.divisor = round(1 / scale)
         for name in self.plan.layouts[index].names:
-            self._begin(name, parameters[name], parameters[name].grad)
+            p = parameters[name]
+            if p.grad is None:
+                touched.discard(name)
+            self._begin(name, p, p.grad)
 
     def deliver(self, name: str, p: nn.Parameter) -> None:
         p.grad = torch.empty_like(p)
