@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from allstep.exchange.attach import attach
-from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass as BackwardPass
+from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.buckets import BucketPlan as BucketPlan
 from allstep.exchange.buckets import BucketSet as BucketSet
 from allstep.exchange.exchange import Exchange
@@ -16,7 +16,8 @@ from allstep.exchange.hooks import AccumulationHook as AccumulationHook
 from allstep.exchange.hooks import FunctionHook as FunctionHook
 from allstep.exchange.hooks import Removable as Removable
 from allstep.exchange.layout import BucketLayout as BucketLayout
-from allstep.exchange.outer import Nesterov
+from allstep.exchange.local_sgd import ParameterAveraging
+from allstep.exchange.outer_optimizer import Nesterov
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import (
     ExchangePolicy,
@@ -26,7 +27,6 @@ from allstep.exchange.policy import (
     Synchronous,
     make_policy,
 )
-from allstep.exchange.running_statistics import RunningStatistics
 from allstep.exchange.transport import Transport as Transport
 from allstep.exchange.transport import channel_of as channel_of
 

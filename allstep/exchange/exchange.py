@@ -15,13 +15,13 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import digest
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree
-from allstep.exchange.averaging import ParameterAveraging
 from allstep.exchange.backward import BackwardPass
+from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.hooks import AccumulationHook, FunctionHook, Hook, Removable, WeakHook
+from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
-from allstep.exchange.running_statistics import RunningStatistics
 
 __all__ = ["Exchange"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
 from allstep.errors import CheckpointError, UsageError
-from allstep.exchange.outer import Nesterov
+from allstep.exchange.outer_optimizer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
 __all__ = [

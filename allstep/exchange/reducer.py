@@ -17,8 +17,7 @@ from allstep.comm.shared_memory import Block
 from allstep.comm.work import BackendWork, JoinedWork, Work
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
-from allstep.exchange.runner import Runner, make_runner
-from allstep.exchange.spans import begin_span, job_span
+from allstep.exchange.runner import Runner, begin_span, job_span, make_runner
 from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wire_states import WireStates
 from allstep.exchange.wires import FullPrecision, WireState

@@ -1,17 +1,28 @@
-"""Runs exchanges of buckets in order, beside the backward pass."""
+"""Runs exchanges of buckets in order, beside the backward pass, and shows them to a profiler.
+
+[Note: spans] A profiler sees the thread that it was started in. So a job's span begins there, when
+it is handed over, and ends with a future, which carries the thread's profiler along to where it is
+completed. A span that outlasts its profiler would be written to memory that is no longer its own;
+jobs that may end after their step therefore have a span of their own thread, which a profiler of
+all threads sees.
+"""
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch._C._autograd import _profiler_enabled
+from torch.futures import Future
+from torch.profiler import record_function
 
 from allstep.comm.work import StreamWork, ThreadWork, Work
 from allstep.errors import UsageError
 
-__all__ = ["Runner", "StreamRunner", "ThreadRunner", "make_runner"]
+__all__ = ["Runner", "StreamRunner", "ThreadRunner", "begin_span", "job_span", "make_runner"]
 
 
 class Runner(Protocol):
@@ -101,6 +112,42 @@ class StreamRunner:
 
     def close(self) -> None:
         self._is_closed = True
+
+
+def begin_span(name: str, end: Callable[[], Future[Any]] = Future) -> Future[Any] | None:
+    """Begins a span that ends with a future; None unless this thread is profiled.
+
+    Args:
+        name: of the span.
+        end: makes the future, which must be completed before the profiler is stopped.
+    """
+    if not _profiler_enabled():
+        return None
+    span = record_function(name)
+    span.__enter__()  # type: ignore[no-untyped-call]
+    future = end()
+    span._call_end_callbacks_on_future(future)
+    return future
+
+
+def job_span(name: str, device: torch.device, staleness: int) -> AbstractContextManager[object]:
+    """Made where a job is handed over, entered where it is done. [Note: spans]
+
+    Args:
+        name: of the span.
+        device: of the job: on CUDA the thread that hands it over does it at once, in a stream.
+        staleness: steps that the job may take.
+    """
+    return _JobSpan(name) if device.type == "cpu" and not staleness else record_function(name)
+
+
+class _JobSpan(AbstractContextManager[None]):
+    def __init__(self, name: str) -> None:
+        self._end = begin_span(name)
+
+    def __exit__(self, *_: object) -> None:
+        if self._end is not None:
+            self._end.set_result(None)
 
 
 def _refuse_closed(is_closed: bool) -> None:

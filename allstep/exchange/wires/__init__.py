@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from allstep.errors import UsageError, nearest_names
-from allstep.exchange.wires.base import WireFormat, WireState
+from allstep.exchange.wires.base import FullPrecision, WireFormat, WireState
 from allstep.exchange.wires.exact import Exact
-from allstep.exchange.wires.full import FullPrecision
 from allstep.exchange.wires.half import BFloat16, Float16
 from allstep.exchange.wires.int8 import Int8
 from allstep.exchange.wires.powersgd import PowerSGD

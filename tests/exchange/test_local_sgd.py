@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
 from allstep.exchange import LocalSGD, Nesterov
-from allstep.exchange.averaging import ParameterAveraging
+from allstep.exchange.local_sgd import ParameterAveraging
 from tests.exchange.nets import MakeOptimizer, assert_same, differs, mlp, states
 from tests.helpers.ranks import run_ranks
 

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
+from allstep.exchange.batch_norm_module import TrackedModule, is_tracked
 from allstep.exchange.parameters import ParameterSet
-from allstep.exchange.tracked import TrackedModule, is_tracked
 
 __all__ = ["RunningStatistics"]
 
@@ -44,7 +44,6 @@ class RunningStatistics:
 
     With one equal micro-batch per worker and step, torch's own update is this rule already;
     there `step` and `micro_batch` may be left out.
-
     """
 
     def __init__(self, parameters: ParameterSet, comm: Communicator) -> None:
