@@ -48,7 +48,7 @@ CASES = {
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=str)
 @pytest.mark.parametrize("noise_scale", [None, 1, 100, 1e9])
-def test_the_product_of_all_losses_is_all_that_is_lost(changes, noise_scale):
+def test_the_product_of_all_factors_is_the_lost_speed(changes, noise_scale):
     found = predicted(6, **changes)
     target, speed_up = None, found.speed_up
     if noise_scale is not None:
@@ -59,16 +59,16 @@ def test_the_product_of_all_losses_is_all_that_is_lost(changes, noise_scale):
 
 
 @pytest.mark.parametrize(("reason", "changes"), CASES.items())
-def test_each_cause_is_told_from_the_others(reason, changes):
+def test_each_cause_raises_its_own_factor_only(reason, changes):
     assert largest_bottleneck(predicted(6, **changes)).reason.startswith(reason)
 
 
-def test_nothing_is_lost_on_a_wire_without_end():
+def test_an_unlimited_link_has_no_bottleneck():
     for loss in bottlenecks(predicted(6), Target(critical_batch=1e12)):
         assert loss.factor == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_batch_beyond_the_noise_scale_is_blamed_as_soon_as_it_costs_most():
+def test_a_batch_beyond_the_noise_scale_becomes_the_largest_bottleneck():
     slow = predicted(6, bandwidth_bps=10e9)
     factors = [loss.factor for loss in bottlenecks(slow)]
     for noise_scale in (1, 30, 100, 300, 1000, 10_000):
@@ -79,7 +79,7 @@ def test_a_batch_beyond_the_noise_scale_is_blamed_as_soon_as_it_costs_most():
         assert ("a larger batch would not" in blamed.cure) == (samples > max(factors))
 
 
-def test_what_grows_is_what_stops_more_workers():
+def test_growing_bottleneck_grows_most_from_few_to_many_workers():
     """Not what was large before: a slow wire is as slow for four workers as for eight."""
     target = Target(critical_batch=200)
     few, many = (predicted(n, bandwidth_bps=1e9) for n in (8, 32))

@@ -15,19 +15,19 @@ def cluster(**changes):
     return Cluster(**{**values, **changes})
 
 
-def test_a_message_costs_latency_and_bytes():
+def test_link_seconds_are_latency_plus_bytes_over_bandwidth():
     assert LINK.seconds(1e9) == pytest.approx(1.00001)
     assert LINK.seconds(1e9, 3) == pytest.approx(1.00003)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_a_bandwidth_must_be_positive(value):
+def test_link_refuses_a_bandwidth_that_is_not_positive(value):
     with pytest.raises(UsageError, match=r"`bandwidth_bps` \(=.*\) must be above 0 and finite"):
         Link(bandwidth_bps=value)
 
 
 @pytest.mark.parametrize("value", [-1e-6, math.nan, math.inf])
-def test_a_latency_cannot_be_negative(value):
+def test_link_refuses_a_negative_latency(value):
     with pytest.raises(UsageError, match=r"`latency_s` \(=.*\) must be 0 or more"):
         Link(bandwidth_bps=1e9, latency_s=value)
 
@@ -35,7 +35,7 @@ def test_a_latency_cannot_be_negative(value):
 @pytest.mark.parametrize(
     ("num_workers", "expected"), [(1, (1, 1)), (6, (1, 6)), (8, (1, 8)), (16, (2, 8)), (32, (4, 8))]
 )
-def test_workers_fill_node_by_node(num_workers, expected):
+def test_cluster_of_fills_node_by_node(num_workers, expected):
     part = cluster().of(num_workers)
     assert (part.num_nodes, part.workers_per_node) == expected
     assert part.num_workers == num_workers
@@ -49,7 +49,7 @@ def test_workers_fill_node_by_node(num_workers, expected):
         (12, r"`num_workers` \(=12\) must fill nodes of 8 workers; nearest: 8, 16"),
     ],
 )
-def test_workers_that_do_not_fit_are_refused(num_workers, message):
+def test_cluster_of_refuses_a_half_filled_node(num_workers, message):
     with pytest.raises(UsageError, match=message):
         cluster().of(num_workers)
 
@@ -66,12 +66,12 @@ def test_workers_that_do_not_fit_are_refused(num_workers, message):
         ({"communication_slowdown": math.nan}, r"`communication_slowdown` \(=nan\)"),
     ],
 )
-def test_contradictions_are_refused(changes, message):
+def test_cluster_refuses_contradictions(changes, message):
     with pytest.raises(UsageError, match=message):
         cluster(**changes)
 
 
-def test_one_node_needs_no_link_to_others():
+def test_cluster_of_one_node_needs_no_inter_link():
     assert cluster(num_nodes=1, inter=None).num_workers == 8
 
 
@@ -86,7 +86,7 @@ latency_s = 30e-6
 """
 
 
-def test_a_file_becomes_a_cluster(tmp_path):
+def test_cluster_file_is_read(tmp_path):
     path = tmp_path / "lab.toml"
     path.write_text(GOOD)
     found = read_cluster(str(path))
@@ -115,26 +115,26 @@ def test_a_file_becomes_a_cluster(tmp_path):
         ("num_nodes = 2", "num_nodes =", "is no TOML file"),
     ],
 )
-def test_a_wrong_file_is_explained(old, new, message):
+def test_wrong_cluster_file_names_the_key(old, new, message):
     with pytest.raises(UsageError) as caught:
         parse_cluster(GOOD.replace(old, new, 1), "lab.toml")
     assert str(caught.value).startswith("lab.toml")
     assert message in str(caught.value)
 
 
-def test_a_file_without_a_second_link_has_one_node():
+def test_cluster_file_without_inter_has_one_node():
     text = GOOD.split("[inter]")[0]
     with pytest.raises(UsageError, match="`inter` is missing"):
         parse_cluster(text, "lab.toml")
     assert parse_cluster(text.replace("= 2", "= 1", 1), "lab.toml").num_workers == 4
 
 
-def test_neither_a_file_nor_a_preset():
+def test_cluster_name_without_file_or_preset_gets_the_nearest():
     with pytest.raises(UsageError, match=r"`cluster` \(=mn-2\) is neither.*did you mean `mn-1`\?"):
         read_cluster("mn-2")
 
 
-def test_an_unreadable_file_is_named(tmp_path):
+def test_unreadable_cluster_file_is_named(tmp_path):
     path = tmp_path / "bytes.toml"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="can't be read"):
@@ -151,12 +151,12 @@ PRESET_WORKERS = {
 }
 
 
-def test_presets_are_listed():
+def test_preset_names_are_listed():
     assert preset_names() == list(PRESET_WORKERS)
 
 
 @pytest.mark.parametrize(("name", "num_workers"), PRESET_WORKERS.items())
-def test_presets_say_where_they_come_from(name, num_workers):
+def test_presets_have_a_source(name, num_workers):
     found = read_cluster(name)
     assert found.name == name
     assert found.num_workers == num_workers

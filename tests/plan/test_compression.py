@@ -17,14 +17,14 @@ from tests.helpers.ranks import run_ranks
 SIDES = (1, 5, 64)  # a bucket is one square matrix: what the planner takes PowerSGD's to be
 
 
-def test_the_planner_knows_every_format():
+def test_every_compression_of_the_exchange_is_in_the_table():
     assert set(COMPRESSIONS) == set(FORMATS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("algorithm", ["ring", "native", "halving_doubling"])
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
-def test_bytes_are_those_of_the_formats(algorithm, num_workers, dtype):
+def test_bucket_traffic_equals_the_bytes_of_each_compression(algorithm, num_workers, dtype):
     """Of gradients in their parameters' own dtype."""
 
     def sent_bytes(comm):
@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_formats(algorithm, num_workers, dtype):
 
 @pytest.mark.parametrize("num_elements", [1, 255, 256, 257, 1000, 123_457])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_int8_rows_are_whole_blocks(num_elements, size):
+def test_int8_traffic_has_whole_blocks(num_elements, size):
     from allstep.exchange.wires.blocks import BlockParts
 
     parts = BlockParts.of(num_elements, 0, size, 256)

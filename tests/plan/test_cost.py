@@ -43,34 +43,34 @@ def hosts(num_nodes, workers_per_node=1, **changes):
 
 
 @pytest.mark.parametrize("p", [2, 3, 5, 8, 64, 1024])
-def test_a_ring_costs_what_the_books_say(p):
+def test_ring_seconds_equal_the_closed_form(p):
     expected = 2 * (p - 1) * ALPHA + 2 * (p - 1) / p * K * BETA + (p - 1) / p * K * GAMMA
     assert all_reduce_s("ring", hosts(p), K) == pytest.approx(expected)
     assert all_reduce_s("native", hosts(p), K) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 64, 1024])
-def test_halving_and_doubling_costs_what_the_books_say(p):
+def test_halving_doubling_seconds_equal_the_closed_form(p):
     rounds = p.bit_length() - 1
     expected = 2 * rounds * ALPHA + 2 * (p - 1) / p * K * BETA + (p - 1) / p * K * GAMMA
     assert all_reduce_s("halving_doubling", hosts(p), K) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 64, 1024])
-def test_recursive_doubling_costs_what_the_books_say(p):
+def test_recursive_doubling_seconds_equal_the_closed_form(p):
     rounds = p.bit_length() - 1
     expected = rounds * (ALPHA + K * BETA + K * GAMMA)
     assert all_reduce_s("recursive_doubling", hosts(p), K) == pytest.approx(expected)
 
 
-def test_a_worker_too_many_folds_in_at_the_price_of_two_whole_tensors():
+def test_halving_beyond_a_power_of_two_adds_two_whole_tensors():
     whole = INTER.seconds(2 * K, 2)
     four = path_s("halving_doubling", hosts(4))
     five = path_s("halving_doubling", hosts(5))
     assert five == pytest.approx(four + whole)
 
 
-def test_a_ring_through_nodes_is_as_fast_as_its_slowest_link():
+def test_ring_through_nodes_is_as_fast_as_its_slowest_link():
     """And meets the latency between nodes only where it leaves one."""
     p, nodes = 32, 4
     expected = (
@@ -80,7 +80,7 @@ def test_a_ring_through_nodes_is_as_fast_as_its_slowest_link():
     assert found == pytest.approx(expected)
 
 
-def test_two_dimensions_fill_a_nodes_link_from_all_its_workers():
+def test_two_dimensional_shares_the_node_link_between_all_workers():
     nodes, local = 4, 8
     inside = 2 * (local - 1) * INTRA.latency_s + 8 * 2 * (local - 1) / local * K / 400e9
     across = 2 * (nodes - 1) * ALPHA + 2 * (nodes - 1) / nodes * K * BETA
@@ -88,7 +88,7 @@ def test_two_dimensions_fill_a_nodes_link_from_all_its_workers():
     assert found == pytest.approx(inside + across)
 
 
-def test_a_hierarchy_pays_for_its_first_worker():
+def test_hierarchical_seconds_count_the_first_workers_messages():
     nodes, local = 4, 8
     inside = INTRA.seconds(2 * (local - 1) * K, 2 * (local - 1))
     across = 2 * (nodes - 1) * ALPHA + 2 * (nodes - 1) / nodes * K * BETA
@@ -98,13 +98,13 @@ def test_a_hierarchy_pays_for_its_first_worker():
     assert sharing == pytest.approx(2 * INTRA.latency_s + 2 * K / 20e9 + across)
 
 
-def test_halving_from_eight_workers_shares_their_nodes_link():
-    alone = path_s("halving_doubling", hosts(4, 1))
+def test_halving_doubling_of_eight_workers_shares_the_node_link():
+    single = path_s("halving_doubling", hosts(4, 1))
     sharing = path_s("halving_doubling", hosts(4, 8))
-    assert 7 < sharing / alone < 9
+    assert 7 < sharing / single < 9
 
 
-def test_pairs_that_leave_their_node_take_the_slow_link():
+def test_recursive_doubling_pairs_across_nodes_take_the_inter_link():
     """Two nodes of three: 1 and 3 are a pair, and 2 and 3; then 4 and 5 give and get theirs."""
     found = path("recursive_doubling", hosts(2, 3))
     across = [transfer for transfer in found if transfer.link.latency_s == ALPHA]
@@ -112,7 +112,7 @@ def test_pairs_that_leave_their_node_take_the_slow_link():
     assert len(found) == len(across)
 
 
-def test_shared_memory_is_for_one_node():
+def test_shared_memory_beyond_one_node_is_a_ring():
     node = hosts(1, 4, has_shared_memory=True)
     found = path_s("shared_memory", node)
     assert found == pytest.approx(2 * INTRA.latency_s + 2 * K / 20e9)
@@ -149,7 +149,7 @@ MAKERS = {
         ),
     ],
 )
-def test_the_busiest_worker_adds_as_often_as_it_really_does(name, nodes, local):
+def test_summed_bytes_equal_the_real_additions_of_the_busiest_worker(name, nodes, local):
     size, num_elements = nodes * local, 60 * 10_000
 
     def count(comm):
@@ -170,7 +170,7 @@ def test_the_busiest_worker_adds_as_often_as_it_really_does(name, nodes, local):
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_one_worker_pays_nothing(algorithm, compression):
+def test_one_worker_has_no_cost(algorithm, compression):
     assert path(algorithm, hosts(1)) == []
     assert collective_s(compression, algorithm, hosts(1), 1000) == 0
     assert bucket_traffic(compression, algorithm, make_nodes(1), 0, 1000).sent_bytes == 0
@@ -181,7 +181,7 @@ def test_one_worker_pays_nothing(algorithm, compression):
     ("compression", "share"),
     [("fp32", 1.0), ("fp16", 0.5), ("bf16", 0.5), ("int8", 0.25), ("exact", 2.0)],
 )
-def test_formats_send_their_share_at_any_number_of_workers(compression, share, size):
+def test_each_compression_sends_its_share_at_any_number_of_workers(compression, share, size):
     n = 1 << 20
     nodes = make_nodes(size)
     plain = bucket_traffic("fp32", "ring", nodes, 0, n).sent_bytes
@@ -189,7 +189,7 @@ def test_formats_send_their_share_at_any_number_of_workers(compression, share, s
     assert found / plain == pytest.approx(share, rel=0.02)
 
 
-def test_small_factors_and_few_elements_send_little():
+def test_powersgd_and_topk_send_little():
     nodes = make_nodes(8)
     plain = bucket_traffic("fp32", "ring", nodes, 0, 1 << 20).sent_bytes
     assert bucket_traffic("powersgd", "ring", nodes, 0, 1 << 20).sent_bytes < plain / 50
@@ -203,7 +203,7 @@ def test_small_factors_and_few_elements_send_little():
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("nodes", [2, 4, 16])
-def test_seconds_follow_the_bytes_on_a_wire_without_latency(compression, nodes, element_bytes):
+def test_seconds_equal_bytes_over_bandwidth_without_latency(compression, nodes, element_bytes):
     link = Link(bandwidth_bps=10e9)
     cluster = Cluster(
         name="", num_nodes=nodes, workers_per_node=1, intra=link, inter=link, copy_bytes_per_s=1e18
@@ -214,13 +214,13 @@ def test_seconds_follow_the_bytes_on_a_wire_without_latency(compression, nodes, 
     assert seconds == pytest.approx(8 * sent / 10e9, rel=1e-3)
 
 
-def test_sixteen_bits_gain_nothing_where_gradients_have_no_more():
+def test_bf16_gains_nothing_for_sixteen_bit_gradients():
     full, half = (collective_s(name, "ring", hosts(4), 10**6, 2) for name in ("fp32", "bf16"))
     assert full == half
     assert collective_s("fp32", "ring", hosts(4), 10**6) > 1.5 * half  # float32
 
 
-def test_encoding_moves_memory():
+def test_encode_seconds_equal_the_memory_touched():
     assert encode_s("fp32", hosts(2), 1000) == 0
     assert encode_s("fp16", hosts(2), 10**9) == pytest.approx(12 / 40)
     assert encode_s("fp16", hosts(2), 10**9, element_bytes=8) == pytest.approx(20 / 40)

@@ -30,11 +30,11 @@ MICRO = Workload.from_step(num_params=5_000_000, step_s=0.11, num_samples=32)
         (0.0, "0 ms"),
     ],
 )
-def test_what_rounds_up_to_the_next_unit_takes_it(seconds, text):
+def test_seconds_text_chooses_the_unit_after_rounding(seconds, text):
     assert seconds_text(seconds) == text
 
 
-def test_every_policy_has_its_letter_in_every_column():
+def test_chart_has_a_letter_of_every_policy_in_every_column():
     lines = chart(predict(TrainingSpec(micro=MICRO), CLUSTER, POLICIES, [1, 2, 32]))
     plot = [line.split("|")[1].ljust(21) for line in lines if "|" in line]
     for column in range(3):
@@ -44,7 +44,7 @@ def test_every_policy_has_its_letter_in_every_column():
     assert lines[-1].split(None, 1) == ["f", "local SGD, H = 16"]
 
 
-def test_the_timeline_is_as_wide_as_asked():
+def test_timeline_is_as_wide_as_asked():
     policy = PolicySpec(name="p", algorithm="ring", bucket_bytes=1 << 20)
     for width in (20, 50, 120):
         compute, wire, key = timeline(simulate(MICRO, CLUSTER, policy).timeline, width)
@@ -55,14 +55,14 @@ def test_the_timeline_is_as_wide_as_asked():
     assert set(wire[9:]) & set("0123456789")
 
 
-def test_local_steps_are_drawn():
+def test_timeline_of_local_sgd_has_local_steps():
     policy = PolicySpec(name="p", algorithm="ring", bucket_bytes=None, sync_every=4)
     compute, wire, _ = timeline(simulate(MICRO, CLUSTER, policy).timeline, 60)
     assert "l" in compute
     assert wire.endswith("0")
 
 
-def test_plain_data_holds_every_number():
+def test_plain_data_has_every_number():
     (found,) = predict(TrainingSpec(micro=MICRO), CLUSTER, [replace(DDP, name="x")], [8])
     data = plain_data(found)
     assert data["policy"] == "x"

@@ -23,20 +23,20 @@ def timings(algorithm, noise=0.0, workers=(2, 4, 8)):
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
-def test_exact_timings_give_the_link_back(algorithm):
+def test_fit_link_recovers_the_link_from_exact_timings(algorithm):
     fit = fit_link(timings(algorithm), algorithm)
     assert fit.link.bandwidth_bps == pytest.approx(LINK.bandwidth_bps)
     assert fit.link.latency_s == pytest.approx(LINK.latency_s)
     assert max(map(abs, fit.errors)) < 1e-9
 
 
-def test_noise_averages_out_on_small_and_large_alike():
+def test_fit_link_averages_noise_out():
     fit = fit_link(timings("ring", noise=0.05))
     assert fit.link.bandwidth_bps == pytest.approx(LINK.bandwidth_bps, rel=0.05)
     assert fit.link.latency_s == pytest.approx(LINK.latency_s, rel=0.05)
 
 
-def test_squares_of_absolute_errors_find_a_worse_latency():
+def test_fit_of_absolute_errors_finds_a_worse_latency():
     """What weighting by 1 / seconds is for."""
     noisy = timings("ring", noise=0.05)
     rows = np.array(
@@ -49,7 +49,7 @@ def test_squares_of_absolute_errors_find_a_worse_latency():
     assert abs(latency_s / LINK.latency_s - 1) > 0.1
 
 
-def test_a_latency_is_never_negative():
+def test_fit_link_has_no_negative_latency():
     fit = fit_link([Timing(2, 1000, 1e-6), Timing(2, 100_000, 2e-4)])
     assert fit.link.latency_s == 0
 
@@ -63,16 +63,16 @@ def test_a_latency_is_never_negative():
         [Timing(2, 1000, 0.0), Timing(2, 2000, 1e-3)],
     ],
 )
-def test_too_few_sizes_are_refused(bad):
+def test_fit_link_refuses_too_few_sizes(bad):
     with pytest.raises(UsageError, match="must hold at least two sizes"):
         fit_link(bad)
 
 
-def test_time_that_does_not_grow_is_refused():
+def test_fit_link_refuses_times_that_do_not_grow():
     with pytest.raises(UsageError, match="don't grow with size"):
         fit_link([Timing(2, 1000, 1e-3), Timing(2, 100_000, 1e-4)])
 
 
-def test_an_unknown_algorithm_gets_the_nearest_name():
+def test_fit_link_refuses_an_unknown_algorithm():
     with pytest.raises(UsageError, match=r"`algorithm` \(='rings'\): did you mean `ring`\?"):
         fit_link(timings("ring"), "rings")

@@ -39,16 +39,16 @@ AT_THE_END = PolicySpec(name="", algorithm="native", bucket_bytes=None)
         (0, 0.005),
     ],
 )
-def test_time_is_drawn_between_and_beyond_the_sizes(num_elements, seconds):
+def test_seconds_are_interpolated_between_and_beyond_the_sizes(num_elements, seconds):
     assert TIMED.seconds_of(num_elements) == pytest.approx(seconds)
 
 
-def test_beyond_the_sizes_it_grows_as_between_the_last_two():
+def test_seconds_beyond_the_sizes_grow_as_between_the_last_two():
     flatter = replace(TIMED, seconds=(0.01, 0.02, 0.03, 0.05))
     assert flatter.seconds_of(16000) == pytest.approx(0.09)
 
 
-def test_more_never_takes_less():
+def test_seconds_never_fall_with_size():
     noisy = replace(TIMED, seconds=(0.02, 0.01, 0.06, 0.14))
     found = [noisy.seconds_of(n) for n in range(0, 5000, 100)]
     assert found == sorted(found)
@@ -67,12 +67,12 @@ def test_more_never_takes_less():
         ({"compute_slowdown": -0.1}, "`compute_slowdown` \\(=-0.1\\) must be 0 or more"),
     ],
 )
-def test_wrong_timings_are_refused(changes, message):
+def test_measured_collective_refuses_wrong_timings(changes, message):
     with pytest.raises(UsageError, match=message):
         replace(TIMED, **changes)
 
 
-def test_what_was_measured_goes_before_the_formula():
+def test_measured_seconds_replace_the_formula():
     report = simulate(WORKLOAD, CLUSTER, AT_THE_END)
     assert report.step_s == pytest.approx(0.35 + TIMED.seconds_of(8000))
     formula = simulate(WORKLOAD, replace(CLUSTER, collectives=()), AT_THE_END)
@@ -80,7 +80,7 @@ def test_what_was_measured_goes_before_the_formula():
 
 
 @pytest.mark.parametrize(("element_bytes", "num_float32"), [(2, 4000), (4, 8000), (8, 16000)])
-def test_what_was_measured_in_float32_counts_by_its_bytes(element_bytes, num_float32):
+def test_measured_seconds_scale_with_the_bytes_of_the_dtype(element_bytes, num_float32):
     workload = replace(WORKLOAD, element_bytes=element_bytes)
     report = simulate(workload, CLUSTER, AT_THE_END)
     assert report.wire_s == pytest.approx(TIMED.seconds_of(num_float32))
@@ -89,14 +89,14 @@ def test_what_was_measured_in_float32_counts_by_its_bytes(element_bytes, num_flo
     assert report.wire_s == pytest.approx(TIMED.seconds_of(8000))  # two bytes each, whatever
 
 
-def test_it_is_forgotten_for_other_numbers_of_workers():
+def test_measured_seconds_are_dropped_for_other_numbers_of_workers():
     four = replace(CLUSTER, num_nodes=4)
     assert four.of(4).collectives == (TIMED,)
     assert four.of(2).collectives == ()
     assert four.measured("fp16", "native") is None
 
 
-def test_only_what_was_measured_is_tried():
+def test_predict_tries_measured_algorithms_only():
     prediction = predict_one(TrainingSpec(micro=WORKLOAD), CLUSTER, PolicySpec(name="fp32"), 2)
     assert prediction.policy.algorithm == "native"
 
@@ -111,7 +111,7 @@ def test_buckets_hold_whole_gradients():
         replace(WORKLOAD, gradients=(1000,))
 
 
-def test_compute_that_sleeps_is_not_slowed():
+def test_compute_without_cores_is_not_slowed():
     slow = replace(TIMED, compute_slowdown=1.0, communication_slowdown=1.0)
     cluster = replace(CLUSTER, collectives=(slow,))
     stale = replace(AT_THE_END, staleness=1)
@@ -161,7 +161,7 @@ def test_copies_back_slow_the_buckets_that_are_still_on_the_wire():
     assert copies_s - views_s == pytest.approx(copy_s[2] + (copy_s[0] + copy_s[1]) * (1 - 1 / 1.5))
 
 
-def test_an_idle_link_gets_ahead_of_itself_once():
+def test_an_idle_link_with_a_burst_saves_time_once():
     cluster = replace(CLUSTER, burst_s=0.005)
     report = simulate(WORKLOAD, cluster, AT_THE_END)
     assert report.step_s == pytest.approx(0.35 + 0.14 - 0.005)
@@ -176,6 +176,6 @@ def test_an_idle_link_gets_ahead_of_itself_once():
 
 
 @pytest.mark.parametrize("name", ["burst_s", "bucketing_s_per_byte", "gradient_s"])
-def test_wrong_constants_are_refused(name):
+def test_cluster_refuses_wrong_constants(name):
     with pytest.raises(UsageError, match=f"`{name}` \\(=-1\\) must be 0 or more"):
         replace(CLUSTER, **{name: -1})

@@ -84,11 +84,11 @@ WELL = RunNumbers(
         ),
     ],
 )
-def test_each_case_has_its_advice(changes, advice):
+def test_next_step_of_each_case(changes, advice):
     assert next_step(replace(WELL, **changes)) == advice
 
 
-def test_the_costliest_case_comes_first():
+def test_next_step_takes_the_costliest_case_first():
     bad = replace(WELL, samples_per_s=600.0, data_share=0.5, exchange_share=0.5, mfu=0.1)
     assert "slower than 1" in next_step(bad)
     assert "waiting for data" in next_step(replace(bad, samples_per_s=1800.0))
@@ -96,12 +96,12 @@ def test_the_costliest_case_comes_first():
 
 
 @pytest.mark.parametrize("share", ["data_share", "exchange_share"])
-def test_a_share_at_its_threshold_is_fine(share):
+def test_next_step_ignores_a_share_at_its_threshold(share):
     threshold = {"data_share": 0.20, "exchange_share": 0.30}[share]
     assert next_step(replace(WELL, **{share: threshold})) == next_step(WELL)
     assert next_step(replace(WELL, **{share: threshold + 0.01})) != next_step(WELL)
 
 
-def test_more_workers_than_micro_batches_are_never_proposed():
+def test_next_step_never_proposes_more_workers_than_micro_batches():
     numbers = replace(WELL, num_cores=64, global_batch=64)  # 2 micro-batches
     assert "scaling pays" in next_step(numbers)

@@ -50,14 +50,14 @@ def updated(scale, quadratic, num_steps):
 
 
 @pytest.mark.parametrize("decay", [None, 0.99])
-def test_a_quadratics_noise_scale_is_found(decay):
+def test_noise_scale_of_a_quadratic_equals_its_closed_form(decay):
     quadratic = Quadratic()
     expected = quadratic.trace / quadratic.squared_gradient
     found = updated(NoiseScale(decay), quadratic, 500).value
     assert found == pytest.approx(expected, rel=0.1)
 
 
-def test_the_mean_of_ratios_is_biased():
+def test_noise_scale_from_the_mean_of_ratios_is_biased():
     """What averaging numerator and denominator apart is for."""
     quadratic = Quadratic()
     expected = quadratic.trace / quadratic.squared_gradient
@@ -74,7 +74,7 @@ def test_the_mean_of_ratios_is_biased():
     assert abs(np.mean(ratios) / expected - 1) > 0.1
 
 
-def test_both_terms_are_unbiased():
+def test_noise_and_signal_are_unbiased():
     quadratic = Quadratic(seed=1)
     terms = [
         noise_and_signal(
@@ -90,7 +90,7 @@ def test_both_terms_are_unbiased():
     assert signal == pytest.approx(quadratic.squared_gradient, rel=0.1)
 
 
-def test_exact_expectations_give_the_exact_scale():
+def test_noise_scale_from_exact_expectations_is_exact():
     scale = NoiseScale()
     for signal in (1.0, 3.0):
         scale.update(
@@ -102,14 +102,14 @@ def test_exact_expectations_give_the_exact_scale():
     assert scale.value == pytest.approx(500 / 2)
 
 
-def test_there_is_no_less_noise_than_none():
+def test_noise_scale_is_never_negative():
     """Where by chance the micro-batch's gradient is the shorter one."""
     scale = NoiseScale()
     scale.update(micro_squared_norm=1.0, global_squared_norm=2.0, micro_batch=16, global_batch=128)
     assert scale.value == 0.0
 
 
-def test_an_exponential_average_follows_a_change():
+def test_noise_scale_with_decay_follows_a_change():
     def grown(scale):
         for noise in [100.0] * 100 + [1000.0] * 100:
             scale.update(
@@ -125,7 +125,7 @@ def test_an_exponential_average_follows_a_change():
 
 
 @pytest.mark.parametrize("decay", [None, 0.9])
-def test_a_resumed_estimate_goes_on_bit_for_bit(decay):
+def test_noise_scale_resumes_bit_for_bit(decay):
     straight = updated(NoiseScale(decay), Quadratic(), 30)
     quadratic = Quadratic()
     first = updated(NoiseScale(decay), quadratic, 10)
@@ -155,11 +155,11 @@ def scale_of(value):
         (0.0, "no noise was seen so far: a larger batch would save no steps"),
     ],
 )
-def test_the_summary_speaks_of_workers(value, text):
+def test_noise_scale_summary_counts_workers(value, text):
     assert scale_of(value).summary(32) == text
 
 
-def test_the_summary_admits_what_is_not_known():
+def test_noise_scale_summary_says_what_is_not_known():
     assert NoiseScale().value is None
     assert NoiseScale().summary(32) == "the noise scale has not been measured yet"
     noisy = NoiseScale()
@@ -185,7 +185,7 @@ GOOD = {
         ({"micro_batch": 64}, r"`micro_batch` \(=64\) must be below `global_batch` \(=64\)"),
     ],
 )
-def test_wrong_norms_are_refused(change, message):
+def test_noise_scale_refuses_wrong_norms(change, message):
     scale = NoiseScale()
     with pytest.raises(UsageError, match=message):
         scale.update(**{**GOOD, **change})
@@ -193,12 +193,12 @@ def test_wrong_norms_are_refused(change, message):
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.5])
-def test_a_wrong_decay_is_refused(decay):
+def test_noise_scale_refuses_a_wrong_decay(decay):
     with pytest.raises(UsageError, match=r"`decay` \(=.*\) must be between 0 and 1"):
         NoiseScale(decay)
 
 
-def test_another_decay_is_refused_at_resume():
+def test_noise_scale_refuses_another_decay_at_resume():
     with pytest.raises(
         UsageError, match=r"`decay` \(=0.9\) differs from the checkpoint's \(None\)"
     ):

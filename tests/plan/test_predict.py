@@ -25,7 +25,7 @@ NODES = Cluster(
 )
 
 
-def test_every_policy_meets_every_number_of_workers():
+def test_predict_has_every_policy_on_every_number_of_workers():
     found = predict(TrainingSpec(micro=MICRO), HOSTS, POLICIES, [1, 2, 4])
     assert len(found) == len(POLICIES) * 3
     for prediction in found:
@@ -35,7 +35,7 @@ def test_every_policy_meets_every_number_of_workers():
             assert prediction.speed_up == pytest.approx(1.0)
 
 
-def test_what_is_left_open_is_the_best_of_all():
+def test_predict_chooses_the_fastest_algorithm_and_bucket_size():
     open_policy = PolicySpec(name="open")
     best = predict_one(TrainingSpec(micro=MICRO), NODES, open_policy, 64)
     for algorithm in ("ring", "halving_doubling", "hierarchical", "two_dimensional"):
@@ -44,7 +44,7 @@ def test_what_is_left_open_is_the_best_of_all():
             assert best.report.step_s <= simulate(MICRO, NODES.of(64), settled).step_s
 
 
-def test_what_is_said_is_kept():
+def test_predict_keeps_a_given_algorithm_and_bucket_size():
     policy = PolicySpec(name="p", algorithm="halving_doubling", bucket_bytes=1000_000)
     assert predict_one(TrainingSpec(micro=MICRO), HOSTS, policy, 8).policy == policy
     partly = PolicySpec(name="p", algorithm="halving_doubling")
@@ -54,14 +54,14 @@ def test_what_is_said_is_kept():
     )
 
 
-def test_a_ring_is_not_for_thousands_of_hosts():
+def test_predict_takes_no_ring_for_thousands_of_hosts():
     small = TrainingSpec(micro=Workload.from_step(num_params=100_000, step_s=0.11, num_samples=32))
     assert (
         predict_one(small, HOSTS, PolicySpec(name="p"), 4096).policy.algorithm == "halving_doubling"
     )
 
 
-def test_workers_of_a_node_share_its_link():
+def test_predict_lets_workers_of_a_node_share_its_link():
     """Halving and doubling from all eight workers at once loses to one ring through the node."""
     ring, halving = (
         predict_one(
@@ -72,7 +72,7 @@ def test_workers_of_a_node_share_its_link():
     assert halving > 3 * ring
 
 
-def test_shared_memory_is_tried_where_there_is_some():
+def test_predict_tries_shared_memory_where_there_is_some():
     node = Cluster(
         name="cpu",
         num_nodes=1,
@@ -85,7 +85,7 @@ def test_shared_memory_is_tried_where_there_is_some():
     ).policy.algorithm == ("shared_memory")
 
 
-def test_a_fixed_batch_scales_worse_than_a_growing_one():
+def test_predict_scales_a_fixed_batch_worse_than_a_growing_one():
     growing = predict_one(TrainingSpec(micro=MICRO), HOSTS, DDP, 8)
     fixed = predict_one(TrainingSpec(micro=MICRO, global_batch=256), HOSTS, DDP, 8)
     assert growing.report.step_s == pytest.approx(fixed.report.step_s)  # one micro-batch each
@@ -93,7 +93,7 @@ def test_a_fixed_batch_scales_worse_than_a_growing_one():
     assert few.efficiency > fixed.efficiency
 
 
-def test_more_workers_than_there_are_is_refused():
+def test_predict_refuses_more_workers_than_there_are():
     with pytest.raises(UsageError, match=r"exceeds the 512 of cluster n"):
         predict(TrainingSpec(micro=MICRO), NODES, POLICIES, [1024])
 
@@ -110,12 +110,12 @@ def test_more_workers_than_there_are_is_refused():
         ([(1, 10.0), (2, 11.0), (4, 39.0)], 4),  # a bad step on the way to a good one
     ],
 )
-def test_workers_are_worth_a_quarter_of_a_worker_each(rates, expected):
+def test_worth_adding_needs_a_quarter_of_a_worker_each(rates, expected):
     assert worth_adding(rates) == expected
 
 
 @pytest.mark.parametrize("batch", [1, 10, 1000, 1e6])
-def test_steps_and_samples_lie_on_the_hyperbola(batch):
+def test_target_steps_and_samples_lie_on_the_hyperbola(batch):
     target = Target(critical_batch=500, num_samples=1e6, known_batch=64)
     steps, samples = target.steps(batch), target.samples(batch)
     product = (steps / target.min_steps - 1) * (samples / target.min_samples - 1)
@@ -123,7 +123,7 @@ def test_steps_and_samples_lie_on_the_hyperbola(batch):
     assert target.samples(64) == pytest.approx(1e6)
 
 
-def test_time_to_target_stops_falling_beyond_the_critical_batch():
+def test_target_seconds_stop_falling_beyond_the_critical_batch():
     target = Target(critical_batch=256, num_samples=1e6, known_batch=32)
     found = predict(TrainingSpec(micro=MICRO), HOSTS, [POLICIES[4]], [1, 8, 64, 512])
     seconds = [target.seconds(prediction) for prediction in found]
@@ -133,14 +133,14 @@ def test_time_to_target_stops_falling_beyond_the_critical_batch():
 
 
 @pytest.mark.parametrize("name", ["critical_batch", "num_samples", "known_batch"])
-def test_wrong_targets_are_refused(name):
+def test_target_refuses_wrong_numbers(name):
     values = {"critical_batch": 100.0, "num_samples": 1000.0, "known_batch": 10.0, name: 0.0}
     with pytest.raises(UsageError, match=rf"`{name}` \(=0.0\) must be above 0"):
         Target(**values)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
-def test_what_is_recommended_can_be_written(policy):
+def test_policy_in_code_makes_the_same_exchange_policy(policy):
     """In code it is a policy of the exchange with the same options."""
     code = policy.in_code.split("or ")[-1]
     found = eval(code, {"allstep": allstep})

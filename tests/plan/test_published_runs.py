@@ -5,14 +5,14 @@ from benchmarks.published_runs import RESNET50_READY, backcasts
 ALL = backcasts()
 
 
-def test_runs_with_known_inputs_come_within_a_tenth():
+def test_published_runs_with_known_inputs_are_predicted_within_a_tenth():
     told = [found for found in ALL if found.inputs != "guessed"]
     assert len(told) >= 8
     for found in told:
         assert abs(found.error) < 0.10, found
 
 
-def test_guesses_are_admitted():
+def test_published_runs_off_by_a_tenth_name_their_guesses():
     """What is off by more than a tenth says what was guessed."""
     for found in ALL:
         assert found.guesses
@@ -22,11 +22,11 @@ def test_guesses_are_admitted():
 
 
 @pytest.mark.parametrize("name", ["ChainerMN", "Goyal", "Akiba", "Baidu", "DistBelief"])
-def test_every_run_is_there(name):
+def test_published_runs_are_complete(name):
     assert any(found.run.startswith(name) for found in ALL)
 
 
-def test_the_headlines_order_is_reproduced():
+def test_published_order_of_networks_is_reproduced():
     """InfiniBand, then 10 GbE with fp16 and double buffering, then plain 10 GbE."""
 
     def predicted(run):
@@ -39,5 +39,5 @@ def test_the_headlines_order_is_reproduced():
     assert infiniband > buffered > 2 * plain
 
 
-def test_resnets_gradient_is_ready_early():
+def test_resnet50_gradient_is_ready_early():
     assert all(time <= gradient for gradient, time in RESNET50_READY)

@@ -78,7 +78,7 @@ def test_stale_gradients_take_the_longer_of_compute_and_wire(staleness, bandwidt
     assert report.step_s == pytest.approx(max(WORKLOAD.compute_s, wire_s(cluster)))
 
 
-def test_local_sgd_pays_once_in_a_while():
+def test_local_sgd_exchanges_once_in_sync_every_steps():
     cluster = hosts(4)
     report = simulate(WORKLOAD, cluster, replace(AT_THE_END, sync_every=5))
     assert report.step_s == pytest.approx(WORKLOAD.compute_s + wire_s(cluster) / 5)
@@ -172,12 +172,12 @@ def test_the_slowest_of_many_is_slower():
     assert many.step_s - wire_s(hosts(1000)) > few.step_s - wire_s(hosts(2)) > WORKLOAD.compute_s
 
 
-def test_a_lone_worker_takes_its_mean():
+def test_a_single_worker_with_stragglers_takes_its_mean():
     report = simulate(WORKLOAD, hosts(1), AT_THE_END, Stragglers(spread=0.5))
     assert report.step_s == pytest.approx(WORKLOAD.compute_s)
 
 
-def test_fewer_meetings_even_stragglers_out():
+def test_local_sgd_averages_stragglers_out():
     cluster = replace(hosts(64), inter=Link(bandwidth_bps=1e15))
     stragglers = Stragglers(spread=0.2)
     every_step = simulate(WORKLOAD, cluster, AT_THE_END, stragglers).step_s
@@ -185,7 +185,7 @@ def test_fewer_meetings_even_stragglers_out():
     assert WORKLOAD.compute_s < rarely < every_step
 
 
-def test_seeds_decide_about_stragglers():
+def test_stragglers_depend_on_the_seed():
     reports = [
         simulate(WORKLOAD, hosts(4), AT_THE_END, Stragglers(spread=0.2, seed=seed)).step_s
         for seed in (0, 0, 1)
@@ -208,7 +208,7 @@ def test_compute_slows_down_beside_communication():
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("bandwidth_bps", [1e8, 1e9, 1.5e9, 1.7e9, 2e9, 1e10])
 @pytest.mark.parametrize("bucket_bytes", [MIB, None])
-def test_one_round_tells_the_long_run(staleness, bandwidth_bps, bucket_bytes):
+def test_one_round_equals_the_long_run(staleness, bandwidth_bps, bucket_bytes):
     """Twenty rounds of workers that hardly differ come to the one that is measured of equals."""
     link = Link(bandwidth_bps=bandwidth_bps, latency_s=1e-4)
     slow = {"compute_slowdown": 0.3, "communication_slowdown": 0.2}
@@ -220,7 +220,7 @@ def test_one_round_tells_the_long_run(staleness, bandwidth_bps, bucket_bytes):
 
 
 @pytest.mark.parametrize("staleness", [1, 3, 8])
-def test_collectives_of_long_ago_hold_nobody_up(staleness):
+def test_old_collectives_do_not_delay_steps(staleness):
     fast = Link(bandwidth_bps=1e12)
     cluster = replace(hosts(4), intra=fast, inter=fast, compute_slowdown=0.5)
     report = simulate(WORKLOAD, cluster, replace(OVERLAPPED, staleness=staleness))
@@ -307,7 +307,7 @@ def test_parameters_are_averaged_in_float32_or_more(dtype, monkeypatch):
         assert max(summed_bytes) == sent_bytes  # a ring of two sends all of it
 
 
-def test_the_timeline_tells_one_step():
+def test_timeline_has_one_step():
     spans = simulate(WORKLOAD, hosts(4), OVERLAPPED).timeline
     assert min(span.start_s for span in spans) == pytest.approx(0.0)
     num_buckets = len(WORKLOAD.bucket_sizes(4 * MIB))
@@ -318,17 +318,17 @@ def test_the_timeline_tells_one_step():
     assert [span.lane for span in spans].count("wait") == 1
 
 
-def test_sixteen_thousand_workers():
+def test_sixteen_thousand_workers_are_simulated():
     report = simulate(WORKLOAD, hosts(16384), OVERLAPPED, Stragglers(spread=0.05))
     assert report.step_s > WORKLOAD.compute_s
 
 
-def test_an_open_policy_is_refused():
+def test_simulate_refuses_an_open_policy():
     with pytest.raises(UsageError, match=r'`policy` \(open\) leaves "auto" open'):
         simulate(WORKLOAD, hosts(2), PolicySpec(name="open"))
 
 
-def test_more_buckets_than_can_be_simulated_are_refused():
+def test_simulate_refuses_too_many_buckets():
     """At once, before a list of them is made."""
     policy = PolicySpec(name="tiny", algorithm="ring", bucket_bytes=4)
     many = replace(WORKLOAD, num_params=10**15)
@@ -338,7 +338,7 @@ def test_more_buckets_than_can_be_simulated_are_refused():
     assert simulate(whole, hosts(2), policy).step_s > 0
 
 
-def test_more_stragglers_than_there_is_memory_for_are_refused():
+def test_simulate_refuses_too_many_stragglers():
     policy = PolicySpec(name="p", algorithm="ring", bucket_bytes=None)
     with pytest.raises(UsageError, match=r"at most 1,048,576 `workers` \(=1,000,000,000\)"):
         simulate(WORKLOAD, hosts(10**9), policy, Stragglers(spread=0.1))
@@ -360,7 +360,7 @@ def test_more_stragglers_than_there_is_memory_for_are_refused():
         ),
     ],
 )
-def test_wrong_policies_are_refused(changes, message):
+def test_policy_spec_refuses_wrong_numbers(changes, message):
     with pytest.raises(UsageError, match=message):
         PolicySpec(name="wrong", **changes)
 
@@ -373,12 +373,12 @@ def test_wrong_policies_are_refused(changes, message):
         ({"slow_factor": 0.5}, "slow_factor"),
     ],
 )
-def test_wrong_stragglers_are_refused(changes, name):
+def test_stragglers_refuse_wrong_numbers(changes, name):
     with pytest.raises(UsageError, match=f"`{name}`"):
         Stragglers(**changes)
 
 
-def test_activity_forgets_without_a_change():
+def test_activity_forgets_old_intervals_without_a_change():
     kept, forgetful = Activity(), Activity()
     for wire in (kept, forgetful):
         for start in range(0, 20, 2):
@@ -398,7 +398,7 @@ def test_activity_forgets_without_a_change():
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("bucketing_s_per_byte", [0.0, 4e-9])
-def test_workers_that_wait_slow_no_wire(staleness, bucketing_s_per_byte):
+def test_waiting_workers_do_not_slow_communication(staleness, bucketing_s_per_byte):
     """A step's compute lies beside the wire; the rest of the wire's time has the cores alone."""
     cluster = hosts(
         2,

@@ -12,7 +12,7 @@ MICRO = Workload(num_params=1000, forward_s=1.0, backward_s=2.0, optimizer_s=0.5
 @pytest.mark.parametrize("num_params", [1, 7, 1000, 1001])
 @pytest.mark.parametrize("bucket_bytes", [1, 4, 100, 4000, None])
 @pytest.mark.parametrize("first_bytes", [None, 40])
-def test_buckets_hold_everything_once(num_params, bucket_bytes, first_bytes):
+def test_workload_buckets_hold_every_element_once(num_params, bucket_bytes, first_bytes):
     workload = Workload.from_step(num_params=num_params, step_s=3.0)
     sizes = workload.bucket_sizes(bucket_bytes, first_bytes)
     assert sum(sizes) == num_params
@@ -23,7 +23,7 @@ def test_buckets_hold_everything_once(num_params, bucket_bytes, first_bytes):
 
 
 @pytest.mark.parametrize(("element_bytes", "sizes"), [(2, [1000]), (4, [500, 500]), (8, [250] * 4)])
-def test_buckets_are_filled_by_bytes_of_the_gradients_own(element_bytes, sizes):
+def test_workload_bucket_sizes_count_bytes_of_the_gradient_dtype(element_bytes, sizes):
     workload = Workload.from_step(num_params=1000, step_s=3.0, element_bytes=element_bytes)
     assert workload.gradient_bytes == 1000 * element_bytes
     assert workload.bucket_sizes(2000) == sizes
@@ -31,7 +31,7 @@ def test_buckets_are_filled_by_bytes_of_the_gradients_own(element_bytes, sizes):
     assert whole.bucket_sizes(2000) == sizes
 
 
-def test_gradients_that_come_late_leave_little_to_hide():
+def test_workload_with_late_gradients_hides_little():
     late = Workload(num_params=1000, forward_s=1, backward_s=2, ready=((0, 0), (0.1, 0.9), (1, 1)))
     spans = [bucket.backward_s for bucket in late.buckets([100, 900])]
     assert spans == pytest.approx([1.8, 0.2])
@@ -39,7 +39,7 @@ def test_gradients_that_come_late_leave_little_to_hide():
     assert even == pytest.approx([0.2, 1.8])
 
 
-def test_backward_goes_on_after_the_last_gradient():
+def test_workload_backward_continues_after_the_last_gradient():
     workload = Workload(num_params=10, forward_s=1, backward_s=2, ready=((0, 0), (1, 1)))
     assert sum(b.backward_s for b in workload.buckets([5, 5])) == 2
 
@@ -58,20 +58,20 @@ def test_backward_goes_on_after_the_last_gradient():
         ({"ready": ()}, "`ready`"),
     ],
 )
-def test_wrong_numbers_are_refused(changes, message):
+def test_workload_refuses_wrong_numbers(changes, message):
     values = {"num_params": 10, "forward_s": 1.0, "backward_s": 2.0, **changes}
     with pytest.raises(UsageError, match=message):
         Workload(**values)
 
 
-def test_a_growing_batch_keeps_each_workers_step():
+def test_training_spec_with_a_growing_batch_keeps_each_workers_step():
     job = TrainingSpec(micro=MICRO)
     assert [job.batch(n) for n in (1, 3)] == [8, 24]
     assert job.workload(3) == job.workload(1) == MICRO
 
 
 @pytest.mark.parametrize(("num_workers", "most"), [(1, 6), (2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
-def test_a_fixed_batch_is_shared_in_whole_micro_batches(num_workers, most):
+def test_training_spec_shares_a_fixed_batch_in_whole_micro_batches(num_workers, most):
     job = TrainingSpec(micro=MICRO, global_batch=48)
     workload = job.workload(num_workers)
     assert job.batch(num_workers) == 48
@@ -80,6 +80,6 @@ def test_a_fixed_batch_is_shared_in_whole_micro_batches(num_workers, most):
 
 
 @pytest.mark.parametrize("global_batch", [50, 4, -8])
-def test_a_batch_that_cannot_be_cut_is_refused(global_batch):
+def test_training_spec_refuses_a_batch_that_is_no_multiple(global_batch):
     with pytest.raises(UsageError, match=r"`global_batch` .* multiple of `micro_batch` \(=8\)"):
         TrainingSpec(micro=MICRO, global_batch=global_batch)
