@@ -129,7 +129,7 @@ class _Sums:
     def __init__(self, device: torch.device) -> None:
         self.name_sets: list[list[str]] = []  # each different one that was seen
         self._device = device
-        self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Metrics) -> None:
         """Adds one micro-batch's."""
@@ -137,34 +137,28 @@ class _Sums:
         if not any(set(names) == set(seen) for seen in self.name_sets):
             self.name_sets.append(names)
         for name, pair in metrics.items():
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise UsageError(
-                    f"`metrics` gave {pair!r} for `{name}`; it must be a pair (sum, count)."
-                )
-            total, count = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = total + _number(name, pair[0]), count + _number(name, pair[1])
+            self._sums[name] = self._sums.get(name, 0.0) + self._checked(name, pair)
 
     def of(self, names: list[str]) -> Tensor:
         """The sums of these metrics, 0 for those that this worker has none of: [metric, 2]."""
-        numbers = [number for name in names for number in self._sums.get(name, (0.0, 0.0))]
-        tensors = [torch.as_tensor(x, dtype=torch.float64, device=self._device) for x in numbers]
-        return torch.stack(tensors).reshape(-1, 2) if tensors else torch.zeros(0, 2)
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = [self._sums.get(name, nothing) for name in names]
+        return torch.stack(sums) if sums else torch.zeros(0, 2)
 
-
-def _number(name: str, value: Any) -> float | Tensor:
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return value.detach().reshape(()).to(torch.float64)
-        given = f"a tensor of shape {list(value.shape)}"
-    else:
+    def _checked(self, name: str, pair: Any) -> Tensor:
         try:
-            return float(value)
-        except (TypeError, ValueError):
-            given = repr(value)
-    raise UsageError(
-        f"`metrics` gave {given} for `{name}`; sum and count must be numbers or one-element "
-        "tensors."
-    )
+            numbers = [
+                torch.as_tensor(x, dtype=torch.float64, device=self._device).detach().reshape(())
+                for x in pair
+            ]
+        except (TypeError, ValueError, RuntimeError):
+            numbers = []
+        if len(numbers) != 2:
+            raise UsageError(
+                f"`metrics` gave {pair!r} for `{name}`; it must be a pair (sum, count) of numbers"
+                " or one-element tensors."
+            )
+        return torch.stack(numbers)
 
 
 def _agreed_names(comm: Communicator, name_sets: list[list[str]]) -> list[str]:

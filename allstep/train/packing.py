@@ -11,25 +11,12 @@ from allstep.errors import CheckpointError, UsageError
 
 __all__ = ["pack", "unpack"]
 
+# What a safetensors file can hold.
 _DTYPES = {
-    torch.bool,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
 }
 
 _Path = tuple[object, ...]

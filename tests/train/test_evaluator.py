@@ -280,9 +280,10 @@ def test_evaluator_with_a_collate_fn() -> None:
     ("value", "words"),
     [
         (3, r"gave 3 for `m`; it must be a pair \(sum, count\)"),
-        ((torch.ones(2), 1), r"tensor of shape \[2\] for `m`"),
-        (("many", 1), "gave 'many' for `m`"),
-        ((None, 1), "gave None for `m`"),
+        ((torch.ones(2), 1), r"gave \(tensor\(\[1., 1.\]\), 1\) for `m`"),
+        (("many", 1), r"gave \('many', 1\) for `m`"),
+        ((None, 1), r"gave \(None, 1\) for `m`"),
+        ((1, 2, 3), r"gave \(1, 2, 3\) for `m`"),
     ],
 )
 def test_evaluator_refuses_wrong_metrics(value: Any, words: str) -> None:
