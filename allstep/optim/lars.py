@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from allstep.errors import UsageError
+from allstep.optim import momentum_correction
 from allstep.optim.fused import sums_by_blocks
 from allstep.optim.layer_wise import TrustRatioOptimizer, adapts
 from allstep.optim.leaves import Batch
@@ -163,7 +164,7 @@ class LARS(TrustRatioOptimizer):
         far below 1 would be rounded away there, and is left to `_move_foreach`.
         """
         group = batch.group
-        momentum = float(group["momentum"] * self._correction(group))
+        momentum = float(group["momentum"] * momentum_correction.factor(group))
         smallest, decay = _SMALLEST_SCALE[batch.dtype], self._coupled_decay(group)
         # Layers that do not adapt share one scale, and one call.
         num_layers = 1 if adapts(group) else len(batch.leaves)
@@ -195,7 +196,7 @@ class LARS(TrustRatioOptimizer):
         steps = list(torch._foreach_mul(gradients, -1 if group["maximize"] else 1))
         torch._foreach_add_(steps, weights, alpha=self._coupled_decay(group))
         torch._foreach_mul_(steps, list(scales.to(weights[0].dtype)))
-        torch._foreach_mul_(buffers, group["momentum"] * self._correction(group))
+        torch._foreach_mul_(buffers, group["momentum"] * momentum_correction.factor(group))
         torch._foreach_add_(buffers, steps)
         if group["nesterov"]:
             torch._foreach_add_(steps, buffers, alpha=group["momentum"])

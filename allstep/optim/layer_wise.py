@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from allstep.errors import UsageError
+from allstep.optim import momentum_correction
 from allstep.optim.checks import Norm
 from allstep.optim.leaves import Batch, Leaf, batches, local, reduce_over_shards
 from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
@@ -130,9 +131,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         for stage in self._stages(leaves):
             self._update_stage(stage)
         for group in self.param_groups:
-            if group["momentum_correction"]:
-                self._correct_idle(group)
-                _remember_rate(group)
+            momentum_correction.end_step(group, self.state)
 
     def _update_stage(self, stage: list[Batch]) -> None:
         """Measures and moves batches, with their norms summed over workers in between."""
@@ -187,26 +186,6 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         norm: Norm = self._options["trust_norm"]
         return norm
 
-    def _correction(self, group: dict[str, Any]) -> float | Tensor:
-        """By how much the momentum is rescaled because the rate has changed."""
-        previous, lr = group["previous_lr"], group["lr"]
-        if not group["momentum_correction"] or previous is None:
-            return 1.0
-        if isinstance(previous, Tensor):
-            return torch.where(previous > 0, lr / previous, 1.0).reshape(())
-        # After a rate of 0 the corrected momentum is 0 and stays so.
-        return lr / previous if previous else 1.0
-
-    def _correct_idle(self, group: dict[str, Any]) -> None:
-        """Corrects the momentum of parameters that had no gradient in this step."""
-        correction = self._correction(group)
-        if isinstance(correction, float) and correction == 1.0:
-            return
-        for parameter in group["params"]:
-            state = self.state.get(parameter)
-            if parameter.grad is None and state:
-                local(state["momentum_buffer"]).mul_(correction)
-
     def _move(self, batch: Batch, scales: Tensor) -> None:
         if not batch.directions:
             return
@@ -247,7 +226,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         rule, group = self._rule(batch.group), batch.group
         for leaf, scale in zip(batch.leaves, scales, strict=True):
             gradient = leaf.descent() + self._coupled_decay(group) * leaf.weight
-            local(leaf.state["momentum_buffer"]).mul_(self._correction(group))
+            local(leaf.state["momentum_buffer"]).mul_(momentum_correction.factor(group))
             leaf.weight.sub_(_advance(rule, leaf, scale.to(gradient.dtype) * gradient))
 
     def _coupled_decay(self, group: dict[str, Any]) -> float:
@@ -271,15 +250,6 @@ def _advance(rule: Rule, leaf: Leaf, gradient: Tensor) -> Tensor:
     for slot, value in new.items():
         state[slot].copy_(value)
     return direction
-
-
-def _remember_rate(group: dict[str, Any]) -> None:
-    """In the same memory at every step: a CUDA graph looks where it was when it was captured."""
-    lr, previous = group["lr"], group["previous_lr"]
-    if isinstance(previous, Tensor):
-        previous.copy_(lr)
-    else:
-        group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def _joined(sums: list[Tensor]) -> Tensor:

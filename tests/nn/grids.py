@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.nn.windows import Grid, Layout, Window
+from allstep.nn.windows import Grid, HaloStats, Layout, Window
 from tests.helpers.ranks import run_ranks
 
 GRIDS = ((1, 1), (2, 1), (1, 3), (2, 2), (3, 2), (4, 2))
@@ -55,3 +55,10 @@ def on_grid(shape: tuple[int, ...], fn: Callable[[Grid], Any], **options: float)
         return fn(Grid(comm, shape))
 
     return run_ranks(size, work, **options)
+
+
+def mirrored(stats: HaloStats) -> HaloStats:
+    """The messages of the backward pass: what was sent is received."""
+    return HaloStats(
+        stats.messages_received, stats.bytes_received, stats.messages_sent, stats.bytes_sent
+    )

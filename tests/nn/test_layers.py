@@ -21,7 +21,7 @@ from allstep.nn import (
     SubtractiveNorm,
 )
 from allstep.nn.windows import Layout, Reach, plan_halo
-from tests.nn.grids import GRIDS, on_grid, part, values, whole
+from tests.nn.grids import GRIDS, mirrored, on_grid, part, values, whole
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -245,7 +245,7 @@ def test_layer_sends_only_its_halo(grid_shape):
         reach = Reach((5, 3), (2, 1), ((2, 2), (1, 1)), (1, 1))
         wanted = tuple(reach.inputs(window) for window in conv.out_layout.windows)
         once = plan_halo(conv.in_layout, wanted, grid.rank).stats(3 * 2 * 8)
-        return grid.stats == once + once.mirrored()
+        return grid.stats == once + mirrored(once)
 
     assert all(on_grid(grid_shape, work))
 

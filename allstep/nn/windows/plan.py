@@ -39,16 +39,6 @@ class HaloStats:
             self.bytes_received + other.bytes_received,
         )
 
-    def mirrored(self) -> "HaloStats":
-        """Those of the backward pass: what was sent is received.
-
-        >>> HaloStats(1, 8).mirrored()
-        HaloStats(messages_sent=0, bytes_sent=0, messages_received=1, bytes_received=8)
-        """
-        return HaloStats(
-            self.messages_received, self.bytes_received, self.messages_sent, self.bytes_sent
-        )
-
 
 @dataclass(frozen=True)
 class HaloPlan:

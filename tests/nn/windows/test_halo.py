@@ -21,7 +21,7 @@ from allstep.nn.windows import (
     start_halo_scatter_add,
 )
 from tests.helpers.ranks import run_ranks
-from tests.nn.grids import GRIDS, on_grid, part, values, whole
+from tests.nn.grids import GRIDS, mirrored, on_grid, part, values, whole
 
 SHAPE = (11, 7)
 
@@ -64,7 +64,7 @@ def check_fetch(grid_shape, layout, wanted, first_dim=-2):
         torch.testing.assert_close(window, fetched[rank].detach(), rtol=0, atol=0)
         once = plan_halo(layout, wanted, rank).stats(6 * 8)
         # there, back, and twice more for the second derivative; then one delivery
-        assert stats == sum([once, once.mirrored()] * 2 + [once.mirrored()], HaloStats())
+        assert stats == sum([once, mirrored(once)] * 2 + [mirrored(once)], HaloStats())
     for i, expected in enumerate((first.detach(), second, delivered), start=1):
         got = whole([result[i] for result in results], layout, first_dim)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

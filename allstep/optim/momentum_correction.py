@@ -1,0 +1,45 @@
+"""Momentum that holds the learning rate follows it when it changes.
+
+Source: Goyal et al., 2017, arXiv:1706.02677, remark 2.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allstep.optim.leaves import local
+
+__all__ = ["end_step", "factor"]
+
+
+def factor(group: Mapping[str, Any]) -> float | Tensor:
+    """By how much the momentum is multiplied because the rate has changed: lr / previous lr."""
+    previous, lr = group["previous_lr"], group["lr"]
+    if not group["momentum_correction"] or previous is None:
+        return 1.0
+    if isinstance(previous, Tensor):
+        return torch.where(previous > 0, lr / previous, 1.0).reshape(())
+    # After a rate of 0 the corrected momentum is 0 and stays so.
+    return lr / previous if previous else 1.0
+
+
+def end_step(group: dict[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+    """Corrects the momentum of parameters without a gradient, and remembers the rate.
+
+    The rate stays in the same memory: a CUDA graph looks where it was when it was captured.
+    """
+    if not group["momentum_correction"]:
+        return
+    correction = factor(group)
+    if isinstance(correction, Tensor) or correction != 1.0:
+        for parameter in group["params"]:
+            state = states.get(parameter)
+            if parameter.grad is None and state:
+                local(state["momentum_buffer"]).mul_(correction)
+    lr, previous = group["lr"], group["previous_lr"]
+    if isinstance(previous, Tensor):
+        previous.copy_(lr)
+    else:
+        group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
