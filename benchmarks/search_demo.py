@@ -5,56 +5,57 @@
 Every line that has something to tune gets four trials of two seeds. The trial with the least mean
 loss on 288 held-out training digits is taken; the test digits take no part. Results are written
 to benchmarks/results/search_demo.json (with `--quick`, one seed: ..._quick.json); the settings in
-allstep/cli/demo/large_batch_runs.py are changed by hand.
+allstep/cli/demo/large_batch.py are changed by hand.
 """
 
 import argparse
 import itertools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from common import print_headline, write_results
 
-from allstep.cli.demo.crew import Crew
-from allstep.cli.demo.large_batch_runs import (
+from allstep.cli.demo.large_batch import (
     FACTOR,
     LINES,
     SMALL_BATCH,
     Line,
-    Settings,
     train,
 )
+from allstep.cli.demo.processes import Processes
 from allstep.optim import linear_scaling
 from allstep.train.devices import num_cores
 
 SEEDS = (100, 101)
 
 
-def candidates(line: Line) -> list[Settings]:
+def candidates(line: Line) -> list[dict[str, Any]]:
     """All settings of a line that are tried."""
     grid = itertools.product(*line.trials.values())
-    return [
-        replace(line.settings, **dict(zip(line.trials, values, strict=True))) for values in grid
-    ]
+    return [{**line.fields, **dict(zip(line.trials, values, strict=True))} for values in grid]
 
 
 def search(
-    crew: Crew, line: Line, trials: list[Settings], seeds: Sequence[int], jobs_at_once: int
+    processes: Processes,
+    line: Line,
+    trials: list[dict[str, Any]],
+    seeds: Sequence[int],
+    jobs_at_once: int,
 ) -> dict[str, Any]:
     """The mean loss and accuracy of each trial, and the best of them."""
     jobs = [(number, seed) for number in range(len(trials)) for seed in seeds]
-    calls = [(partial(train, is_trial=True), (trials[number], seed)) for number, seed in jobs]
+    calls = [
+        (train, {"fields": trials[number], "seed": seed, "is_trial": True}) for number, seed in jobs
+    ]
     found: list[list[dict[str, float]]] = [[] for _ in trials]
-    for job, metrics in crew.each(calls, jobs_at_once):
+    for job, metrics in processes.each(calls, jobs_at_once):
         found[jobs[job][0]].append(metrics)
     table = [
         {
-            **{name: getattr(trial, name) for name in line.trials},
+            **{name: trial[name] for name in line.trials},
             "loss": mean(m["loss"] for m in metrics),
             "accuracy": mean(m["accuracy"] for m in metrics),
         }
@@ -74,7 +75,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, Crew(Path(folder)) as crew:
+    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         for line in LINES:
             if not line.trials:
                 continue
@@ -82,8 +83,8 @@ def main() -> None:
             if line.name == "with warm-up":  # its rate follows from what was just found
                 small_lr = results["small batch"]["best"]["lr"]
                 rate = linear_scaling(small_lr, SMALL_BATCH, FACTOR * SMALL_BATCH)
-                trials = [replace(trial, lr=rate) for trial in trials]
-            results[line.name] = search(crew, line, trials, seeds, arguments.jobs)
+                trials = [{**trial, "lr": rate} for trial in trials]
+            results[line.name] = search(processes, line, trials, seeds, arguments.jobs)
     write_results(f"search_demo{'_quick' if arguments.quick else ''}", {"lines": results})
     print_headline(**{name: found["best"]["accuracy"] for name, found in results.items()})
 

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -58,6 +59,10 @@ class Workers:
         has_logs: keep what workers print in the folder instead of printing it.
         hosts: makes of a command line one for each worker, which says who it is; by default
             workers are told by this process.
+
+    Attributes:
+        folder: as given.
+        start_s: when they were started, of `time.monotonic`.
     """
 
     def __init__(
@@ -79,9 +84,12 @@ class Workers:
         self._has_logs = has_logs
         self._hosts = hosts
         self._processes: list[_Process] = []
+        self.start_s = 0.0
 
     def start(self) -> Self:
         """Starts all; a signal that comes meanwhile waits until they are known."""
+        if self._preload:
+            resource_tracker.ensure_running()  # it would let signals in
         try:
             with _signals_held():
                 self._start()
@@ -91,6 +99,7 @@ class Workers:
         return self
 
     def _start(self) -> None:
+        self.start_s = time.monotonic()
         write_call(self.folder, self._arguments, None if self._preload else os.getpid())
         self._store = TCPStore(
             "127.0.0.1",

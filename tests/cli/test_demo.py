@@ -14,23 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from allstep.cli.demo import (
-    command,
-    crew,
-    draw,
-    large_batch,
-    large_batch_runs,
-    same_model,
-    same_model_runs,
-    slow_wire,
-    slow_wire_runs,
-    verdict,
-)
-from allstep.cli.demo.crew import ChildError, Crew
+from allstep.cli.demo import draw as drawing
+from allstep.cli.demo import large_batch, same_model, scaling, slow_wire, slow_wire_runs
+from allstep.cli.demo.large_batch import LINES, LargeBatchDigits
 from allstep.cli.demo.panel import Bar, Chart, Panel
+from allstep.cli.demo.processes import Processes, WorkerError
 from allstep.cli.main import main
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
@@ -60,15 +52,10 @@ PANEL = Panel(
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """Puts what is given in place of measuring."""
-
-    def put(*panels: Panel) -> None:
-        monkeypatch.setattr(command, "_measure", lambda *arguments: iter(panels))
-
-    put(dataclasses.replace(PANEL, status="timing", conclusion=""), PANEL)
-    return put
+def measured(*arguments: Any) -> Iterator[Panel]:
+    """Stands in for measuring."""
+    yield dataclasses.replace(PANEL, status="timing", conclusion="")
+    yield PANEL
 
 
 @pytest.fixture
@@ -77,8 +64,8 @@ def refuse(refused):
 
 
 class TestCommand:
-    def test_plain_text_shows_each_panel_once(self, measured, capsys):
-        assert main(["demo", "--panel", "c,a"]) == 0
+    def test_plain_text_shows_each_panel_once(self, capsys):
+        assert main(["demo", "--panel", "c,a"], measure=measured) == 0
         text = capsys.readouterr().out
         assert text.index("a. A question") >= 0
         assert text.count("Two is faster.") == 2
@@ -88,17 +75,17 @@ class TestCommand:
         assert re.search(r"Measured in \d+ s\.", text)
 
     @pytest.mark.parametrize("columns", [20, 40, 59, 60, 100])
-    def test_a_terminal_of_any_width_is_not_exceeded(self, measured, capsys, monkeypatch, columns):
+    def test_a_terminal_of_any_width_is_not_exceeded(self, capsys, monkeypatch, columns):
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["demo", "--panel", "a"]) == 0
+        assert main(["demo", "--panel", "a"], measure=measured) == 0
         text = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", capsys.readouterr().out)
         assert max(map(len, re.split(r"[\r\n]", text))) <= columns
         assert "timing" in text
 
-    def test_pictures_and_numbers_are_kept(self, measured, capsys):
+    def test_pictures_and_numbers_are_kept(self, capsys):
         pytest.importorskip("matplotlib")
-        assert main(["demo", "--panel", "a", "--out", "new/folder"]) == 0
+        assert main(["demo", "--panel", "a", "--out", "new/folder"], measure=measured) == 0
         assert Path("new/folder/demo_a.png").read_bytes()[:4] == b"\x89PNG"
         numbers = json.loads(Path("new/folder/demo.json").read_text())["a"]
         assert numbers["speed"] == [10, 20]
@@ -106,12 +93,12 @@ class TestCommand:
         assert numbers["wall_s"] >= 0
         assert "new/folder" in capsys.readouterr().out
 
-    def test_nothing_is_written_unasked(self, measured):
-        assert main(["demo", "--panel", "a"]) == 0
+    def test_nothing_is_written_unasked(self):
+        assert main(["demo", "--panel", "a"], measure=measured) == 0
         assert list(Path().iterdir()) == []
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-    def test_a_signal_unwinds_and_is_the_exit_code(self, monkeypatch, capsys, number, code):
+    def test_a_signal_unwinds_and_is_the_exit_code(self, capsys, number, code):
         ended = []
 
         def measure(*arguments: Any) -> Iterator[Panel]:
@@ -122,9 +109,8 @@ class TestCommand:
             finally:
                 ended.append(True)
 
-        monkeypatch.setattr(command, "_measure", measure)
         before = signal.getsignal(signal.SIGINT)
-        assert main(["demo", "--panel", "a"]) == code
+        assert main(["demo", "--panel", "a"], measure=measure) == code
         assert ended == [True]
         assert signal.getsignal(signal.SIGINT) is before
         assert capsys.readouterr().err == ""
@@ -151,16 +137,16 @@ class TestCommand:
         Path("taken").touch()
         assert "`out` (=taken/in) can't be written" in refuse("--out", "taken/in")
 
-    def test_a_folder_that_becomes_unwritable(self, measured, refuse, monkeypatch):
+    def test_a_folder_that_becomes_unwritable(self, refuse):
         def fail(panel: Panel, path: Path) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(command, "draw", fail)
-        message = refuse("--panel", "a", "--out", "full")
+        stand_ins = {"measure": measured, "draw": fail}
+        message = refuse("--panel", "a", "--out", "full", **stand_ins)
         assert "`out` (=full) can't be written (No space left on device)" in message
 
     def test_pictures_without_matplotlib(self, refuse, monkeypatch):
-        monkeypatch.setattr(draw, "find_spec", lambda name: None)
+        monkeypatch.setattr(drawing, "find_spec", lambda name: None)
         message = refuse("--out", "pictures")
         assert "`out` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
         assert not Path("pictures").exists()
@@ -170,128 +156,108 @@ class TestCommand:
         assert "needs scikit-learn" in refuse("--panel", "a")
 
 
-def _answer(number: int) -> int:
-    return number + 1
+def answer(comm: Communicator, number: int) -> list[int]:
+    return [number + 1]
 
 
-def _sleep() -> None:
-    time.sleep(60)
+def sleep(comm: Communicator) -> None:
+    time.sleep(120)
 
 
-def _sum(comm: Communicator, scale: int) -> int:
-    return int(comm.all_reduce(torch.tensor(scale * (comm.rank + 1))))
+def add(comm: Communicator, scale: int) -> dict[str, int]:
+    return {"sum": int(comm.all_reduce(torch.tensor(scale * (comm.rank + 1))))}
 
 
 @pytest.mark.process
-class TestCrew:
-    @pytest.fixture(autouse=True)
-    def without_preload(self, monkeypatch):
-        monkeypatch.setattr(crew, "_PRELOAD", ["torch", "tests.helpers.processes"])
+class TestProcesses:
+    PRELOAD = ("torch", "tests.helpers.processes")
 
-    def test_children_answer_fail_and_end(self, tmp_path, monkeypatch):
-        with Crew(tmp_path) as started:
-            answers = dict(started.each([(_answer, (n,)) for n in range(3)], at_most=2))
-            assert answers == {0: 1, 1: 2, 2: 3}
-            assert started.run_ranks(1, _sum, 5) == 5
-            assert started.run_ranks(2, _sum, 5) == 15
-            with pytest.raises(ChildError, match="TypeError"):
-                list(started.each([(_answer, ())], at_most=1))
-            (sleeper,) = started.start_ranks(1, _sum, 1)
-            sleeper.kill()
-            with pytest.raises(ChildError, match="ended with code -9"):
-                sleeper.result()
-            left = crew.Child(_sleep, ())
-            started._processes.append(left)
-            monkeypatch.setattr(crew, "_TIMEOUT_S", 0.1)
-            with pytest.raises(ChildError, match=r"took longer than 0.1 s"):
-                left.result()
-            with pytest.raises(ChildError, match=r"took longer than 0.1 s"):
-                list(started.each([(_sleep, ())], at_most=1))
-        with pytest.raises(ChildError, match="ended with code -9"):
-            left.result()
+    def test_workers_answer_fail_and_end(self, tmp_path):
+        with Processes(tmp_path, preload=self.PRELOAD) as processes:
+            calls = [(answer, {"number": n}) for n in range(3)]
+            assert dict(processes.each(calls, at_most=2)) == {0: [1], 1: [2], 2: [3]}
+            assert processes.run(2, add, scale=5) == {"sum": 15}
+            with pytest.raises(WorkerError, match="TypeError"):
+                list(processes.each([(answer, {})], at_most=1))
+            sleeper = processes.start(1, sleep)
+            sleeper.send(signal.SIGKILL)
+            with pytest.raises(WorkerError, match="ended with code -9"):
+                processes.result(sleeper)
+            left = processes.start(1, sleep)
+        assert left.exit_codes == [-signal.SIGKILL]
 
-    def test_commands(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(crew, "_TIMEOUT_S", 20.0)
-        with Crew(tmp_path) as started:
-            started.run_commands([["true"], ["true"]])
-            with pytest.raises(ChildError, match="no such thing"):
-                started.run_commands([["sh", "-c", "echo no such thing; exit 3"], ["sleep", "60"]])
-            monkeypatch.setattr(crew, "_TIMEOUT_S", 0.1)
-            with pytest.raises(ChildError, match="took longer"):
-                started.run_commands([["sleep", "60"]])
-        assert [command.exit_code for command in started._processes] == [0, 0, 3, -9, -9]
+    def test_workers_that_take_too_long(self, tmp_path):
+        with Processes(tmp_path, timeout_s=0.1, preload=self.PRELOAD) as processes:
+            with pytest.raises(WorkerError, match=r"took longer than 0.1 s"):
+                processes.run(1, sleep)
+            with pytest.raises(WorkerError, match=r"took longer than 0.1 s"):
+                list(processes.each([(sleep, {})], at_most=1))
 
-    @pytest.mark.parametrize(("size", "wait_s"), [(3, 1.0), (4, 0.0)], ids=["early", "later"])
-    def test_ctrl_c_leaves_no_child(self, size, wait_s):
+    @pytest.mark.parametrize("size", [2, 4], ids=["early", "later"])
+    def test_ctrl_c_leaves_no_process(self, size):
         line = [sys.executable, "-m", "allstep", "demo", "--panel", "a"]
         demo = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         deadline_s = time.monotonic() + 60
-        while len(group := _members(demo.pid)) < size and time.monotonic() < deadline_s:
+        watched = psutil.Process(demo.pid)
+        while len(watched.children(recursive=True)) < size and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        assert len(group) >= size  # itself, two helpers of multiprocessing, a training
-        time.sleep(wait_s)  # for the early one: the helpers import
+        family = watched.children(recursive=True)
+        assert len(family) >= size  # two helpers of multiprocessing, then trainings
         os.killpg(demo.pid, signal.SIGINT)  # as a terminal does
         _, said = demo.communicate(timeout=60)
         assert demo.returncode == 130
         assert said == b""
-        while _members(demo.pid) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        assert _members(demo.pid) == []
-
-
-def _members(group: int) -> list[int]:
-    """Processes of a process group that are not merely waiting to be reaped."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            _, _, rest = entry.read_text().rpartition(")")
-        except OSError:
-            continue
-        state, _, process_group = rest.split()[:3]
-        if int(process_group) == group and state != "Z":
-            found.append(int(entry.parent.name))
-    return found
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 class TestLargeBatch:
-    def test_every_line_trains(self, monkeypatch):
-        monkeypatch.setattr(large_batch_runs, "EPOCHS", 1)
-        for line in large_batch_runs.LINES:
-            short = dataclasses.replace(line.settings, warmup_epochs=0.0)
-            found = large_batch_runs.train(short, seed=0)
+    def test_every_line_trains(self):
+        for line in LINES:
+            short = {**line.fields, "epochs": 1, "warmup_epochs": 0.0}
+            found = large_batch.train(Communicator.single_process(), short, seed=0)
             assert 0 < found["accuracy"] < 1
 
-    def test_a_trial_never_sees_the_test_set(self, monkeypatch):
-        train_set, test_set = large_batch_runs.load_digits()
-        kept, held_out = large_batch_runs._hold_out(train_set)
-        assert sorted([*kept.indices, *held_out.indices]) == list(range(len(train_set)))
-        assert kept.dataset is held_out.dataset is train_set is not test_set
+    def test_a_trial_never_sees_the_test_set(self):
+        task = LargeBatchDigits().task(Communicator.single_process())
+        kept, held_out = large_batch.hold_out(task.train_set)
+        assert sorted([*kept.indices, *held_out.indices]) == list(range(len(task.train_set)))
+        assert kept.dataset is held_out.dataset is task.train_set is not task.test_set
 
     def test_what_was_found_is_among_what_was_tried(self):
-        for line in large_batch_runs.LINES:
+        for line in LINES:
             for name, tried in line.trials.items():
-                assert getattr(line.settings, name) in tried
-        tried = [line.trials for line in large_batch_runs.LINES if line.trials]
+                assert line.fields[name] in tried
+        tried = [line.trials for line in LINES if line.trials]
         assert {len(t.get("lr", [1])) * len(t.get("warmup_epochs", [1])) for t in tried} == {4}
 
     def test_settings_are_those_that_the_search_has_found(self):
         results = Path(__file__).parents[2] / "benchmarks" / "results" / "search_demo.json"
         found = json.loads(results.read_text())["lines"]
-        for line in large_batch_runs.LINES:
+        for line in LINES:
             for name in line.trials:
-                assert getattr(line.settings, name) == found[line.name]["best"][name]
+                assert line.fields[name] == found[line.name]["best"][name]
 
     def test_rates_follow_from_the_small_batch(self):
-        lines = {line.name: line.settings for line in large_batch_runs.LINES}
-        small = lines["small batch"]
-        assert lines["linear scaling"].lr == lines["with warm-up"].lr == 32 * small.lr
-        assert lines["old rate"].lr == small.lr
-        assert {s.global_batch for s in lines.values()} == {8, 256}
+        recipes = {line.name: line.recipe for line in LINES}
+        small = recipes["small batch"]
+        assert recipes["linear scaling"].lr == recipes["with warm-up"].lr == 32 * small.lr
+        assert recipes["old rate"].lr == small.lr
+        assert {recipe.global_batch for recipe in recipes.values()} == {8, 256}
+
+    def test_the_axis_shows_the_range_of_accuracies(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        accuracies = {line.name: [95.0 + number] for number, line in enumerate(LINES)}
+        chart = large_batch._panel(accuracies, "", 1).chart
+        low, high = drawing.make_figure(large_batch._panel(accuracies, "", 1)).axes[0].get_xlim()
+        assert not chart.starts_at_zero
+        assert low > 90
+        assert high < 110
 
     def test_the_conclusion_is_what_was_measured(self):
-        accuracies = {line.name: [99.0, 98.0] for line in large_batch_runs.LINES}
+        accuracies = {line.name: [99.0, 98.0] for line in LINES}
         text = large_batch._panel(accuracies, "", 2).conclusion
         assert "loses little here" in text
         accuracies["linear scaling"] = [50.0, 52.0]
@@ -302,7 +268,7 @@ class TestLargeBatch:
         assert panel.rows[1][-2:] == ("51.0 ± 1.4", "-47.5")
 
     def test_nothing_is_said_before_it_is_measured(self):
-        accuracies = {line.name: [] for line in large_batch_runs.LINES}
+        accuracies = {line.name: [] for line in LINES}
         panel = large_batch._panel(accuracies, "training", 1)
         assert panel.conclusion == ""
         assert {row[-1] for row in panel.rows} == {""}
@@ -313,11 +279,11 @@ class TestSameModel:
     def test_two_workers_train_what_one_does_and_as_usual_they_do_not(self, tmp_path):
         one, two = str(tmp_path / "one"), str(tmp_path / "two")
         lone = Communicator.single_process()
-        same = functools.partial(same_model_runs.train_the_same, compression="exact", resume=False)
+        same = functools.partial(same_model.train_the_same, compression="exact", resume=False)
         found = [same(lone, one), run_processes(2, same, two, timeout_s=100)[0]]
         models = [same_model._load(path) for path in found]
         assert same_model._largest_difference(*models) == 0
-        usual = same_model_runs.train_as_usual
+        usual = same_model.train_as_usual
         found = [usual(lone, one), run_processes(2, usual, two, timeout_s=100)[0]]
         models = [same_model._load(path) for path in found]
         assert same_model._largest_difference(*models) > 1e-2
@@ -372,7 +338,7 @@ class TestSlowWire:
 
     def test_without_root_the_token_bucket_is_labelled(self, monkeypatch):
         class Ranks:
-            def run_ranks(self, size: int, function: Any, rate_bps: float) -> dict[str, Any]:
+            def run(self, size: int, function: Any, rate_bps: float) -> dict[str, Any]:
                 assert function is slow_wire.run_steps_shaped
                 return FOUND
 
@@ -455,30 +421,34 @@ class TestShapedCommunicator:
         assert max(ends_s) - min(starts_s) >= 0.099  # both send 50 kB through one bucket
 
 
-class TestVerdict:
+class TestScaling:
     NOISE = {"noise_scale": 987.0, "useful_batch": "useful up to about B = 990"}  # noqa: RUF012
 
     @pytest.mark.parametrize(
         ("pair", "said"),
-        [(60.0, "0.60x one: don't."), (120.0, "1.20x one: don't."), (180.0, "1.80x one: it pays.")],
+        [
+            (60.0, "0.60x as fast as one: stay with one."),
+            (120.0, "1.20x as fast as one: stay with one."),
+            (180.0, "1.80x as fast as one: it pays."),
+        ],
     )
-    def test_it_says_dont_unless_a_worker_brings_a_quarter(self, pair, said):
-        speeds = {"1 worker, 1 thread": [100.0, 90.0, 110.0], verdict._PAIR: [pair] * 3}
-        panel = verdict._panel(speeds, self.NOISE, "")
+    def test_one_worker_is_advised_unless_another_brings_a_quarter(self, pair, said):
+        speeds = {"1 worker, 1 thread": [100.0, 90.0, 110.0], scaling._PAIR: [pair] * 3}
+        panel = scaling._panel(speeds, self.NOISE, "")
         assert panel.conclusion.endswith(said)
         assert "useful up to about B = 990" in panel.conclusion
 
     def test_the_better_single_worker_counts(self):
         speeds = {"1 worker, 2 threads": [80.0], "1 worker, 1 thread": [100.0]}
-        speeds[verdict._PAIR] = [150.0]
-        assert verdict._speed_up(speeds) == 1.5
+        speeds[scaling._PAIR] = [150.0]
+        assert scaling._speed_up(speeds) == 1.5
 
     def test_one_core_has_one_kind_of_lone_worker(self, monkeypatch):
-        monkeypatch.setattr(verdict, "num_cores", lambda: 1)
-        assert list(verdict._teams()) == ["1 worker, 1 thread", verdict._PAIR]
+        monkeypatch.setattr(scaling, "num_cores", lambda: 1)
+        assert list(scaling._teams()) == ["1 worker, 1 thread", scaling._PAIR]
 
     def test_a_training_tells_speed_and_noise(self, tmp_path):
-        found = verdict.train(Communicator.single_process(), str(tmp_path), 2, 1, 1)
+        found = scaling.train(Communicator.single_process(), str(tmp_path), 2, 1)
         assert found["samples_per_s"] > 0
         assert found["noise_scale"] > 0
         assert "useful up to about B" in found["useful_batch"]

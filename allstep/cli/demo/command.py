@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,15 +17,28 @@ from allstep.cli.demo.panel import Panel
 from allstep.cli.demo.show import Screen
 from allstep.errors import UsageError
 
-__all__ = ["run"]
+__all__ = ["measure_panel", "run"]
 
-_PANELS = ("a", "b", "c", "d")
+Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
+
+_PANELS = {"a": "large_batch", "b": "same_model", "c": "slow_wire", "d": "scaling"}
 _DIGITS = {"a", "b", "d"}
 _MOST_SEEDS = 20
 
 
-def run(arguments: list[str]) -> int:
-    """Measures and shows the panels that are asked for."""
+def run(
+    arguments: list[str],
+    *,
+    measure: Measure | None = None,
+    draw: Callable[[Panel, Path], None] = draw,
+) -> int:
+    """Measures and shows the panels that are asked for.
+
+    Args:
+        arguments: what follows `allstep demo`.
+        measure: measures a panel; None means `measure_panel`.
+        draw: draws a panel.
+    """
     known = _make_parser().parse_args(arguments)
     letters = _read_panels(known.panel)
     if not 1 <= known.seeds <= _MOST_SEEDS:
@@ -34,7 +48,7 @@ def run(arguments: list[str]) -> int:
         _make_folder(known.out)
     with _interruptible():
         try:
-            return _run_panels(letters, known.seeds, known.out)
+            return _run_panels(letters, known.seeds, known.out, measure or measure_panel, draw)
         except _Interrupted as stop:
             return 128 + stop.number
 
@@ -43,8 +57,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="allstep demo",
         description="What allstep is for, in four panels measured while you watch:"
-        " a large batch, b the same model on other numbers of workers, c a slow wire, d the"
-        " verdict on this machine. Under 3 minutes on two cores; nothing is downloaded.",
+        " a large batch, b the same model on other numbers of workers, c a slow wire, d"
+        " whether scaling pays on this machine. Under 3 minutes on two cores; nothing is"
+        " downloaded.",
         epilog="For a start: allstep demo --panel a,d",
         allow_abbrev=False,
     )
@@ -79,8 +94,14 @@ def _make_folder(folder: Path) -> None:
         ) from None
 
 
-def _run_panels(letters: list[str], num_seeds: int, out: Path | None) -> int:
-    from allstep.cli.demo.crew import Crew
+def _run_panels(
+    letters: list[str],
+    num_seeds: int,
+    out: Path | None,
+    measure: Measure,
+    draw: Callable[[Panel, Path], None],
+) -> int:
+    from allstep.cli.demo.processes import Processes
 
     if _DIGITS.intersection(letters):
         from allstep.recipes.digits import Digits
@@ -89,39 +110,36 @@ def _run_panels(letters: list[str], num_seeds: int, out: Path | None) -> int:
     screen = Screen()
     numbers: dict[str, Any] = {}
     start_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="allstep-") as folder, Crew(Path(folder)) as crew:
+    with (
+        tempfile.TemporaryDirectory(prefix="allstep-") as folder,
+        Processes(Path(folder)) as processes,
+    ):
         for letter in letters:
             panel_start_s = time.monotonic()
             with screen.open() as frame:
-                for panel in _measure(letter, crew, Path(folder), num_seeds):
+                for panel in measure(letter, processes, Path(folder), num_seeds):
                     frame.show(panel)
             wall_s = time.monotonic() - panel_start_s
             numbers[letter] = {**panel.numbers, "conclusion": panel.conclusion, "wall_s": wall_s}
             if out is not None:
-                _keep(panel, numbers, out)
+                _keep(panel, numbers, out, draw)
     screen.say(f"Measured in {time.monotonic() - start_s:.0f} s.")
     if out is not None:
         screen.say(f"Pictures and numbers are in {out}.")
     return 0
 
 
-def _measure(letter: str, crew: Any, folder: Path, num_seeds: int) -> Iterator[Panel]:
-    """Imports a panel when it is its turn."""
-    if letter == "a":
-        from allstep.cli.demo import large_batch
-
-        return large_batch.measure(crew, num_seeds)
-    from allstep.cli.demo import same_model, slow_wire, verdict
-
-    measures: dict[str, Callable[..., Iterator[Panel]]] = {
-        "b": same_model.measure,
-        "c": slow_wire.measure,
-        "d": verdict.measure,
-    }
-    return measures[letter](crew, folder)
+def measure_panel(letter: str, processes: Any, folder: Path, num_seeds: int) -> Iterator[Panel]:
+    """A panel as it grows; its file is imported when it is its turn."""
+    module = import_module(f"allstep.cli.demo.{_PANELS[letter]}")
+    seeds = {"num_seeds": num_seeds} if letter == "a" else {}
+    panels: Iterator[Panel] = module.measure(processes, folder, **seeds)
+    return panels
 
 
-def _keep(panel: Panel, numbers: dict[str, Any], out: Path) -> None:
+def _keep(
+    panel: Panel, numbers: dict[str, Any], out: Path, draw: Callable[[Panel, Path], None]
+) -> None:
     try:
         draw(panel, out / f"demo_{panel.letter}.png")
         (out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")

@@ -1,16 +1,17 @@
 """Panels as pictures."""
 
 import math
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from allstep.cli.demo.panel import Chart, Panel
+from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.errors import UsageError
 
-__all__ = ["check_can_draw", "draw"]
+__all__ = ["check_can_draw", "draw", "make_figure"]
 
 
 def check_can_draw() -> None:
@@ -23,7 +24,12 @@ def check_can_draw() -> None:
 
 
 def draw(panel: Panel, path: Path) -> None:
-    """Writes a panel's bars, with its conclusion beneath."""
+    """Writes a panel's picture."""
+    make_figure(panel).savefig(path, dpi=100)
+
+
+def make_figure(panel: Panel) -> Any:
+    """A panel's values, with its conclusion beneath."""
     labels = list(dict.fromkeys(bar.label for bar in panel.chart.bars))
     series = list(dict.fromkeys(bar.series for bar in panel.chart.bars))
     height = 1.8 + 0.25 * len(labels) * (1 + len(series))
@@ -40,7 +46,7 @@ def draw(panel: Panel, path: Path) -> None:
     axes.set_xlabel(f"{panel.chart.unit}\n\n{fill(panel.conclusion, 95)}", fontsize=9)
     if len(series) > 1:
         axes.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    return figure
 
 
 def _draw_series(axes: Any, chart: Chart, series: str, labels: list[str], offset: float) -> None:
@@ -50,6 +56,9 @@ def _draw_series(axes: Any, chart: Chart, series: str, labels: list[str], offset
     values = [bar.value for bar in bars]
     if chart.is_log:
         axes.set_xscale("symlog", linthresh=_smallest(chart) / 10)
+    if not chart.starts_at_zero:
+        _draw_points(axes, bars, places)
+        return
     drawn = axes.barh(
         places,
         values,
@@ -58,6 +67,21 @@ def _draw_series(axes: Any, chart: Chart, series: str, labels: list[str], offset
         label=series or None,
     )
     axes.bar_label(drawn, [_text(value) for value in values], padding=3, fontsize=8)
+
+
+def _draw_points(axes: Any, bars: Sequence[Bar], places: Sequence[float]) -> None:
+    """Points on an axis from the least value to the largest, where bars would all look alike."""
+    values = [bar.value for bar in bars]
+    axes.errorbar(values, places, xerr=[bar.spread for bar in bars], fmt="o", capsize=3)
+    for value, place in zip(values, places, strict=True):
+        axes.annotate(
+            _text(value),
+            (value, place),
+            (0, 6),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
 
 
 def _smallest(chart: Chart) -> float:

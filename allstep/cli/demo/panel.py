@@ -26,11 +26,17 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars and their unit."""
+    """Values and their unit.
+
+    Attributes:
+        is_log: show powers of ten.
+        starts_at_zero: draw bars; else draw points, between the least and the largest value.
+    """
 
     unit: str
     bars: Sequence[Bar]
     is_log: bool = False
+    starts_at_zero: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

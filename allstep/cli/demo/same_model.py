@@ -1,18 +1,76 @@
 """Panel b: whether other numbers of workers train the same model, also after a kill -9."""
 
+import signal
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
-from allstep.cli.demo.crew import ChildError, Crew
 from allstep.cli.demo.panel import Bar, Chart, Panel
-from allstep.cli.demo.same_model_runs import NUM_STEPS, train_as_usual, train_the_same
-from allstep.train import read_checkpoint
+from allstep.cli.demo.processes import Processes, WorkerError
+from allstep.cli.launch import Workers
+from allstep.comm import Communicator
+from allstep.recipes.digits import Digits
+from allstep.train import fit, read_checkpoint, write_checkpoint
 
-__all__ = ["measure"]
+__all__ = ["measure", "train_as_usual", "train_the_same"]
+
+# Twelve micro-batches, so that 1, 2, 3 and 4 workers all have equal work.
+_RECIPE = Digits(
+    width=16,
+    epochs=4,
+    global_batch=96,
+    micro_batch=8,
+    warmup_epochs=1.0,
+    evaluate_every_epochs=4,
+    checkpoint_every_steps=10,
+)
+NUM_STEPS = 4 * 15
+
+
+def train_the_same(comm: Communicator, folder: str, compression: str, resume: bool) -> str:
+    """The recipe `digits`, as `allstep train` runs it; returns the last checkpoint's folder."""
+    torch.set_num_threads(1)
+    recipe = replace(_RECIPE, compression=compression)
+    report = fit(recipe.task(comm), recipe, comm, folder, resume=resume)
+    return str(report.checkpoint)
+
+
+def train_as_usual(comm: Communicator, folder: str) -> str:
+    """The same model and batches in DistributedDataParallel, as its tutorials do it.
+
+    Batch norm sees a worker's samples alone, and each worker draws its own dropout.
+    """
+    torch.set_num_threads(1)
+    task = _RECIPE.task(comm)
+    torch.manual_seed(comm.rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        task.train_set, comm.size, comm.rank, seed=_RECIPE.seed
+    )
+    batches = DataLoader(task.train_set, _RECIPE.global_batch // comm.size, sampler=sampler)
+    model: nn.Module = task.model
+    if comm.size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = task.optimizer(task.model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule)
+    for epoch in range(_RECIPE.epochs):
+        sampler.set_epoch(epoch)
+        for batch in batches:
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+    path = Path(folder) / "last"
+    if comm.rank == 0:
+        write_checkpoint(path, {"model": task.model.state_dict()}, step=NUM_STEPS)
+    return str(path)
+
 
 _SIZES = (2, 4)
 _KILL_AFTER_STEP = 20
@@ -24,31 +82,35 @@ _COMPRESSIONS = {"allstep": "fp32", "allstep, exact": "exact"}
 Differences = dict[str, dict[str, float]]
 
 
-def measure(crew: Crew, folder: Path) -> Iterator[Panel]:
+def measure(processes: Processes, folder: Path) -> Iterator[Panel]:
     """Trains every way on 1, 2 and 4 workers, and kills one of 4 to go on with 3."""
     differences: Differences = {way: {} for way in _WAYS}
     yield _panel(differences, "training on 1 worker", None)
-    alone = {way: _train(crew, 1, way, folder) for way in _WAYS}
+    alone = {way: _train(processes, 1, way, folder) for way in _WAYS}
     for size in _SIZES:
         for way in _WAYS:
             yield _panel(differences, f"{way}: training on {size} workers", None)
-            found = _train(crew, size, way, folder)
+            found = _train(processes, size, way, folder)
             differences[way][str(size)] = _largest_difference(alone[way], found)
     killed_at: dict[str, int] = {}
     for way in _COMPRESSIONS:
         yield _panel(differences, f"{way}: kill -9 of one of 4 workers", killed_at)
         run_dir = folder / f"{way}-killed"
-        killed_at[way] = _train_and_kill(crew, way, run_dir)
-        found = _load(crew.run_ranks(3, train_the_same, str(run_dir), _COMPRESSIONS[way], True))
+        killed_at[way] = _train_and_kill(processes, way, run_dir)
+        found = _load(processes.run(3, train_the_same, **_asked(way, run_dir, resume=True)))
         differences[way][_KILLED] = _largest_difference(alone[way], found)
     yield _panel(differences, "", killed_at)
 
 
-def _train(crew: Crew, size: int, way: str, folder: Path) -> Mapping[str, Tensor]:
-    run_dir = str(folder / f"{way}-{size}")
+def _train(processes: Processes, size: int, way: str, folder: Path) -> Mapping[str, Tensor]:
+    run_dir = folder / f"{way}-{size}"
     if way not in _COMPRESSIONS:
-        return _load(crew.run_ranks(size, train_as_usual, run_dir))
-    return _load(crew.run_ranks(size, train_the_same, run_dir, _COMPRESSIONS[way], False))
+        return _load(processes.run(size, train_as_usual, folder=str(run_dir)))
+    return _load(processes.run(size, train_the_same, **_asked(way, run_dir, resume=False)))
+
+
+def _asked(way: str, run_dir: Path, *, resume: bool) -> dict[str, Any]:
+    return {"folder": str(run_dir), "compression": _COMPRESSIONS[way], "resume": resume}
 
 
 def _load(path: str) -> Mapping[str, Tensor]:
@@ -60,23 +122,26 @@ def _largest_difference(model: Mapping[str, Tensor], other: Mapping[str, Tensor]
     return max(float((model[name] - other[name]).abs().max()) for name in model)
 
 
-def _train_and_kill(crew: Crew, way: str, run_dir: Path) -> int:
+def _train_and_kill(processes: Processes, way: str, run_dir: Path) -> int:
     """Kills worker 2 of 4 once there are checkpoints; returns the last one's step."""
-    children = crew.start_ranks(4, train_the_same, str(run_dir), _COMPRESSIONS[way], False)
+    workers = processes.start(4, train_the_same, **_asked(way, run_dir, resume=False))
     checkpoints = run_dir / "checkpoints"
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
     while not (checkpoints / f"step-{_KILL_AFTER_STEP:08d}").exists():
         if time.monotonic() > deadline_s:
-            raise ChildError(f"no checkpoint came in {_KILL_TIMEOUT_S:g} s.")
+            raise WorkerError(f"no checkpoint came in {_KILL_TIMEOUT_S:g} s.")
         time.sleep(0.005)
-    children[2].kill()
-    for child in children:
-        try:
-            child.result()
-        except ChildError:
-            continue
-        raise ChildError("the training was faster than the kill; run the panel again.")
+    workers.send(signal.SIGKILL, 2)
+    if not _ends_badly(workers):
+        raise WorkerError("the training was faster than the kill; run the panel again.")
     return max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
+
+
+def _ends_badly(workers: Workers) -> bool:
+    deadline_s = time.monotonic() + _KILL_TIMEOUT_S
+    while not workers.wait(0.05) and time.monotonic() < deadline_s:
+        pass
+    return all(workers.exit_codes)
 
 
 def _panel(differences: Differences, status: str, killed_at: dict[str, int] | None) -> Panel:

@@ -1,18 +1,17 @@
 """Panel c: ways to exchange gradients on a slow wire, predicted and measured."""
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.demo.crew import Crew
 from allstep.cli.demo.panel import Bar, Chart, Panel
+from allstep.cli.demo.processes import Processes
 from allstep.cli.demo.slow_wire_runs import (
     BUCKET_BYTES,
     KINDS,
     WAYS,
+    run_steps,
     run_steps_shaped,
 )
 from allstep.doctor import ShapedHosts, UnavailableError
@@ -34,12 +33,12 @@ _POLICIES = {
 }
 
 
-def measure(crew: Crew, folder: Path) -> Iterator[Panel]:
+def measure(processes: Processes, folder: Path) -> Iterator[Panel]:
     """Runs all ways on two hosts, or behind a token bucket where there can be none."""
     try:
         with ShapedHosts(2, _RATE_BPS) as hosts:
             yield _panel(None, _NAMESPACES, "timing steps on two hosts")
-            found = _run_on(hosts, crew, folder / "slow-wire.json")
+            found = processes.run_on_hosts(hosts, run_steps)
             label = _NAMESPACES
     except UnavailableError as reason:
         label = (
@@ -47,15 +46,8 @@ def measure(crew: Crew, folder: Path) -> Iterator[Panel]:
             " allstep's collectives, and DDP goes through it by allstep's hook."
         )
         yield _panel(None, label, "timing steps on two workers")
-        found = crew.run_ranks(2, run_steps_shaped, _RATE_BPS)
+        found = processes.run(2, run_steps_shaped, rate_bps=_RATE_BPS)
     yield _panel(found, label, "")
-
-
-def _run_on(hosts: ShapedHosts, crew: Crew, file: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "allstep.cli.demo.slow_wire_runs", str(file)]
-    crew.run_commands(hosts.commands(command, {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}))
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def _predict(found: Mapping[str, Any]) -> dict[str, float]:

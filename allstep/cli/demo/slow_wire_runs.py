@@ -1,14 +1,8 @@
-"""The steps of the slow-wire panel, as each of the two workers runs them.
+"""The steps of the slow-wire panel, as each of the two workers runs them."""
 
-python -m allstep.cli.demo.slow_wire_runs RESULT.json     # on a host; started by the panel
-"""
-
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from allstep.comm import Communicator, init
+from allstep.comm import Communicator
 from allstep.doctor import (
     Effort,
     ShapedCommunicator,
@@ -143,16 +137,3 @@ def _seconds_of(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s
-
-
-def main() -> None:
-    """Runs the steps as a rank of two hosts."""
-    with init(device="cpu") as comm:
-        found = run_steps(comm)
-        if comm.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
-        comm.barrier()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from allstep.cli.demo.crew import Crew
 from allstep.cli.demo.panel import Bar, Chart, Panel
+from allstep.cli.demo.processes import Processes
 from allstep.comm import Communicator
 from allstep.plan import WORTH_ADDING
 from allstep.recipes.digits import Digits
@@ -23,17 +23,24 @@ _PAIR = "2 workers, a thread each"
 Speeds = dict[str, list[float]]
 
 
-def measure(crew: Crew, folder: Path) -> Iterator[Panel]:
+def measure(processes: Processes, folder: Path) -> Iterator[Panel]:
     """Measures the noise scale in a training, then one worker and two in turns."""
     teams = _teams()
     speeds: Speeds = {name: [] for name in teams}
     yield _panel(speeds, None, "training on 1 worker with the noise scale")
-    noise = crew.run_ranks(1, train, str(folder / "noise"), _NOISE_EPOCHS, 2, 1)
+    noise = processes.run(
+        1, train, run_dir=str(folder / "noise"), epochs=_NOISE_EPOCHS, noise_every_steps=2
+    )
     for repeat in range(_NUM_REPEATS):
         for number, (name, (size, num_threads)) in enumerate(teams.items()):
             yield _panel(speeds, noise, f"timing {name}")
-            run_dir = str(folder / f"speed-{number}-{repeat}")
-            report = crew.run_ranks(size, train, run_dir, _SPEED_EPOCHS, 0, num_threads)
+            report = processes.run(
+                size,
+                train,
+                run_dir=str(folder / f"speed-{number}-{repeat}"),
+                epochs=_SPEED_EPOCHS,
+                num_threads=num_threads,
+            )
             speeds[name].append(report["samples_per_s"])
     yield _panel(speeds, noise, "")
 
@@ -47,7 +54,11 @@ def _teams() -> dict[str, tuple[int, int]]:
 
 
 def train(
-    comm: Communicator, run_dir: str, epochs: int, noise_every_steps: int, num_threads: int
+    comm: Communicator,
+    run_dir: str,
+    epochs: int,
+    noise_every_steps: int = 0,
+    num_threads: int = 1,
 ) -> dict[str, Any]:
     """What a worker says of a short training of the recipe `digits`."""
     torch.set_num_threads(num_threads)
@@ -77,7 +88,7 @@ def _panel(speeds: Speeds, noise: dict[str, Any] | None, status: str) -> Panel:
     recipe = Digits()
     return Panel(
         letter="d",
-        title="Verdict: should digits be trained on more workers, on this machine?",
+        title="Scaling: should digits be trained on more workers, on this machine?",
         header=("", "measured"),
         rows=rows,
         chart=Chart("samples a second", [_bar(name, s) for name, s in speeds.items() if s]),
@@ -102,8 +113,8 @@ def _speed_up(speeds: Speeds) -> float:
 
 
 def _conclude(noise: dict[str, Any], ratio: float) -> str:
-    advice = "it pays" if ratio >= 1 + WORTH_ADDING else "don't"
+    advice = "it pays" if ratio >= 1 + WORTH_ADDING else "stay with one"
     return (
         f"By the noise of the gradient: {noise['useful_batch']}."
-        f" By this machine: 2 workers are {ratio:.2f}x one: {advice}."
+        f" On this machine 2 workers are {ratio:.2f}x as fast as one: {advice}."
     )
