@@ -21,7 +21,7 @@ _COMMANDS = {
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
     "sharpness": "measure how sharp the minimum is that a run is in",
     "advise": "say whether scaling pays, how, and up to how many workers",
-    "demo": "show large batches, the same model, a slow wire and a verdict, all measured here",
+    "demo": "measure large batches, the same model, a slow wire and scaling on this machine",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
 _WORKER = "worker"  # what the others start; not for people

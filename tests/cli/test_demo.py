@@ -199,7 +199,7 @@ class TestProcesses:
         demo = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 150
         watched = psutil.Process(demo.pid)
         while len(watched.children(recursive=True)) < size and time.monotonic() < deadline_s:
             time.sleep(0.05)
