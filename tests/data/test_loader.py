@@ -11,11 +11,11 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import allstep
 from allstep import Communicator
+from allstep.comm.threads import run_ranks  # samples draw from the process's own states
 from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import UsageError
 from tests.data.sets import Augmented, Content, Seat, contents, draw, equal, indices, union
 from tests.helpers.processes import run_processes
-from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES = 22  # two global batches of 4 micro-batches of 2, and one of 3 micro-batches
 

@@ -9,6 +9,7 @@ from torch.utils.data import IterableDataset
 
 import allstep
 from allstep import Communicator
+from allstep.comm.threads import run_ranks  # samples draw from the process's own states
 from allstep.data.random import preserved_random_state, seed_all
 from allstep.errors import DisagreementError, UsageError
 from tests.data.sets import (
@@ -22,7 +23,6 @@ from tests.data.sets import (
     samples,
     union,
 )
-from tests.helpers.ranks import run_ranks
 
 NUM_SAMPLES = 22
 

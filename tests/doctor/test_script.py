@@ -62,7 +62,7 @@ ATTACHES = """
 """
 
 
-def test_a_script_runs_as_main_with_its_own_arguments(run, tmp_path, monkeypatch):
+def test_a_script_runs_as_main_with_its_own_arguments(run, tmp_path):
     (tmp_path / "beside_it.py").write_text("value = 3")
     argv, path = sys.argv, list(sys.path)
     failure, reports, meetings = run(
