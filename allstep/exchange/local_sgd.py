@@ -43,6 +43,7 @@ class ParameterAveraging:
 
     Attributes:
         num_batches: counted so far.
+        algorithm_for: tells how tensors of so many bytes are summed.
 
     Example:
         >>> import torch, allstep
@@ -71,7 +72,7 @@ class ParameterAveraging:
         self._model, self._comm, self._optimizer = model, comm, optimizer
         self._policy, self._outer_optimizer = policy, policy.outer_optimizer
         own = policy.algorithm if isinstance(policy.algorithm, str) else default_algorithm(comm)
-        self._algorithm_for = algorithm or (lambda num_bytes: own)
+        self.algorithm_for = algorithm or (lambda num_bytes: own)
         self._is_driven = False  # whether somebody calls `count_batch`
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
         self._in_round: set[str] = set()  # parameters that were trained in this round
@@ -217,7 +218,7 @@ class ParameterAveraging:
         for kind in kinds:
             names = [name for name, mean in means.items() if (mean.dtype, mean.device) == kind]
             flat = torch.cat([means[name].view(-1) for name in names])
-            self._comm.all_reduce(flat, "mean", algorithm=self._algorithm_for(flat.nbytes))
+            self._comm.all_reduce(flat, "mean", algorithm=self.algorithm_for(flat.nbytes))
             pieces = flat.split_with_sizes([means[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
                 means[name] = piece.view_as(means[name])

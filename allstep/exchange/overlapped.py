@@ -371,7 +371,7 @@ class OverlappedExchange(Exchange):
         return super()._carries_over and self._exact is None
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
-        if self.policy.algorithm == Auto.name:
+        if isinstance(self._reducer.transport.algorithm, Auto):
             return self._reducer.algorithm_for  # what it has measured, and keeps in checkpoints
         return super()._averaging_algorithm()
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Auto
 from allstep.errors import UsageError
 from allstep.exchange import LocalSGD, Nesterov, attach, make_policy
+from tests.exchange.measured import favouring
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
 
@@ -88,7 +88,7 @@ def test_parameters_are_averaged_in_shared_memory_by_default() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         exchange = attach(model, comm, LocalSGD(sync_every=2), optimizer=optimizer)
         assert exchange.averaging is not None
-        return exchange.averaging._algorithm_for(4)
+        return exchange.averaging.algorithm_for(4)
 
     assert run_ranks(2, worker) == ["shared_memory"] * 2
     assert run_ranks(2, worker, local_size=1) == ["native"] * 2
@@ -105,17 +105,9 @@ def test_parameters_are_averaged_by_what_was_measured(monkeypatch: pytest.Monkey
     def worker(comm: Communicator) -> None:
         state: dict[str, object] = {}
         for favourite in ("ring", "recursive_doubling"):
-            monkeypatch.setattr(
-                Auto,
-                "_measure",
-                lambda auto, _, best=favourite: {
-                    n: 0.01 if n == best else 0.02 for n in auto._algorithms
-                },
-            )
-            comm.barrier()
             model = mlp()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            policy = LocalSGD(algorithm="auto", sync_every=2)
+            policy = LocalSGD(algorithm=favouring(favourite), sync_every=2)
             exchange = attach(model, comm, policy, optimizer=optimizer)
             if state:
                 exchange.load_state_dict(state)

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Auto, Native
+from allstep.comm.algorithms import Native
 from allstep.errors import (
     CollectiveTimeoutError,
     DisagreementError,
@@ -26,6 +26,7 @@ from allstep.exchange import Exchange, ExchangePolicy, Synchronous, attach, make
 from allstep.exchange.reducer import NUM_AT_ONCE, Reducer
 from allstep.exchange.tuning import NUM_PROBES, probe_s
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
+from tests.exchange.measured import Favouring, favouring
 from tests.exchange.nets import clone, mlp, shard
 from tests.helpers.generators import seed_this_thread
 from tests.helpers.ranks import run_ranks
@@ -147,18 +148,10 @@ def test_buckets_are_measured_with_what_the_format_compresses() -> None:
 
 
 def test_the_measured_algorithms_go_along_in_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Another clock would choose others, whose sums have other last bits."""
     torch.set_default_dtype(torch.float32)
-
-    def favour(favourite: str, comm: Communicator) -> None:
-        monkeypatch.setattr(
-            Auto,
-            "_measure",
-            lambda auto, _: {n: 0.01 if n == favourite else 0.02 for n in auto._algorithms},
-        )
-        comm.barrier()
 
     def gradient(comm: Communicator, exchange: Exchange) -> Tensor:
         exchange.model.zero_grad()
@@ -172,13 +165,11 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
         found: list[Tensor] = []
         state: dict[str, Any] = {}
         for favourite, resumes in (("ring", False), ("native", True), ("native", False)):
-            favour(favourite, comm)
-            exchange = attach(model, comm, Synchronous(algorithm="auto"))
+            exchange = attach(model, comm, Synchronous(algorithm=favouring(favourite)))
             if resumes:
                 exchange.load_state_dict(state)
             found.append(gradient(comm, exchange))
             state = exchange.state_dict()
-            comm.barrier()
             exchange.detach()
         return torch.equal(found[0], found[1]), torch.equal(found[0], found[2])
 
@@ -198,20 +189,14 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
     [("native", "native", True), ("ring", "native", False), ("native", "ring", False)],
 )
 def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
-    of_64_kib: str, of_1_mib: str, posts: bool, monkeypatch: pytest.MonkeyPatch
+    of_64_kib: str, of_1_mib: str, posts: bool
 ) -> None:
-    """It works on several at once, in the order of the calls; so does the sender's thread. Both
+    """It works on several at once, in the order of the calls; so does a thread of ours. Both
     would meet in another order on each worker.
     """
     favourites = {1 << 16: of_64_kib, 1 << 20: of_1_mib}
-    monkeypatch.setattr(
-        Auto,
-        "_measure",
-        lambda auto, size: {
-            n: 0.01 if n == favourites.get(size, "native") else 0.02 for n in auto._algorithms
-        },
-    )
-    policies = [Synchronous(algorithm=name, bucket_bytes=1 << 16) for name in ("auto", "native")]
+    algorithms = (lambda comm: Favouring(comm, favourites), "native")
+    policies = [Synchronous(algorithm=each, bucket_bytes=1 << 16) for each in algorithms]
     initial = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 1024), nn.Linear(1024, 256))
 
     def worker(comm: Communicator) -> tuple[bool, Tensor, Tensor]:
@@ -223,7 +208,7 @@ def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
                 model.zero_grad()
                 model(torch.full((2, 128), comm.rank + step + 1.0)).sin().sum().backward()
             gradients.append(nn.utils.parameters_to_vector([p.grad for p in model.parameters()]))
-            if policy.algorithm == "auto":
+            if policy.algorithm != "native":
                 found = exchange.is_left_to_backend
             exchange.detach()
         return found, *gradients
