@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
-from allstep.comm.algorithms import Auto
 from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
@@ -227,7 +225,7 @@ class OverlappedExchange(Exchange):
         if index == len(self._plan.layouts) - 1:
             buckets.write_flags(self._touched, self._failure)
             self._missing = []
-        has_residuals = self._reducer.states.has_residuals
+        has_residuals = self._reducer.has_residuals
         work = self._reducer.start(
             buckets.bucket(index),
             residual_factor=self._residual_factor,
@@ -287,7 +285,7 @@ class OverlappedExchange(Exchange):
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _present_amp_scale(self) -> float:
-        matters = self.policy.staleness or self._reducer.states.has_residuals
+        matters = self.policy.staleness or self._reducer.has_residuals
         return self._scaler.get_scale() if self._scaler and matters else 1.0
 
     def _wait_for_all(self) -> None:
@@ -337,7 +335,7 @@ class OverlappedExchange(Exchange):
         kept = first.flat.clone()
         first.flat.zero_()
         buckets.write_check(self.comm.rank, action, described)
-        state = deepcopy(self._reducer.states.of(first.layout))
+        state = self._reducer.copied_state(first.layout)
         self._reducer.start(first, state=state, then=self._comparison(buckets)).wait()
         if self._is_read_late and self._reducer.adds_up:
             self._read_now(buckets)
@@ -364,16 +362,14 @@ class OverlappedExchange(Exchange):
     @property
     def _is_active(self) -> bool:
         always = self.policy.staleness > 0 or self._exact is not None
-        return super()._is_active or always or self._reducer.states.has_residuals
+        return super()._is_active or always or self._reducer.has_residuals
 
     @property
     def _carries_over(self) -> bool:
         return super()._carries_over and self._exact is None
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
-        if isinstance(self._reducer.transport.algorithm, Auto):
-            return self._reducer.algorithm_for  # what it has measured, and keeps in checkpoints
-        return super()._averaging_algorithm()
+        return self._reducer.measured_algorithm_for
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from os import getpid
 from time import perf_counter
@@ -64,7 +65,6 @@ class Reducer:
     Attributes:
         wire: the format.
         transport: the group, and how sums are taken.
-        states: what the format remembers of buckets.
         adds_up: whether workers' numbers come together at all.
     """
 
@@ -85,7 +85,7 @@ class Reducer:
         self._pending: set[object] = set()  # a mark for each call that the backend works on
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
-        self.states = WireStates(self.wire)
+        self._states = WireStates(self.wire)
         self.close = finalize(
             self, _close, getpid(), self._runner, self.transport, comm, self._pending
         )
@@ -111,9 +111,18 @@ class Reducer:
         """Bytes that this worker has sent so far."""
         return self.transport.sent_bytes
 
-    def algorithm_for(self, num_bytes: int) -> str:
-        """The name of what sums so many bytes."""
-        return self.transport.algorithm.used_for(num_bytes).name
+    @property
+    def has_residuals(self) -> bool:
+        """Whether something of earlier gradients waits to be sent."""
+        return self._states.has_residuals
+
+    @property
+    def measured_algorithm_for(self) -> Callable[[int], str] | None:
+        """What tells how so many bytes are summed, where that was measured."""
+        algorithm = self.transport.algorithm
+        if not isinstance(algorithm, Auto):
+            return None
+        return lambda num_bytes: algorithm.used_for(num_bytes).name
 
     @property
     def is_left_to_backend(self) -> bool:
@@ -133,7 +142,11 @@ class Reducer:
         What was not sent yet of a parameter goes along to its new bucket.
         """
         self._native = self._only_native(layouts)
-        self.states.set_layouts(layouts)
+        self._states.set_layouts(layouts)
+
+    def copied_state(self, layout: BucketLayout) -> WireState:
+        """What the format remembers of a bucket, for a sum that it shall not remember."""
+        return deepcopy(self._states.of(layout))
 
     def new_block(self, num_bytes: int) -> Block | None:
         """Memory in which buckets are summed where they lie, if there is any. Collective."""
@@ -189,13 +202,13 @@ class Reducer:
         flags: Mapping[str, Tensor],
     ) -> None:
         """In the runner's thread or stream."""
-        state = self.states.of(bucket.layout) if state is None else state
+        state = self._states.of(bucket.layout) if state is None else state
         if residual_factor != 1 and state.residual is not None:
             state.residual.mul_(residual_factor)
-        self.states.remember(bucket.layout, state, flags)
+        self._states.remember(bucket.layout, state, flags)
         self.wire.sum_(bucket.flat, bucket.layout, state, self.transport)
         if bucket.is_last:
-            self.states.restore()
+            self._states.restore()
 
     def _post(self, native: Native, bucket: Bucket, then: Then | None) -> Work[None]:
         """Hands a bucket to the backend itself, which works on several at once."""
@@ -241,7 +254,7 @@ class Reducer:
     def unsent(self) -> dict[str, Tensor]:
         """name -> what this worker has not sent of its gradients yet, flat. Waits for what is."""
         self._runner.submit(lambda: None).wait()
-        return self.states.unsent()
+        return self._states.unsent()
 
     def state_dict(self) -> dict[str, Any]:
         """What the next sums depend on, of this worker."""
@@ -251,12 +264,12 @@ class Reducer:
         """Goes on where `state_dict` was taken, by the same rank. Collective."""
         algorithm = self.transport.algorithm
         self._runner.submit(lambda: algorithm.load_state_dict(state["algorithm"])).wait()
-        self.states.load_unsent(state["unsent"])
+        self._states.load_unsent(state["unsent"])
 
     def gather_state(self, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
         """What the next sums of these buckets depend on, of all workers on rank 0. Collective."""
         algorithm = self.transport.algorithm.state_dict()
-        return {"algorithm": algorithm, **self.states.gather(self.comm, layouts)}
+        return {"algorithm": algorithm, **self._states.gather(self.comm, layouts)}
 
     def load_gathered_state(
         self, layouts: Sequence[BucketLayout], state: Mapping[str, Any]
@@ -265,7 +278,7 @@ class Reducer:
         self.transport.algorithm.load_state_dict(state["algorithm"])
         self._log_choices()
         self._native = self._only_native(layouts)
-        self.states.load(self.comm, layouts, state)
+        self._states.load(self.comm, layouts, state)
 
     def _log_choices(self) -> None:
         algorithm = self.transport.algorithm

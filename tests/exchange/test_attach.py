@@ -61,7 +61,7 @@ def test_says_once_what_it_will_do(
     assert [r.message for r in caplog.records if r.name == "allstep"] == [said]
 
 
-def test_gives_everyone_rank_0s_parameters_and_buffers_in_place() -> None:
+def test_attach_broadcasts_rank_0s_parameters_and_buffers() -> None:
     start = with_buffers()
 
     def worker(comm: Communicator) -> dict[str, Tensor]:
@@ -441,7 +441,7 @@ def test_an_exchange_goes_with_its_model_and_not_before(size: int, wire: str) ->
         (lambda net: net.requires_grad_(False), "without gradient on rank 1"),
     ],
 )
-def test_refuses_what_would_be_summed_in_another_order_or_not_at_all(
+def test_attach_refuses_other_memory_orders_and_frozen_parameters(
     policy: ExchangePolicy, change: Callable[[nn.Module], object], words: str
 ) -> None:
     def worker(comm: Communicator) -> None:
@@ -454,7 +454,7 @@ def test_refuses_what_would_be_summed_in_another_order_or_not_at_all(
     run_ranks(2, worker, timeout_s=20)
 
 
-def test_an_empty_parameter_has_a_bucket_that_auto_can_choose_for() -> None:
+def test_auto_bucket_bytes_with_an_empty_parameter() -> None:
     def worker(comm: Communicator) -> Tensor:
         nets = nn.ModuleList([nn.Module(), nn.Linear(600, 600, bias=False)])
         nets[0].empty = nn.Parameter(torch.zeros(3, 0))
@@ -466,7 +466,7 @@ def test_an_empty_parameter_has_a_bucket_that_auto_can_choose_for() -> None:
         assert gradient.eq(0.5).all()
 
 
-def test_a_gradient_that_autograd_knows_is_zero_is_none_in_a_sum_too() -> None:
+def test_sum_of_an_undefined_gradient_is_none() -> None:
     def worker(comm: Communicator) -> None:
         net = Ignoring()
         attach(net, comm, Synchronous(reduction="sum"))

@@ -35,7 +35,7 @@ def test_no_sync_accumulates_until_the_next_exchange(policy: ExchangePolicy) -> 
         assert_same(actual, gradients(model))
 
 
-def test_parameters_touched_under_no_sync_alone_are_sent_too(policy: ExchangePolicy) -> None:
+def test_no_sync_gradients_are_sent_by_the_next_backward(policy: ExchangePolicy) -> None:
     def worker(comm: Communicator) -> float:
         model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
         exchange = attach(model, comm, policy)

@@ -106,7 +106,7 @@ def follow(seed: int, comm: Communicator, *policies: ExchangePolicy) -> list[lis
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_sequence_ends_as_with_the_plain_exchange(name: str, seed: int) -> None:
+def test_random_actions_equal_the_plain_exchange(name: str, seed: int) -> None:
     plain = Synchronous(plain=True)
     for expected, found in run_ranks(
         2 + seed % 2, lambda comm: follow(seed, comm, plain, policy(name))

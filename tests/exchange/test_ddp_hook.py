@@ -221,7 +221,7 @@ class Either(nn.Module):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("finds_unused", [True, False])
-def test_what_comes_late_arrives_though_the_step_does_not_use_it(
+def test_stale_gradient_of_a_parameter_unused_in_the_step(
     set_to_none: bool, finds_unused: bool
 ) -> None:
     def worker(comm: Communicator) -> tuple[list[float], list[bool]]:

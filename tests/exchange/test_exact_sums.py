@@ -38,7 +38,7 @@ def of_steps(comm: Communicator, between: Callable[[nn.Linear], object]) -> list
     return model.weight.grad.flatten().tolist()
 
 
-def test_a_sum_changed_on_its_way_is_an_error_on_all_workers() -> None:
+def test_exact_refuses_a_changed_partial_sum_on_all_workers() -> None:
     """The half of it would count more, the more workers there are."""
 
     def worker(comm: Communicator) -> None:
@@ -49,7 +49,7 @@ def test_a_sum_changed_on_its_way_is_an_error_on_all_workers() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_sum_dropped_on_its_way_counts_no_more(set_to_none: bool) -> None:
+def test_exact_zero_grad_between_micro_batches(set_to_none: bool) -> None:
     def worker(comm: Communicator) -> list[float]:
         return of_steps(comm, lambda model: model.zero_grad(set_to_none=set_to_none))
 
@@ -61,7 +61,7 @@ def test_a_sum_dropped_on_its_way_counts_no_more(set_to_none: bool) -> None:
         assert found[0] < 2.5
 
 
-def test_p_grad_holds_the_workers_own_sum_until_the_exchange() -> None:
+def test_exact_p_grad_is_the_local_sum_until_the_exchange() -> None:
     def worker(comm: Communicator) -> list[float]:
         model = linear(1.0)
         exchange = attach(model, comm, EXACT)
@@ -76,7 +76,7 @@ def test_p_grad_holds_the_workers_own_sum_until_the_exchange() -> None:
     assert run_ranks(2, worker) == [[1.0, 3.0, 8.0], [2.0, 5.0, 8.0]]
 
 
-def test_a_sum_goes_along_when_parameters_join() -> None:
+def test_exact_keeps_partial_sums_when_parameters_join() -> None:
     """Its whole numbers, not what float32 can hold of them."""
 
     def worker(comm: Communicator) -> float:
@@ -93,7 +93,7 @@ def test_a_sum_goes_along_when_parameters_join() -> None:
     assert run_ranks(2, worker) == [2.0**-20] * 2
 
 
-def test_no_gradient_leaves_what_was_there() -> None:
+def test_exact_undefined_gradient_keeps_p_grad() -> None:
     def worker(comm: Communicator) -> tuple[float, float]:
         model = Ignoring()
         attach(model, comm, EXACT)
@@ -105,7 +105,7 @@ def test_no_gradient_leaves_what_was_there() -> None:
     assert run_ranks(2, worker) == [(2.0, 1.5)] * 2
 
 
-def test_hooks_of_the_users_are_heard() -> None:
+def test_exact_respects_users_gradient_hooks() -> None:
     def worker(comm: Communicator) -> float:
         model = linear(1.0)
         attach(model, comm, EXACT)

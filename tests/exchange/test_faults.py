@@ -46,7 +46,7 @@ def wait_for(folder: Path, kind: str, count: int) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_others_raise_soon_after_a_kill(name: str, tmp_path: Path) -> None:
+def test_killed_worker_raises_on_the_others(name: str, tmp_path: Path) -> None:
     before = names_in_dev_shm()
     with start_processes(3, exchange_for_ever, str(tmp_path), name, timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 3)
@@ -58,7 +58,7 @@ def test_the_others_raise_soon_after_a_kill(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_killing_all_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_killed_workers_leave_no_shared_memory(tmp_path: Path) -> None:
     before = names_in_dev_shm()
     with start_processes(2, exchange_for_ever, str(tmp_path), "default", timeout_s=60) as workers:
         wait_for(tmp_path, "rank", 2)
@@ -83,5 +83,5 @@ def exchange_around_a_fork(comm: Communicator) -> float:
 
 
 @pytest.mark.process
-def test_a_forked_child_that_exits_leaves_the_exchange_alone() -> None:
+def test_forked_child_that_exits_keeps_the_exchange() -> None:
     assert run_processes(2, exchange_around_a_fork, timeout_s=30) == [0.5, 0.5]

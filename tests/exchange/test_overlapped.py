@@ -47,7 +47,7 @@ class Announced(Native):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_first_bucket_travels_while_the_last_gradient_is_made(overlap: bool) -> None:
+def test_overlap_sends_the_first_bucket_during_backward(overlap: bool) -> None:
     def worker(comm: Communicator) -> list[bool]:
         model, called = mlp(), threading.Event()
         policy = Synchronous(
@@ -69,7 +69,7 @@ def test_the_first_bucket_travels_while_the_last_gradient_is_made(overlap: bool)
         assert waits[1:] == [overlap, overlap]
 
 
-def test_buckets_follow_the_order_in_which_rank_0s_gradients_were_ready() -> None:
+def test_buckets_follow_rank_0s_order_of_gradients() -> None:
     class Crossed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +130,7 @@ def test_automatic_buckets_are_the_same_on_every_rank(caplog: pytest.LogCaptureF
     assert all(state == found[0][1] for state in run_ranks(2, resumed))
 
 
-def test_buckets_are_measured_with_what_the_format_compresses() -> None:
+def test_auto_bucket_bytes_probes_with_matrices() -> None:
     """PowerSGD sends vectors as they are."""
     policy = Synchronous(algorithm="native", compression=PowerSGD(rank=4))
 
@@ -147,7 +147,7 @@ def test_buckets_are_measured_with_what_the_format_compresses() -> None:
         assert max(shares) < 0.2
 
 
-def test_the_measured_algorithms_go_along_in_the_checkpoint(
+def test_checkpoint_keeps_measured_algorithms(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Another clock would choose others, whose sums have other last bits."""
@@ -188,7 +188,7 @@ def test_the_measured_algorithms_go_along_in_the_checkpoint(
     ("of_64_kib", "of_1_mib", "posts"),
     [("native", "native", True), ("ring", "native", False), ("native", "ring", False)],
 )
-def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
+def test_auto_algorithm_posts_all_buckets_or_none(
     of_64_kib: str, of_1_mib: str, posts: bool
 ) -> None:
     """It works on several at once, in the order of the calls; so does a thread of ours. Both
@@ -218,7 +218,7 @@ def test_measured_algorithms_leave_all_buckets_to_the_backend_or_none(
         torch.testing.assert_close(measured, native, rtol=1e-10, atol=1e-10)
 
 
-def test_a_lone_workers_checkpoint_goes_on_with_others() -> None:
+def test_checkpoint_of_one_worker_resumes_on_two() -> None:
     alone = attach(mlp(), Communicator.single_process(), SMALL).state_dict()
 
     def worker(comm: Communicator) -> int:
@@ -243,7 +243,7 @@ def assert_disagreement(worker: Any, size: int, words: str) -> None:
         assert words in message
 
 
-def test_a_rank_that_skips_a_step_under_no_sync_is_named_on_all() -> None:
+def test_disagreement_names_a_rank_with_an_extra_no_sync() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()
         exchange = attach(model, comm, SMALL)
@@ -262,7 +262,7 @@ def test_a_rank_that_skips_a_step_under_no_sync_is_named_on_all() -> None:
     )
 
 
-def test_a_rank_that_skips_a_global_batch_is_named_on_all() -> None:
+def test_disagreement_names_a_rank_that_skips_a_global_batch() -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Linear(3, 1)
         exchange = attach(model, comm, SMALL)
@@ -277,7 +277,7 @@ def test_a_rank_that_skips_a_global_batch_is_named_on_all() -> None:
     assert_disagreement(worker, 3, "rank 2 wants: exchange gradients 1, of global batch 2")
 
 
-def test_a_rank_that_stops_is_named_by_the_others() -> None:
+def test_timeout_names_a_rank_that_stops() -> None:
     def worker(comm: Communicator) -> str:
         model = mlp()
         attach(model, comm, SMALL)
@@ -355,7 +355,7 @@ class Stubborn(torch.autograd.Function):
         return gradient
 
 
-def test_a_pass_that_failed_halfway_fails_the_exchange_on_all_ranks() -> None:
+def test_backward_that_failed_after_sending_fails_on_all_ranks() -> None:
     def worker(comm: Communicator) -> str:
         model = mlp()
         attach(model, comm, SMALL)
@@ -390,7 +390,7 @@ def give_up(model: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("goes_on", ["backward", "synchronize"])
-def test_a_pass_that_was_given_up_leaves_nothing_behind(goes_on: str, bucket_bytes: int) -> None:
+def test_backward_that_failed_before_sending_is_forgotten(goes_on: str, bucket_bytes: int) -> None:
     """It had sent nothing yet, and what comes next reaches fewer parameters, or none."""
 
     def worker(comm: Communicator) -> None:
@@ -412,7 +412,7 @@ def test_a_pass_that_was_given_up_leaves_nothing_behind(goes_on: str, bucket_byt
     run_ranks(2, worker, timeout_s=20)
 
 
-def test_what_a_pass_has_sent_cannot_be_given_up() -> None:
+def test_synchronize_after_a_backward_that_failed_after_sending() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()
         exchange = attach(model, comm, Synchronous(algorithm="native", bucket_bytes=1))
@@ -442,7 +442,7 @@ class Twice(nn.Module):
         return x
 
 
-def test_gradients_that_come_in_pieces_are_sent_whole() -> None:
+def test_reentrant_checkpointing_sends_whole_gradients() -> None:
     def gradient(model: Twice) -> Tensor:
         model.zero_grad()
         model(torch.ones(2, 3)).square().sum().backward()
@@ -462,7 +462,7 @@ def test_gradients_that_come_in_pieces_are_sent_whole() -> None:
     run_ranks(2, worker)
 
 
-def test_a_resumed_run_expects_gradients_in_pieces() -> None:
+def test_checkpoint_keeps_reentrant_checkpointing() -> None:
     """Also if they come so on another worker than the one that wrote the checkpoint."""
 
     def gradient(model: Twice) -> Tensor:
@@ -487,7 +487,7 @@ def test_a_resumed_run_expects_gradients_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_pieces_that_come_before_their_bucket_is_sent_are_scaled_once(set_to_none: bool) -> None:
+def test_second_gradient_before_its_bucket_is_sent(set_to_none: bool) -> None:
 
     def worker(comm: Communicator) -> None:
         model = Twice()
@@ -506,7 +506,7 @@ def test_pieces_that_come_before_their_bucket_is_sent_are_scaled_once(set_to_non
     run_ranks(2, worker)
 
 
-def test_pieces_that_come_late_are_an_error_not_a_wrong_mean() -> None:
+def test_second_gradient_after_its_bucket_was_sent_is_an_error() -> None:
     def worker(comm: Communicator) -> None:
         model = Twice()
         model.is_reentrant = False
@@ -540,7 +540,7 @@ BOUNDS = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "int8": 3e-2, "exact": 1e-6}
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("wire", BOUNDS)
-def test_every_format_travels_in_buckets(wire: str, staleness: int) -> None:
+def test_formats_with_mixed_dtypes_and_unused_parameters(wire: str, staleness: int) -> None:
     """Mixed dtypes, an empty parameter, one that some and one that none of the ranks use."""
     scales = torch.randn(4)
 
@@ -577,7 +577,7 @@ def test_every_format_travels_in_buckets(wire: str, staleness: int) -> None:
 
 
 @pytest.mark.parametrize("wire", [TopK(fraction=0.2), PowerSGD(rank=1)], ids=["topk", "powersgd"])
-def test_a_parameter_without_a_gradient_keeps_what_it_has_not_sent(wire: Any) -> None:
+def test_residual_of_a_parameter_without_gradient_is_unchanged(wire: Any) -> None:
     def worker(comm: Communicator) -> None:
         model = nn.ModuleList([nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)])
         exchange = attach(model, comm, Synchronous(algorithm="native", compression=wire))
@@ -621,7 +621,7 @@ def test_a_residual_follows_the_scale_of_the_gradients() -> None:
     assert float((naive - expected).abs().max()) > 1e-4
 
 
-def test_what_has_no_fixed_point_form_is_refused_on_all_ranks() -> None:
+def test_exact_refuses_large_and_complex_gradients_on_all_ranks() -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Linear(2, 1, bias=False)
         attach(model, comm, Synchronous(algorithm="native", compression="exact"))
@@ -652,7 +652,7 @@ def test_unknown_and_excluded_arguments_name_the_cure() -> None:
             make_policy(**arguments)
 
 
-def test_bytes_are_those_of_the_algorithm() -> None:
+def test_stats_sent_bytes_of_the_ring() -> None:
     def worker(comm: Communicator) -> tuple[int, int]:
         model = nn.Linear(100, 10, bias=False)
         exchange = attach(model, comm, Synchronous(algorithm="ring"))
@@ -717,7 +717,7 @@ def test_a_step_sends_its_buckets_and_nothing_else(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_gradients_are_summed_where_they_lie_if_there_is_room(
+def test_shared_memory_sums_in_place_if_there_is_room(
     has_room: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     allocate, num_calls = os.posix_fallocate, []

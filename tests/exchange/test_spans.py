@@ -87,7 +87,7 @@ def test_buckets_of_ddp_have_spans() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [Slow, "native"])
-def test_a_profiler_may_stop_before_late_gradients_have_landed(algorithm: object) -> None:
+def test_profiler_stops_before_stale_gradients_are_summed(algorithm: object) -> None:
     """Nothing is written to a trace that is no more; waiting is seen all the same."""
 
     def worker(comm: Communicator) -> list[str]:

@@ -95,7 +95,7 @@ class Late:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_equals_the_written_reference(kind: str, staleness: int, size: int) -> None:
+def test_stale_training_equals_the_reference(kind: str, staleness: int, size: int) -> None:
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
 
     def worker(comm: Communicator) -> list[Tensor]:
@@ -118,7 +118,7 @@ def test_equals_the_written_reference(kind: str, staleness: int, size: int) -> N
 
 @pytest.mark.parametrize("wire", ["fp32", Exact(fraction_bits=44)], ids=["fp32", "exact"])
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2)])
-def test_gradients_in_flight_survive_in_a_checkpoint(sizes: tuple[int, int], wire: Any) -> None:
+def test_checkpoint_keeps_gradients_in_flight(sizes: tuple[int, int], wire: Any) -> None:
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
 
     def until_the_middle(comm: Communicator) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_policy_is_refused(
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
-def test_a_checkpoint_after_a_failure_is_refused_rather_than_wrong(algorithm: str) -> None:
+def test_state_dict_after_a_failed_exchange_raises(algorithm: str) -> None:
     """What is in flight would be this worker's own gradients, not the means."""
 
     def worker(comm: Communicator) -> None:
@@ -237,9 +237,7 @@ def scaled_run(
 
 
 @pytest.mark.parametrize(("wire", "atol"), [("fp32", 1e-12), ("exact", 1e-11)])
-def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone(
-    wire: str, atol: float
-) -> None:
+def test_grad_scaler_with_stale_gradients(wire: str, atol: float) -> None:
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
     model = copy.deepcopy(start)
     made: list[tuple[Tensor, ...]] = []
@@ -262,7 +260,7 @@ def test_a_scaler_unscales_with_the_scale_of_the_gradient_and_skips_one_alone(
     )
 
 
-def test_a_late_gradient_of_a_layer_that_was_frozen_since_is_left_out() -> None:
+def test_stale_gradient_of_a_layer_frozen_since() -> None:
     policy = Stale(steps=2)
 
     def train(comm: Communicator) -> dict[str, Any]:

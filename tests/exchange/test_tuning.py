@@ -64,19 +64,19 @@ def tuned(link: Link, gradients: Sequence[ReadyGradient] = GRADIENTS, **options:
     return tuned_bucket_bytes(comm, link, gradients, BACKWARD_S, clock=clock, **options)  # type: ignore[arg-type]
 
 
-def test_a_link_as_modelled_gets_what_the_model_finds() -> None:
+def test_tuning_follows_the_model_of_the_link() -> None:
     """Small buckets when a byte costs all of the time, large ones when a message does."""
     assert tuned(Link(lambda n: n / 20e6)) == LAYER_BYTES
     assert tuned(Link(lambda n: 0.1)) == 128 << 20
 
 
-def test_what_the_model_does_not_know_is_tried() -> None:
+def test_tuning_replays_close_contenders() -> None:
     """Both probes say that latency is nothing; but buckets of one layer are slow, by chance."""
     link = Link(lambda n: n / 20e6 + 0.02 * (n == LAYER_BYTES))
     assert tuned(link) == 2 * LAYER_BYTES
 
 
-def test_an_exchange_that_is_hidden_is_not_tried() -> None:
+def test_tuning_skips_replays_of_a_hidden_exchange() -> None:
     num_probes = 2 * NUM_PROBES * NUM_AT_ONCE
     hidden, exposed = Link(lambda n: n / 2e9), Link(lambda n: n / 20e6)
     tuned(hidden)
@@ -85,7 +85,7 @@ def test_an_exchange_that_is_hidden_is_not_tried() -> None:
     assert LAYER_BYTES in exposed.sent[num_probes:]
 
 
-def test_what_would_take_minutes_is_not_tried() -> None:
+def test_tuning_skips_replays_that_take_too_long() -> None:
     def seconds(num_bytes: int) -> float:
         return 0.5 + num_bytes / 0.25e6 + 30.0 * (num_bytes > 2 << 20)
 
@@ -95,7 +95,7 @@ def test_what_would_take_minutes_is_not_tried() -> None:
     assert tuned(Link(seconds), longest_s=1e3) == 2 << 20
 
 
-def test_a_bucket_without_elements() -> None:
+def test_tuning_with_an_empty_bucket() -> None:
     """A parameter may be empty."""
     empty = [ReadyGradient("none", 0, GRADIENTS[0].kind)]
     assert tuned(Link(lambda n: n / 20e6), empty) in CANDIDATE_BYTES

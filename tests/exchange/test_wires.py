@@ -91,7 +91,7 @@ def test_mean_within_the_stated_bound(name: str, size: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 2, 7, 300])
 @pytest.mark.parametrize("name", FORMATS)
-def test_sizes_that_no_part_divides(name: str, num_elements: int) -> None:
+def test_bucket_sizes_that_the_workers_do_not_divide(name: str, num_elements: int) -> None:
     wire, layout = FORMATS[name], vector(num_elements, num_tail=3)
     flats = gradients(layout, 3)
     results = mean(wire, layout, flats)
@@ -122,7 +122,7 @@ def test_complex_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", FORMATS)
-def test_tail_is_zero_exactly_where_it_cancels(name: str, size: int) -> None:
+def test_tail_sum_is_zero_where_digits_cancel(name: str, size: int) -> None:
     """Two workers' digits with opposite signs, and flags."""
     wire, layout = FORMATS[name], bucket(num_tail=3 * 128 + 2)
     flats = gradients(layout, size)
@@ -139,7 +139,9 @@ def test_tail_is_zero_exactly_where_it_cancels(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_arrives_everywhere_and_leaves_no_trace(name: str, bad: float) -> None:
+def test_nonfinite_gradients_arrive_everywhere_and_stay_out_of_residuals(
+    name: str, bad: float
+) -> None:
     """A GradScaler must see it on every worker; the next step must be as if it hadn't been."""
     wire, layout = FORMATS[name], bucket()
     flats = gradients(layout, 3)

@@ -79,7 +79,7 @@ class Turns(nn.Module):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_gradient_left_from_an_earlier_turn_is_no_debt(name: str, staleness: int) -> None:
+def test_residual_ignores_an_unused_earlier_gradient(name: str, staleness: int) -> None:
     """As the discriminator's is in the generator's turn, of which only `zero_grad` is left out."""
     drawn = torch.randn(40, SIZE, 4, 8)
 
@@ -117,7 +117,7 @@ def test_a_gradient_left_from_an_earlier_turn_is_no_debt(name: str, staleness: i
 
 
 @pytest.mark.parametrize("idle", range(3))
-def test_an_owner_without_gradients_repays_what_its_mean_lost(idle: int) -> None:
+def test_int8_owner_without_gradients_sends_its_rounding(idle: int) -> None:
     """The owner of a part rounds the mean, also where all gradients are the other workers'."""
     drawn = torch.randn(3, 40, 8)
     drawn[idle] = 0
@@ -137,7 +137,7 @@ def test_an_owner_without_gradients_repays_what_its_mean_lost(idle: int) -> None
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_lone_worker_gets_what_was_not_sent(name: str) -> None:
+def test_one_worker_gets_residuals_of_two(name: str) -> None:
     gradients = torch.randn(SIZE, 4, 8)
     policy = Synchronous(compression=LOSSY[name], algorithm="native")
 
