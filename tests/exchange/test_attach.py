@@ -454,7 +454,7 @@ def test_attach_refuses_other_memory_orders_and_frozen_parameters(
     run_ranks(2, worker, timeout_s=20)
 
 
-def test_auto_bucket_bytes_with_an_empty_parameter() -> None:
+def test_auto_algorithm_with_an_empty_parameter() -> None:
     def worker(comm: Communicator) -> Tensor:
         nets = nn.ModuleList([nn.Module(), nn.Linear(600, 600, bias=False)])
         nets[0].empty = nn.Parameter(torch.zeros(3, 0))
