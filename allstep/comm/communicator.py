@@ -11,7 +11,7 @@ from allstep.comm.group import Topology
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_positive
 
 __all__ = ["Communicator"]
 
@@ -40,7 +40,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         cls, device: torch.device | str = "cpu", timeout_s: float = 300.0
     ) -> "Communicator":
         """The communicator of the only worker; needs no server."""
-        check_timeout(timeout_s)
+        check_positive("timeout_s", timeout_s, "pass seconds")
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
 
     def barrier(self) -> None:
@@ -93,7 +93,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         Raises:
             UsageError: if it isn't a positive number.
         """
-        check_timeout(timeout_s)
+        check_positive("timeout_s", timeout_s, "pass seconds")
         self.timeout_s = self._wire.timeout_s = timeout_s
         for dependent in self._alive_dependents:
             if isinstance(dependent, Communicator):
@@ -126,9 +126,3 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, device={self.device})"
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raises UsageError unless `timeout_s` is a positive number."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise UsageError(f"`timeout_s` (={timeout_s!r}) must be a positive number of seconds.")

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from allstep.comm.agreement import agree
-from allstep.comm.communicator import Communicator, check_timeout
+from allstep.comm.communicator import Communicator
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire
 from allstep.comm.rendezvous import rendezvous
 from allstep.env import Launch, read_launch
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_positive
 
 __all__ = ["init"]
 
@@ -52,7 +52,7 @@ def init(
     ...     comm.size
     1
     """
-    check_timeout(timeout_s)
+    check_positive("timeout_s", timeout_s, "pass seconds")
     if process_group is None and dist.is_initialized():
         process_group = dist.distributed_c10d._get_default_group()
     if process_group is not None:

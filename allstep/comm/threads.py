@@ -8,11 +8,17 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from allstep.comm.communicator import Communicator, check_timeout
+from allstep.comm.communicator import Communicator
 from allstep.comm.failures import translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire, make_group
-from allstep.errors import CommunicationError, PeerLostError, UsageError, nearest_multiples
+from allstep.errors import (
+    CommunicationError,
+    PeerLostError,
+    UsageError,
+    check_positive,
+    nearest_multiples,
+)
 
 __all__ = ["run_ranks"]
 
@@ -81,7 +87,7 @@ def run_ranks(
 
 
 def _check(n: int, local_size: int | None, timeout_s: float) -> int:
-    check_timeout(timeout_s)
+    check_positive("timeout_s", timeout_s, "pass seconds")
     if n < 1:
         raise UsageError(f"`n` (={n}) must be at least 1.")
     if local_size is None:

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from allstep.errors import CollectiveTimeoutError, UsageError
+from allstep.errors import CollectiveTimeoutError, check_positive
 
 __all__ = ["BackendWork", "CompletedWork", "JoinedWork", "StreamWork", "ThreadWork", "Work"]
 
@@ -242,5 +242,5 @@ class StreamWork:
 
 
 def _check(timeout_s: float | None) -> None:
-    if timeout_s is not None and not timeout_s > 0:
-        raise UsageError(f"`timeout_s` (={timeout_s!r}) must be a positive number of seconds.")
+    if timeout_s is not None:
+        check_positive("timeout_s", timeout_s, "pass seconds, or None")

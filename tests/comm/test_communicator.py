@@ -270,7 +270,7 @@ def test_send_work_can_be_waited_for_again():
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5", True, None])
 def test_timeout_s_must_be_positive(timeout_s):
-    with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be a positive number"):
+    with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be above 0"):
         Communicator.single_process(timeout_s=timeout_s)
 
 

@@ -51,5 +51,5 @@ def test_thread_work_makes_no_call_after_an_earlier_error():
 )
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
 def test_wait_refuses_a_timeout_that_is_not_positive(work, timeout_s):
-    with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be a positive number"):
+    with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be above 0"):
         work.wait(timeout_s)
