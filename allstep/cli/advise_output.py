@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from allstep.cli.rows import make_console
 from allstep.plan import (
     AccuracyTable,
     Cluster,
@@ -21,7 +21,6 @@ from allstep.plan import (
 
 __all__ = ["Advice", "show"]
 
-_WIDTH_WITHOUT_TERMINAL = 100
 _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
 
 
@@ -67,9 +66,7 @@ class Advice:
 
 def show(advice: Advice, *, with_timeline: bool) -> None:
     """Prints everything, as wide as the terminal allows."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    console = make_console()
     console.print(_assumptions(advice), style="dim", markup=False)
     counts = advice.worker_counts
     wanted = _POLICY_WIDTH + _CELL_WIDTH * len(counts) + _ACCURACY_WIDTH

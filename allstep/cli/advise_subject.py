@@ -32,7 +32,7 @@ from allstep.doctor import (
 from allstep.errors import UsageError, check_positive, nearest_names
 from allstep.plan import Cluster, TrainingSpec, Workload
 from allstep.recipes import AnyRecipe, Recipe
-from allstep.train import Precision, map_tensors
+from allstep.train import Precision, Task, map_tensors
 
 __all__ = ["Question", "Subject", "read_command_line", "read_subject", "recipe_training"]
 
@@ -278,7 +278,7 @@ def recipe_training(
     return make, recipe.epochs * len(task.train_set)
 
 
-def _first_micro_batch(recipe: Recipe, comm: Communicator, task: Any) -> Any:
+def _first_micro_batch(recipe: Recipe, comm: Communicator, task: Task) -> Any:
     loader = data.loader(
         task.train_set,
         comm,

@@ -1,11 +1,23 @@
-"""Labelled values: a table on a terminal, plain lines elsewhere."""
+"""Where commands print, and labelled values: a table on a terminal, plain lines elsewhere."""
 
+import shutil
 from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_rows"]
+__all__ = ["make_console", "print_rows"]
+
+_SIZE_WITHOUT_TERMINAL = (100, 24)
+
+
+def make_console() -> Console:
+    """Standard output: as wide as the terminal, else as `COLUMNS` says, else 100 columns."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    width = shutil.get_terminal_size(_SIZE_WITHOUT_TERMINAL).columns
+    return Console(highlight=False, width=width)
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from allstep.cli.rows import make_console
 from allstep.doctor import (
     Diagnosis,
     Divergence,
@@ -22,7 +22,6 @@ from allstep.doctor import (
 
 __all__ = ["Comparison", "show", "show_json"]
 
-_WIDTH_WITHOUT_TERMINAL = 100
 _STEP_WIDTH, _NORM_WIDTH, _DIFFERENCE_WIDTH = 6, 17, 14
 _KINK = 0.01  # relative difference of a gradient that one unit may make
 
@@ -66,9 +65,7 @@ class Comparison:
 
 def show(comparison: Comparison) -> None:
     """Prints the steps side by side, and the findings on each number of workers."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    console = make_console()
     norms, differences = 2 * len(comparison.runs), len(comparison.others)
     wanted = _STEP_WIDTH + _NORM_WIDTH * norms + _DIFFERENCE_WIDTH * differences
     console.print(_wide(comparison) if wanted <= console.width else _long(comparison))

@@ -373,7 +373,15 @@ def test_a_recipe_is_measured(say):
     assert found["params"] > 1000
     assert found["global_batch"] % found["micro_batch"] == 0
     assert found["compute_s"] > 0
+    assert found["total_samples"] == 30 * 1437
     assert "advice: " in text
+
+
+def test_columns_set_the_width_in_a_pipe(say, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = say(*BARE, "--timeline", "--noise-scale", "2000")
+    lines = [line for line in text.splitlines() if not line.startswith("in code:")]
+    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize(

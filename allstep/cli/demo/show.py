@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from allstep.cli.demo.panel import Panel
+from allstep.cli.rows import make_console
 
 __all__ = ["Screen"]
 
-_WIDTH_WITHOUT_TERMINAL = 100
 _NARROW = 60
 
 
@@ -22,10 +22,7 @@ class Screen:
     """Where panels are shown, one after the other."""
 
     def __init__(self) -> None:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
-        self.console = console
+        self.console = make_console()
 
     def say(self, text: str) -> None:
         """Prints a line between panels."""
