@@ -39,7 +39,7 @@ class AccuracyTable:
 
     Attributes:
         task: in words; None if nothing has been measured.
-        num_workers: that trained it; more may lose more, where they train alone for some steps.
+        num_workers: of the measured training; local SGD may lose more with more workers.
         points_lost: by policy name.
     """
 

@@ -23,7 +23,7 @@ from allstep.plan.phases import (
 __all__ = ["ALGORITHMS", "path_of", "traffic_of"]
 
 ALGORITHMS: Mapping[str, tuple[Phase, ...]] = {
-    "native": (Ring(),),  # backends don't tell; the least bytes that an algorithm can do with
+    "native": (Ring(),),  # a backend's own is not known; no algorithm sends fewer bytes than a ring
     "ring": (Ring(),),
     "halving_doubling": (Pairs(halves=True),),
     "recursive_doubling": (Pairs(halves=False),),

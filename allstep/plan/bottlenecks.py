@@ -1,6 +1,6 @@
-"""Why workers are not as many times as fast as they are many.
+"""What keeps N workers from being N times as fast as one.
 
-num_workers / speed-up = product of the losses' factors
+num_workers / speed-up = product of the bottlenecks' factors
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Bottleneck:
 
 
 def bottlenecks(prediction: Prediction, target: Target | None = None) -> list[Bottleneck]:
-    """All that keeps workers from being as fast as they are many, always in the same order.
+    """All bottlenecks of a prediction, always in the same order.
 
     Args:
         prediction: of some workers.
@@ -75,7 +75,7 @@ def _idle_workers(prediction: Prediction) -> Bottleneck:
 
 
 def _slower_compute(prediction: Prediction) -> Bottleneck:
-    """Workers that share cores are slower than a lone one, and each makes the whole update."""
+    """Workers that share cores are slower than a single one, and each makes the whole update."""
     num_busy = prediction.num_workers * (1 - prediction.idle_share)
     lone_s = prediction.global_batch / prediction.single_worker_samples_per_s
     factor = num_busy * prediction.report.compute_s / lone_s

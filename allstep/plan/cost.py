@@ -82,7 +82,7 @@ def encode_s(
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """What exchanging a bucket comes to.
+    """Seconds and slowdowns of a bucket's exchange.
 
     Attributes:
         seconds: encoding and decoding included, with nothing beside it.

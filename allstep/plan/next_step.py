@@ -49,7 +49,7 @@ class RunNumbers:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times faster than one worker alone; None if that isn't known."""
+        """How many times as fast as one worker; None if that isn't known."""
         if self.workers == 1 or not self.single_worker_samples_per_s:
             return None
         return self.samples_per_s / self.single_worker_samples_per_s

@@ -17,13 +17,13 @@ MIB = 2**20
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)
 # More buckets than this cost more time to start than they hide.
 _MOST_BUCKETS = 256
-# The share of a lone worker's speed that each added worker has to bring.
+# The share of a single worker's speed that each added worker has to bring.
 WORTH_ADDING = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a policy comes to on some number of workers.
+    """The step time and speed of a policy on some number of workers.
 
     Attributes:
         policy: with nothing left to choose.
@@ -80,7 +80,7 @@ class Prediction:
 
 
 def predict(
-    job: TrainingSpec,
+    training: TrainingSpec,
     cluster: Cluster,
     policies: Iterable[PolicySpec],
     worker_counts: Sequence[int],
@@ -89,7 +89,7 @@ def predict(
     """Predicts every policy on every number of workers.
 
     Args:
-        job: a step's compute and gradients, and how its batch grows with the workers.
+        training: a step's compute and gradients, and how its batch grows with the workers.
         cluster: the machines and links that it would run on.
         policies: ways to exchange gradients.
         worker_counts: numbers of workers, each up to `cluster.num_workers`.
@@ -111,21 +111,21 @@ def predict(
     True
     """
     return [
-        predict_one(job, cluster, policy, num_workers, stragglers)
+        predict_one(training, cluster, policy, num_workers, stragglers)
         for policy in policies
         for num_workers in worker_counts
     ]
 
 
 def predict_one(
-    job: TrainingSpec,
+    training: TrainingSpec,
     cluster: Cluster,
     policy: PolicySpec,
     num_workers: int,
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
     """One cell of `predict`; what the policy leaves open is set to what is fastest."""
-    part, workload = cluster.of(num_workers), job.workload(num_workers)
+    part, workload = cluster.of(num_workers), training.workload(num_workers)
     best = policy
     if not policy.is_settled:
         choices = _choices(policy, part, workload.gradient_bytes)
@@ -133,12 +133,12 @@ def predict_one(
     return Prediction(
         policy=best,
         num_workers=num_workers,
-        global_batch=job.batch(num_workers),
-        num_micro_batches=ceil(job.batch(num_workers) / job.micro.num_samples),
+        global_batch=training.batch(num_workers),
+        num_micro_batches=ceil(training.batch(num_workers) / training.micro.num_samples),
         report=simulate(workload, part, best, stragglers),
-        single_worker_batch=job.batch(1),
-        single_worker_samples_per_s=job.batch(1) / job.workload(1).compute_s,
-        total_samples=job.total_samples,
+        single_worker_batch=training.batch(1),
+        single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
+        total_samples=training.total_samples,
     )
 
 

@@ -31,7 +31,7 @@ from allstep.plan.workload import Workload
 
 __all__ = ["exchange_traffic", "simulate"]
 
-# Rounds that are averaged; one tells all if workers are equal.
+# Rounds that are averaged; one is enough if workers are equal.
 _NUM_RANDOM_ROUNDS = 20
 # Beyond these a simulation would take minutes, or more memory than there is.
 _MOST_BUCKETS = 1 << 14
@@ -109,7 +109,7 @@ class _Simulation:
         self, workload: Workload, cluster: Cluster, policy: PolicySpec, stragglers: Stragglers
     ) -> None:
         self.workload, self.cluster, self.policy = workload, cluster, policy
-        # A lone worker waits for nobody: in the long run it takes its mean.
+        # A single worker waits for nobody: in the long run it takes its mean.
         self.stragglers = stragglers if cluster.num_workers > 1 else NO_STRAGGLERS
         sizes = _bucket_sizes(workload, policy)
         self.buckets = workload.buckets(sizes)

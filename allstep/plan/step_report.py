@@ -1,4 +1,4 @@
-"""What a simulated step came to."""
+"""The result of a simulated step."""
 
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class StepReport:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that a lone worker would need."""
+        """Share of the step that a single worker would need."""
         return self.compute_s / self.step_s
 
     @property
