@@ -15,8 +15,14 @@ from allstep.comm import Communicator
 from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.optim import Rescaled
-from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
-from allstep.recipes.large_batch import apply_large_batch, describe_changes
+from allstep.recipes import (
+    REGISTRY,
+    AnyRecipe,
+    DividedRecipe,
+    Recipe,
+    apply_large_batch,
+    describe_changes,
+)
 
 __all__ = ["LaunchOptions", "read_command_line", "run", "train_worker"]
 

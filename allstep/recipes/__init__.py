@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 
 from allstep.recipes.base import DividedRecipe, Recipe
+from allstep.recipes.large_batch import apply_large_batch as apply_large_batch
+from allstep.recipes.large_batch import describe_changes as describe_changes
 
 __all__ = ["REGISTRY", "AnyRecipe", "DividedRecipe", "Recipe"]
 
