@@ -10,7 +10,7 @@ import pytest
 from allstep import Communicator
 from allstep.cli.main import main
 from allstep.cli.sharpness import Request, sharpness_worker
-from allstep.cli.train import _parse
+from allstep.cli.train import read_command_line
 from allstep.optim import rescale
 from allstep.recipes.digits import Digits
 from allstep.recipes.large_batch import apply_large_batch
@@ -20,7 +20,7 @@ from tests.helpers.terminal import Terminal
 
 
 def test_a_published_recipe_sets_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    _, recipe = _parse(
+    _, recipe = read_command_line(
         "digits", "--large-batch", "lars_32k", "--global-batch", "1024", "--epochs", "10"
     )
     settings = rescale("lars_32k", global_batch=1024, epochs=10).settings
@@ -35,13 +35,13 @@ def test_a_published_recipe_sets_the_fields(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_flags_win(capsys: pytest.CaptureFixture[str]) -> None:
-    _, recipe = _parse("digits", "--large-batch", "goyal_1h", "--lr", "0.7")
+    _, recipe = read_command_line("digits", "--large-batch", "goyal_1h", "--lr", "0.7")
     assert (recipe.lr, recipe.lr_schedule) == (0.7, "step")
     assert "Your flags changed it: lr 0.7." in capsys.readouterr().out
 
 
 def test_akibas_batch_norm_comes_along() -> None:
-    _, recipe = _parse("digits", "--large-batch", "akiba_15min")
+    _, recipe = read_command_line("digits", "--large-batch", "akiba_15min")
     assert recipe.last_statistics
     model = recipe.task(Communicator.single_process()).model
     assert model.features[1].momentum == 1.0
