@@ -59,7 +59,7 @@ class Advice:
         return rows
 
     @property
-    def lone(self) -> Prediction | None:
+    def one_worker(self) -> Prediction | None:
         """One worker, if it was asked about; with any policy, as nothing is exchanged."""
         return next((p for p in self.predictions if p.num_workers == 1), None)
 
@@ -162,8 +162,8 @@ def _beside(advice: Advice) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("workers", "predicted", "measured", "error", "speed", "policy"):
         table.add_column(title, justify="left" if title == "policy" else "right")
-    lone = advice.lone
-    for p in (p for p in advice.predictions if p.num_workers > 1 or p is lone):
+    one_worker = advice.one_worker
+    for p in (p for p in advice.predictions if p.num_workers > 1 or p is one_worker):
         step_s, measured_s = p.report.step_s, advice.measured_s[p.policy.name, p.num_workers]
         speed = p.global_batch / measured_s / p.single_worker_samples_per_s
         table.add_row(
@@ -172,7 +172,7 @@ def _beside(advice: Advice) -> Table:
             seconds_text(measured_s),
             f"{step_s / measured_s - 1:+.0%}",
             f"{speed:.2f}x",
-            "one worker" if p is lone else p.policy.name,
+            "one worker" if p is one_worker else p.policy.name,
         )
     return table
 
@@ -182,13 +182,13 @@ def _to_target(advice: Advice, target: Target) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for title in ("workers", "batch", "samples to target", "speed-up to target", "policy"):
         table.add_column(title, justify="left" if title == "policy" else "right")
-    lone = advice.lone
-    for p in (*([] if lone is None else [lone]), *advice.recommendation.best):
+    one_worker = advice.one_worker
+    for p in (*([] if one_worker is None else [one_worker]), *advice.recommendation.best):
         table.add_row(
             f"{p.num_workers:,}",
             f"{p.global_batch:,}",
             f"{target.samples(p.global_batch) / target.samples(p.single_worker_batch):.2f}x",
             f"{target.speed_up(p):.1f}x",
-            "one worker" if p is lone else p.policy.name,
+            "one worker" if p is one_worker else p.policy.name,
         )
     return table

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sharpness_of_a_run_on_any_workers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = Request(samples=200, sigma=0.05, num_draws=4, max_products=20)
+    request = asdict(Request(samples=200, sigma=0.05, num_draws=4, max_products=20))
     found = []
     for num_workers in (1, 2, 3):
-        run_ranks(num_workers, lambda comm: sharpness_worker(comm, trained, request))
+        run_ranks(num_workers, lambda comm: sharpness_worker(comm, str(trained), request))
         found.append(json.loads((trained / "sharpness.json").read_text()))
     assert found[0]["num_samples"] == 192  # whole micro-batches of 16
     assert found[0]["step"] == 8
@@ -132,22 +133,22 @@ def test_sharpness_of_a_run_on_any_workers(
 def test_passes_are_shown_on_a_terminal(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = Request(samples=64, sigma=0.05, num_draws=2, max_products=3)
+    request = asdict(Request(samples=64, sigma=0.05, num_draws=2, max_products=3))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    sharpness_worker(Communicator.single_process(), trained, request)
+    sharpness_worker(Communicator.single_process(), str(trained), request)
     # 4 micro-batches in at most 1 + 3 + 2 sums.
     assert "of at most 24" in terminal.getvalue()
     assert "pass" not in capsys.readouterr().out
     monkeypatch.undo()
-    sharpness_worker(Communicator.single_process(), trained, request)
+    sharpness_worker(Communicator.single_process(), str(trained), request)
     assert capsys.readouterr().err == ""
 
 
 def test_too_few_products_are_told(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for max_products, is_told in ((2, True), (200, False)):
-        request = Request(samples=64, sigma=0.05, num_draws=2, max_products=max_products)
-        sharpness_worker(Communicator.single_process(), trained, request)
+        request = asdict(Request(samples=64, sigma=0.05, num_draws=2, max_products=max_products))
+        sharpness_worker(Communicator.single_process(), str(trained), request)
         shown = capsys.readouterr().out
         assert ("not converged, raise --max-products" in shown) == is_told
 

@@ -45,7 +45,7 @@ def train_the_same(comm: Communicator, folder: str, compression: str, resume: bo
 def train_as_usual(comm: Communicator, folder: str) -> str:
     """The same model and batches in DistributedDataParallel, as its tutorials do it.
 
-    Batch norm sees a worker's samples alone, and each worker draws its own dropout.
+    Batch norm sees only a worker's own samples, and each worker draws its own dropout.
     """
     torch.set_num_threads(1)
     task = _RECIPE.task(comm)
@@ -86,19 +86,19 @@ def measure(processes: Processes, folder: Path) -> Iterator[Panel]:
     """Trains every way on 1, 2 and 4 workers, and kills one of 4 to go on with 3."""
     differences: Differences = {way: {} for way in _WAYS}
     yield _panel(differences, "training on 1 worker", None)
-    alone = {way: _train(processes, 1, way, folder) for way in _WAYS}
+    one_worker = {way: _train(processes, 1, way, folder) for way in _WAYS}
     for size in _SIZES:
         for way in _WAYS:
             yield _panel(differences, f"{way}: training on {size} workers", None)
             found = _train(processes, size, way, folder)
-            differences[way][str(size)] = _largest_difference(alone[way], found)
+            differences[way][str(size)] = _largest_difference(one_worker[way], found)
     killed_at: dict[str, int] = {}
     for way in _COMPRESSIONS:
         yield _panel(differences, f"{way}: kill -9 of one of 4 workers", killed_at)
         run_dir = folder / f"{way}-killed"
         killed_at[way] = _train_and_kill(processes, way, run_dir)
         found = _load(processes.run(3, train_the_same, **_asked(way, run_dir, resume=True)))
-        differences[way][_KILLED] = _largest_difference(alone[way], found)
+        differences[way][_KILLED] = _largest_difference(one_worker[way], found)
     yield _panel(differences, "", killed_at)
 
 
