@@ -138,7 +138,7 @@ def test_passes_are_shown_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     sharpness_worker(Communicator.single_process(), str(trained), request)
     # 4 micro-batches in at most 1 + 3 + 2 sums.
-    assert "of at most 24" in terminal.getvalue()
+    assert "pass 24/24" in terminal.getvalue()
     assert "pass" not in capsys.readouterr().out
     monkeypatch.undo()
     sharpness_worker(Communicator.single_process(), str(trained), request)
