@@ -27,8 +27,8 @@ from allstep.exchange.policy import (
     Synchronous,
     make_policy,
 )
-from allstep.exchange.transport import Transport as Transport
-from allstep.exchange.transport import channel_of as channel_of
+from allstep.exchange.reducer import channel_of as channel_of
+from allstep.exchange.wires import Transport as Transport
 
 if TYPE_CHECKING:
     from allstep.exchange.torch_hooks import ddp_hook as ddp_hook

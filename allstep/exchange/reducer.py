@@ -19,11 +19,10 @@ from allstep.comm.work import BackendWork, JoinedWork, Work
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.runner import Runner, begin_span, job_span, make_runner
-from allstep.exchange.transport import Transport, channel_of
 from allstep.exchange.wire_states import WireStates
-from allstep.exchange.wires import FullPrecision, WireState
+from allstep.exchange.wires import FullPrecision, Transport, WireState
 
-__all__ = ["NUM_AT_ONCE", "Bucket", "Reducer"]
+__all__ = ["NUM_AT_ONCE", "Bucket", "Reducer", "channel_of"]
 
 NUM_AT_ONCE = 4  # buckets, where the backward pass is faster than the wire
 
@@ -303,3 +302,16 @@ def _close(
         transport.comm.abort()
     else:
         transport.comm.close()
+
+
+def channel_of(comm: Communicator) -> Communicator:
+    """The same workers on connections of their own; `comm` itself for one worker, or on CUDA.
+
+    There the stream's order keeps collectives apart, and one NCCL communicator is safer than two.
+    Collective.
+    """
+    if comm.size == 1 or comm.device.type == "cuda":
+        return comm
+    channel = comm.split(0, key=comm.rank)
+    assert channel is not None
+    return channel

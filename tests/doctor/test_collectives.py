@@ -11,7 +11,7 @@ from allstep.doctor.collectives import BucketExchange, head_start_s, measure_col
 from allstep.doctor.contention import measure_contention
 from allstep.doctor.timing import Effort
 from allstep.errors import CommunicationError
-from allstep.exchange.transport import Transport
+from allstep.exchange.wires import Transport
 from tests.helpers.ranks import run_ranks
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.transport import Transport
-from allstep.exchange.wires import WireFormat, WireState
+from allstep.exchange.wires import Transport, WireFormat, WireState
 from tests.helpers.ranks import run_ranks
 
 SHAPES = {

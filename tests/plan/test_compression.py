@@ -6,9 +6,8 @@ from torch import nn
 
 from allstep.comm.algorithms import make_algorithm
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.transport import Transport
 from allstep.exchange.wires import WIRES as FORMATS
-from allstep.exchange.wires import make_wire
+from allstep.exchange.wires import Transport, make_wire
 from allstep.plan.compression import COMPRESSIONS
 from allstep.plan.cost import bucket_traffic
 from tests.helpers.nodes import make_nodes

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from allstep.errors import UsageError, nearest_names
-from allstep.exchange.wires.base import FullPrecision, WireFormat, WireState
+from allstep.exchange.wires.base import FullPrecision, Transport, WireFormat, WireState
 from allstep.exchange.wires.exact import Exact
 from allstep.exchange.wires.half import BFloat16, Float16
 from allstep.exchange.wires.int8 import Int8
@@ -19,6 +19,7 @@ __all__ = [
     "Int8",
     "PowerSGD",
     "TopK",
+    "Transport",
     "WIRES",
     "WireFormat",
     "WireState",

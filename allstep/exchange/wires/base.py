@@ -1,4 +1,4 @@
-"""What a wire format is: how one bucket is summed over the workers."""
+"""What a wire format is: how one bucket is summed over the workers, and what it sums with."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -7,10 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from allstep.comm import Communicator
+from allstep.comm.algorithms import AllReduce
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.transport import Transport
 
-__all__ = ["FullPrecision", "WireFormat", "WireState"]
+__all__ = ["FullPrecision", "Transport", "WireFormat", "WireState"]
 
 
 @dataclass
@@ -27,6 +28,70 @@ class WireState:
 
     residual: Tensor | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Transport:
+    """What a format moves its payload with: blocking collectives whose bytes are counted.
+
+    Payloads are flat and of equal sizes on all workers.
+
+    Attributes:
+        comm: the workers.
+        algorithm: how sums are taken.
+        sent_bytes: handed to the wire by this worker so far.
+    """
+
+    comm: Communicator
+    algorithm: AllReduce
+    _moved_bytes: int = field(default=0, init=False)
+
+    @property
+    def rank(self) -> int:
+        """This worker."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.comm.size
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this worker has sent so far."""
+        return self._moved_bytes + self.algorithm.sent_bytes
+
+    def all_reduce(self, payload: Tensor) -> None:
+        """The sum over the workers, in place.
+
+        Args:
+            payload: contiguous, one dimension.
+        """
+        self.algorithm.reduce_(payload)
+
+    def all_to_all(self, payload: Tensor) -> Tensor:
+        """Row r goes to worker r.
+
+        Args:
+            payload: [size, n], contiguous.
+
+        Returns:
+            [size, n]: row r came from worker r.
+        """
+        self._moved_bytes += payload.nbytes // self.size * (self.size - 1)
+        return self.comm.all_to_all_single(payload)
+
+    def all_gather(self, payload: Tensor) -> Tensor:
+        """Everyone's payload.
+
+        Args:
+            payload: [n], contiguous.
+
+        Returns:
+            [size, n]: row r came from worker r.
+        """
+        self._moved_bytes += payload.nbytes * (self.size - 1)
+        return self.comm.all_gather_into_tensor(payload)
 
 
 class WireFormat(ABC):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.transport import Transport
-from allstep.exchange.wires.base import WireFormat, WireState
+from allstep.exchange.wires.base import Transport, WireFormat, WireState
 from allstep.exchange.wires.blocks import BlockParts
 from allstep.exchange.wires.error_feedback import (
     keep_unsent,
