@@ -17,10 +17,11 @@ test: $(VENV)/test.stamp
 	scripts/install_test_packages
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(TEST_PROCESSES) --dist worksteal
 
-# Real clusters and long random runs.
+# Real clusters and long random runs; every property-based test with many more examples.
 test-slow: $(VENV)/test.stamp
 	scripts/install_test_packages
-	$(BIN)/python -m pytest -m slow --timeout 1200
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough --timeout 1500 \
+		--numprocesses $(TEST_PROCESSES) --dist worksteal
 
 # N runs in random order on a busy machine; counts the failures of each test.
 N ?= 10

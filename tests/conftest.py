@@ -17,6 +17,9 @@ torch.set_num_threads(1)
 settings.register_profile(
     "allstep", deadline=None, max_examples=25, derandomize=True, database=None
 )
+settings.register_profile(  # `make test-slow`
+    "thorough", settings.get_profile("allstep"), max_examples=1000
+)
 settings.load_profile("allstep")
 
 
