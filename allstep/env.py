@@ -14,16 +14,6 @@ from typing import Literal
 
 from allstep.errors import UsageError
 
-__all__ = [
-    "Launch",
-    "environment_of_worker",
-    "forget_launch",
-    "read_error_file",
-    "read_launch",
-    "read_num_threads",
-    "set_environment",
-]
-
 _PORTS = range(20_000, 30_000)  # below the ports that systems hand out by themselves
 _OPENMPI_JOB = (  # each unlike for unlike jobs of a machine; the first are there always
     "PMIX_NAMESPACE",

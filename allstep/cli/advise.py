@@ -30,8 +30,6 @@ from allstep.plan import (
 )
 from allstep.train import num_cores
 
-__all__ = ["run"]
-
 
 def run(
     arguments: list[str],

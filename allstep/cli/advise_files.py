@@ -14,8 +14,6 @@ from allstep.cli.advise_output import Advice
 from allstep.errors import UsageError
 from allstep.plan import Prediction, plain_data
 
-__all__ = ["check_files", "write_files"]
-
 
 def check_files(known: Namespace) -> None:
     """Refuses files that can't be written, before anything is done for them.

@@ -9,8 +9,6 @@ from allstep.doctor import read_measurements
 from allstep.errors import UsageError, check_not_negative, check_positive
 from allstep.plan import Cluster, Link, preset_names, read_cluster
 
-__all__ = ["DTYPE_BYTES", "check_numbers", "make_parser", "read_machines"]
-
 # What TCP leaves of a line with frames of 1,500 bytes.
 _TCP_SHARE = 0.94
 _USUAL_WORKERS = 32

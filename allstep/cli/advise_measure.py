@@ -24,8 +24,6 @@ from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, Workload, predict
 
-__all__ = ["Answer", "answer_worker", "ask_first", "check_flags", "measure_here", "worker_counts"]
-
 _PATIENCE_S = 4 * 3600.0  # of workers that wait for the first steps of a script
 _MACHINE_FLAGS = (
     "link",

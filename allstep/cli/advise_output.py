@@ -19,8 +19,6 @@ from allstep.plan import (
     timeline,
 )
 
-__all__ = ["Advice", "show"]
-
 _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
 
 

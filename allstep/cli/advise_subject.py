@@ -34,8 +34,6 @@ from allstep.plan import Cluster, TrainingSpec, Workload
 from allstep.recipes import AnyRecipe, Recipe
 from allstep.train import Precision, Task, map_tensors
 
-__all__ = ["Question", "Subject", "read_command_line", "read_subject", "recipe_training"]
-
 _MICRO_BATCH = 32
 
 Launch = Callable[..., int]

@@ -9,8 +9,6 @@ from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.train import Checkpoints, Run
 
-__all__ = ["evaluate_worker", "run"]
-
 
 def run(arguments: list[str]) -> int:
     """Evaluates a run; `--workers` need not be what it was trained on."""

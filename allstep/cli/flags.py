@@ -10,8 +10,6 @@ from tyro.conf import OmitArgPrefixes
 
 from allstep.errors import UsageError, nearest_names
 
-__all__ = ["read_flags"]
-
 _Read = TypeVar("_Read")
 _NUMBERS: dict[Any, tuple[str, str]] = {int: ("a whole number", "2"), float: ("a number", "0.1")}
 

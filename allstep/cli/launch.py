@@ -32,8 +32,6 @@ from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
 from allstep.env import environment_of_worker
 from allstep.train import FAILED, PEER_LOST
 
-__all__ = ["Workers", "launch_workers"]
-
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
 # ends them at once, so this only bounds a wait that nobody watches.
 _SHUTDOWN_S = 600.0

@@ -13,8 +13,6 @@ from allstep import __version__
 from allstep.env import read_launch
 from allstep.errors import AllstepError, UsageError, nearest_names
 
-__all__ = ["main"]
-
 _COMMANDS = {
     "train": "train a recipe on any number of workers, or continue a run",
     "recipes": "list the recipes, or show one with all its fields",

@@ -5,8 +5,6 @@ import re
 
 from allstep.errors import UsageError
 
-__all__ = ["parse_bandwidth", "parse_count", "parse_counts"]
-
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z/]*)")
 _LARGEST_COUNT = 2**63 - 1

@@ -10,8 +10,6 @@ from allstep.cli.flags import read_flags
 from allstep.cli.run_folder import find_recipe
 from allstep.recipes import REGISTRY
 
-__all__ = ["run"]
-
 
 def run(arguments: list[str]) -> int:
     """Prints a line for each recipe, or the fields, defaults and help of one."""

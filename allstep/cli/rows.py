@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["make_console", "print_rows"]
-
 _SIZE_WITHOUT_TERMINAL = (100, 24)
 
 

@@ -13,24 +13,6 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError, nearest_names
 from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
 
-__all__ = [
-    "check_has_checkpoint",
-    "data_parallel",
-    "find_recipe",
-    "finished_step",
-    "forget_report",
-    "has_checkpoint",
-    "has_report",
-    "make_run_dir",
-    "read_recipe",
-    "recipe_from_plain",
-    "recipe_to_plain",
-    "resume_command",
-    "share_run",
-    "write_recipe",
-    "write_report",
-]
-
 _RECIPE = "recipe.json"
 _REPORT = "report.json"
 

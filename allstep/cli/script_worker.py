@@ -17,8 +17,6 @@ from allstep.cli.worker import SIGNALS, read_call, share_cores
 from allstep.doctor import RecordRequest, profile_script, record_script
 from allstep.env import Launch, forget_launch, read_launch
 
-__all__ = ["PROFILE", "VERIFY", "profile", "profile_path", "verify"]
-
 # As `allstep worker` names them.
 PROFILE, VERIFY = (f"{__name__}:{name}" for name in ("profile", "verify"))
 

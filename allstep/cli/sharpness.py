@@ -26,8 +26,6 @@ from allstep.train import (
     sharpness,
 )
 
-__all__ = ["Request", "run", "sharpness_worker"]
-
 _FILE = "sharpness.json"
 _LARGE_RESIDUAL = 0.05  # beyond, eigenvalues of two runs can't be compared
 

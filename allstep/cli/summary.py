@@ -12,8 +12,6 @@ from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
 from allstep.train import RunReport, num_cores
 
-__all__ = ["Summary", "summarize"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:

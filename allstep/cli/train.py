@@ -24,8 +24,6 @@ from allstep.recipes import (
     describe_changes,
 )
 
-__all__ = ["LaunchOptions", "read_command_line", "run", "train_worker"]
-
 _USAGE = """\
 usage: allstep train RECIPE [--workers N] [--run-dir DIR] [--large-batch NAME] [flags of the recipe]
        allstep train RECIPE --help

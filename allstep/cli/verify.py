@@ -15,8 +15,6 @@ from allstep.cli.verify_runs import Runs
 from allstep.doctor import Factor, RunRecord, diagnose, nonfinite_step
 from allstep.errors import UsageError
 
-__all__ = ["run"]
-
 _EXAMPLE = "example: allstep verify train.py -n 1,2,4 --steps 20 -- --lr 0.1"
 
 

@@ -20,8 +20,6 @@ from allstep.doctor import (
     total_norm,
 )
 
-__all__ = ["Comparison", "show", "show_json"]
-
 _STEP_WIDTH, _NORM_WIDTH, _DIFFERENCE_WIDTH = 6, 17, 14
 _KINK = 0.01  # relative difference of a gradient that one unit may make
 

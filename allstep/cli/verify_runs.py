@@ -12,8 +12,6 @@ from allstep.cli.worker import last_lines
 from allstep.doctor import Factor, Failure, RunRecord, read_worker, record_path
 from allstep.errors import UsageError
 
-__all__ = ["Runs"]
-
 _NUM_LOG_LINES = 10
 
 

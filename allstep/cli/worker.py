@@ -16,21 +16,6 @@ from typing import Any, NoReturn
 
 from allstep.env import read_num_threads, set_environment
 
-__all__ = [
-    "SIGNALS",
-    "Call",
-    "find_function",
-    "last_lines",
-    "log_path",
-    "read_call",
-    "read_result",
-    "run",
-    "run_forked",
-    "share_cores",
-    "write_call",
-    "write_result",
-]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CALL, _RESULT = "call.json", "result.json"
 

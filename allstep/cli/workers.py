@@ -17,17 +17,6 @@ from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.train import num_cores, run_worker
 
-__all__ = [
-    "Body",
-    "ask_workers",
-    "call_of",
-    "num_workers_to_start",
-    "run_body",
-    "run_here",
-    "run_on_workers",
-    "speaking_once",
-]
-
 # What each worker does: `body(comm, **arguments)`, all of them plain data; what it returns is
 # plain, too, and the exit code if it is an int.
 Body = Callable[..., Any]

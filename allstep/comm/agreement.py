@@ -15,8 +15,6 @@ from allstep.comm.group import MessageGroup
 from allstep.comm.missing import listed
 from allstep.errors import DisagreementError, UsageError
 
-__all__ = ["Details", "agree", "digest", "explain"]
-
 Details = Sequence[tuple[Any, ...]]
 """A name and its properties, as often as needed, such as those of a model's tensors."""
 

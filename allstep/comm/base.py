@@ -14,8 +14,6 @@ from allstep.comm.messages import Messages
 from allstep.comm.wire import Wire
 from allstep.errors import UsageError
 
-__all__ = ["PRIVATE_TAG", "CommunicatorBase"]
-
 PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
 
 

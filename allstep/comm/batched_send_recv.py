@@ -12,8 +12,6 @@ from allstep.comm.layout import bytes_of
 from allstep.comm.shared_memory import Mailboxes, NotShared
 from allstep.comm.work import CompletedWork, JoinedWork, Work
 
-__all__ = ["BatchedSendRecv"]
-
 _TAG = PRIVATE_TAG + 16
 
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from allstep.comm.layout import bytes_of, dtype_name, dtype_of_name
 from allstep.errors import CommunicationError, UsageError
 
-__all__ = ["decode", "encode"]
-
 _TUPLE, _INT, _SET, _FROZENSET, _ARRAY, _SCALAR, _TENSOR, _ORDERED_DICT, _COMPLEX = range(1, 10)
 _STORED_TENSOR = 10
 _NUMPY_DTYPE = re.compile(r"[<>|=]?([biufcSU]\d+|[mM]8(\[\w+\])?)")

@@ -17,8 +17,6 @@ from allstep.comm.wire import Wire
 from allstep.comm.work import JoinedWork, Work
 from allstep.errors import DisagreementError, UsageError
 
-__all__ = ["TensorCollectives"]
-
 X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 
 

@@ -13,8 +13,6 @@ from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
 from allstep.errors import UsageError, check_positive
 
-__all__ = ["Communicator"]
-
 
 class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     """One worker's end of a group of workers; made by `init`, `split` or `single_process`.

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
 
-__all__ = ["is_peer_lost", "is_timeout", "translated"]
-
 _LOST = (
     "connection closed",
     "connection reset",

@@ -12,8 +12,6 @@ import torch
 from allstep.comm.messages import Messages
 from allstep.comm.wire import Wire
 
-__all__ = ["Dependent", "MessageGroup", "Topology", "WorkerGroup"]
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -16,8 +16,6 @@ from allstep.comm.missing import RankNames, find_missing_ranks
 from allstep.comm.work import BackendWork, Work
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
-__all__ = ["GroupWire", "make_group"]
-
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
 _SWAP_TAG = (1 << 31) - 2
 _ABORT_TAG = (1 << 31) - 1

@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 from allstep.comm.missing import RankNames
 from allstep.comm.work import ThreadWork, Work
 
-__all__ = ["Inbox"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from allstep.comm.rendezvous import rendezvous
 from allstep.env import Launch, read_launch
 from allstep.errors import UsageError, check_positive
 
-__all__ = ["init"]
-
 
 def init(
     *,

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from allstep.errors import CommunicationError, UsageError
 
-__all__ = ["Layout", "Tensors", "bytes_of", "dtype_name", "dtype_of_name"]
-
 Tensors = Tensor | tuple[Tensor, ...]
 
 _ALIGN_BYTES = 16  # of each tensor in a buffer, so that it can be viewed in place

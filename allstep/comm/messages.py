@@ -14,8 +14,6 @@ from allstep.comm.wire import Wire
 from allstep.comm.work import Work
 from allstep.errors import DisagreementError
 
-__all__ = ["Messages"]
-
 _HEADER_BYTES = 256
 _PREFIX_BYTES = 9  # one for the verb, eight for the body's length
 _INLINE_BYTES = _HEADER_BYTES - _PREFIX_BYTES

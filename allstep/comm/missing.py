@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-__all__ = ["MissingRanks", "RankNames", "StuckReport", "find_missing_ranks", "listed"]
-
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _POLL_S = 0.02
 

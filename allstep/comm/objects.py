@@ -8,8 +8,6 @@ from allstep.comm.base import PRIVATE_TAG, CommunicatorBase
 from allstep.comm.codec import decode, encode
 from allstep.errors import DisagreementError
 
-__all__ = ["ObjectCollectives"]
-
 
 class ObjectCollectives(CommunicatorBase):
     """Collectives and point-to-point messages of plain data; nothing is ever unpickled.

@@ -10,8 +10,6 @@ from torch import Tensor
 from allstep.comm.layout import dtype_name
 from allstep.errors import UsageError, nearest_names
 
-__all__ = ["ReduceOp", "check_reduction", "torch_op", "wire_form", "write_back"]
-
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 _TORCH_OPS = {

@@ -15,8 +15,6 @@ from allstep.comm.wire import Wire
 from allstep.comm.work import CompletedWork, JoinedWork, Work
 from allstep.errors import UsageError, nearest_multiples
 
-__all__ = ["Reductions"]
-
 X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 
 

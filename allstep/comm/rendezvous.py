@@ -15,8 +15,6 @@ from allstep.comm.failures import translated
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, UsageError
 
-__all__ = ["rendezvous"]
-
 _POLL_S = 0.01
 
 

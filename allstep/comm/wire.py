@@ -13,8 +13,6 @@ from torch import Tensor
 from allstep.comm.missing import RankNames
 from allstep.comm.work import CompletedWork, Work
 
-__all__ = ["SingleProcessWire", "Wire"]
-
 
 class Wire(Protocol):
     """Posts calls to other ranks and waits for them; `verb` names the call in errors."""

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from allstep.errors import CollectiveTimeoutError, check_positive
 
-__all__ = ["BackendWork", "CompletedWork", "JoinedWork", "StreamWork", "ThreadWork", "Work"]
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

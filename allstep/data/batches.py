@@ -10,8 +10,6 @@ from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.sampler import check_batches, check_integer
 from allstep.errors import UsageError
 
-__all__ = ["GlobalBatch", "GlobalBatchLoader", "MicroBatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

@@ -12,8 +12,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, ge
 
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 
-__all__ = ["RANDOM_STATE_LOCK", "Collate", "FetchMicroBatch", "Key", "fetch_sample"]
-
 Collate = Callable[[list[Any]], Any]
 Key = tuple[int, Sequence[int] | NDArray[np.int64]]  # (epoch, indices of samples)
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from allstep.errors import DataError
 
-__all__ = ["read_idx"]
-
 _UINT8 = 0x08
 
 

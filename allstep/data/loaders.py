@@ -12,8 +12,6 @@ from allstep.data.processes import LoaderProcesses
 from allstep.data.streams import StreamLoader
 from allstep.errors import UsageError, nearest_names
 
-__all__ = ["loader"]
-
 _STREAMS = ("replicated", "sharded")
 
 

@@ -12,8 +12,6 @@ from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.sampler import GlobalBatchPlan, GlobalBatchSampler, local_part
 from allstep.errors import UsageError
 
-__all__ = ["MapLoader"]
-
 
 class MapLoader(GlobalBatchLoader):
     """The loader of a map-style data set; see `allstep.data.loader`.

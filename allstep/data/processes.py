@@ -23,8 +23,6 @@ from allstep.data.random import derive_seed
 from allstep.data.sampler import check_integer
 from allstep.errors import UsageError
 
-__all__ = ["Items", "LoaderProcesses"]
-
 _POLL_S = 0.5
 _GRACE_S = 1.0
 

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["derive_permutation", "derive_seed", "preserved_random_state", "seed_all"]
-
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 
 

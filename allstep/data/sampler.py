@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from allstep.data.random import derive_permutation
 from allstep.errors import UsageError, nearest_multiples
 
-__all__ = ["GlobalBatchPlan", "GlobalBatchSampler", "check_batches", "check_integer", "local_part"]
-
 
 def check_integer(name: str, value: object, minimum: int) -> None:
     """Raises UsageError unless `value` is an integer and large enough."""

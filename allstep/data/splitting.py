@@ -12,8 +12,6 @@ from allstep.comm import Communicator
 from allstep.data.random import derive_permutation
 from allstep.errors import UsageError
 
-__all__ = ["split"]
-
 
 def split(
     dataset: Dataset[Any] | None,

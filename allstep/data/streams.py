@@ -25,8 +25,6 @@ from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.sampler import local_part
 from allstep.errors import DisagreementError, UsageError
 
-__all__ = ["StreamLoader"]
-
 
 class _Part(NamedTuple):
     """What a worker has for one global batch; torch's `pin_memory` looks into tuples.

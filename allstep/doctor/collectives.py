@@ -26,8 +26,6 @@ from allstep.exchange import BucketLayout, BucketPlan, BucketSet, Transport, cha
 from allstep.exchange.wires import make_wire
 from allstep.plan import MeasuredCollective
 
-__all__ = ["BucketExchange", "head_start_s", "measure_burst_s", "measure_collectives"]
-
 _USUAL_BYTES = 8 << 20
 _CACHED_BYTES, _MOST_BUCKETS = 64 << 20, 8
 _ENOUGH_S = 0.25  # a slow network is known before the largest size

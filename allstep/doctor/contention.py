@@ -11,8 +11,6 @@ from allstep.comm import Communicator
 from allstep.doctor.machine import make_product
 from allstep.doctor.timing import slowest_s
 
-__all__ = ["measure_contention"]
-
 _MATRIX = 512  # large enough that products hold no lock of Python's for long
 
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file; readers see the whole of it or nothing."""

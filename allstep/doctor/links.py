@@ -12,8 +12,6 @@ from allstep.doctor.measurements import PairTiming
 from allstep.doctor.timing import USUAL_EFFORT, Effort, synchronize
 from allstep.plan import Link
 
-__all__ = ["measure_pairs", "slowest"]
-
 _NUM_PINGS = 20
 _ENOUGH_S = 0.03  # a slow link is known before the largest size
 _REPEATS = 3

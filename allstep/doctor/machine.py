@@ -9,8 +9,6 @@ import torch
 from allstep.comm import Communicator
 from allstep.doctor.timing import USUAL_EFFORT, Effort, agreed_repeats, slowest_s, synchronize
 
-__all__ = ["make_product", "measure_copy_s_per_byte", "measure_gemm_flops"]
-
 _CUDA_SIZE = 8192
 _NUM_COPY_ROUNDS = 7
 

@@ -15,8 +15,6 @@ from allstep.doctor.trial import PausingLayer, pausing_training, steps_under
 from allstep.exchange import Synchronous
 from allstep.plan import Cluster, Link, MeasuredCollective, PolicySpec
 
-__all__ = ["COMPRESSIONS", "measure"]
-
 COMPRESSIONS = ("fp32", "fp16", "int8")
 _NUM_GRADIENTS = 16
 _NUM_STEPS = 30

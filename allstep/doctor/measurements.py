@@ -10,8 +10,6 @@ from allstep.doctor.files import write_whole
 from allstep.errors import UsageError
 from allstep.plan import Cluster, Link, MeasuredCollective
 
-__all__ = ["Measurements", "PairTiming", "measurements_of", "read_measurements"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PairTiming:

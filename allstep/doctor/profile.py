@@ -13,8 +13,6 @@ from allstep.doctor.workload import element_bytes_of, make_workload
 from allstep.errors import UsageError
 from allstep.plan import TrainingSpec, Workload
 
-__all__ = ["NUM_UPDATES", "ScriptProfile", "profile_script", "read_profile"]
-
 _NUM_WARM, _NUM_TIMED = 3, 7
 NUM_UPDATES = 1 + _NUM_WARM + _NUM_TIMED  # the first is where the first whole step begins
 

@@ -27,8 +27,6 @@ from allstep.doctor.timing import runnable_s, synchronize
 from allstep.doctor.workload import TimedStep, num_elements_of
 from allstep.exchange import BackwardPass, Exchange, FunctionHook
 
-__all__ = ["ProfiledStep", "Profiler"]
-
 
 @dataclass(frozen=True)
 class ProfiledStep:

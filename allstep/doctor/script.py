@@ -21,8 +21,6 @@ import allstep
 from allstep.errors import CommunicationError, DisagreementError
 from allstep.exchange import Exchange
 
-__all__ = ["Attach", "Failure", "Observer", "ScriptRunner", "Watchdog"]
-
 Attach = Callable[..., Exchange]
 
 _MEETING_S, _STUCK_S = 60.0, 5.0

@@ -12,8 +12,6 @@ from typing import Self
 
 from allstep.errors import AllstepError
 
-__all__ = ["ShapedHosts", "UnavailableError"]
-
 _BURST_S = 0.002  # how long a link that was idle may be faster than its rate
 _SMALLEST_BURST_BYTES = 16 << 10
 _QUEUE_S = 0.1  # of a port, as in a switch with some hundred KB of memory for it

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from allstep.comm import Communicator, CompletedWork, JoinedWork, Topology, Wire, Work
 
-__all__ = ["ShapedCommunicator", "TokenBucket"]
-
 
 class TokenBucket:
     """What leaves a worker: bytes in order, at `rate_bps`.

@@ -9,16 +9,6 @@ import torch
 
 from allstep.comm import Communicator
 
-__all__ = [
-    "USUAL_EFFORT",
-    "Effort",
-    "agreed_repeats",
-    "mean_s",
-    "runnable_s",
-    "slowest_s",
-    "synchronize",
-]
-
 _MOST_REPEATS = 256
 _THREADS = Path("/proc/self/task")
 

@@ -18,21 +18,6 @@ from allstep.doctor.workload import TimedStep, element_bytes_of, make_workload, 
 from allstep.exchange import Exchange, ExchangePolicy, attach, make_policy
 from allstep.plan import PolicySpec, Workload
 
-__all__ = [
-    "PausingLayer",
-    "RunSteps",
-    "Training",
-    "exchange_policy",
-    "measure_policy",
-    "measure_workload",
-    "pausing_training",
-    "sleeping_training",
-    "slowest_step",
-    "steps_under",
-    "time_steps",
-    "whole_rounds",
-]
-
 _WARM_STEPS = 3  # buckets are made anew after the first
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 

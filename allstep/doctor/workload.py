@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from allstep.doctor.timing import runnable_s, synchronize
 from allstep.plan import Workload
 
-__all__ = ["TimedStep", "element_bytes_of", "make_workload", "num_elements_of", "time_step"]
-
 _NUM_STRETCHES = 5
 
 

@@ -9,8 +9,6 @@ from allstep.comm import Communicator
 from allstep.comm import agreement as messages
 from allstep.exchange.parameters import signature
 
-__all__ = ["agree", "check_same_arguments", "check_same_tensors", "explain"]
-
 _CURE = (
     "Build and change the model in the same way, and make the same calls in the same order, on"
     " every worker."

@@ -15,8 +15,6 @@ from allstep.exchange.parameters import ParameterSet
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Synchronous
 
-__all__ = ["attach"]
-
 
 def attach(
     model: nn.Module,

@@ -5,8 +5,6 @@ from weakref import ref
 
 from torch.autograd import Variable
 
-__all__ = ["BackwardPass"]
-
 
 class BackwardPass:
     """Calls a function at the end of each backward pass that asked for it. [Note: end of backward]

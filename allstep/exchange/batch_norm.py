@@ -16,8 +16,6 @@ from allstep.errors import UsageError
 from allstep.exchange.batch_norm_module import TrackedModule, is_tracked
 from allstep.exchange.parameters import ParameterSet
 
-__all__ = ["RunningStatistics"]
-
 
 class RunningStatistics:
     """Batch norm's running statistics. [Note: linear running statistics]

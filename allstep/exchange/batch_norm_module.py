@@ -9,8 +9,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from allstep.exchange.hooks import Hook, Removable
 
-__all__ = ["TrackedModule", "is_tracked"]
-
 _MAX_SLOTS = 16  # micro-batches whose statistics are kept apart
 
 

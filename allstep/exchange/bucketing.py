@@ -11,8 +11,6 @@ from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.tuning import ReadyGradient, split_in_buckets, tuned_bucket_bytes
 
-__all__ = ["Bucketing", "ready_gradient"]
-
 _TUNED_AFTER = 3  # exchanges; the first are slower than the rest
 
 

@@ -18,8 +18,6 @@ from allstep.exchange.parameters import Signature, sparse_gradient_message
 from allstep.exchange.piggyback import AgreementResult, check_size, write_check
 from allstep.exchange.reducer import Bucket
 
-__all__ = ["BucketPlan", "BucketSet", "copy_scaled"]
-
 _LARGE = 1 << 14  # elements; below, a call costs more than another pass
 
 

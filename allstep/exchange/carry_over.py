@@ -6,8 +6,6 @@ import torch
 
 from allstep.exchange.parameters import ParameterSet
 
-__all__ = ["CarryOver"]
-
 
 class CarryOver:
     """Lets what `p.grad` holds before a sum of gradients count once, not once a worker.

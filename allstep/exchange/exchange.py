@@ -23,8 +23,6 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 
-__all__ = ["Exchange"]
-
 
 class Exchange(ABC):
     """Makes `p.grad` the mean over the workers at the end of each backward pass.

@@ -9,8 +9,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from allstep.errors import UsageError
 
-__all__ = ["AccumulationHook", "FunctionHook", "Hook", "Removable", "WeakHook", "is_hooked"]
-
 
 class Removable(Protocol):
     """What registering a hook returns."""

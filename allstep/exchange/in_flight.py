@@ -9,8 +9,6 @@ from torch.profiler import record_function
 
 from allstep.comm.work import Work
 
-__all__ = ["InFlight"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BucketLayout"]
-
 
 @dataclass(frozen=True)
 class BucketLayout:

@@ -13,8 +13,6 @@ from allstep.errors import CheckpointError
 from allstep.exchange.hooks import FunctionHook, Removable
 from allstep.exchange.policy import LocalSGD
 
-__all__ = ["ParameterAveraging"]
-
 
 class ParameterAveraging:
     """Averages the workers' parameters every few global batches, in place.

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from allstep.errors import UsageError
 
-__all__ = ["Nesterov"]
-
 
 @dataclass(frozen=True)
 class Nesterov:

@@ -22,8 +22,6 @@ from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
 from allstep.exchange.wires.exact_buckets import ExactSums, FixedPointBuckets
 
-__all__ = ["OverlappedExchange"]
-
 
 class OverlappedExchange(Exchange):
     """Sends gradients in buckets while the backward pass still makes others.

@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ParameterSet", "Signature", "signature", "sparse_gradient_message"]
-
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 

@@ -32,8 +32,6 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
 
-__all__ = ["AgreementResult", "check_size", "disagreeing_ranks", "reads_late", "write_check"]
-
 _NUM_DIGITS = 4
 _BASE = 128
 

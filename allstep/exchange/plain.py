@@ -11,8 +11,6 @@ from allstep.exchange.exchange import Exchange
 from allstep.exchange.parameters import sparse_gradient_message
 from allstep.exchange.policy import ExchangeStats
 
-__all__ = ["PlainExchange"]
-
 
 class PlainExchange(Exchange):
     """One all-reduce a tensor, at the end of the backward pass.

@@ -11,15 +11,6 @@ from allstep.errors import CheckpointError, UsageError
 from allstep.exchange.outer_optimizer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
-__all__ = [
-    "ExchangePolicy",
-    "ExchangeStats",
-    "LocalSGD",
-    "Stale",
-    "Synchronous",
-    "make_policy",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePolicy(ABC):

@@ -22,8 +22,6 @@ from allstep.exchange.runner import Runner, begin_span, job_span, make_runner
 from allstep.exchange.wire_states import WireStates
 from allstep.exchange.wires import FullPrecision, Transport, WireState
 
-__all__ = ["NUM_AT_ONCE", "Bucket", "Reducer", "channel_of"]
-
 NUM_AT_ONCE = 4  # buckets, where the backward pass is faster than the wire
 
 Then = Callable[[BaseException | None], None]

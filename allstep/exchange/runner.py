@@ -22,8 +22,6 @@ from torch.profiler import record_function
 from allstep.comm.work import StreamWork, ThreadWork, Work
 from allstep.errors import UsageError
 
-__all__ = ["Runner", "StreamRunner", "ThreadRunner", "begin_span", "job_span", "make_runner"]
-
 
 class Runner(Protocol):
     """Makes calls one after the other, in the order in which they were submitted."""

@@ -25,8 +25,6 @@ from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
 from allstep.exchange.wires import PowerSGD
 
-__all__ = ["DDPCommHook", "FSDPCommHook", "ddp_hook", "fsdp_hook"]
-
 Gradients = dict[str, Tensor]
 
 

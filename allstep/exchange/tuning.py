@@ -14,19 +14,6 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.reducer import NUM_AT_ONCE, Bucket, Reducer
 from allstep.exchange.wires import WireState
 
-__all__ = [
-    "CANDIDATE_BYTES",
-    "NUM_PROBES",
-    "Clock",
-    "ReadyGradient",
-    "choose_bucket_bytes",
-    "exposed_by_bucket_bytes",
-    "exposed_s",
-    "probe_s",
-    "split_in_buckets",
-    "tuned_bucket_bytes",
-]
-
 FIRST_BUCKET_BYTES = 1 << 20
 CANDIDATE_BYTES = tuple(1 << exponent for exponent in range(16, 28))  # 64 KiB to 128 MiB
 

@@ -10,8 +10,6 @@ from allstep.comm import Communicator
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires import WireFormat, WireState
 
-__all__ = ["WireStates"]
-
 
 class WireStates:
     """The states of all buckets; what was not sent of a parameter follows it to other buckets.

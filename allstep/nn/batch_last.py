@@ -8,8 +8,6 @@ of [batch, height, width, channel]. Between two of these layers nothing is copie
 
 from torch import Tensor
 
-__all__ = ["from_batch_last", "to_batch_last"]
-
 
 def to_batch_last(x: Tensor) -> Tensor:
     """[batch, channel, height, width] as a contiguous [height, width, channel, batch].

@@ -11,8 +11,6 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError, check_counts, nearest_multiples
 from allstep.nn.batch_norm_across import batch_norm_across, per_channel, statistics_dtype
 
-__all__ = ["GroupedBatchNorm", "convert_batch_norm"]
-
 
 def convert_batch_norm(
     model: nn.Module,

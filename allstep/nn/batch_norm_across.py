@@ -9,8 +9,6 @@ from torch.autograd.function import once_differentiable
 
 from allstep.comm import Communicator
 
-__all__ = ["all_but_channels", "batch_norm_across", "per_channel", "statistics_dtype"]
-
 
 def batch_norm_across(
     comm: Communicator, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float

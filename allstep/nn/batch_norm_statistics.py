@@ -12,8 +12,6 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn.batch_norm_across import all_but_channels
 
-__all__ = ["keep_last_statistics", "precise_batch_norm"]
-
 
 def keep_last_statistics(model: nn.Module) -> nn.Module:
     """Batch norm without moving averages: evaluation uses only the statistics of the last step.

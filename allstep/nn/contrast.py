@@ -12,8 +12,6 @@ from allstep.nn.over_windows import OverWindows
 from allstep.nn.window_sums import window_sums
 from allstep.nn.windows import Grid, Layout, Reach, Window
 
-__all__ = ["DivisiveNorm", "LocalContrastNorm", "SubtractiveNorm"]
-
 
 class _LocalMean(nn.Module):
     """The Gaussian mean around each position, over all channels.

@@ -13,8 +13,6 @@ from allstep.nn.replicated import agreed_seed, generator_at, replicated
 from allstep.nn.windows import Grid, Layout, Reach
 from allstep.nn.windows.receptive import pair
 
-__all__ = ["Conv2d"]
-
 
 class Conv2d(nn.Conv2d):
     """`torch.nn.Conv2d` on an array whose rows and columns are split over a grid of workers.

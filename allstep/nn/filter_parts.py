@@ -18,8 +18,6 @@ from torch.autograd import Function
 
 from allstep.nn.local_products import Fields, responses, spread
 
-__all__ = ["Filters", "cut_filters"]
-
 Place = tuple[slice, ...]
 
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["Fields", "correlations", "responses", "spread"]
-
 _CUDA_BUFFER_BYTES = 1 << 28
 
 

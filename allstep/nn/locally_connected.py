@@ -22,8 +22,6 @@ from allstep.nn.replicated import agreed_seed, generator_at
 from allstep.nn.windows import Grid, Layout, Reach, Window
 from allstep.nn.windows.receptive import pair
 
-__all__ = ["LocallyConnected2d", "LocallyConnectedTranspose2d"]
-
 
 class _Blocks(nn.Module):
     """The blocks of this worker, and their filters."""

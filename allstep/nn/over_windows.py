@@ -20,8 +20,6 @@ from allstep.nn.windows import (
 )
 from allstep.nn.windows.receptive import around
 
-__all__ = ["OverWindows", "check_window"]
-
 Compute = Callable[[Tensor, Window], Tensor]
 
 

@@ -14,8 +14,6 @@ from allstep.nn.window_sums import window_sums
 from allstep.nn.windows import Grid, Layout, Reach, Window
 from allstep.nn.windows.receptive import pair
 
-__all__ = ["AvgPool2d", "L2Pool2d", "MaxPool2d"]
-
 
 class _Pool2d(nn.Module):
     """What the three have in common: their windows."""

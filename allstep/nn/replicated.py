@@ -11,8 +11,6 @@ from torch.autograd import Function
 from allstep.comm import Communicator
 from allstep.comm.autograd import all_reduce
 
-__all__ = ["agreed_seed", "generator_at", "replicated"]
-
 
 def replicated(comm: Communicator, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The same parameters, whose gradient is the sum over the workers.

@@ -13,8 +13,6 @@ from allstep.nn.pooling import L2Pool2d
 from allstep.nn.replicated import replicated
 from allstep.nn.windows import Grid, Layout, Window, full_tensor, local_shard
 
-__all__ = ["AutoencoderStage", "SparseAutoencoder", "StageTraining"]
-
 
 class AutoencoderStage(nn.Module):
     """Three layers: local filtering, L2 pooling and local contrast normalisation.

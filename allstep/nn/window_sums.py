@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["window_sums"]
-
 
 def window_sums(x: Tensor, weights: Sequence[float], stride: int, dim: int) -> Tensor:
     """Weighted sums of neighbours along a dim.

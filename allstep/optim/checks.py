@@ -9,16 +9,6 @@ from torch import Tensor
 
 from allstep.errors import AllstepError, UsageError
 
-__all__ = [
-    "NonfiniteGradientError",
-    "Norm",
-    "check_gradient",
-    "check_parameters",
-    "check_values",
-    "find_nonfinite",
-    "parameter_name",
-]
-
 Norm = Literal["l1", "l2", "linf"]
 
 _NUM_LISTED = 5

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from allstep.errors import UsageError, check_counts
 from allstep.optim.schedules import Schedule, check_schedule, check_step, check_warmup
 
-__all__ = ["chain", "gradual_warmup", "hold", "in_samples"]
-
 
 def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) -> Schedule:
     """Another schedule, multiplied by a line from `start` to 1.

@@ -17,8 +17,6 @@ from torch import Tensor
 from allstep.optim.checks import Norm
 from allstep.optim.trust import power_sum
 
-__all__ = ["BLOCK_ELEMENTS", "sums_by_blocks"]
-
 # Smaller blocks stay in closer caches, but start the threads more often; measured on 1 and 2.
 BLOCK_ELEMENTS = 2**20
 

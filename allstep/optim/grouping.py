@@ -12,8 +12,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from allstep.errors import UsageError
 from allstep.optim.checks import check_values
 
-__all__ = ["groups"]
-
 _NORMALISATION: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,

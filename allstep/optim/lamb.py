@@ -13,8 +13,6 @@ from allstep.optim.optimizer import Nonfinite
 from allstep.optim.rules import Adam
 from allstep.optim.trust import TrustRatio
 
-__all__ = ["LAMB"]
-
 _ALIGNED_ELEMENTS = 16  # 64 bytes, as torch's allocator aligns, or more
 # "meta" tensors have no data; they show that a step stays on its device.
 _HAVE_FUSED_ADAM = ("cpu", "cuda", "mps", "xpu", "meta")

@@ -15,8 +15,6 @@ from allstep.optim.optimizer import Nonfinite
 from allstep.optim.rules import SGDRule
 from allstep.optim.trust import TrustRatio
 
-__all__ = ["LARS", "LarsVariant"]
-
 LarsVariant = Literal["paper", "lamb_paper", "mlperf"]
 
 _TRUST_RATIOS: dict[LarsVariant, TrustRatio] = {

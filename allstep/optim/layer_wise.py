@@ -25,8 +25,6 @@ from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
 from allstep.optim.rules import Rule, SGDRule
 from allstep.optim.trust import TrustRatio, norms_of, power_sums, trust_ratio
 
-__all__ = ["LayerWise", "RatioOn", "TrustRatioOptimizer", "adapts"]
-
 RatioOn = Literal["update", "gradient"]
 
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Batch", "Leaf", "batches", "flat", "local", "reduce_over_shards"]
-
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from allstep.optim.leaves import local
 
-__all__ = ["end_step", "factor"]
-
 
 def factor(group: Mapping[str, Any]) -> float | Tensor:
     """By how much the momentum is multiplied because the rate has changed: lr / previous lr."""

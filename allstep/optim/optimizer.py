@@ -28,8 +28,6 @@ from allstep.optim.leaves import (
     update_dtype,
 )
 
-__all__ = ["LargeBatchOptimizer", "Nonfinite"]
-
 Nonfinite = Literal["raise", "skip", "propagate"]
 
 # Which kernels compute is no part of what is computed.

@@ -6,8 +6,6 @@ from typing import Literal
 
 from allstep.optim.settings import OptimizerName, ScheduleName
 
-__all__ = ["PUBLISHED", "MixedBatch", "PublishedRecipe", "ReferencePoint", "Trust"]
-
 Trust = Literal["verified", "partly verified", "unverified", "measured here"]
 
 

@@ -10,8 +10,6 @@ from allstep.optim.leaves import Batch, Leaf, batches, local
 from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
 from allstep.optim.schedules import sgd_share
 
-__all__ = ["RMSpropWarmup"]
-
 
 class RMSpropWarmup(LargeBatchOptimizer):
     """Starts as RMSprop and ends as momentum SGD.

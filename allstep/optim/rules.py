@@ -8,8 +8,6 @@ from torch import Tensor
 
 from allstep.optim.checks import check_values
 
-__all__ = ["Adam", "RMSprop", "Rule", "SGDRule"]
-
 State = Mapping[str, Tensor]
 
 

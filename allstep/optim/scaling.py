@@ -8,8 +8,6 @@ from allstep.errors import UsageError, check_counts, nearest_names
 from allstep.optim.published import PUBLISHED, PublishedRecipe
 from allstep.optim.settings import SecondStage, Settings
 
-__all__ = ["Change", "Rescaled", "linear_scaling", "rescale", "sqrt_scaling"]
-
 # A warm-up that grows with the batch would outgrow the run.
 _LONGEST_WARMUP = 0.5
 

@@ -11,16 +11,6 @@ from collections.abc import Callable, Sequence
 
 from allstep.errors import UsageError
 
-__all__ = [
-    "Schedule",
-    "constant",
-    "cosine",
-    "poly",
-    "sgd_share",
-    "slow_start",
-    "step_decay",
-]
-
 Schedule = Callable[[int], float]
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from allstep.optim.optimizer import Nonfinite
 
-__all__ = ["OptimizerName", "ScheduleName", "SecondStage", "Settings"]
 
 OptimizerName = Literal["sgd", "adamw", "lars", "lamb", "rmsprop_warmup"]
 ScheduleName = Literal["cosine", "poly", "linear", "step", "slow_start", "constant"]

@@ -11,8 +11,6 @@ from torch import Tensor
 from allstep.optim.checks import Norm, check_values
 from allstep.optim.leaves import flat
 
-__all__ = ["TrustRatio", "norms_of", "power_sum", "power_sums", "trust_ratio"]
-
 _SUM_ELEMENTS = 2**20
 
 

@@ -9,8 +9,6 @@ from importlib.resources import files
 from allstep.plan.compression import COMPRESSIONS
 from allstep.plan.policies import PolicySpec
 
-__all__ = ["AccuracyCost", "AccuracyTable", "measured_accuracy"]
-
 
 @dataclass(frozen=True)
 class AccuracyCost:

@@ -20,8 +20,6 @@ from allstep.plan.phases import (
     Transfer,
 )
 
-__all__ = ["ALGORITHMS", "path_of", "traffic_of"]
-
 ALGORITHMS: Mapping[str, tuple[Phase, ...]] = {
     "native": (Ring(),),  # a backend's own is not known; no algorithm sends fewer bytes than a ring
     "ring": (Ring(),),

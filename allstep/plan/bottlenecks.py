@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from allstep.plan.predict import Prediction
 from allstep.plan.time_to_target import Target
 
-__all__ = ["Bottleneck", "bottlenecks", "growing_bottleneck", "largest_bottleneck"]
-
 
 @dataclass(frozen=True)
 class Bottleneck:

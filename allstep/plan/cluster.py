@@ -6,8 +6,6 @@ from allstep.errors import UsageError, check_not_negative, check_positive
 from allstep.plan.measured_collective import MeasuredCollective
 from allstep.plan.nodes import Nodes
 
-__all__ = ["Cluster"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Nodes):

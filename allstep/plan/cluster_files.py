@@ -10,8 +10,6 @@ from allstep.errors import UsageError, nearest_names
 from allstep.plan.cluster import Cluster
 from allstep.plan.nodes import Link
 
-__all__ = ["preset_names", "read_cluster"]
-
 _LINK_KEYS = {"bandwidth_bps": float, "latency_s": float}
 _KEYS: Mapping[str, type] = {
     "name": str,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.phases import AllGather, AllToAll, Phase
 
-__all__ = ["COMPRESSIONS", "FLOAT32_BYTES", "Compression", "exchange_parts"]
-
 FLOAT32_BYTES = 4  # of a gradient's element, where nobody says otherwise
 
 

@@ -11,14 +11,6 @@ from allstep.plan.compression import COMPRESSIONS, FLOAT32_BYTES, exchange_parts
 from allstep.plan.nodes import Nodes
 from allstep.plan.phases import Traffic
 
-__all__ = [
-    "BucketCost",
-    "bucket_cost",
-    "bucket_traffic",
-    "collective_s",
-    "encode_s",
-]
-
 
 def collective_s(
     compression: str,

@@ -7,8 +7,6 @@ from typing import Any
 from allstep.plan.predict import Prediction
 from allstep.plan.step_report import Span
 
-__all__ = ["chart", "plain_data", "seconds_text", "timeline"]
-
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _CHART_ROWS = 10
 _COLUMN = 7

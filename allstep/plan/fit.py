@@ -9,8 +9,6 @@ from allstep.errors import UsageError, nearest_names
 from allstep.plan.algorithms import ALGORITHMS, path_of
 from allstep.plan.nodes import Link, Nodes
 
-__all__ = ["Fit", "Timing", "fit_link"]
-
 
 @dataclass(frozen=True)
 class Timing:

@@ -10,8 +10,6 @@ from allstep.errors import UsageError, nearest_names
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
-__all__ = ["MeasuredCollective"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollective:

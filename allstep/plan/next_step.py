@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-__all__ = ["RunNumbers", "next_step"]
-
 # Above these shares of a step the wait, not the compute, is what to work on.
 DATA_SHARE = 0.20
 EXCHANGE_SHARE = 0.30

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from allstep.errors import UsageError, check_not_negative, check_positive
 
-__all__ = ["Link", "Nodes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

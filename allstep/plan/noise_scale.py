@@ -5,8 +5,6 @@ from typing import Any
 
 from allstep.errors import UsageError, check_positive
 
-__all__ = ["NoiseScale", "noise_and_signal"]
-
 
 def noise_and_signal(
     *,

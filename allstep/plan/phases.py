@@ -17,20 +17,6 @@ import numpy as np
 
 from allstep.plan.nodes import Link, Nodes
 
-__all__ = [
-    "AcrossNodes",
-    "AllGather",
-    "AllToAll",
-    "NodeRing",
-    "NodeRoot",
-    "Pairs",
-    "Phase",
-    "Ring",
-    "SharedMemory",
-    "Traffic",
-    "Transfer",
-]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -6,8 +6,6 @@ from allstep.errors import UsageError, nearest_names
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
-__all__ = ["DDP", "POLICIES", "PolicySpec"]
-
 MIB = 2**20
 # allstep's own first bucket, where others are larger.
 FIRST_BUCKET_BYTES = MIB

@@ -11,8 +11,6 @@ from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.workload import TrainingSpec
 
-__all__ = ["WORTH_ADDING", "Prediction", "predict", "predict_one", "worth_adding"]
-
 MIB = 2**20
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)
 # More buckets than this cost more time to start than they hide.

@@ -23,8 +23,6 @@ from allstep.plan.describe import seconds_text
 from allstep.plan.predict import WORTH_ADDING, Prediction, worth_adding
 from allstep.plan.time_to_target import Target
 
-__all__ = ["STARTUP_S", "Recommendation", "recommend", "simplest_fast"]
-
 # Seconds until several workers have imported torch, found each other and begun to train.
 STARTUP_S = 10.0
 # Differences below this share are smaller than the errors of predictions.

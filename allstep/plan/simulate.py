@@ -29,8 +29,6 @@ from allstep.plan.step_report import Span, StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.workload import Workload
 
-__all__ = ["exchange_traffic", "simulate"]
-
 # Rounds that are averaged; one is enough if workers are equal.
 _NUM_RANDOM_ROUNDS = 20
 # Beyond these a simulation would take minutes, or more memory than there is.

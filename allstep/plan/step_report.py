@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from allstep.plan.phases import Traffic
 
-__all__ = ["Span", "StepReport"]
-
 
 @dataclass(frozen=True)
 class Span:

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from allstep.errors import UsageError
 
-__all__ = ["NO_STRAGGLERS", "Stragglers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:

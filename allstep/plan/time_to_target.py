@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from allstep.errors import check_positive
 from allstep.plan.predict import Prediction
 
-__all__ = ["Target"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

@@ -10,8 +10,6 @@ from typing import Any
 from allstep.errors import UsageError, check_positive, nearest_multiples
 from allstep.plan.compression import FLOAT32_BYTES
 
-__all__ = ["Bucket", "TrainingSpec", "Workload"]
-
 
 @dataclass(frozen=True)
 class Bucket:

@@ -16,8 +16,6 @@ from torch.utils.data import Dataset
 import allstep
 from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
 
-__all__ = ["DividedRecipe", "Objective", "Recipe"]
-
 
 class Objective(Protocol):
     """What a model is trained for and measured by; see `allstep.Task`."""

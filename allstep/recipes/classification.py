@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from allstep import Metrics
 
-__all__ = ["Classifier", "ConvNet"]
-
 
 @dataclass(frozen=True)
 class Classifier:

@@ -25,8 +25,6 @@ from allstep.recipes.cots_pictures import PictureFormat, TrainingPictures
 from allstep.recipes.cots_report import show, table_of_neurons
 from allstep.recipes.cots_training import GreedyTraining
 
-__all__ = ["Cots"]
-
 _UNTRAINED_SEED, _STIMULI_SEED = 500_000, 600_000
 # The paper's test has 48,000 distractors for 13,152 faces.
 _DISTRACTORS_PER_FACE = 48_000 / 13_152

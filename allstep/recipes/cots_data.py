@@ -12,15 +12,6 @@ from torch import Tensor
 
 from allstep import UsageError
 
-__all__ = [
-    "Photos",
-    "Portraits",
-    "draw_patches",
-    "find_photographs",
-    "read_photograph",
-    "read_portraits",
-]
-
 Photos = Literal["scikit", "mvtb", "folder"]
 
 _SKIMAGE = (

@@ -14,8 +14,6 @@ from allstep.recipes.cots_data import draw_patches
 from allstep.recipes.cots_neurons import Responses, Score, score
 from allstep.recipes.cots_pictures import PictureFormat
 
-__all__ = ["Best", "FaceTest", "Stimuli", "parts_of"]
-
 Layer = Callable[[Tensor], Tensor]
 
 _AT_ONCE = 500  # stimuli

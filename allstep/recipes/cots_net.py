@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["NETS", "WIDER", "NetShape", "Size", "StageShape"]
-
 Size = Literal["small", "large"]
 
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Responses", "Score", "auc", "best_threshold", "score"]
-
 _AT_ONCE = 256  # neurons
 
 

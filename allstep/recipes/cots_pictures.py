@@ -9,8 +9,6 @@ from torch.nn.functional import interpolate
 import allstep
 from allstep import Communicator
 
-__all__ = ["PictureFormat", "TrainingPictures", "normalise"]
-
 _AT_ONCE = 256  # pictures that are normalised together
 _FLAT = 4.0  # standard deviation, of 255, below which a picture shows next to nothing
 

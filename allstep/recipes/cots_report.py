@@ -9,8 +9,6 @@ from torch import Tensor
 import allstep
 from allstep.recipes.cots_faces import Best, FaceTest, parts_of
 
-__all__ = ["show", "table_of_neurons"]
-
 _TEMPLATE_SEED = 700_000
 _MOST_FILTERS = 400
 _ZOOM = 3

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import allstep
 from allstep import Communicator, UsageError
 
-__all__ = ["GreedyTraining"]
-
 _MOST_GROWTH = 10  # of the cost in a stage, which ought to fall
 
 

@@ -10,8 +10,6 @@ from allstep import Communicator, Task
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier, ConvNet
 
-__all__ = ["Digits", "digits_net", "load_digits"]
-
 _NUM_TEST_PER_CLASS = 36
 _NUM_CLASSES = 10
 

@@ -11,8 +11,6 @@ from allstep import Communicator, Task, UsageError
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier, ConvNet
 
-__all__ = ["Fashion"]
-
 _SUFFIXES = ("", ".gz")
 
 

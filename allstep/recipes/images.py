@@ -14,8 +14,6 @@ from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier
 from allstep.recipes.resnet import Depth, resnet
 
-__all__ = ["Images"]
-
 _Image = tuple[Path, int]
 
 

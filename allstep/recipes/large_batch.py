@@ -6,8 +6,6 @@ from dataclasses import replace
 import allstep
 from allstep.recipes.base import Recipe
 
-__all__ = ["apply_large_batch", "describe_changes"]
-
 
 def apply_large_batch(recipe: Recipe, name: str) -> tuple[Recipe, allstep.optim.Rescaled]:
     """Sets optimizer, rate, warm-up, decay and stages as a published training had them.

@@ -5,8 +5,6 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-__all__ = ["Depth", "ResNet", "resnet"]
-
 Depth = Literal[18, 34, 50, 101, 152]
 
 _NUM_BLOCKS: dict[int, tuple[int, int, int, int]] = {

@@ -13,8 +13,6 @@ from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.base import Recipe
 from allstep.recipes.transformer import Transformer
 
-__all__ = ["LanguageModelling", "Text"]
-
 _MIN_VOCAB_SIZE = 258
 
 

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Transformer"]
-
 
 class Transformer(nn.Module):
     """Pre-norm blocks on learned positions; the logits use the tokens' own embeddings.

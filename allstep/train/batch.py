@@ -14,8 +14,6 @@ from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.train.devices import to_device
 
-__all__ = ["Batch", "steps"]
-
 # Keep random numbers apart from those that the data room derives from the same seed: of dropout and
 # its like, and of optimizers that draw some in a step.
 _COMPUTE, _UPDATE = 0x636F6D70757465, 0x757064617465

@@ -13,8 +13,6 @@ from allstep.comm import Communicator
 from allstep.errors import CheckpointError, UsageError
 from allstep.train.storage import Stored, discard, read_stored, sweep, write_checkpoint
 
-__all__ = ["Checkpoints", "Stateful", "check_same", "load_model_state", "load_optimizer_state"]
-
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
 _NUM_LISTED = 5

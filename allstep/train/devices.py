@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["is_alive", "map_tensors", "num_cores", "to_device"]
-
 
 def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same nesting of dicts, lists and tuples with `function` applied to each tensor.

@@ -17,8 +17,6 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
 
-__all__ = ["Evaluator"]
-
 # Keep an evaluation's random numbers apart from those of training with the same seed.
 _SAMPLE = 0x73616D706C65
 _COMPUTE = 0x6576616C

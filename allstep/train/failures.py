@@ -32,8 +32,6 @@ from allstep.errors import AllstepError, CommunicationError, DisagreementError
 from allstep.train.devices import is_alive
 from allstep.train.stop import REPEAT_S, SIGNALS
 
-__all__ = ["FAILED", "PEER_LOST", "USAGE", "message_of", "run_worker"]
-
 FAILED = 1
 USAGE = 2
 # A worker that ends only because another one did.

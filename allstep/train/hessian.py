@@ -9,8 +9,6 @@ from torch.autograd.function import once_differentiable
 
 from allstep.errors import AllstepError
 
-__all__ = ["hessian_product"]
-
 # The code of every backward that torch's decorator has been put on.
 _ONCE_DIFFERENTIABLE = once_differentiable(lambda *_: None).__code__
 

@@ -20,8 +20,6 @@ from allstep.train.step import Update
 from allstep.train.stop import Interrupts, StopAgreement
 from allstep.train.task import Task
 
-__all__ = ["Loop", "Training", "fit"]
-
 
 def fit(
     task: Task,

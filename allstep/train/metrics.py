@@ -14,7 +14,6 @@ from allstep.errors import UsageError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["MetricsLog", "read_metrics"]
 
 _FILE = "metrics.jsonl"
 _RESERVED = ("time", "non_finite")

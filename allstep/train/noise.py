@@ -13,8 +13,6 @@ from allstep.plan import NoiseScale
 from allstep.train.batch import Batch
 from allstep.train.precision import Precision
 
-__all__ = ["NoiseProbe"]
-
 # The noise scale grows during a run. What a larger batch would do now is told by the last 100
 # measurements or so; how many steps it would save in all, by the mean over the run.
 _DECAY = 0.99

@@ -6,8 +6,6 @@ from typing import Literal
 from allstep.errors import UsageError, nearest_multiples
 from allstep.exchange import ExchangePolicy, make_policy
 
-__all__ = ["TrainOptions"]
-
 _SPARSE = ("powersgd", "topk")  # what they leave out comes in later steps
 
 _AT_LEAST_ONE = (

@@ -9,8 +9,6 @@ from torch import Tensor
 from allstep.comm.codec import decode, encode
 from allstep.errors import CheckpointError, UsageError
 
-__all__ = ["pack", "unpack"]
-
 # What a safetensors file can hold.
 _DTYPES = {
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),

@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from allstep.train.devices import map_tensors
 
-__all__ = ["Precision"]
-
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -15,8 +15,6 @@ from allstep.train.devices import num_cores
 from allstep.train.precision import Precision
 from allstep.train.task import Task
 
-__all__ = ["Probe", "probe"]
-
 _NUM_REPEATS = 5
 
 

@@ -14,8 +14,6 @@ from rich.table import Column
 
 from allstep.comm import Communicator
 
-__all__ = ["Progress"]
-
 _LINE_EVERY_S = 10.0
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from allstep.train.step import Update
 
-__all__ = ["Meter", "RunReport"]
-
 _NUM_WARM_UP_STEPS = 2  # allocations, thread pools and first touches of the data
 
 

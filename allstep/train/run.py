@@ -19,8 +19,6 @@ from allstep.train.probe import probe
 from allstep.train.step import TrainStep, Update
 from allstep.train.task import Stage, Task, all_stages, num_samples_of, num_total_steps
 
-__all__ = ["Run"]
-
 # What must not change between a run and its resumption.
 _KEPT_OPTIONS = (
     "seed",

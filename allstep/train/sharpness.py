@@ -23,8 +23,6 @@ from allstep.train.devices import to_device
 from allstep.train.evaluator import evaluating
 from allstep.train.hessian import hessian_product
 
-__all__ = ["Sharpness", "check_sharpness_arguments", "sharpness"]
-
 _START, _NOISE = 0x7374617274, 0x6E6F697365
 
 

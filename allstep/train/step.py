@@ -16,8 +16,6 @@ from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
 from allstep.train.task import Task
 
-__all__ = ["TrainStep", "Update"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Update:

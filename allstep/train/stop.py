@@ -12,8 +12,6 @@ from torch import Tensor
 
 from allstep.comm import Communicator, Work
 
-__all__ = ["REPEAT_S", "SIGNALS", "Interrupts", "StopAgreement"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # A terminal, a launcher and a scheduler may each deliver the same request; only a repeat

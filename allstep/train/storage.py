@@ -33,17 +33,6 @@ from allstep.errors import CheckpointError, CommunicationError
 from allstep.train.devices import is_alive
 from allstep.train.packing import pack, unpack
 
-__all__ = [
-    "Stored",
-    "discard",
-    "read_checkpoint",
-    "read_stored",
-    "sweep",
-    "verify",
-    "write_checkpoint",
-    "write_manifest",
-]
-
 _FORMAT = 1
 _TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.msgpack", "manifest.json"
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)")

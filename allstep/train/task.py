@@ -12,8 +12,6 @@ from allstep.data import GlobalBatchSampler
 from allstep.errors import UsageError
 from allstep.train.options import TrainOptions
 
-__all__ = ["Metrics", "Stage", "Task", "all_stages", "num_samples_of", "num_total_steps"]
-
 Metrics = Mapping[str, tuple[float | Tensor, float | Tensor]]
 """Name -> (sum, count) over a micro-batch's samples; both are added up over the test set."""
 

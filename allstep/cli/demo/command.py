@@ -17,8 +17,6 @@ from allstep.cli.demo.panel import Panel
 from allstep.cli.demo.show import Screen
 from allstep.errors import UsageError
 
-__all__ = ["measure_panel", "run"]
-
 Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
 
 _PANELS = {"a": "large_batch", "b": "same_model", "c": "slow_wire", "d": "scaling"}

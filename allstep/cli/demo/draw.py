@@ -11,8 +11,6 @@ from typing import Any
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.errors import UsageError
 
-__all__ = ["check_can_draw", "draw", "make_figure"]
-
 
 def check_can_draw() -> None:
     """Raises UsageError if there is nothing to draw with."""

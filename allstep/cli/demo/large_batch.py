@@ -28,17 +28,6 @@ from allstep.optim import LARS, NonfiniteGradientError, groups, linear_scaling
 from allstep.recipes.digits import Digits
 from allstep.train import fit, num_cores
 
-__all__ = [
-    "FACTOR",
-    "LINES",
-    "SMALL_BATCH",
-    "LargeBatchDigits",
-    "Line",
-    "hold_out",
-    "measure",
-    "train",
-]
-
 FACTOR = 32
 SMALL_BATCH = MICRO_BATCH = 8
 EPOCHS = 12

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Bar", "Chart", "Panel"]
-
 
 @dataclass(frozen=True)
 class Bar:

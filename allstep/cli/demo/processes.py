@@ -13,8 +13,6 @@ from allstep.cli.workers import Body, call_of
 from allstep.doctor import ShapedHosts
 from allstep.errors import AllstepError
 
-__all__ = ["PRELOAD", "Call", "Processes", "WorkerError"]
-
 # Imported once, where all workers are forked from; else each takes seconds to begin. The last
 # three are imported by an optimizer's, a log's and a backward pass's first use.
 PRELOAD = (

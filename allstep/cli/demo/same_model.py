@@ -19,8 +19,6 @@ from allstep.comm import Communicator
 from allstep.recipes.digits import Digits
 from allstep.train import fit, read_checkpoint, write_checkpoint
 
-__all__ = ["measure", "train_as_usual", "train_the_same"]
-
 # Twelve micro-batches, so that 1, 2, 3 and 4 workers all have equal work.
 _RECIPE = Digits(
     width=16,

@@ -14,8 +14,6 @@ from allstep.plan import WORTH_ADDING
 from allstep.recipes.digits import Digits
 from allstep.train import fit, num_cores
 
-__all__ = ["measure"]
-
 _NUM_REPEATS = 2
 _NOISE_EPOCHS, _SPEED_EPOCHS = 6, 2
 _PAIR = "2 workers, a thread each"

@@ -13,8 +13,6 @@ from rich.text import Text
 from allstep.cli.demo.panel import Panel
 from allstep.cli.rows import make_console
 
-__all__ = ["Screen"]
-
 _NARROW = 60
 
 

@@ -17,8 +17,6 @@ from allstep.cli.demo.slow_wire_runs import (
 from allstep.doctor import ShapedHosts, UnavailableError
 from allstep.plan import DDP, Cluster, Link, MeasuredCollective, PolicySpec, Workload, simulate
 
-__all__ = ["measure"]
-
 _RATE_BPS = 200e6
 _NAMESPACES = "Two network namespaces of this machine, each link shaped to 200 Mbit/s."
 

@@ -24,8 +24,6 @@ from allstep.doctor import (
 from allstep.exchange import Exchange, Stale, Synchronous, attach, ddp_hook
 from allstep.plan import Workload
 
-__all__ = ["BUCKET_BYTES", "KINDS", "NUM_PARAMS", "WAYS", "run_steps", "run_steps_shaped"]
-
 MIB = 2**20
 BUCKET_BYTES = MIB
 _WIDTH, _NUM_LAYERS = 512, 8  # a layer is a bucket

@@ -16,8 +16,6 @@ from allstep.comm.algorithms.ring import Ring
 from allstep.comm.algorithms.shared import SharedMemory
 from allstep.comm.group import WorkerGroup
 
-__all__ = ["Auto"]
-
 _SIZES_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 23)
 _REPEATS = 3
 _ENOUGH_S = 0.1  # a slow network is known before the largest size

@@ -10,8 +10,6 @@ from torch import Tensor
 from allstep.comm.group import WorkerGroup
 from allstep.comm.work import Work
 
-__all__ = ["AllReduce", "Messenger"]
-
 _TAG = (1 << 30) + 2  # beyond the tags that users may choose
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
 
-__all__ = ["HalvingDoubling", "RecursiveDoubling"]
-
 
 class _Folded(AllReduce):
     """A scheme for a power of two of ranks.

@@ -9,8 +9,6 @@ from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.algorithms.ring import chunks_sent
 from allstep.comm.work import Work
 
-__all__ = ["Dummy", "Native"]
-
 
 class Native(AllReduce):
     """The backend's: Gloo's on the CPU, NCCL's on CUDA.

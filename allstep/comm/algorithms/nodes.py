@@ -13,8 +13,6 @@ from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory import NotShared, SharedBuffer
 from allstep.errors import UsageError
 
-__all__ = ["Hierarchical", "TwoDimensional"]
-
 
 class _OverNodes(AllReduce):
     """What both hold: the ranks of this node, some ranks across nodes, and how those sum.

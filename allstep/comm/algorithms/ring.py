@@ -10,8 +10,6 @@ from allstep.comm.algorithms.base import AllReduce
 from allstep.comm.group import WorkerGroup
 from allstep.errors import UsageError
 
-__all__ = ["Ring", "chunks_sent"]
-
 
 class Ring(AllReduce):
     """Reduce-scatter, then all-gather, each in size - 1 steps around a ring.

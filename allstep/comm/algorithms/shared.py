@@ -10,8 +10,6 @@ from allstep.comm.algorithms.native import Native
 from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory import Block, NotShared, SharedBuffer
 
-__all__ = ["SharedMemory"]
-
 
 class SharedMemory(AllReduce):
     """Sums in memory that the CPU ranks of one host share; the backend's elsewhere.

@@ -8,8 +8,6 @@ from torch import Tensor
 from allstep.comm.autograd.nodes import Gradients, check_differentiable, mirrored
 from allstep.comm.communicator import Communicator
 
-__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
-
 
 def all_gather(comm: Communicator, x: Tensor) -> tuple[Tensor, ...]:
     """Every rank's `x`, on all ranks; backward is `all_to_all`, summed.

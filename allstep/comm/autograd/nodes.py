@@ -12,8 +12,6 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.layout import dtype_name
 from allstep.errors import CommunicationError, UsageError
 
-__all__ = ["Gradients", "check_differentiable", "is_differentiable", "mirrored", "shown"]
-
 Gradients = tuple[Tensor | None, ...]
 """Of the delegate and of the inputs."""
 

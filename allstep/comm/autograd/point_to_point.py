@@ -12,8 +12,6 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.layout import as_tuple
 from allstep.errors import UsageError
 
-__all__ = ["pseudo_connect", "recv", "send"]
-
 
 def send(
     comm: Communicator,

@@ -12,8 +12,6 @@ from allstep.comm.layout import as_tuple
 from allstep.comm.reduce_ops import ReduceOp
 from allstep.errors import UsageError
 
-__all__ = ["all_reduce", "reduce_scatter"]
-
 
 def all_reduce(comm: Communicator, x: Tensor, op: ReduceOp = "sum") -> Tensor:
     """Reduces over the ranks; unlike the communicator's verb it leaves `x` as it is.

@@ -29,8 +29,6 @@ from allstep.comm.missing import MissingRanks, find_missing_ranks, listed
 from allstep.comm.shared_memory.mapping import SharedMapping
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
-__all__ = ["EMPTIED", "FILLED", "FIRST_FREE", "NUM_SUM_WORDS", "REDUCED", "Flags", "lines_bytes"]
-
 _ASLEEP, _LEFT, FIRST_FREE = range(3)  # the words of a rank's line; from there on as users like
 FILLED, REDUCED, EMPTIED, NUM_SUM_WORDS = range(FIRST_FREE, FIRST_FREE + 4)  # of sums
 

@@ -17,8 +17,6 @@ from allstep.comm.shared_memory.flags import FIRST_FREE, Flags, lines_bytes
 from allstep.comm.shared_memory.mapping import SharedMapping, map_shared
 from allstep.errors import DisagreementError
 
-__all__ = ["Mailboxes"]
-
 NUM_SLOTS = 4
 _HEADER_BYTES = 64  # the message's size, and what aligns it
 _MAX_SLOT_BYTES = 1 << 22

@@ -18,8 +18,6 @@ from allstep.comm.agreement import agree
 from allstep.comm.group import WorkerGroup
 from allstep.comm.missing import RankNames
 
-__all__ = ["NotShared", "SharedMapping", "Wakeups", "map_shared", "share_memory"]
-
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
     """The ranks cannot share memory; the message says why, the same on every rank."""

@@ -41,8 +41,6 @@ from allstep.comm.shared_memory.flags import (
 )
 from allstep.comm.shared_memory.mapping import SharedMapping, map_shared, share_memory
 
-__all__ = ["Block", "SharedBuffer"]
-
 NUM_SLOTS = 4
 SMALL_BYTES = 1 << 18
 _LINE_BYTES = 64  # no two ranks write to one cache line

@@ -13,8 +13,6 @@ from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.record import WorkerRecord
 from allstep.exchange import Exchange, ExchangePolicy, FunctionHook, Synchronous
 
-__all__ = ["Ablation", "Factor"]
-
 Factor = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
 
 _ITERATE = DataLoader.__iter__

@@ -12,14 +12,6 @@ from allstep.doctor.verify.compare import limit_of
 from allstep.doctor.verify.record import RunRecord, WorkerRecord
 from allstep.doctor.verify.sketch import NUM_PRODUCTS
 
-__all__ = [
-    "Cause",
-    "data_causes",
-    "gradient_causes",
-    "option_causes",
-    "peer_causes",
-]
-
 Series = NDArray[np.float64]
 
 _RATE_TOLERANCE = 1e-5

@@ -22,16 +22,6 @@ from typing import Literal, get_args
 from allstep.doctor.verify.record import RunRecord, StepRecord
 from allstep.doctor.verify.sketch import Sketch
 
-__all__ = [
-    "Divergence",
-    "find_divergence",
-    "largest_difference",
-    "limit_of",
-    "noise_tensors",
-    "nonfinite_step",
-    "total_norm",
-]
-
 Quantity = Literal["initial parameters", "gradient", "options", "parameters"]
 
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ConstantRandomNumbers"]
-
 _CONSTANT = 0.5
 _FUNCTIONS = [
     *((random, name) for name in ("random", "uniform", "gauss", "normalvariate", "triangular")),

@@ -14,8 +14,6 @@ from allstep.doctor.verify.causes import (
 from allstep.doctor.verify.compare import Divergence, find_divergence, nonfinite_step
 from allstep.doctor.verify.record import RunRecord
 
-__all__ = ["Diagnosis", "Rerun", "diagnose"]
-
 _CAUSES_OF_GRADIENTS = ("data not sharded", "workers apart")
 _RANDOM_DATA: tuple[Factor, ...] = ("random data", "random loader")
 

@@ -11,8 +11,6 @@ from allstep.doctor.files import write_whole
 from allstep.doctor.script import Failure
 from allstep.doctor.verify.sketch import Sketch
 
-__all__ = ["RunRecord", "StepRecord", "WorkerRecord", "read_worker", "write_worker"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:

@@ -30,8 +30,6 @@ from allstep.exchange import (
     Removable,
 )
 
-__all__ = ["Recorder"]
-
 
 class Recorder:
     """One worker's record of its first steps.

@@ -13,8 +13,6 @@ from allstep.doctor.verify.ablation import Factor
 from allstep.doctor.verify.record import write_worker
 from allstep.doctor.verify.recorder import Recorder
 
-__all__ = ["RecordRequest", "record_path", "record_script"]
-
 _POLL_S = 0.02
 
 

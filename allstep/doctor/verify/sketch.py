@@ -19,8 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_PRODUCTS", "Sketch", "Sketcher", "pieces"]
-
 NUM_PRODUCTS = 16
 _WIDTH = 1 << 14
 _SEED = 20_160_607

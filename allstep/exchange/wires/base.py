@@ -11,8 +11,6 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce
 from allstep.exchange.layout import BucketLayout
 
-__all__ = ["FullPrecision", "Transport", "WireFormat", "WireState"]
-
 
 @dataclass
 class WireState:

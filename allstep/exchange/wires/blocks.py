@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BlockParts"]
-
 _SLICE_BYTES = 1 << 20  # of larger tensors each one is fetched from the kernel, page by page
 _TINY = torch.finfo(torch.float32).tiny  # smaller scales have too few bits
 

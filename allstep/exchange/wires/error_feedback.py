@@ -21,8 +21,6 @@ from torch import Tensor
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import WireState
 
-__all__ = ["keep_unsent", "new_residual", "send_to_nobody", "with_residual", "working_dtype"]
-
 
 def working_dtype(layout: BucketLayout) -> torch.dtype:
     """What lossy formats compute in: at least float32."""

@@ -10,8 +10,6 @@ from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
 
-__all__ = ["Exact"]
-
 _LIMIT = 2**51  # beyond any sum that decodes to a number
 _POISON = 2**52
 

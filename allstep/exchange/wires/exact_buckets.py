@@ -29,8 +29,6 @@ from allstep.errors import UsageError
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.wires.exact import Exact
 
-__all__ = ["ExactSums", "FixedPointBuckets"]
-
 
 @dataclass(frozen=True)
 class Left:

@@ -10,8 +10,6 @@ from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
 
-__all__ = ["BFloat16", "Float16"]
-
 
 @dataclass(frozen=True)
 class _Half(WireFormat):

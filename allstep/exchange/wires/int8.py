@@ -17,8 +17,6 @@ from allstep.exchange.wires.error_feedback import (
     with_residual,
 )
 
-__all__ = ["Int8"]
-
 
 @dataclass(frozen=True)
 class Int8(WireFormat):

@@ -19,8 +19,6 @@ from allstep.exchange.wires.error_feedback import (
     working_dtype,
 )
 
-__all__ = ["PowerSGD"]
-
 _SEED = 1905_13727
 
 

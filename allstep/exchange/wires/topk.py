@@ -17,8 +17,6 @@ from allstep.exchange.wires.error_feedback import (
     with_residual,
 )
 
-__all__ = ["TopK"]
-
 _SAMPLE = 1 << 14
 
 

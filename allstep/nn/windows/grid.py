@@ -11,8 +11,6 @@ from allstep.errors import UsageError
 from allstep.nn.windows.plan import HaloStats
 from allstep.nn.windows.window import Layout
 
-__all__ = ["Grid", "nearest_square"]
-
 
 class Grid:
     """The workers of a communicator in a grid; ranks count along rows.

@@ -32,14 +32,6 @@ from allstep.nn.windows.halo_exchange import HaloExchange
 from allstep.nn.windows.plan import plan_halo
 from allstep.nn.windows.window import Layout, Window
 
-__all__ = [
-    "halo_gather",
-    "halo_scatter_add",
-    "redistribute",
-    "start_halo_gather",
-    "start_halo_scatter_add",
-]
-
 
 def halo_gather(
     grid: Grid,

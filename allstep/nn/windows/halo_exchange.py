@@ -11,8 +11,6 @@ from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.plan import HaloPlan, HaloStats, Slice
 from allstep.nn.windows.window import Window
 
-__all__ = ["HaloExchange"]
-
 
 class HaloExchange:
     """The messages of one `halo_gather` or `halo_scatter_add`; see [Note: halo].

@@ -7,8 +7,6 @@ from functools import lru_cache
 from allstep.errors import UsageError
 from allstep.nn.windows.window import Layout, Window
 
-__all__ = ["HaloPlan", "HaloStats", "Slice", "plan_halo"]
-
 
 @dataclass(frozen=True)
 class Slice:

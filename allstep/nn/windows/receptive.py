@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from allstep.errors import UsageError
 from allstep.nn.windows.window import Window
 
-__all__ = ["Reach", "around", "pair"]
-
 
 def pair(name: str, value: int | Sequence[int], minimum: int) -> tuple[int, int]:
     """An argument for height and width, as torch's layers take it.

@@ -6,8 +6,6 @@ from torch import Tensor
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.window import Layout, Window
 
-__all__ = ["full_tensor", "local_shard"]
-
 
 @torch.no_grad()
 def full_tensor(

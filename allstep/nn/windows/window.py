@@ -9,8 +9,6 @@ from torch import Tensor
 
 from allstep.errors import UsageError
 
-__all__ = ["Layout", "Window"]
-
 
 @dataclass(frozen=True)
 class Window:
