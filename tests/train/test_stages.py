@@ -15,11 +15,11 @@ from torch.utils.data import IterableDataset
 
 import allstep
 from allstep import Communicator, Stage, Task, TrainOptions, UsageError
+from allstep.comm.threads import run_ranks
 from allstep.errors import AllstepError, CheckpointError
 from tests.helpers import same_model
 from tests.helpers.compare import state_difference
 from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
-from tests.helpers.ranks import run_ranks
 
 EPOCHS, SECOND_EPOCH = 5, 3
 SECOND_BATCH, SECOND_MICRO_BATCH = 40, 4

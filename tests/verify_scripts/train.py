@@ -131,10 +131,10 @@ def steps_loop(bug: str, comm: allstep.Communicator) -> None:
                 if bug in ("random_state", "augmentation"):
                     x = x + 0.5 * torch.randn(x.shape, generator=noise)
                 loss = cross_entropy(model(x), y, reduction="sum" if bug == "sum" else "mean")
-                if bug == "unequal_shards":  # the mean over this worker's micro-batches
+                if bug == "unequal_shards":  # the mean of the workers' means
                     num_local = (comm.rank + 1) * 3 // comm.size - comm.rank * 3 // comm.size
                     with exchange.no_sync():
-                        (loss / num_local).backward()
+                        (loss / num_local / comm.size).backward()
                 elif bug == "sum_of_means":
                     batch.backward(loss * comm.size)
                 else:
