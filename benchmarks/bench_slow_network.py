@@ -74,13 +74,13 @@ def fixed_choices(gradient_bytes: int, *, quick: bool) -> list[str]:
 def points(part: str, quick: bool) -> dict[str, tuple[int, float | None, Point]]:
     """Label -> number of hosts, bits per second of a link (None: one host), what to measure."""
     variants = PEERS + (QUICK_POLICIES if quick else ALL_POLICIES)
-    repeats, steps = (3, 2) if quick else (7, 4)
+    repeats, steps = (2, 2) if quick else (7, 4)
     real = partial(
         Point, gradient_bytes=GRADIENT_BYTES, num_layers=LAYERS, repeats=repeats, steps=steps
     )
     with_fixed = (*variants, *fixed_choices(GRADIENT_BYTES, quick=quick))
     if part == "1gbit":
-        repeats = 5 if quick else 15
+        repeats = 3 if quick else 15
         point = real(variants=with_fixed, compute_s=0.11, repeats=repeats)
         return {"1 Gbit/s": (2, GBIT_BPS, point)}
     if part == "100mbit":
