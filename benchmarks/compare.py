@@ -13,6 +13,7 @@ Results: benchmarks/results/compare.json.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -36,9 +37,11 @@ LOWER_IS_BETTER = {
 
 
 def checkout(version: str, folder: Path) -> Path:
-    """A folder with that version: itself, or a commit's files."""
+    """`folder` with a copy of that version, so that a checkout's own results stay as they are."""
     if Path(version).is_dir():
-        return Path(version).resolve()
+        for name in ("allstep", "benchmarks"):
+            shutil.copytree(Path(version) / name, folder / name)
+        return folder
     archive = subprocess.run(
         ["git", "archive", version], cwd=ROOT, check=True, capture_output=True
     ).stdout
