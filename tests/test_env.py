@@ -1,8 +1,11 @@
 """Launchers' environments, as recorded, and contradictions in them."""
 
+import os
+import resource
+
 import pytest
 
-from allstep.env import Launch, expand_counts, first_host, forget_launch, read_launch
+from allstep.env import Launch, expand_counts, first_host, forget_launch, make_room, read_launch
 from allstep.errors import UsageError
 
 TORCHRUN = {
@@ -58,11 +61,74 @@ MPIRUN = {  # mpirun -n 2, Open MPI 4.1, rank 1
     "PMIX_NAMESPACE": "1211498497",
     "PMIX_RANK": "1",
 }
+HYDRA = {  # mpiexec.hydra -n 2, MPICH 4.0, rank 1; Intel MPI's are alike
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "8",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+PALS = {  # mpiexec -n 2 of HPE Cray's PALS, rank 1
+    "PALS_APID": "0d7a",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_RANKID": "1",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+MVAPICH2 = {  # mpirun_rsh -np 2, rank 1
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "PMI_ID": "1",
+}
+JSRUN = {  # jsrun -n 2, rank 1
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "JSM_NAMESPACE_RANK": "1",
+    "JSM_NAMESPACE_SIZE": "2",
+    "PMIX_NAMESPACE": "4",
+    "PMIX_RANK": "1",
+}
+FLUX = {  # flux run -n 2, rank 1
+    "FLUX_JOB_ID": "3527450624",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_JOB_SIZE": "2",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_TASK_RANK": "1",
+    "PMI_FD": "9",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+HOROVOD = {  # horovodrun -np 2, rank 1
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "33001",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+}
+OF_MPI = {
+    "openmpi": MPIRUN,
+    "mpich": HYDRA,
+    "mvapich2": MVAPICH2,
+    "jsrun": JSRUN,
+    "flux": FLUX,
+    "horovodrun": HOROVOD,
+}
 LONE = Launch("none", 0, 1, 0, 1, 0, 1, None, None, "none")
 
 
 def test_torchrun():
-    assert read_launch(TORCHRUN) == Launch("torchrun", 3, 4, 1, 2, 1, 2, "gpu01", 29400, "job7")
+    place = ("torchrun", 3, 4, 1, 2, 1, 2, "gpu01", 29400, "job7")
+    assert read_launch(TORCHRUN) == Launch(*place, has_store=True)
+    again = read_launch(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert again == Launch(*place, has_store=True, attempt=2)
 
 
 def test_srun():
@@ -104,9 +170,14 @@ def test_srun_within_a_larger_job():
     assert (launch.master_addr, launch.size, launch.num_nodes) == ("gpu07", 2, 1)
 
 
-def test_mpirun_on_one_node():
+@pytest.mark.parametrize(("launcher", "variables"), [*OF_MPI.items(), ("mpich", PALS)])
+def test_launchers_of_mpi_on_one_node(launcher, variables):
+    launch = read_launch(variables)
+    assert launch == Launch(launcher, 1, 2, 1, 2, 0, 1, None, None, launch.job_id)
+
+
+def test_other_jobs_of_mpirun_have_other_ids():
     launch = read_launch(MPIRUN)
-    assert launch == Launch("openmpi", 1, 2, 1, 2, 0, 1, None, None, launch.job_id)
     assert launch.job_id != read_launch(MPIRUN | {"PMIX_NAMESPACE": "8"}).job_id
 
 
@@ -119,7 +190,35 @@ def test_mpirun_on_two_nodes(variables, port):
     assert (launch.node_rank, launch.num_nodes) == (1, 2)
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, MPIRUN])
+SECOND_NODE = {  # rank 1 of 2, alone on its node
+    "openmpi": {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+    "mpich": {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+    "mvapich2": {"MV2_COMM_WORLD_LOCAL_RANK": "0", "MV2_COMM_WORLD_LOCAL_SIZE": "1"},
+    "jsrun": {"JSM_NAMESPACE_LOCAL_RANK": "0", "JSM_NAMESPACE_LOCAL_SIZE": "1"},
+    "flux": {"FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_NNODES": "2"},
+    "horovodrun": {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"},
+}
+
+
+@pytest.mark.parametrize(("launcher", "changes"), SECOND_NODE.items())
+def test_launchers_of_mpi_on_two_nodes_need_to_be_told_where_rank_0_is(launcher, changes):
+    variables = OF_MPI[launcher] | changes
+    with pytest.raises(
+        UsageError,
+        match=r"_SIZE \(=2\) .*set MASTER_ADDR and MASTER_PORT .*MASTER_ADDR.HOST_OF_RANK",
+    ):
+        read_launch(variables)
+    launch = read_launch(variables | {"MASTER_ADDR": "a", "MASTER_PORT": "29500"})
+    assert launch == Launch(launcher, 1, 2, 0, 1, 1, 2, "a", 29500, launch.job_id)
+
+
+def test_hydra_on_two_nodes_needs_a_port_too():
+    variables = HYDRA | SECOND_NODE["mpich"] | {"MASTER_ADDR": "a"}
+    with pytest.raises(UsageError, match="-genv MASTER_ADDR HOST_OF_RANK_0 -genv MASTER_PORT"):
+        read_launch(variables)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, *OF_MPI.values(), PALS])
 def test_a_worker_becomes_a_lone_process(variables):
     left = {**variables, "HOME": "/root", "CUDA_VISIBLE_DEVICES": "0"}
     assert read_launch(left) != LONE
@@ -131,7 +230,7 @@ def test_a_worker_becomes_a_lone_process(variables):
     assert kept & {*variables, "HOME", "CUDA_VISIBLE_DEVICES"} <= set(left)
 
 
-@pytest.mark.parametrize("variables", [SRUN, MPIRUN])
+@pytest.mark.parametrize("variables", [SRUN, *OF_MPI.values()])
 def test_a_given_master_wins(variables):
     launch = read_launch(variables | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
     assert (launch.master_addr, launch.master_port) == ("10.0.0.1", 1234)
@@ -151,10 +250,51 @@ def without(variables, *names):
         SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"},
         without(SRUN, "SLURM_PROCID"),  # the shell of salloc
         MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"},
+        HYDRA | {"PMI_SIZE": "1"},
+        FLUX | {"FLUX_JOB_SIZE": "1", "PMI_SIZE": "1"},
+        # srun --mpi=pmix --pty bash
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},
     ],
 )
 def test_lone_processes(variables):
     assert read_launch(variables) == LONE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PMIX_RANK",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMI_ID",
+        "MPI_LOCALRANKID",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_RANK",
+        "JSM_NAMESPACE_RANK",
+        "FLUX_TASK_RANK",
+        "HOROVOD_RANK",
+        "PALS_RANKID",
+        "ALPS_APP_PE",
+    ],
+)
+def test_a_launcher_that_is_not_understood_is_no_lone_copy(name):
+    with pytest.raises(
+        UsageError,
+        match=rf"^{name} \(=1\) says that a launcher .*set RANK, WORLD_SIZE, .*unset {name}",
+    ):
+        read_launch({name: "1"})
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert read_launch(by_hand | {name: "1"}).size == 2
+
+
+def test_srun_says_more_than_the_pmi_that_it_starts():
+    pmi = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "3"}
+    assert read_launch(SRUN | pmi) == read_launch(SRUN)
+
+
+def test_mpiexec_that_srun_helps_wins():
+    assert read_launch(SRUN | HYDRA).launcher == "mpich"
 
 
 @pytest.mark.parametrize("outer", [SRUN, MPIRUN])
@@ -191,6 +331,9 @@ HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
         (without(HAND, "MASTER_ADDR"), r"MASTER_ADDR is not; .*start with torchrun"),
         (without(HAND, "MASTER_PORT"), r"MASTER_PORT is not"),
         (MPIRUN | HAND, r"RANK \(=0\) .* contradict OMPI_COMM_WORLD_RANK \(=1\).*unset RANK and"),
+        (HYDRA | HAND, r"contradict PMI_RANK \(=1\) and PMI_SIZE \(=2\); unset RANK and"),
+        (HYDRA | {"PMI_RANK": "2"}, r"PMI_RANK \(=2\) must be below PMI_SIZE"),
+        (FLUX | {"FLUX_JOB_NNODES": "0"}, r"FLUX_JOB_NNODES \(=0\) must be at least 1"),
         (SRUN | HAND, r"RANK \(=0\) .* contradict SLURM_PROCID \(=5\) and SLURM_STEP_NUM_TASKS"),
         (MPIRUN | {"OMPI_COMM_WORLD_RANK": "2"}, r"OMPI_COMM_WORLD_RANK \(=2\) must be below"),
         (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "5"}, "OMPI_COMM_WORLD_LOCAL_RANK .* below"),
@@ -237,3 +380,22 @@ def test_first_host_of_node_lists(text, host):
 
 def test_counts():
     assert expand_counts("2(x3),1,4(x1)") == [2, 2, 2, 1, 4]
+
+
+@pytest.fixture
+def few_descriptors():
+    """The soft limit of open files just above those that are open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_room_for_descriptors_is_made_as_far_as_it_goes(few_descriptors):
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 40 < make_room(10) < 60
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, highest)  # there was enough
+    assert make_room(200) > 300
+    assert limit + 300 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < limit + 400
+    assert make_room(highest) < highest
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (highest, highest)

@@ -1,0 +1,71 @@
+"""Environment variables, read with checks."""
+
+import re
+from collections.abc import Mapping
+
+from allstep.errors import UsageError
+
+
+class Variables:
+    """Environment variables, read with checks."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._environ.get(name))  # set to nothing counts as not set
+
+    def text(self, name: str) -> str | None:
+        return self._environ.get(name) or None
+
+    def first_set(self, *names: str) -> str:
+        """The first of some names that is set, else the last."""
+        return next((name for name in names if name in self), names[-1])
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number, at least 0."""
+        text = self.text(name)
+        if text is None:
+            if default is None:
+                raise UsageError(f"{name} is not set, but its launcher's other variables are.")
+            return default
+        if not re.fullmatch(r"\d+", text.strip()):
+            raise UsageError(f"{name} (={text!r}) must be a whole number; set it or unset it.")
+        return int(text)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """A whole number, at least 1."""
+        value = self.number(name, default)
+        if value < 1:
+            raise UsageError(f"{name} (={value}) must be at least 1.")
+        return value
+
+    def place(self, rank_name: str, size_name: str, rank: int, size: int) -> tuple[int, int]:
+        """A rank and a size that fit; the defaults where neither is set."""
+        if rank_name not in self and size_name not in self:
+            return rank, size
+        rank, size = self.number(rank_name, rank), self.positive(size_name, size)
+        if rank >= size:
+            raise UsageError(
+                f"{rank_name} (={rank}) must be below {size_name} (={size}); set both as the "
+                "launcher would, or unset them."
+            )
+        return rank, size
+
+    def local_place(
+        self, rank_name: str, size_name: str, of: str, rank: int, size: int
+    ) -> tuple[int, int]:
+        """This node's rank and size, the whole's (`of`, the variable) where neither is set."""
+        local_rank, local_size = self.place(rank_name, size_name, rank, size)
+        if local_size > size:
+            raise UsageError(
+                f"{size_name} (={local_size}) must not be above {of} (={size}); set both as the "
+                f"launcher would, or unset {size_name}."
+            )
+        return local_rank, local_size
+
+    def master(self) -> tuple[str | None, int | None]:
+        port = self.number("MASTER_PORT") if "MASTER_PORT" in self else None
+        if port is not None and not 0 < port < 65_536:
+            raise UsageError(f"MASTER_PORT (={port}) must be a port: 1 to 65535.")
+        return self.text("MASTER_ADDR"), port

@@ -1,0 +1,85 @@
+"""What a worker is told in the environment, and how a process stops being one."""
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from allstep.env.variables import Variables
+
+# What launchers tell a worker of itself and its peers.
+_OF_LAUNCHERS = re.compile(
+    r"((LOCAL|GROUP|ROLE|NODE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME"
+    r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI|PMIX|PMI|PRTE|HYDI|MV2_COMM_WORLD)_\w+"
+    r"|MPI_LOCAL(RANKID|NRANKS)|JSM_NAMESPACE_\w+|FLUX_(TASK_\w+|JOB_(SIZE|NNODES))"
+    r"|HOROVOD_((LOCAL|CROSS)_)?(RANK|SIZE)|PALS_\w*(RANKID|SIZE)|ALPS_APP_PE"
+    r"|SLURM_(STEP\w+|PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE)"
+)
+
+
+def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
+    """Makes a launcher's worker a single process, and so all that it starts.
+
+    Args:
+        environ: variables to change; the process's own if None.
+
+    >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "SLURM_JOB_ID": "7"}
+    >>> forget_launch(variables)
+    >>> variables
+    {'SLURM_JOB_ID': '7'}
+    """
+    variables = os.environ if environ is None else environ
+    for name in list(variables):
+        if _OF_LAUNCHERS.fullmatch(name):
+            del variables[name]
+
+
+def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where torchrun's agent looks for what made this worker fail; None without an agent."""
+    path = Variables(os.environ if environ is None else environ).text("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path is not None else None
+
+
+def environment_of_worker(
+    rank: int, size: int, store_port: int, job_id: str, error_file: Path
+) -> dict[str, str]:
+    """This process's variables, and what torchrun would tell a worker on this machine.
+
+    Args:
+        rank, size: number of the worker and of all.
+        store_port: where this machine serves the store in which the workers meet.
+        job_id: unlike for jobs that run at the same time.
+        error_file: where the worker reports its failure.
+    """
+    environ = dict(os.environ)
+    forget_launch(environ)
+    return environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_RUN_ID": job_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
+    }
+
+
+def set_environment(environ: Mapping[str, str]) -> None:
+    """Puts other variables in place of all of this process's own."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def read_num_threads(environ: Mapping[str, str] | None = None) -> int | None:
+    """The threads that the user (or torchrun) wants in each worker; None if no one said.
+
+    >>> read_num_threads({"OMP_NUM_THREADS": "4"})
+    4
+    """
+    variables = Variables(os.environ if environ is None else environ)
+    return variables.positive("OMP_NUM_THREADS") if "OMP_NUM_THREADS" in variables else None
