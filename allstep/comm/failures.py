@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from allstep.comm.missing import RankNames, find_missing_ranks, who_left
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
 
 _LOST = (
@@ -16,6 +17,10 @@ _LOST = (
     "was aborted",
     "communicator was abort",
     "socketprogress",
+)
+START_AGAIN = (
+    "See its first error, then start all workers again; a run that keeps checkpoints goes on from "
+    "the newest."
 )
 _TIMED_OUT = ("timed out", "timeout")
 
@@ -41,6 +46,36 @@ def translated(verb: str, rank: int, size: int, timeout_s: float) -> Iterator[No
                 "raise `timeout_s`."
             ) from error
         raise
+
+
+@contextmanager
+def explained(
+    verb: str, names: RankNames, timeout_s: float, *, is_final: bool = True
+) -> Iterator[None]:
+    """Typed errors for what fails inside; they say who is missing.
+
+    Args:
+        verb: the call.
+        names: of its group.
+        timeout_s: how long it may take.
+        is_final: whether the caller will not wait again after that.
+    """
+    try:
+        with translated(verb, names.number, names.size, timeout_s):
+            yield
+    except PeerLostError as error:
+        who = who_left(names, verb)
+        cause = error.__cause__
+        gist = f" ({_gist(cause)})" if isinstance(cause, RuntimeError) else ""
+        raise PeerLostError(
+            f"`{verb}` on {names.own}: {who} closed its connection; it failed, timed out or was "
+            f"stopped. {START_AGAIN}{gist}"
+        ) from cause
+    except CollectiveTimeoutError as error:
+        if not is_final:
+            raise
+        missing = find_missing_ranks(names, verb)
+        raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
 
 
 def is_peer_lost(error: RuntimeError) -> bool:

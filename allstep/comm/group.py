@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from allstep.comm.announced import AnnouncedCalls
 from allstep.comm.messages import Messages
 from allstep.comm.wire import Wire
 
@@ -56,6 +57,10 @@ class MessageGroup(Protocol):
     @property
     def messages(self) -> Messages:
         """Bytes of any length to and from other ranks."""
+
+    @property
+    def announced(self) -> AnnouncedCalls:
+        """The calls that workers tell each other of."""
 
 
 class WorkerGroup(MessageGroup, Protocol):

@@ -1,7 +1,7 @@
 """Makes process groups of torch's, and sends through them; the only file that calls one."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
-from allstep.comm.failures import is_timeout, translated
-from allstep.comm.missing import RankNames, find_missing_ranks
+from allstep.comm.failures import explained, is_timeout, translated
+from allstep.comm.missing import RankNames
 from allstep.comm.work import BackendWork, Work
-from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
+from allstep.errors import UsageError
 
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
 _SWAP_TAG = (1 << 31) - 2
@@ -130,21 +130,10 @@ class GroupWire:
         explained = partial(self._explained, verb)
         return BackendWork(works, explained, name, note_meeting, timeout_s)
 
-    @contextmanager
-    def _explained(self, verb: str, timeout_s: float | None) -> Iterator[None]:
+    def _explained(self, verb: str, timeout_s: float | None) -> AbstractContextManager[None]:
         """Typed errors for what fails inside; who is missing after the group's own timeout."""
-        try:
-            number, size = self.names.number, self.names.size
-            with translated(verb, number, size, timeout_s or self.timeout_s):
-                yield
-        except PeerLostError:
-            self.names.report_stuck(verb)
-            raise
-        except CollectiveTimeoutError as error:
-            if timeout_s is not None and timeout_s < self.timeout_s:
-                raise  # the caller may wait again
-            missing = find_missing_ranks(self.names, verb)
-            raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
+        limit_s = timeout_s or self.timeout_s
+        return explained(verb, self.names, limit_s, is_final=limit_s >= self.timeout_s)
 
     def _options(self, kind: type[Any]) -> Any:
         options = kind()

@@ -4,21 +4,32 @@ import importlib
 import logging
 import socket
 import sys
+import time
+from dataclasses import astuple
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from allstep.comm.agreement import agree
 from allstep.comm.communicator import Communicator
-from allstep.comm.failures import translated
+from allstep.comm.failures import explained, translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire
-from allstep.comm.rendezvous import rendezvous
-from allstep.env import Launch, read_launch
-from allstep.errors import UsageError, check_positive
+from allstep.comm.missing import RankNames
+from allstep.comm.places import Place
+from allstep.comm.rendezvous import Rendezvous
+from allstep.comm.roll_call import call_roll
+from allstep.comm.work import ThreadWork
+from allstep.env import Launch, make_room, read_launch
+from allstep.errors import CommunicationError, UsageError, check_positive
+
+_GRACE_S = 0.5
+_meetings = count()  # of this process, and so of all workers alike
 
 
 def init(
@@ -88,8 +99,10 @@ def _join_group(
     unknown = Topology(0, 1, 0, 1)
     wire = GroupWire(group, timeout_s)
     probe = Communicator(wire, unknown, torch.device("cpu"))
-    topology = Topology.from_nodes(probe.all_gather_object(socket.gethostname()), group.rank())
+    places = [Place(*place) for place in probe.all_gather_object(astuple(Place.own()))]
+    topology = Topology.from_nodes([place.host for place in places], group.rank())
     device = choose_device(device, topology.local_rank, topology.local_size)
+    wire.names = RankNames.of(group, places)
     comm = Communicator(wire, topology, device)
     _check_devices(comm)
     return comm
@@ -98,34 +111,85 @@ def _join_group(
 def _join_launch(
     launch: Launch, device: torch.device | str | None, timeout_s: float
 ) -> Communicator:
-    """Initialises torch.distributed as the launcher says."""
+    """Initialises torch.distributed as the launcher says.
+
+    A thread meets the others: what the backend does there may wait longer than it is told to.
+    """
     # Its functions keep the group of the moment of their import as default argument, and the
     # first step of an optimizer imports them: the group would outlive `close`, and with it
     # threads that abort the process when the interpreter ends. So import them before.
     importlib.import_module("torch.distributed.nn.functional")
     device = choose_device(device, launch.local_rank, launch.local_size)
-    with translated("init", launch.rank, launch.size, timeout_s):
-        if launch.launcher == "torchrun":
-            arguments: dict[str, Any] = {"init_method": "env://"}
-        else:
-            store = rendezvous(launch, timeout_s)
-            arguments = {"store": store, "rank": launch.rank, "world_size": launch.size}
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-            **arguments,
-        )
+    check_descriptors(launch)
+    rendezvous = Rendezvous(launch, timeout_s)
+    meeting = ThreadWork.start(partial(_meet, launch, device, timeout_s, rendezvous), "`init`")
+    try:
+        names = meeting.wait(timeout_s + _GRACE_S)
+    except CommunicationError:
+        if not meeting.is_completed():
+            raise rendezvous.late() from None
+        if launch.rank == 0:
+            time.sleep(_GRACE_S)  # the others hear of it from the store that is served here
+        raise
+    finally:
+        rendezvous.close()
     group = dist.distributed_c10d._get_default_group()
     topology = Topology(launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
-    wire = GroupWire(group, timeout_s, close=_destroy)
-    comm = Communicator(wire, topology, device)
-    if launch.launcher == "openmpi" and launch.num_nodes > 1:
-        nodes = comm.all_gather_object(socket.gethostname())
-        topology = Topology.from_nodes(nodes, launch.rank)
-        comm = Communicator(wire, topology, device)
+    if launch.launcher not in ("torchrun", "slurm") and launch.num_nodes > 1:
+        topology = Topology.from_nodes([place.host for place in names.places], launch.rank)
+    comm = Communicator(GroupWire(group, timeout_s, _destroy, names), topology, device)
     _check_devices(comm)
     return comm
+
+
+def check_descriptors(launch: Launch) -> None:
+    """Makes room for the connections between workers, before the first is made.
+
+    [Note: descriptors] A group of n workers takes n + 4 descriptors of each, its store 2 n + 13 of
+    rank 0; `attach` makes two groups, and shared memory takes 1 for each worker of this node.
+
+    Raises:
+        UsageError: if the system does not allow as many as `init` needs.
+    """
+    serves = launch.rank == 0 and not launch.has_store
+    needed = launch.size + 16 + (launch.size + 16 if serves else 0)
+    attached = needed + 2 * launch.size + launch.local_size + 64
+    room = make_room(attached)
+    if room >= attached:
+        return
+    words = (
+        f"{launch.size} workers need about {{}} more open files and connections in rank "
+        f"{launch.rank} on {socket.gethostname()}, and its limit allows {room} more; raise it "
+        "before the start: ulimit -Hn 65536 and ulimit -n 65536, LimitNOFILE= of a systemd unit, "
+        "--ulimit nofile= of docker run"
+    )
+    if room < needed:
+        raise UsageError(f"{words.format(needed)}.")
+    logging.getLogger("allstep").warning("%s. `attach` may fail.", words.format(attached))
+
+
+def _meet(
+    launch: Launch, device: torch.device, timeout_s: float, rendezvous: Rendezvous
+) -> RankNames:
+    """Finds the other workers and connects with them."""
+    with translated("init", launch.rank, launch.size, timeout_s):
+        served = rendezvous.connect()
+        # The store may outlive this group, and the next must not read what this one left there.
+        store = PrefixStore(f"allstep/init/{launch.attempt}/{next(_meetings)}", served)
+        rendezvous.doing = "the store of the workers does not answer; rank 0 may have stopped"
+        places = call_roll(store, launch, Place.own(), rendezvous.deadline_s, timeout_s)
+    names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
+    rendezvous.doing = "all workers came, but could not connect with each other"
+    with explained("init", names, timeout_s):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    return names
 
 
 def _check_devices(comm: Communicator) -> None:

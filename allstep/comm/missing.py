@@ -20,8 +20,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from allstep.comm.places import Place
+
 _GRACE_S = 0.5  # ranks that waited together fail about together
+_MOMENT_S = 0.05
 _POLL_S = 0.02
+_MOST = 8  # ranks that an error names
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class RankNames:
         rank: this one.
         size: of the first group.
         store: of the first group; None for a single process.
+        places: number -> where it runs; empty if that is not known.
 
     Attributes:
         own: this rank, for messages.
@@ -57,20 +62,26 @@ class RankNames:
     """
 
     def __init__(
-        self, numbers: Sequence[int], rank: int, size: int, store: Store | None = None
+        self,
+        numbers: Sequence[int],
+        rank: int,
+        size: int,
+        store: Store | None = None,
+        places: Sequence[Place] = (),
     ) -> None:
         self.numbers = tuple(numbers)
         self.size = size
         self.number = self.numbers[rank]
         self.own = f"rank {self.number} of {size}"
         self.last_call = ""
+        self.places = places
         self._store = store
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "RankNames":
+    def of(cls, group: dist.ProcessGroup, places: Sequence[Place] = ()) -> "RankNames":
         """Of a first group."""
         size = group.size()
-        return cls(range(size), group.rank(), size, group.get_group_store())
+        return cls(range(size), group.rank(), size, group.get_group_store(), places)
 
     def named(self, rank: int) -> str:
         """A rank of this group, for messages.
@@ -80,9 +91,18 @@ class RankNames:
         """
         return f"rank {self.numbers[rank]}"
 
+    def placed(self, number: int) -> str:
+        """The rank of that number, for messages, and where it runs, if that is known.
+
+        >>> RankNames(range(2), 0, 2, places=[Place("a", 7), Place("b", 8)]).placed(1)
+        'rank 1 (process 8 on b)'
+        """
+        return f"rank {number} ({self.places[number]})" if self.places else f"rank {number}"
+
     def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
         """Of a group of some of these ranks, in their order there; this one has `rank` there."""
-        return RankNames([self.numbers[r] for r in ranks], rank, self.size, self._store)
+        numbers = [self.numbers[r] for r in ranks]
+        return RankNames(numbers, rank, self.size, self._store, self.places)
 
     def report_stuck(self, verb: str) -> None:
         """Tells the others in which call this rank failed."""
@@ -142,7 +162,7 @@ class MissingRanks:
         }
 
 
-def find_missing_ranks(names: RankNames, verb: str) -> MissingRanks:
+def find_missing_ranks(names: RankNames, verb: str, grace_s: float = _GRACE_S) -> MissingRanks:
     """Who waits, and who does not, when this rank's call has failed.
 
     The store's server may be what failed, and asking it may hang: a thread asks.
@@ -150,13 +170,14 @@ def find_missing_ranks(names: RankNames, verb: str) -> MissingRanks:
     Args:
         names: of the call's group.
         verb: the call.
+        grace_s: how long to wait for ranks that fail for the same reason.
     """
     reports: dict[int, StuckReport] = {}
     missing: set[int] = set()
 
     def ask() -> None:
         names.report_stuck(verb)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + grace_s
         with suppress(RuntimeError):
             while time.monotonic() < deadline:
                 asked = _concerned(names, reports)
@@ -175,6 +196,26 @@ def find_missing_ranks(names: RankNames, verb: str) -> MissingRanks:
     thread.join(2 * _GRACE_S)
     found = dict(reports)
     return MissingRanks(found, sorted(missing.copy() - found.keys()))
+
+
+def who_left(names: RankNames, verb: str) -> str:
+    """Who closed the connection that this rank's call needed, for messages.
+
+    A rank that fails in a call because another one has left says so first.
+
+    Args:
+        names: of the call's group.
+        verb: the call.
+    """
+    names.report_stuck(verb)
+    left = [number for number in names.numbers if number != names.number]
+    if len(left) > 1:
+        # Those who wait for this rank in turn hear of it only when it leaves: don't let them wait.
+        left = list(find_missing_ranks(names, verb, _MOMENT_S).missing)
+        ended = [number for number in left if names.places and names.places[number].has_ended()]
+        left = ended or left
+    shown = ", ".join(map(names.placed, left[:_MOST])) + (", ..." if len(left) > _MOST else "")
+    return f"one of {shown}" if len(left) > 1 else shown or "another rank"
 
 
 def _concerned(names: RankNames, reports: Mapping[int, StuckReport]) -> set[int]:
@@ -197,7 +238,7 @@ def listed(ranks: Sequence[int]) -> str:
     """>>> listed([1, 3])
     'ranks 1, 3'
     """
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:_MOST])) + (", ..." if len(ranks) > _MOST else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

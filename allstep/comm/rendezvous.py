@@ -1,6 +1,8 @@
 """Where workers that a launcher has started find each other."""
 
 import os
+import re
+import socket
 import stat
 import tempfile
 import time
@@ -11,86 +13,155 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.comm.agreement import digest
-from allstep.comm.failures import translated
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, UsageError
 
 _POLL_S = 0.01
+_RETRY_S = 0.1
+_RESOLVE_S = 10.0  # a name server may learn a new host's name only now
 
 
-def rendezvous(launch: Launch, timeout_s: float, folder: Path | None = None) -> TCPStore:
-    """A store that all workers of the launch share; rank 0 serves it.
+class Rendezvous:
+    """The way to a store that all workers of the launch share; rank 0 serves it, or the launcher.
 
     Args:
         launch: says who this worker is.
         timeout_s: how long to wait for the others.
         folder: for files, on one node; None for the system's folder of temporary files.
 
-    Raises:
-        UsageError: if the port of rank 0 is taken.
-        CollectiveTimeoutError: if not all workers come within `timeout_s`.
+    Attributes:
+        doing: what it waits for, in words; another thread may read it.
+        deadline_s: of `time.monotonic()`.
     """
-    if launch.master_addr is not None and launch.master_port is not None:
-        return _connect(launch, launch.master_addr, launch.master_port, timeout_s)
-    return _rendezvous_by_file(launch, timeout_s, folder or Path(tempfile.gettempdir()))
 
+    def __init__(self, launch: Launch, timeout_s: float, folder: Path | None = None) -> None:
+        self._launch = launch
+        self._timeout_s = timeout_s
+        self._folder = folder or Path(tempfile.gettempdir())
+        self._file: Path | None = None
+        self.doing = "it had not begun"
+        self.deadline_s = time.monotonic() + timeout_s
 
-def _connect(launch: Launch, host: str, port: int, timeout_s: float) -> TCPStore:
-    """Joins the store at a known address."""
-    try:
-        with translated("init", launch.rank, launch.size, timeout_s):
-            return TCPStore(
-                host,
-                port,
-                launch.size,
-                launch.rank == 0,
-                timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-    except RuntimeError as error:
-        if "address already in use" in str(error).lower():
+    def connect(self) -> TCPStore:
+        """Connects to the store.
+
+        Raises:
+            UsageError: if the port of rank 0 is taken, or no such host is known.
+            CollectiveTimeoutError: if rank 0 does not listen within `timeout_s`.
+        """
+        launch = self._launch
+        if launch.master_addr is None or launch.master_port is None:
+            return self._connect_by_file()
+        if launch.rank == 0 and not launch.has_store:
+            return self._serve(launch.master_addr, launch.master_port)
+        return self._join(launch.master_addr, launch.master_port)
+
+    def late(self) -> CollectiveTimeoutError:
+        """The error for who is out of time."""
+        launch = self._launch
+        return CollectiveTimeoutError(
+            f"`init` on rank {launch.rank} of {launch.size} did not finish within "
+            f"{self._timeout_s:g} s: {self.doing}."
+        )
+
+    def _serve(self, host: str, port: int) -> TCPStore:
+        self._resolve(host, port)
+        try:
+            return self._store(host, port, is_server=True)
+        except RuntimeError as error:
+            found = re.search(r"failed to listen .*message: (.*)", str(error))
+            if found is None:
+                raise
             raise UsageError(
-                f"MASTER_PORT (={port}) is taken on {host}; set it to a free port on all workers."
+                f"MASTER_PORT (={port}) can't be listened on by rank 0 on {socket.gethostname()}: "
+                f"{found[1].strip(' .')}; set it to a free port on all workers."
             ) from error
-        raise
 
+    def _join(self, host: str, port: int) -> TCPStore:
+        """Joins the store at a known address, as soon as somebody listens there."""
+        self._resolve(host, port)
+        served = "the launcher's store" if self._launch.has_store else "rank 0"
+        while True:
+            left_s = self.deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise self.late()
+            try:
+                socket.create_connection((host, port), left_s).close()
+                break
+            except OSError as error:
+                self.doing = (
+                    f"{served} can't be reached at {host}:{port} ({error.strerror or error}); see "
+                    "whether it failed, and whether MASTER_ADDR and MASTER_PORT are its address"
+                )
+            time.sleep(_RETRY_S)
+        self.doing = (
+            f"{host}:{port} accepts connections but does not answer as {served}: it was stopped, "
+            "or another program has that port. Set MASTER_PORT to another one on all workers, or "
+            "look at that process"
+        )
+        try:
+            return self._store(host, port, is_server=False)
+        except RuntimeError as error:
+            raise self.late() from error
 
-def _rendezvous_by_file(launch: Launch, timeout_s: float, folder: Path) -> TCPStore:
-    """[Note: rendezvous by file] mpirun tells no address. On one node rank 0 takes any free port
-    and leaves its number in a folder that only this user can write to; it removes the file when
-    all workers have come.
-    """
-    path = _private_folder(folder) / f"{digest(launch.job_id):016x}"
-    if launch.rank != 0:
-        port = _wait_for_port(path, launch, timeout_s)
-        store = _connect(launch, "127.0.0.1", port, timeout_s)
-        store.set(f"allstep/came/{launch.rank}", "")
+    def _store(self, host: str, port: int, *, is_server: bool) -> TCPStore:
+        return TCPStore(
+            host,
+            port,
+            self._launch.size,
+            is_server,
+            timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            multi_tenant=is_server and port != 0,  # it may have served an earlier meeting
+        )
+
+    def _resolve(self, host: str, port: int) -> None:
+        """Makes sure that the host's name is known here."""
+        deadline_s = min(self.deadline_s, time.monotonic() + _RESOLVE_S)
+        self.doing = f"nobody says what address {host!r} has; set MASTER_ADDR to an address"
+        while True:
+            try:
+                socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                return
+            except OSError as error:
+                if time.monotonic() > deadline_s:
+                    raise UsageError(
+                        f"MASTER_ADDR (={host!r}), where rank 0 should listen, is no host that "
+                        f"{socket.gethostname()} knows ({error.strerror}); set it to a name or an "
+                        "address that all workers know."
+                    ) from error
+            time.sleep(_RETRY_S)
+
+    def _connect_by_file(self) -> TCPStore:
+        """[Note: rendezvous by file] mpirun tells no address. On one node rank 0 takes any free
+        port and leaves its number in a folder that only this user can write to; it removes the
+        file when all workers have come.
+        """
+        path = _private_folder(self._folder) / f"{digest(self._launch.job_id):016x}"
+        if self._launch.rank != 0:
+            return self._join("127.0.0.1", self._wait_for_port(path))
+        store = self._serve("127.0.0.1", 0)
+        draft = path.with_suffix(".draft")
+        draft.write_text(str(store.port))
+        draft.replace(path)
+        self._file = path
         return store
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore("127.0.0.1", 0, launch.size, True, timeout, wait_for_workers=False)
-    draft = path.with_suffix(".draft")
-    draft.write_text(str(store.port))
-    draft.replace(path)
-    try:
-        with translated("init", launch.rank, launch.size, timeout_s):
-            for rank in range(1, launch.size):
-                store.wait([f"allstep/came/{rank}"], timeout)
-    finally:
-        with suppress(FileNotFoundError):
-            path.unlink()
-    return store
 
+    def _wait_for_port(self, path: Path) -> int:
+        self.doing = (
+            "rank 0 did not come; see whether it failed or, if it is on another machine, set "
+            "MASTER_ADDR and MASTER_PORT"
+        )
+        while time.monotonic() < self.deadline_s:
+            with suppress(FileNotFoundError):
+                return int(path.read_text())
+            time.sleep(_POLL_S)
+        raise self.late()
 
-def _wait_for_port(path: Path, launch: Launch, timeout_s: float) -> int:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with suppress(FileNotFoundError):
-            return int(path.read_text())
-        time.sleep(_POLL_S)
-    raise CollectiveTimeoutError(
-        f"`init` on rank {launch.rank} of {launch.size}: rank 0 did not come within "
-        f"{timeout_s:g} s; see whether it failed, or raise `timeout_s`."
-    )
+    def close(self) -> None:
+        """Removes what helped to find each other; all have come, or nobody waits any more."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
 
 def _private_folder(parent: Path) -> Path:

@@ -3,12 +3,18 @@
 import datetime
 import logging
 import os
-import shutil
+import pickle
+import re
+import resource
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,15 +23,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from allstep.comm import Communicator, init
-from allstep.comm.initialise import choose_device
-from allstep.comm.rendezvous import rendezvous
+from allstep.comm.initialise import check_descriptors, choose_device
+from allstep.comm.places import Place
+from allstep.comm.rendezvous import Rendezvous
+from allstep.comm.roll_call import call_roll
 from allstep.env import Launch
-from allstep.errors import CollectiveTimeoutError, UsageError
+from allstep.errors import (
+    AllstepError,
+    CollectiveTimeoutError,
+    DisagreementError,
+    PeerLostError,
+    UsageError,
+)
+from tests.helpers import mpi
 from tests.helpers.processes import RemoteError, run_processes, start_processes
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = SCRIPT.parents[2]
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMPI_", "PMIX_", "SLURM_")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMPI_", "PMI", "SLURM_")
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +151,17 @@ def test_init_sets_up_logging_on_rank_0(monkeypatch):
     assert logger.level == logging.INFO
 
 
+HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+GARBAGE = (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff" * 4096)
+
+
+@pytest.fixture
+def free_port():
+    with listener() as port:
+        pass
+    return port
+
+
 def launch(rank, size=2, **changes):
     fields = {
         "launcher": "openmpi",
@@ -152,9 +178,31 @@ def launch(rank, size=2, **changes):
     return Launch(**(fields | changes))
 
 
+def connect(of, timeout_s, folder=None):
+    meeting = Rendezvous(of, timeout_s, folder)
+    try:
+        store = meeting.connect()
+        call_roll(store, of, Place.own(), meeting.deadline_s, timeout_s)
+        return store
+    finally:
+        meeting.close()
+
+
+def connect_all(launches, timeout_s=20, folder=None):
+    """What each launch comes to, a thread each: a store, or an error."""
+
+    def outcome(of):
+        try:
+            return connect(of, timeout_s, folder)
+        except AllstepError as error:
+            return error
+
+    with ThreadPoolExecutor(len(launches)) as pool:
+        return list(pool.map(outcome, launches))
+
+
 def test_rendezvous_by_a_file_removes_it(tmp_path):
-    with ThreadPoolExecutor() as pool:
-        stores = list(pool.map(lambda rank: rendezvous(launch(rank, 3), 20, tmp_path), range(3)))
+    stores = connect_all([launch(rank, 3) for rank in range(3)], folder=tmp_path)
     stores[2].set("x", "y")
     assert stores[0].get("x") == b"y"
     [folder] = tmp_path.iterdir()
@@ -166,22 +214,167 @@ def test_rendezvous_refuses_a_folder_that_others_can_write_to(tmp_path):
     (tmp_path / f"allstep-{os.getuid()}").mkdir(mode=0o777)
     (tmp_path / f"allstep-{os.getuid()}").chmod(0o777)
     with pytest.raises(UsageError, match="open to others"):
-        rendezvous(launch(0), 1, tmp_path)
+        connect(launch(0), 1, tmp_path)
 
 
 def test_rendezvous_times_out(tmp_path):
-    with pytest.raises(CollectiveTimeoutError, match=r"`init` on rank 1 of 2: rank 0 did not come"):
-        rendezvous(launch(1), 0.1, tmp_path)
-    with pytest.raises(CollectiveTimeoutError, match=r"`init` on rank 0 of 2 did not finish"):
-        rendezvous(launch(0), 0.1, tmp_path)
+    with pytest.raises(CollectiveTimeoutError, match=r"on rank 1 of 2 .*rank 0 did not come"):
+        connect(launch(1), 0.1, tmp_path)
+    message = (
+        r"`init` on rank 0 of 2: rank 1 did not come within 0.1 s; there: rank 0 \(process \d+ on "
+    )
+    with pytest.raises(CollectiveTimeoutError, match=message):
+        connect(launch(0), 0.1, tmp_path)
     [folder] = tmp_path.iterdir()
     assert list(folder.iterdir()) == []
 
 
-def test_rendezvous_names_a_port_that_is_taken():
-    first = rendezvous(launch(0, master_addr="127.0.0.1", master_port=0), 1)
-    with pytest.raises(UsageError, match=r"MASTER_PORT \(=\d+\) is taken on 127.0.0.1"):
-        rendezvous(launch(0, master_addr="127.0.0.1", master_port=first.port), 1)
+@contextmanager
+def listener():
+    """A port on which connections are accepted, and nothing is said."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def by_hand(rank, size, port, **changes):
+    """Somebody set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    return launch(
+        rank,
+        size,
+        **{"launcher": "torchrun", "master_addr": "127.0.0.1", "master_port": port} | changes,
+    )
+
+
+def test_a_port_that_is_taken_is_named():
+    with (
+        listener() as port,
+        pytest.raises(
+            UsageError, match=rf"MASTER_PORT \(={port}\) can't .*: address already in use"
+        ),
+    ):
+        connect(by_hand(0, 2, port), 1)
+
+
+def test_a_host_that_nobody_knows_is_named():
+    message = r"MASTER_ADDR \(='nowhere.invalid'\), .* is no host that .* knows \(.+\)"
+    with pytest.raises(UsageError, match=message):
+        connect(by_hand(1, 2, 1, master_addr="nowhere.invalid"), 0.1)
+
+
+def test_a_port_where_nobody_listens_is_named(free_port):
+    message = rf"rank 0 can't be reached at 127.0.0.1:{free_port} \(Connection refused\)"
+    with pytest.raises(CollectiveTimeoutError, match=message):
+        connect(by_hand(1, 2, free_port), 0.1)
+
+
+def test_init_ends_in_time_where_a_port_accepts_and_says_nothing(monkeypatch):
+    with listener() as port:
+        for name, value in HAND.items() | {("MASTER_PORT", str(port))}:
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            CollectiveTimeoutError,
+            match=rf"`init` on rank 1 of 2 .* within 0.2 s: 127.0.0.1:{port} accepts .* not answer",
+        ):
+            init(device="cpu", timeout_s=0.2)
+
+
+def test_strangers_on_the_port_of_rank_0_are_no_workers(free_port):
+    def disturb():
+        """Holds, closes and sends garbage, as soon as rank 0 listens; then lets rank 1 come."""
+        strangers = []
+        while len(strangers) < 5:
+            try:
+                strangers.append(socket.create_connection(("127.0.0.1", free_port)))
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        for stranger, garbage in zip(strangers[2:], GARBAGE, strict=True):
+            stranger.sendall(garbage)
+        strangers[1].close()
+        store = connect(by_hand(1, 2, free_port), 20)
+        for stranger in strangers:
+            stranger.close()
+        return store
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(disturb)
+        store = connect(by_hand(0, 2, free_port), 20)
+        other.result().set("x", "y")
+    assert store.get("x") == b"y"
+
+
+def test_workers_that_were_told_unlike_numbers_are_named(free_port):
+    launches = [by_hand(0, 2, free_port), by_hand(1, 3, free_port), by_hand(2, 3, free_port)]
+    for outcome in connect_all(launches):
+        assert re.search(
+            r"rank 1 \(process \d+ on .+\) was told that there are 3 workers, rank 0 \(process \d+ "
+            r"on .+\) that there are 2; start all with the same number",
+            str(outcome),
+        )
+        assert isinstance(outcome, DisagreementError)
+
+
+def test_the_first_whose_time_is_over_names_the_missing_for_all(free_port):
+    """Else those who go on waiting would take the one that gave up for the missing one."""
+
+    def outcome(rank, timeout_s):
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            connect(by_hand(rank, 3, free_port), timeout_s)
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as pool:
+        outcomes = pool.map(outcome, [0, 2], [60, 0.3])
+        for rank, message in zip([0, 2], outcomes, strict=True):
+            start = f"`init` on rank {rank} of 3: rank 1 did not come within 0.3 s; there: "
+            assert message.startswith(start)
+
+
+def test_a_worker_too_many_is_told(free_port):
+    launches = [by_hand(0, 1, free_port), by_hand(1, 2, free_port)]
+    alone, other = connect_all(launches)
+    assert isinstance(alone, dist.TCPStore)
+    assert isinstance(other, DisagreementError)
+
+
+def test_two_workers_of_one_rank_are_named(free_port):
+    outcomes = connect_all([by_hand(rank, 3, free_port) for rank in (0, 1, 1)])
+    for outcome in outcomes:
+        assert "two workers say that they are rank 1: process" in str(outcome)
+
+
+def test_a_worker_that_came_and_was_killed_is_named():
+    with subprocess.Popen(["true"]) as child:
+        pass
+    ended = replace(Place.own(), pid=child.pid)
+    message = rf"`init` on rank 0 of 2: rank 0 \(process {child.pid} on .+\) came, and ended"
+    with pytest.raises(PeerLostError, match=message):
+        call_roll(dist.HashStore(), launch(0, 2), ended, time.monotonic() + 20, 20)
+
+
+def test_too_few_descriptors_are_told_before_the_meeting(caplog):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = limit[1]
+    message = (
+        rf"{highest} workers need about {2 * highest + 32} more open files and connections in "
+        r"rank 0 on .+, and its limit allows \d+ more; raise it before the start: ulimit -Hn"
+    )
+    try:
+        with pytest.raises(UsageError, match=message):
+            check_descriptors(launch(0, highest))
+        check_descriptors(launch(1, highest // 6))
+        check_descriptors(launch(1, highest - highest // 10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    [warning] = caplog.messages
+    assert "`attach` may fail" in warning
+
+
+def test_workers_of_two_jobs_on_one_port_are_named(free_port):
+    launches = [by_hand(0, 2, free_port), by_hand(1, 2, free_port, job_id="another")]
+    for outcome in connect_all(launches):
+        assert "belongs to job 'another'" in str(outcome)
+        assert "set MASTER_PORT" in str(outcome)
 
 
 def run(*command: str) -> list[str]:
@@ -215,11 +408,22 @@ def test_script_under_torchrun():
 
 
 @pytest.mark.process
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
-def test_script_under_mpirun():
-    as_root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    mpirun = ("mpirun", *as_root, "--oversubscribe", "-n", "2")
-    assert run(*mpirun, sys.executable, str(SCRIPT)) == TWO
+@pytest.mark.parametrize("package", mpi.LAUNCHERS)
+def test_script_under_mpirun(package):
+    mpirun = mpi.LAUNCHERS[package]
+    if mpirun is None:
+        pytest.skip(f"{package} is not installed")
+    assert run(*mpirun, "2", sys.executable, str(SCRIPT)) == TWO
+
+
+@pytest.mark.process
+@pytest.mark.skipif(mpi.LAUNCHERS["mpich"] is None, reason="mpich is not installed")
+def test_two_jobs_of_mpiexec_and_shells_between_meet_apart():
+    """MPICH names no job; a worker may be some processes below mpiexec."""
+    job = shlex.join(
+        [*(mpi.LAUNCHERS["mpich"] or []), "2", "sh", "-c", f"{sys.executable} {SCRIPT}; :"]
+    )
+    assert sorted(run("sh", "-c", f"{job} & {job} & wait")) == sorted(2 * TWO)
 
 
 @pytest.mark.process
@@ -299,5 +503,9 @@ def test_a_killed_process_ends_the_others(tmp_path):
             time.sleep(0.01)
         workers.kill(1)
         assert workers.join(timeout_s=30) == [1, -signal.SIGKILL, 1]  # by themselves
+        killed = rf"rank 1 \(process {workers.pids[1]} on {socket.gethostname()}\)"
+        for rank in (0, 2):
+            message = pickle.loads((workers.folder / f"rank-{rank}.pickle").read_bytes()).value
+            assert re.search(rf"{killed} closed its connection; .* then start all workers", message)
         with pytest.raises(RemoteError, match=r"on rank 1:\nit died \(exit code -9\)"):
             workers.results()

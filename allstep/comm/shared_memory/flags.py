@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from allstep.comm.failures import START_AGAIN
 from allstep.comm.missing import MissingRanks, find_missing_ranks, listed
 from allstep.comm.shared_memory.mapping import SharedMapping
 from allstep.errors import CollectiveTimeoutError, PeerLostError
@@ -185,8 +186,8 @@ class Flags:
         if gone:
             self._names.report_stuck(self.verb)
             raise PeerLostError(
-                f"{where}: {self._names.named(gone[0])} left; it failed, timed out or was "
-                "stopped. Look for the first error among the other ranks."
+                f"{where}: {self._names.placed(self._names.numbers[gone[0]])} left; it failed, "
+                f"timed out or was stopped. {START_AGAIN}"
             )
         if late and waited_s > self._longest_s():
             raise self._timed_out(where, late)

@@ -12,11 +12,11 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from allstep.comm.agreement import agree
 from allstep.comm.group import WorkerGroup
 from allstep.comm.missing import RankNames
+from allstep.comm.places import own_space
 
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
@@ -138,13 +138,10 @@ def _check_all(comm: WorkerGroup, trouble: str) -> None:
             raise NotShared(f"{named} cannot map memory of another: {other}")
 
 
-def _host(comm: WorkerGroup) -> tuple[str, str, int, str]:
+def _host(comm: WorkerGroup) -> tuple[str, int, str]:
     """Equal on ranks that can see each other's processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    space = "/proc/self/ns/pid"
     return (
-        boot.read_text() if boot.exists() else f"no /proc on rank {comm.rank}",
-        os.readlink(space) if os.path.exists(space) else "",
+        own_space() or f"no /proc on rank {comm.rank}",
         comm.node_rank,
         comm.device.type if comm.device.type == "cpu" else f"device of rank {comm.rank}",
     )

@@ -1,0 +1,212 @@
+"""Who has come to a meeting, and from where; what is wrong is told to all by name.
+
+[Note: roll call] Each worker leaves in the store who it is and what it was told. Rank 0 reads all
+of it and leaves what came of it, for which the others wait: every rank's place, or what is wrong.
+Who waits too long, or is one too many, leaves that; the first word counts for all. So nobody goes
+on with too few, with one too many or with another job's workers.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from allstep import errors
+from allstep.comm.failures import is_timeout
+from allstep.comm.missing import listed
+from allstep.comm.places import Place
+from allstep.env import Launch
+from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
+
+_POLL_S = 0.02
+_NUM_WRITTEN = "num_written"
+_VERDICT = "verdict"
+_MOST = 8  # workers that an error names
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What a worker says of itself.
+
+    Attributes:
+        rank: its number.
+        size: how many workers it was told that there are.
+        job: it was told to belong to.
+        place: where it runs.
+    """
+
+    rank: int
+    size: int
+    job: str
+    place: Place
+
+    @classmethod
+    def of(cls, launch: Launch, place: Place) -> "_Claim":
+        # What others derive of their node's processes differs between nodes.
+        is_told = launch.launcher in ("torchrun", "slurm")
+        return cls(launch.rank, launch.size, launch.job_id if is_told else "", place)
+
+    @classmethod
+    def read(cls, store: Store, rank: int) -> "_Claim":
+        plain = json.loads(store.get(_key(rank)))
+        return cls(**(plain | {"place": Place(**plain["place"])}))
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What came of the roll call.
+
+    Attributes:
+        places: of all workers, by rank.
+        error: what is wrong; empty if nothing is.
+        kind: the name of the error's class.
+    """
+
+    places: Sequence[Sequence[Any]] = ()
+    error: str = ""
+    kind: str = DisagreementError.__name__
+
+
+def call_roll(
+    store: Store, launch: Launch, place: Place, deadline_s: float, timeout_s: float
+) -> list[Place]:
+    """Waits for all workers of a launch; returns where they run, by rank. [Note: roll call]
+
+    Args:
+        store: of this meeting only.
+        launch: says who this worker is.
+        place: where it runs.
+        deadline_s: of `time.monotonic()`.
+        timeout_s: what was allowed, for errors.
+
+    Raises:
+        CollectiveTimeoutError: if not all have come by then; names them.
+        DisagreementError: if some were told another number of workers, another job or one rank.
+        PeerLostError: if one came and ended.
+    """
+    own = _Claim.of(launch, place)
+    if store.add(f"came/{launch.rank}", 1) > 1:
+        verdict = _Verdict(error=_two(store, own))
+        _publish(store, verdict)
+    else:
+        store.set(_key(launch.rank), json.dumps(asdict(own)))
+        store.add(_NUM_WRITTEN, 1)
+        verdict = _wait_for_verdict(store, launch, own, deadline_s, timeout_s)
+    if not verdict.error:
+        verdict = replace(verdict, error=_difference(_Claim.read(store, 0), own))
+    if verdict.error:
+        where = f"`init` on rank {launch.rank} of {launch.size}"
+        raise getattr(errors, verdict.kind)(f"{where}: {verdict.error}")
+    return [Place(*place) for place in verdict.places]
+
+
+def _wait_for_verdict(
+    store: Store, launch: Launch, own: _Claim, deadline_s: float, timeout_s: float
+) -> _Verdict:
+    """What came of the roll call, or this worker's own word if that is the first."""
+    if launch.rank == 0:
+        verdict = _judge(store, launch.size, own, deadline_s)
+    else:
+        verdict = None
+        if _has_come(store, _VERDICT, deadline_s):
+            return _Verdict(**json.loads(store.get(_VERDICT)))
+    return _publish(store, verdict or _late(store, launch.size, timeout_s))
+
+
+def _publish(store: Store, verdict: _Verdict) -> _Verdict:
+    """Leaves it for all, unless another one is there; returns what is there."""
+    text = store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
+    return _Verdict(**json.loads(text))
+
+
+def _judge(store: Store, size: int, own: _Claim, deadline_s: float) -> _Verdict | None:
+    """Rank 0's part; None if it is over because of the time, or by another's word."""
+    claims = {0: own}
+    num_seen = 0
+    while len(claims) < size:
+        num_written = store.add(_NUM_WRITTEN, 0)
+        for rank in (
+            _came(store, set(range(size)) - claims.keys()) if num_written > num_seen else ()
+        ):
+            claims[rank] = _Claim.read(store, rank)
+            difference = _difference(own, claims[rank])
+            if difference:
+                return _Verdict(error=difference)
+        num_seen = num_written
+        if len(claims) == size:
+            break
+        if store.check([_VERDICT]) or time.monotonic() >= deadline_s:
+            return None
+        for rank, claim in claims.items():
+            if claim.place.has_ended():
+                return _Verdict(
+                    error=f"rank {rank} ({claim.place}) came, and ended before the others came. "
+                    "See what it failed at, and start all again.",
+                    kind=PeerLostError.__name__,
+                )
+        time.sleep(_POLL_S)  # a wait would print a warning each time that it ends
+    return _Verdict(places=[astuple(claims[rank].place) for rank in range(size)])
+
+
+def _difference(one: _Claim, other: _Claim) -> str:
+    """Why two workers don't belong together; empty if they do."""
+    who, whom = f"rank {other.rank} ({other.place})", f"rank {one.rank} ({one.place})"
+    if one.size != other.size:
+        return (
+            f"{who} was told that there are {other.size} workers, {whom} that there are "
+            f"{one.size}; start all with the same number (torchrun's WORLD_SIZE)."
+        )
+    if one.job != other.job:
+        return (
+            f"{who} belongs to job {other.job!r}, {whom} to job {one.job!r}: both use one port; "
+            "set MASTER_PORT to another one for all workers of a job."
+        )
+    return ""
+
+
+def _two(store: Store, second: _Claim) -> str:
+    places = f"{_Claim.read(store, second.rank).place} and {second.place}"
+    return (
+        f"two workers say that they are rank {second.rank}: {places}. Give each worker a rank of "
+        "its own; where one that failed was started again, start all again."
+    )
+
+
+def _late(store: Store, size: int, timeout_s: float) -> _Verdict:
+    """Who has not come."""
+    came = _came(store, range(size))
+    missing = [rank for rank in range(size) if rank not in came]
+    there = [f"rank {rank} ({_Claim.read(store, rank).place})" for rank in came[:_MOST]]
+    there += ["..."] if len(came) > _MOST else []
+    if missing:
+        what = f"{listed(missing)} did not come within {timeout_s:g} s; there: {', '.join(there)}"
+    else:
+        what = f"{there[0]} came, but did not go on within {timeout_s:g} s"
+    return _Verdict(
+        error=f"{what}. See what it failed at or waits for, or raise `timeout_s`.",
+        kind=CollectiveTimeoutError.__name__,
+    )
+
+
+def _has_come(store: Store, key: str, deadline_s: float) -> bool:
+    """Waits for a key; whether it has come in time."""
+    remaining_s = max(deadline_s - time.monotonic(), _POLL_S)
+    try:
+        store.wait([key], timedelta(seconds=remaining_s))
+    except RuntimeError as error:
+        if not is_timeout(error):
+            raise
+        return False
+    return True
+
+
+def _came(store: Store, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if store.check([_key(rank)])]
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"
