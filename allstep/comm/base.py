@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from allstep.comm.agreement import agree
+from allstep.comm.announced import AnnouncedCalls
 from allstep.comm.group import Dependent, Topology
 from allstep.comm.inbox import Inbox
 from allstep.comm.messages import Messages
@@ -33,6 +34,8 @@ class CommunicatorBase:
         self._dependents: WeakValueDictionary[int, Dependent] = WeakValueDictionary()
         self._messages = Messages(wire, wire.transport_device(torch.device("cpu")))
         self._inbox = Inbox(wire.names)
+        store = None if wire.group is None else wire.group.get_group_store()
+        self._announced = AnnouncedCalls(store, wire.names.number)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -48,6 +51,11 @@ class CommunicatorBase:
     def messages(self) -> Messages:
         """Bytes of any length to and from other ranks, for comparisons."""
         return self._messages
+
+    @property
+    def announced(self) -> AnnouncedCalls:
+        """The calls that workers tell each other of. [Note: announced calls]"""
+        return self._announced
 
     def add_dependent(self, dependent: Dependent) -> None:
         """Aborts it too when this communicator is aborted; it is held weakly."""

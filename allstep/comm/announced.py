@@ -1,0 +1,130 @@
+"""Calls that a worker announces, so that those who wait for it elsewhere learn at once.
+
+[Note: announced calls] A worker that saves a checkpoint waits for the others there. If these go on
+to their next exchange instead, they wait for it in another group, where no message tells, and all
+of them wait until the timeout. So before such a call, which is rare, a worker writes in the group's
+store which call it is, and how many exchanges it has begun. Whoever has waited for an exchange for
+a second reads that. Where a worker waits in a call that this one has not come to, and has not begun
+the exchange that this one waits for, neither can ever come. Both are said to be in the thread that
+made the communicator; what other threads do is not looked at.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from allstep.comm.work import ThreadWork, Work
+from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
+
+_LOOK_S = 1.0
+_CALL, _CONFLICT = "allstep/announced/call", "allstep/announced/conflict"
+_CURE = "Make the same calls in the same order on all workers, not on one of them."
+
+
+class AnnouncedCalls:
+    """The announced calls and the exchanges of a group, as one of its workers makes them.
+
+    Args:
+        store: of the group; None if nobody announces anything.
+        number: of this worker.
+    """
+
+    def __init__(self, store: Store | None, number: int) -> None:
+        self._store, self._number = store, number
+        self._home = threading.get_ident()
+        self._num_calls = self._num_exchanges = 0
+
+    @contextmanager
+    def call(self, action: str) -> Iterator[None]:
+        """Around a call in which all workers are to meet; tells them of it.
+
+        Raises:
+            DisagreementError: if another worker has found out that it waits elsewhere.
+        """
+        if not self._is_home:
+            yield
+            return
+        self._num_calls += 1
+        self._write(_CALL, [self._number, self._num_calls, self._num_exchanges, action])
+        try:
+            yield
+        except CommunicationError as error:
+            found = self._read(_CONFLICT)
+            if found is not None and found[0] == self._num_calls:
+                raise DisagreementError(found[1]) from error
+            raise
+
+    def begin_exchange(self) -> int:
+        """Counts an exchange that this worker takes part in from now on; its number."""
+        self._num_exchanges += self._is_home
+        return self._num_exchanges
+
+    def wait(self, work: Work[Any], exchange: int, action: str, abort: Callable[[], None]) -> None:
+        """Waits for an exchange, unless another worker can never come to it.
+
+        Args:
+            work: what to wait for.
+            exchange: its number.
+            action: what this worker wants to do, in words.
+            abort: ends the group, so that the others fail too.
+
+        Raises:
+            DisagreementError: if another worker waits in a call that this one has not made.
+        """
+        if not self._is_home or self._store is None:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(_LOOK_S)
+                return
+            except CommunicationError as error:
+                words = self._find_conflict(exchange, action)
+                if words is not None:
+                    abort()
+                    raise DisagreementError(words) from error
+                if not isinstance(error, CollectiveTimeoutError):
+                    raise
+                if work.is_completed():  # with an error that tells of the group's own timeout
+                    work.wait()
+                    return
+
+    @property
+    def _is_home(self) -> bool:
+        return threading.get_ident() == self._home
+
+    def _find_conflict(self, exchange: int, action: str) -> str | None:
+        announced = self._read(_CALL)
+        if announced is None:
+            return None
+        number, call, num_exchanges, wanted = announced
+        if number == self._number or call <= self._num_calls or num_exchanges >= exchange:
+            return None
+        words = (
+            f"Workers came for different things: rank {number} wants: {wanted};"
+            f" rank {self._number} wants: {action}. {_CURE}"
+        )
+        self._write(_CONFLICT, [call, words])
+        return words
+
+    def _write(self, key: str, content: list[Any]) -> None:
+        store = self._store
+        if store is not None:
+            _tried(lambda: store.set(key, json.dumps(content)))
+
+    def _read(self, key: str) -> Any:
+        store = self._store
+        if store is None:
+            return None
+        return _tried(lambda: json.loads(store.get(key)) if store.check([key]) else None)
+
+
+def _tried(call: Callable[[], Any]) -> Any:
+    """What a call of a store gives; None if the store does not answer: its server may hang."""
+    with suppress(RuntimeError):
+        return ThreadWork.start(call, "store").wait(_LOOK_S)
+    return None
