@@ -1,0 +1,167 @@
+"""Sums that have the same bits in whatever order and grouping their terms are added."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from allstep.comm.communicator import Communicator
+
+_WINDOW_BITS = 32  # leaves float64 room for 2^21 terms
+_WINDOWS = range(-5, 5)  # float32 needs no others
+_NONFINITE = _WINDOWS.stop  # where NaN and infinity are added
+_DENSE_ELEMENTS = 1 << 10  # up to which all windows are sent, in one message
+
+
+class ReproducibleSum:
+    """A float64 sum of tensors whose bits don't depend on order, grouping or number of workers.
+
+    [Note: reproducible sum] Window j holds multiples of 2^(32 j) below 2^(32 (j + 1)). A term is
+    cut into its digits in the window of its largest magnitude and in the next ones below: which
+    these are depends on the term alone. In each window the digits add up without rounding, as long
+    as there are fewer than 2^21 terms. In the end the windows are added, the smallest first.
+
+        |error of a term| <= 2^-33 of its largest magnitude        (2^-65 for float64)
+
+    A finite magnitude of 2^160 or more counts as infinite.
+
+    Args:
+        like: tells shape, dtype of the terms and device.
+
+    >>> forth, back = (ReproducibleSum(torch.zeros(())) for _ in range(2))
+    >>> terms = [torch.tensor(x) for x in (1e20, 1.0, -1e20)]
+    >>> for x, y in zip(terms, reversed(terms)):
+    ...     forth.add(x)
+    ...     back.add(y)
+    >>> float(forth.total()), float(back.total())
+    (1.0, 1.0)
+
+    Source: Demmel and Nguyen, "Parallel reproducible summation", IEEE Transactions on Computers
+    64 (7), 2015, sections 3 and 4.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.shape, self.device = like.shape, like.device
+        self._num_digits = 3 if like.dtype == torch.float64 else 2
+        self._windows: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Adds a term.
+
+        Args:
+            x: of the sum's shape, real or, for a sum of real parts, viewed as such.
+        """
+        rest = x.detach().to(torch.float64, copy=True)
+        largest = float(rest.abs().amax()) if rest.numel() else 0.0
+        if not largest < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop):
+            is_bad = ~(rest.abs() < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop))
+            self._add_digits(_NONFINITE, torch.where(is_bad, rest * torch.inf, 0.0))
+            rest.masked_fill_(is_bad, 0.0)
+            largest = float(rest.abs().amax())
+        if largest == 0:
+            return
+        first = _window_of(largest)
+        for window in range(first, max(first - self._num_digits, _WINDOWS.start - 1), -1):
+            shift = 1.5 * 2.0 ** (52 + _WINDOW_BITS * window)
+            digits = (rest + shift).sub_(shift)
+            rest.sub_(digits)
+            self._add_digits(window, digits)
+
+    def total(self) -> Tensor:
+        """The sum so far, of this worker's terms alone; float64."""
+        result = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
+        for window in sorted(self._windows):
+            result += self._windows[window]
+        return result
+
+    def _add_digits(self, window: int, digits: Tensor) -> None:
+        if window in self._windows:
+            self._windows[window] += digits
+        else:
+            self._windows[window] = digits
+
+    def digits(self, window: int) -> Tensor:
+        """What one window holds."""
+        held = self._windows.get(window)
+        if held is None:
+            return torch.zeros(self.shape, dtype=torch.float64, device=self.device)
+        return held
+
+
+def reproducible_all_reduce(comm: Communicator, sums: Sequence[ReproducibleSum]) -> list[Tensor]:
+    """The totals over all workers' terms: the same bits on any number of workers. Collective.
+
+    Args:
+        comm: the workers.
+        sums: of the same shapes on all of them.
+
+    Returns:
+        One float64 total each.
+    """
+    if comm.size == 1:
+        return [each.total() for each in sums]
+    windows = [*_WINDOWS, _NONFINITE]
+    used = [(each, window) for each in sums for window in windows]
+    if sum(each.shape.numel() for each in sums) > _DENSE_ELEMENTS:
+        has = torch.tensor([int(window in each._windows) for each, window in used])
+        comm.all_reduce(has, "max")
+        used = [pair for pair, anywhere in zip(used, has.tolist(), strict=True) if anywhere]
+    if not used:
+        return [each.total() for each in sums]
+    flat = torch.cat([each.digits(window).reshape(-1) for each, window in used])
+    flat = comm.all_reduce(flat.to(comm.device))
+    results = [torch.zeros_like(each.digits(_NONFINITE)) for each in sums]
+    of = {id(each): result for each, result in zip(sums, results, strict=True)}
+    pieces = torch.split(flat, [each.shape.numel() for each, _ in used])
+    for (each, _), piece in zip(used, pieces, strict=True):  # from the smallest window up
+        result = of[id(each)]
+        result += piece.view(each.shape).to(result.device)
+    return results
+
+
+def digits_of(x: Tensor) -> Tensor:
+    """Numbers in all windows, for few numbers that are to be added without waiting for a device.
+
+    Such digits add up without rounding, in any order and by any all-reduce, up to 2^21 of them.
+
+    Args:
+        x: any shape, real.
+
+    Returns:
+        [*x.shape, digits], float64.
+
+    >>> digits = digits_of(torch.tensor([1e20, 1.0, -1e20]))
+    >>> float(sum_of_digits(digits.sum(0)))
+    1.0
+    """
+    x = x.detach().double()
+    is_good = x.abs() < 2.0 ** (_WINDOW_BITS * _WINDOWS.stop)
+    exponents = [2.0 ** (_WINDOW_BITS * window) for window in _WINDOWS]
+    units = torch.tensor(exponents, dtype=torch.float64).to(x.device, non_blocking=True)
+    whole = (torch.where(is_good, x, 0.0)[..., None] / units).trunc_()  # units of each window
+    whole[..., :-1] -= whole[..., 1:] * 2.0**_WINDOW_BITS  # less what the next one holds
+    bad = torch.where(is_good, 0.0, x * torch.inf)
+    return torch.cat([whole * units, bad[..., None]], dim=-1)
+
+
+def sum_of_digits(digits: Tensor) -> Tensor:
+    """What sums of `digits_of` stand for.
+
+    Args:
+        digits: [*shape, digits].
+
+    Returns:
+        `shape`, float64.
+    """
+    result = torch.zeros_like(digits[..., 0])
+    for window in digits.unbind(-1):
+        result = result + window
+    return result
+
+
+def _window_of(magnitude: float) -> int:
+    """The window with the leading digit of a positive number; the lowest for what lies below."""
+    _, exponent = math.frexp(magnitude)  # magnitude < 2^exponent
+    return max(-(-exponent // _WINDOW_BITS) - 1, _WINDOWS.start)

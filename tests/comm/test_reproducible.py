@@ -1,0 +1,92 @@
+"""Sums whose bits don't depend on order, grouping or the number of workers."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from allstep import Communicator
+from allstep.comm.reproducible import ReproducibleSum, reproducible_all_reduce
+from tests.helpers.ranks import run_ranks
+
+
+def terms_of(num: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers of 60 orders of magnitude, both signs."""
+    random = torch.Generator().manual_seed(num)
+    exponents = torch.randint(-100, 100, (num, 1), generator=random)
+    digits = torch.randn(num, size, generator=random, dtype=torch.float64)
+    return list((digits * torch.exp2(exponents)).to(dtype))
+
+
+def total(terms: list[Tensor]) -> Tensor:
+    result = ReproducibleSum(terms[0])
+    for term in terms:
+        result.add(term)
+    return result.total()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_total_does_not_depend_on_the_order(dtype: torch.dtype) -> None:
+    terms = terms_of(200, 50, dtype)
+    expected = total(terms)
+    orders = [torch.randperm(200, generator=torch.Generator().manual_seed(s)) for s in range(5)]
+    assert all(torch.equal(total([terms[i] for i in order]), expected) for order in orders)
+    plain = [torch.stack([terms[i] for i in order]).double().cumsum(0)[-1] for order in orders]
+    assert not all(torch.equal(x, plain[0]) for x in plain)  # or the above would show nothing
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 33), (torch.float64, 65)])
+def test_error_is_that_of_the_docs(dtype: torch.dtype, digits: int) -> None:
+    terms = [x / 2.0**80 for x in terms_of(30, 20, dtype)]
+    found = total(terms)
+    bound = sum(Fraction(float(x.abs().amax())) for x in terms) / 2**digits
+    for column in range(20):
+        exact = sum(Fraction(float(x[column])) for x in terms)
+        assert abs(Fraction(float(found[column])) - exact) <= bound + abs(exact) / 2**52
+
+
+@pytest.mark.parametrize("size", [3, 3000])
+@pytest.mark.parametrize("num_workers", [2, 3, 7])
+def test_workers_get_the_total_of_one(num_workers: int, size: int) -> None:
+    """Few numbers travel in one message; of many, the windows that are used."""
+    first, second = terms_of(40, size, torch.float32), terms_of(21, 5, torch.float64)
+    expected = [total(first), total(second)]
+
+    def worker(comm: Communicator) -> list[Tensor]:
+        sums = [ReproducibleSum(first[0]), ReproducibleSum(second[0])]
+        for each, terms in zip(sums, (first, second), strict=True):
+            for term in terms[comm.rank :: comm.size]:
+                each.add(term)
+        return reproducible_all_reduce(comm, sums)
+
+    for found in run_ranks(num_workers, worker):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_nonfinite_terms_arrive_and_leave_the_others_alone() -> None:
+    values = [[math.inf, 1.0, math.nan, 2.0, math.inf], [1.0, 1.0, 1.0, 2.0, -math.inf]]
+    found = total([torch.tensor(x) for x in values]).tolist()
+    assert found[0] == math.inf
+    assert found[1] == 2.0
+    assert math.isnan(found[2])
+    assert found[3] == 4.0
+    assert math.isnan(found[4])
+
+
+def test_numbers_beyond_all_windows_are_infinite() -> None:
+    assert total([torch.tensor([2.0**161, -(2.0**161)], dtype=torch.float64)]).tolist() == [
+        math.inf,
+        -math.inf,
+    ]
+
+
+def test_sum_of_nothing_is_zero() -> None:
+    assert ReproducibleSum(torch.ones(2, 3)).total().tolist() == [[0.0] * 3] * 2
+    assert total([torch.zeros(0)]).shape == (0,)
+
+
+def test_smallest_numbers_of_float32_are_kept() -> None:
+    smallest = torch.tensor([2.0**-149, -(2.0**-140)])
+    assert torch.equal(total([smallest, smallest]), 2 * smallest.double())
