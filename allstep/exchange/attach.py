@@ -8,6 +8,7 @@ from torch import nn
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments, check_same_tensors
+from allstep.exchange.attachable import check_module
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
 from allstep.exchange.overlapped import OverlappedExchange
@@ -32,7 +33,7 @@ def attach(
         grad = 1/size * sum_r grad_r
 
     The model, its state dict and the optimizer stay as they are; `Exchange.detach` undoes it.
-    A copy (`copy.deepcopy`) of the model is not attached.
+    A copy of the model (`copy.deepcopy`, `torch.save`) is not attached and has no hooks of allstep.
 
     Args:
         model: the same on every worker; a compiled one is fine.
@@ -47,7 +48,8 @@ def attach(
         The exchange.
 
     Raises:
-        UsageError: if `model` is no module, if it or one of its parameters is attached already, if
+        UsageError: if `model` is no module, if it is wrapped, sharded or scripted (DDP, FSDP,
+            `torch.jit`), if it or one of its parameters is attached already, if
             `comm` is no Communicator, if `global_batch` isn't positive, or if local SGD is not told
             its optimizer.
         DisagreementError: if policies differ between workers, or names, shapes or dtypes.
@@ -64,6 +66,8 @@ def attach(
             f"`model` is a {type(model).__name__}; pass the nn.Module whose gradients shall be"
             " exchanged, not its optimizer."
         )
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    check_module(model)
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
@@ -78,7 +82,6 @@ def attach(
             f"`optimizer` (=None) must be given for local SGD (`sync_every` is"
             f" {policy.sync_every}): attach(model, comm, policy, optimizer=optimizer)."
         )
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     _refuse_attached(model)
     if comm.size > 1:
         tensors = ParameterSet(model).tensors
@@ -125,12 +128,14 @@ def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -
     """
     workers = "worker" if size == 1 else "workers"
     batch = (
-        "global batch = the workers' batches together"
+        "global batch: the loader's in `steps`, else the workers' batches together"
         if global_batch is None
         else f"global batch {global_batch:,}"
     )
     name = policy.wire_format.name
-    how = "" if policy.wire_format.is_lossless else f", {name} compression"
+    how = ", exact sums" if name == "exact" else ""
+    if not policy.wire_format.is_lossless:
+        how = f", {name} compression"
     if isinstance(policy, LocalSGD):
         first = policy.local_after_step
         at_first = f" for the first {first:,} batches, then" if first else ","

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator
+from allstep.comm.reproducible import ReproducibleSum, reproducible_all_reduce
 from allstep.errors import UsageError
 from allstep.exchange.batch_norm_module import TrackedModule, is_tracked
 from allstep.exchange.parameters import ParameterSet
@@ -42,11 +43,23 @@ class RunningStatistics:
 
     With one equal micro-batch per worker and step, torch's own update is this rule already;
     there `step` and `micro_batch` may be left out.
+
+    With exact sums the statistics of each step are summed over the workers at its end, so that
+    every worker has R at all times: the same bits on any number of them.
+
+    Args:
+        parameters: the model.
+        comm: the workers.
+        is_exact: whether sums must not depend on the order; see [Note: reproducible sum].
     """
 
-    def __init__(self, parameters: ParameterSet, comm: Communicator) -> None:
+    def __init__(
+        self, parameters: ParameterSet, comm: Communicator, *, is_exact: bool = False
+    ) -> None:
         self._parameters = parameters
         self._comm = comm
+        self._is_exact = is_exact
+        self._step_sum: ReproducibleSum | None = None
         self._tracked: tuple[TrackedModule, ...] = ()
         self._is_in_step = False
         self._is_active = False  # in a micro-batch
@@ -84,30 +97,33 @@ class RunningStatistics:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the micro-batches of one optimizer step; at its end the buffers take it in."""
-        if self._comm.size == 1 and self._parameters.has_changed():
-            self._parameters.refresh()  # several workers notice it together, in a forward
-            self.refresh()
         for tracked in self._tracked:
             tracked.start_step()
+        self._step_sum = None
         self._is_in_step = True
         try:
             yield
         finally:
             self._is_in_step = False
-        self._take_in()
+        if self._leaves_out_nonfinite and not self._is_exact:
+            self._leave_out_nonfinite()
+        if self._is_exact:
+            self._take_in_sums()
+        else:
+            self._take_in()
 
-    def micro_batch(self, share: float) -> AbstractContextManager[None]:
+    def micro_batch(self, weight: float) -> AbstractContextManager[None]:
         """Around the forward (and backward) of one micro-batch.
 
         Args:
-            share: size * samples of the micro-batch / samples of the global batch.
+            weight: samples of the micro-batch / samples of the global batch.
 
         Raises:
             UsageError: outside of `step`.
         """
         if not self._is_in_step:
             raise UsageError("`micro_batch` belongs inside `with statistics.step():`.")
-        return _MicroBatch(self, share)
+        return _MicroBatch(self, weight if self._is_exact else self._comm.size * weight)
 
     def enter(self) -> None:
         """A micro-batch begins."""
@@ -120,11 +136,15 @@ class RunningStatistics:
         self._is_active = False
         for tracked in self._tracked:
             tracked.leave(share)
+        if self._is_exact and share is not None and self._tracked:
+            if self._leaves_out_nonfinite:
+                self._leave_out_nonfinite()
+            self._add_micro_batch(share)
 
     def sync(self) -> None:
         """Makes the buffers the same on all workers: R; others rank 0's. Collective."""
         if self._tracked:
-            if self._comm.size > 1:
+            if self._comm.size > 1 and not self._is_exact:
                 self._sum_parts()
             self._count_steps()
         if others := self._other_buffers():
@@ -135,7 +155,7 @@ class RunningStatistics:
 
     def mark_local(self) -> None:
         """Notes that this worker's buffers have moved on their own."""
-        if not self._is_local:
+        if not self._is_local and not self._is_exact:
             self._is_local = any(tracked.module.training for tracked in self._tracked)
 
     def warn_if_local(self) -> None:
@@ -166,10 +186,57 @@ class RunningStatistics:
         }
         return tuple(found.values())
 
+    def _add_micro_batch(self, weight: float) -> None:
+        """Adds a micro-batch to the sums of the step, and its weight where it called a module."""
+        called = [float(bool(tracked.shares)) for tracked in self._tracked]
+        parts = [
+            statistic.double() * has
+            for tracked, has in zip(self._tracked, called, strict=True)
+            for statistic in tracked.lent[:2]
+        ]
+        parts.append(torch.tensor(called, dtype=torch.float64).to(parts[0].device))
+        flat = torch.cat(parts) * weight
+        if self._step_sum is None:
+            self._step_sum = ReproducibleSum(flat)
+        if self._step_sum.shape != flat.shape:
+            raise UsageError(
+                "A batch norm module joined or left the model between two micro-batches of a global"
+                " batch, whose exact sums are of other modules; do it between global batches."
+            )
+        self._step_sum.add(flat)
+        for tracked in self._tracked:
+            tracked.shares = []  # its slot is free again
+
+    def _take_in_sums(self) -> None:
+        """The step of `_take_in` with the sums over all workers. Collective."""
+        if not self._tracked:
+            return
+        sizes = [len(buffer) for tracked in self._tracked for buffer in tracked.running]
+        like = (
+            self._tracked[0]
+            .running[0]
+            .new_zeros(sum(sizes) + len(self._tracked), dtype=torch.float64)
+        )
+        own = self._step_sum or ReproducibleSum(like)
+        (flat,) = reproducible_all_reduce(self._comm, [own])
+        *statistics, called = torch.split(flat, [*sizes, len(self._tracked)])
+        pairs = zip(statistics[::2], statistics[1::2], strict=True)
+        for tracked, pair, used in zip(self._tracked, pairs, called.tolist(), strict=True):
+            momentum = tracked.momentum()
+            kept = (1 - momentum) * tracked.weight
+            tracked.weight = kept + momentum * used
+            tracked.num_steps += 1
+            if not (used and tracked.weight):
+                continue
+            tracked.num_uses += 1
+            for buffer, statistic in zip(tracked.running, pair, strict=True):
+                decayed = buffer.double() * (kept / tracked.weight)
+                buffer.copy_(decayed + statistic * (momentum / tracked.weight))
+            if (counter := tracked.num_batches_tracked) is not None:
+                counter += 1
+
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""
-        if self._leaves_out_nonfinite:
-            self._leave_out_nonfinite()
         groups = defaultdict[tuple[float, ...], list[TrackedModule]](list)
         for tracked in self._tracked:
             momentum = tracked.momentum()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from allstep.exchange.hooks import Hook, Removable
+from allstep.exchange.hooks import Hook, ModuleHook, Removable
 
 _MAX_SLOTS = 16  # micro-batches whose statistics are kept apart
 
@@ -50,8 +50,8 @@ class TrackedModule:
         self._allocate()
         self.before_forward = _BeforeForward(self)
         self._handles: list[Removable] = [
-            module.register_forward_pre_hook(self.before_forward),
-            module.register_forward_hook(_AfterForward(self)),
+            ModuleHook(module, module.register_forward_pre_hook, self.before_forward),
+            ModuleHook(module, module.register_forward_hook, _AfterForward(self)),
         ]
 
     def remove(self) -> None:

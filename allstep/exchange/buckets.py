@@ -1,22 +1,24 @@
 """The buckets of a model: which parameter lies where, and how a gradient gets in and out."""
 
-from collections.abc import Collection, Mapping, MutableSet, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, MutableSet, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Work
+from allstep.comm import Communicator, Work
 from allstep.comm.agreement import digest
+from allstep.comm.reproducible import ReproducibleSum, reproducible_all_reduce
 from allstep.comm.shared_memory import Block
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature, sparse_gradient_message
 from allstep.exchange.piggyback import AgreementResult, check_size, write_check
 from allstep.exchange.reducer import Bucket
+from allstep.exchange.state_sweep import StatePart
 
 _LARGE = 1 << 14  # elements; below, a call costs more than another pass
 
@@ -60,6 +62,16 @@ class BucketPlan:
         return {n: i for i, layout in enumerate(self.layouts) for n in layout.names}
 
     @cached_property
+    def large(self) -> frozenset[str]:
+        """Parameters on the CPU whose gradients are better copied and scaled one by one."""
+        return frozenset(
+            name
+            for layout in self.layouts
+            for name, size in zip(layout.names, layout.sizes, strict=True)
+            if size >= _LARGE and layout.device.type == "cpu"
+        )
+
+    @cached_property
     def digest(self) -> int:
         """A number that stands for the plan."""
         return digest([(x.names, x.shapes, str(x.dtype)) for x in self.layouts])
@@ -92,34 +104,20 @@ class BucketPlan:
         return flats[-1][-(1 + len(self.names)) :]
 
 
+def has_form_of(view: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient could lie where the view is."""
+    is_strided = gradient.layout == torch.strided
+    return is_strided and gradient.dtype == view.dtype and gradient.shape == view.shape
+
+
 def _check_form(name: str, gradient: Tensor, view: Tensor) -> None:
     if gradient.layout != torch.strided:
         raise UsageError(sparse_gradient_message(name))
-    if gradient.dtype != view.dtype or gradient.shape != view.shape:
+    if not has_form_of(view, gradient):
         raise UsageError(
             f"Parameter `{name}` was {list(view.shape)} {view.dtype} at `attach` and is now"
             f" {list(gradient.shape)} {gradient.dtype}; detach and attach again after a change."
         )
-
-
-def copy_scaled(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
-    """view = scale * gradient, for pairs of them; large ones go through memory once.
-
-    >>> view = torch.zeros(2)
-    >>> copy_scaled([(view, torch.tensor([2.0, 4.0]))], 0.5)
-    >>> view
-    tensor([1., 2.])
-    """
-    is_once = [scale != 1 and view.numel() >= _LARGE for view, _ in pairs]
-    for (view, gradient), once in zip(pairs, is_once, strict=True):
-        if once:
-            torch.mul(gradient, scale, out=view)
-    small = [pair for pair, once in zip(pairs, is_once, strict=True) if not once]
-    if small:
-        views, gradients = map(list, zip(*small, strict=True))
-        torch._foreach_copy_(views, gradients)
-        if scale != 1:
-            torch._foreach_mul_(views, scale)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -136,24 +134,36 @@ class BucketSet:
         flats: one a bucket: gradients and tail.
         block: what `flats` lie in, where workers sum them in place.
         touched: parameters that this worker has a gradient for.
+        parameters: name -> parameter that is to get the sum; the model's names may move meanwhile.
         step: the exchange's number.
+        meeting: the number of it among all exchanges of the workers.
         action: what the worker believes it does; must be the same on all.
         described: the tensors to do it with, for the error if it isn't.
+        state: what is compared of the workers' models.
         amp_scale: the GradScaler's scale when the gradients were made.
         failure: why this worker can't take part; the exchange then fails for all.
         works: of the buckets whose sums have been started.
+        scaled: parameters whose `p.grad` lies in a bucket that is not full yet, already scaled.
+        off_grid: name -> gradients that `flats` are without, for they did not fit. [Note: grid]
+        is_complete: whether what was off the grid is in the sums by now.
     """
 
     plan: BucketPlan
     flats: list[Tensor]
     block: Block | None = None
     touched: frozenset[str] = frozenset()
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     step: int = 0
+    meeting: int = 0
     action: str = ""
     described: Signature = ()
+    state: StatePart | None = None
     amp_scale: float = 1.0
     failure: str | None = None
     works: list[Work[None]] = field(default_factory=list)
+    scaled: set[str] = field(default_factory=set)
+    off_grid: dict[str, ReproducibleSum] = field(default_factory=dict)
+    is_complete: bool = False
 
     @classmethod
     def new(cls, plan: BucketPlan, block: Block | None = None) -> "BucketSet":
@@ -170,11 +180,14 @@ class BucketSet:
             views |= zip(layout.names, layout.views(flat), strict=True)
         return views
 
-    def write_check(self, rank: int, action: str, described: Signature) -> None:
-        """Has the first bucket's tail compare plan and action with the other workers'."""
-        self.action, self.described = action, described
-        mine = digest((self.plan.digest, action, described))
-        write_check(self.plan.check(self.flats), rank, mine)
+    def write_check(
+        self, rank: int, action: str, described: Signature, state: StatePart | None = None
+    ) -> None:
+        """Has the first bucket's tail compare plan, action and state with the other workers'."""
+        self.action, self.described, self.state = action, described, state
+        mine = digest((self.plan.digest, action, described, state.rates if state else ()))
+        words = state.words if state else None
+        write_check(self.plan.check(self.flats), rank, mine, words)
 
     def read_agreement(self, *, compares: bool = True, marks: bool = True) -> AgreementResult:
         """What the summed tails say of the workers' agreement.
@@ -190,17 +203,43 @@ class BucketSet:
             action=self.action,
             described=self.described,
             failure=self.failure,
+            state=self.state,
         )
 
     def recycle(self) -> None:
         """Makes the memory ready for other gradients."""
         self.touched, self.failure, self.works = frozenset(), None, []
+        self.scaled.clear()
+        self.off_grid.clear()
+        self.is_complete = False
 
     def bucket(self, index: int) -> Bucket:
         """One of the buckets, to be summed."""
         is_last = index == len(self.flats) - 1
         return Bucket(self.plan.layouts[index], self.flats[index], index, is_last)
 
+    def place_large(self, name: str, p: nn.Parameter, scale: float) -> None:
+        """Puts one of the plan's large gradients in place; the backward pass adds no more to it.
+
+        It is read from the cache as long as it is new, and its memory, freed at once, serves the
+        next one. `fill` puts the others there, many in a call.
+        """
+        gradient, view = p.grad, self.views[name]
+        if gradient is None or gradient.requires_grad:
+            return
+        if has_form_of(view, gradient) and gradient.data_ptr() != view.data_ptr():
+            self._copy_large(name, gradient, scale)
+            p.grad = view
+
+    def _copy_large(self, name: str, gradient: Tensor, scale: float) -> None:
+        """Goes through memory once."""
+        if scale == 1:
+            self.views[name].copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=self.views[name])
+            self.scaled.add(name)
+
+    @torch.no_grad()
     def fill(
         self,
         index: int,
@@ -219,8 +258,8 @@ class BucketSet:
             touched: those with a new gradient; loses those that have none after all.
             scale: the only factor between a gradient and its share of the sum.
         """
-        copied: list[tuple[Tensor, Tensor]] = []
-        in_place: list[Tensor] = []
+        small_views: list[Tensor] = []
+        small_gradients: list[Tensor] = []
         for name in self.plan.layouts[index].names:
             p, view = parameters[name], self.views[name]
             gradient = p.grad
@@ -228,19 +267,34 @@ class BucketSet:
                 view.zero_()
                 touched.discard(name)  # autograd knows that it is zero, or it was dropped since
                 continue
-            if gradient is view:
-                in_place.append(view)
-            else:
+            if gradient is not view:
                 _check_form(name, gradient, view)
-                copied.append((view, gradient.detach()))
+                if gradient.data_ptr() == view.data_ptr():
+                    pass  # another tensor in the bucket's memory
+                elif name in self.plan.large:
+                    self._copy_large(name, gradient, scale)
+                else:
+                    small_views.append(view)
+                    small_gradients.append(gradient)
             if name not in touched:
                 if gradient.data_ptr() == view.data_ptr():
                     p.grad = view.clone(memory_format=torch.preserve_format)
             elif not gradient.requires_grad:  # else it belongs to a graph for second derivatives
                 p.grad = view
-        copy_scaled(copied, scale)
-        if scale != 1 and in_place:
-            torch._foreach_mul_(in_place, scale)
+        if small_views:
+            torch._foreach_copy_(small_views, small_gradients)
+        if scale != 1:
+            for unscaled in self._unscaled(index):
+                unscaled.mul_(scale)
+
+    def _unscaled(self, index: int) -> Iterator[Tensor]:
+        """The stretches of a bucket that are not scaled yet."""
+        layout, flat = self.plan.layouts[index], self.flats[index]
+        members = zip(layout.names, layout.offsets, layout.sizes, strict=True)
+        for is_scaled, group in groupby(members, lambda member: member[0] in self.scaled):
+            if not is_scaled:
+                stretch = list(group)
+                yield flat[stretch[0][1] : sum(stretch[-1][1:])]
 
     def deliver(self, name: str, p: nn.Parameter) -> None:
         """Has `p.grad` be the sum."""
@@ -269,8 +323,9 @@ class BucketSet:
         self.touched, self.failure = frozenset(touched), failure
         flags = self.plan.flags(self.flats)
         flags.fill_(len(touched) == len(self.plan.names))
-        if len(touched) < len(self.plan.names):
-            has = [float(name in touched) for name in self.plan.names]
+        if len(touched) < len(self.plan.names) or self.off_grid:
+            off = 2.0 * self.plan.size  # more than the others' flags add up to
+            has = [off if n in self.off_grid else float(n in touched) for n in self.plan.names]
             flags[1:].copy_(torch.tensor(has, dtype=flags.dtype), non_blocking=True)
         flags[0] = failure is not None
 
@@ -281,13 +336,37 @@ class BucketSet:
         flags = self.plan.flags(self.flats)[1:].tolist()
         return [name for name, flag in zip(self.plan.names, flags, strict=True) if flag > 0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Sums that have not been used yet."""
-        return {
-            "step": self.step,
-            "scale": self.amp_scale,
-            "sums": {name: self.views[name].clone() for name in self.summed_names()},
-        }
+    def complete(self, comm: Communicator | None) -> list[str]:
+        """Adds to the sums what was off the grid. Collective where any worker has such gradients.
+
+        Args:
+            comm: the workers; None where nothing comes together.
+
+        Returns:
+            The parameters that it is of.
+        """
+        if self.is_complete:
+            return []
+        self.is_complete = True
+        flags = self.plan.flags(self.flats)[1:]
+        if not (flags > self.plan.size).any():
+            return []
+        pairs = zip(self.plan.names, flags.tolist(), strict=True)
+        names = [name for name, flag in pairs if flag > self.plan.size]
+        local = [self.off_grid.get(name) or ReproducibleSum(self.views[name]) for name in names]
+        totals = (
+            [x.total() for x in local] if comm is None else reproducible_all_reduce(comm, local)
+        )
+        for name, total in zip(names, totals, strict=True):
+            self.views[name].copy_(total.add_(self.views[name]))
+        self.off_grid.clear()
+        return names
+
+    def state_dict(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """Sums that have not been used yet, by the names that `parameters` have by now."""
+        summed = {self.parameters[n]: n for n in self.summed_names() if n in self.parameters}
+        sums = {n: self.views[summed[p]].clone() for n, p in parameters.items() if p in summed}
+        return {"step": self.step, "scale": self.amp_scale, "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the sums of a checkpoint, under any plan.
@@ -297,5 +376,6 @@ class BucketSet:
         self.step, self.amp_scale = state["step"], state["scale"]
         sums = {name: saved for name, saved in state["sums"].items() if name in self.views}
         self.write_flags(sums.keys())
+        self.is_complete = True
         for name, saved in sums.items():
             self.views[name].copy_(saved)

@@ -1,8 +1,9 @@
 """What an earlier exchange has left in `p.grad`, where the next one is a sum."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from allstep.exchange.parameters import ParameterSet
 
@@ -23,23 +24,23 @@ class CarryOver:
     def __init__(self, parameters: ParameterSet, size: int) -> None:
         self._parameters = parameters
         self._size = size
-        self._carried: set[str] = set()  # parameters whose `p.grad` is a part of a sum by now
+        self._carried: dict[int, nn.Parameter] = {}  # whose `p.grad` is a part of a sum by now
 
     @torch.no_grad()
-    def carry(self, names: Iterable[str] | None = None) -> None:
+    def carry(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Before gradients are added to `p.grad`, or it is summed; all that was not yet if None."""
-        trained = self._parameters.trained
-        new = (trained.keys() if names is None else set(names)) - self._carried
-        gradients = [p.grad for name in new if (p := trained[name]).grad is not None]
+        trained = self._parameters.trained.values() if parameters is None else parameters
+        new = {id(p): p for p in trained if id(p) not in self._carried}
+        gradients = [p.grad for p in new.values() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, self._size)
         self._carried |= new
 
     @torch.no_grad()
-    def finish(self, summed: Collection[str]) -> None:
+    def finish(self, summed: Iterable[nn.Parameter]) -> None:
         """After the sum of some parameters' gradients: the others are again as they were."""
-        for name in self._carried.difference(summed):
-            p = self._parameters.trained.get(name)
-            if p is not None and p.grad is not None:
+        is_summed = set(map(id, summed))
+        for number, p in self._carried.items():
+            if number not in is_summed and p.grad is not None:
                 p.grad.mul_(self._size)
         self._carried.clear()

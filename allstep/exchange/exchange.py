@@ -1,7 +1,7 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -14,14 +14,24 @@ from torch.utils import _pytree as pytree
 from allstep.comm import Communicator
 from allstep.comm.agreement import digest
 from allstep.errors import DisagreementError, UsageError
+from allstep.exchange import optimizer_watch
 from allstep.exchange.agreement import agree
+from allstep.exchange.attachable import is_in_ddp
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
-from allstep.exchange.hooks import AccumulationHook, FunctionHook, Hook, Removable, WeakHook
+from allstep.exchange.hooks import (
+    AccumulationHook,
+    FunctionHook,
+    Hook,
+    ModuleHook,
+    Removable,
+    WeakHook,
+)
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
+from allstep.exchange.state_sweep import StatePart, StateSweep
 
 
 class Exchange(ABC):
@@ -37,6 +47,7 @@ class Exchange(ABC):
         statistics: batch norm's running statistics.
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
+        awaits_update: whether a global batch has been run whose turn in `steps` is not over.
     """
 
     def __init__(
@@ -51,7 +62,8 @@ class Exchange(ABC):
         self.comm = comm
         self.policy = policy
         self._parameters = ParameterSet(model)
-        self.statistics = RunningStatistics(self._parameters, comm)
+        self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
+        self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._finish_backward)
@@ -62,9 +74,11 @@ class Exchange(ABC):
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
         self._global_step: int | None = None
+        self._samples = ""  # of the global batch
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
+        self.awaits_update = False
         try:
             self._register_hooks()
             if isinstance(policy, LocalSGD) and optimizer is not None:
@@ -75,13 +89,14 @@ class Exchange(ABC):
         except BaseException:
             self.detach()
             raise
+        optimizer_watch.watch(self)
 
     @abstractmethod
-    def _reduce(self) -> Collection[str]:
+    def _reduce(self) -> Mapping[str, nn.Parameter]:
         """Replaces `p.grad` by the sum of all times `gradient_scale`. Collective.
 
         Returns:
-            The parameters that any worker has touched; others keep `p.grad` as it is.
+            name -> parameter that any worker has touched; others keep `p.grad` as it is.
         """
 
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
@@ -92,6 +107,16 @@ class Exchange(ABC):
         return None
 
     @property
+    def is_attached(self) -> bool:
+        """Until `detach`."""
+        return not self._is_detached
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a global batch's sums have the same bits on any number of workers."""
+        return False
+
+    @property
     def num_exchanges(self) -> int:
         """Exchanges of gradients so far."""
         return self._num_exchanges
@@ -99,6 +124,26 @@ class Exchange(ABC):
     @abstractmethod
     def stats(self) -> ExchangeStats:
         """What this exchange has done since `attach`."""
+
+    def held(self, ids: set[int]) -> set[int]:
+        """Those `id`s that are of a parameter of the model, which may be frozen."""
+        return self._parameters.held(ids)
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """name -> parameter whose gradient is exchanged."""
+        return self._parameters.trained
+
+    def note_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the model's parameters makes a step, whose rates will be compared."""
+        if self.comm.size > 1:
+            self._sweep.note_update(optimizer, self._num_exchanges)
+
+    def _next_state(self, device: torch.device) -> StatePart | None:
+        """What the exchange that starts compares of the workers' models, if there are several."""
+        if self.comm.size == 1:
+            return None
+        return self._sweep.next_part(self._num_exchanges, device)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -111,7 +156,9 @@ class Exchange(ABC):
             self._num_suspended -= 1
 
     @contextmanager
-    def global_batch(self, step: int) -> Iterator[None]:
+    def global_batch(
+        self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
+    ) -> Iterator[None]:
         """Around the backward passes of one global batch, whose losses are weighed by samples.
 
         The weights of all workers' losses must add up to 1: `p.grad` becomes the gradients' sum.
@@ -119,13 +166,30 @@ class Exchange(ABC):
 
         Args:
             step: the batch's number, the same on every worker.
+            samples: which these are, in words; compared with the other workers'.
+            num_micro_batches: of all workers together, for exact sums.
+            num_passes: the most backward passes that a micro-batch takes, as a rule.
         """
-        self._global_step = step
+        if not self._is_active and self._parameters.has_changed():
+            self._follow_model()
+        self._global_step, self._samples = step, samples
         self._carry()
         try:
             yield
         finally:
             self._global_step = None
+        self.awaits_update = True
+
+    def begin_micro_batch(self) -> None:  # noqa: B027 (few exchanges need to know)
+        """The backward passes that follow are of another micro-batch of the global batch."""
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        """name -> the sum of this worker's gradients so far, before they are exchanged.
+
+        It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
+        """
+        trained = self._parameters.trained.items()
+        return {name: p.grad for name, p in trained if p.grad is not None}
 
     @property
     def global_step(self) -> int | None:
@@ -154,7 +218,7 @@ class Exchange(ABC):
         self._refuse_detached("synchronize")
         if not self._is_active:
             return
-        if self._parameters.has_changed():
+        if self._parameters.has_joined():
             self.sync_parameters()
         self._carry()
         self._touch_all()
@@ -180,6 +244,7 @@ class Exchange(ABC):
             UsageError: after `detach`.
         """
         self._refuse_detached("state_dict")
+        self._follow_changes()
         return {
             "policy": self.policy.state_dict(),
             "num_exchanges": self._num_exchanges,
@@ -194,6 +259,7 @@ class Exchange(ABC):
             UsageError: after `detach`.
         """
         self._refuse_detached("load_state_dict")
+        self._follow_changes()
         self.policy.check_state_dict(state.get("policy", {}))
         self._num_exchanges = state["num_exchanges"]
         if self.averaging is not None and state["averaging"] is not None:
@@ -212,9 +278,24 @@ class Exchange(ABC):
         self._refuse_detached("sync_buffers")
         if self.averaging is not None:
             self.averaging.flush()
+        self._follow_changes()
         if self._is_active:
             self._agree("sum running statistics")
         self.statistics.sync()
+
+    def agree(self, action: str) -> None:
+        """Makes sure that all workers came to do the same, before what sends no bucket. Collective.
+
+        A worker that came for the next step's gradients, say, and this one learn it at once.
+
+        Args:
+            action: what this worker wants to do, in words.
+
+        Raises:
+            DisagreementError: on every worker, if another came for something else.
+        """
+        if self._is_active and not self._is_detached:
+            self._agree(action)
 
     def sync_parameters(self) -> None:
         """Takes up parameters that joined the model, with rank 0's values. Collective.
@@ -226,6 +307,24 @@ class Exchange(ABC):
             UsageError: after `detach`.
         """
         self._refuse_detached("sync_parameters")
+        before = set(map(id, self._parameters.trained.values()))
+        self._follow_model()
+        if self._global_step is not None:  # their first gradients are to be summed
+            self._carry(p for p in self._parameters.trained.values() if id(p) not in before)
+
+    def _follow_changes(self) -> None:
+        """Before what is of the whole model, outside of a step. Collective."""
+        if self._is_active and self._parameters.has_changed():
+            self._follow_model()
+
+    def _follow_model(self) -> None:
+        """Takes the model as it is now. Collective. [Note: changes of the model]
+
+        Nothing else does, for workers must do it together. What joined is noticed before a forward,
+        or by a worker without one when it comes to the exchange; what was frozen or left, at the
+        end of an exchange; both, before a checkpoint or an evaluation. A lone worker whose
+        gradients nobody takes looks before a global batch.
+        """
         known = {id(tensor) for tensor in self._parameters.tensors.values()}
         # What starts to be trained may have been changed, and in a round of local SGD it has.
         is_in_round = self.averaging is not None and not self.averaging.is_synchronized
@@ -272,10 +371,13 @@ class Exchange(ABC):
         """Whether what an earlier exchange has left in `p.grad` would count once a worker."""
         return self.comm.size > 1 and self.gradient_scale == 1
 
-    def _carry(self, names: Iterable[str] | None = None) -> None:
+    def _carry(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Before gradients are summed; see `CarryOver.carry`."""
         if self._carries_over:
-            self._carry_over.carry(names)
+            self._carry_over.carry(parameters)
+
+    def _carry_one(self, name: str) -> None:
+        self._carry([self._parameters.trained[name]])
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         self._touched.add(name)
@@ -307,7 +409,7 @@ class Exchange(ABC):
             if stays_local:
                 self._take_own_for_all()
             else:
-                self._carry_over.finish(self._reduce())
+                self._carry_over.finish(self._reduce().values())
         if self.averaging is not None:
             self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
@@ -317,7 +419,7 @@ class Exchange(ABC):
         if self._parameters.has_frozen():
             # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
             # workers may have different numbers of them.
-            self.sync_parameters()
+            self._follow_model()
 
     def _take_own_for_all(self) -> None:
         """In a local step: makes `p.grad` the sum as if all workers had this gradient."""
@@ -325,7 +427,7 @@ class Exchange(ABC):
         for p in self._parameters.trained.values():
             if factor != 1 and p.grad is not None:
                 p.grad.mul_(factor)
-        self._carry_over.finish(self._parameters.trained)
+        self._carry_over.finish(self._parameters.trained.values())
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
@@ -363,7 +465,7 @@ class Exchange(ABC):
 
     def _register_hooks(self) -> None:
         mark = Hook(self)  # on an event that costs nothing in a step
-        self._module_hooks.append(self.model.register_state_dict_pre_hook(mark))  # type: ignore[no-untyped-call]
+        self._hook_model(self.model.register_state_dict_pre_hook, mark)
         if self._is_active:
             self._activate()
         self._hook_lazy_modules()
@@ -371,13 +473,22 @@ class Exchange(ABC):
     def _activate(self) -> None:
         before = FunctionHook(self, self._before_forward)
         after = FunctionHook(self, self._after_forward)
-        self._module_hooks.append(self.model.register_forward_pre_hook(before))
-        self._module_hooks.append(self.model.register_forward_hook(after))
+        self._hook_model(self.model.register_forward_pre_hook, before)
+        self._hook_model(self.model.register_forward_hook, after)
         self._hook_parameters()
+
+    def _hook_model(self, register: Callable[..., Any], hook: Hook) -> None:
+        self._module_hooks.append(ModuleHook(self.model, register, hook))
 
     def _before_forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if is_in_ddp(self.model):
+            self._stop_all(
+                "The attached model was called by a DistributedDataParallel around it, which"
+                " exchanges the same gradients. Call the model itself, without DDP; or keep DDP"
+                " alone, without `attach`, and register `allstep.ddp_hook`."
+            )
         if self.comm.size > 1:
             if self.model.training:
                 self.statistics.mark_local()
@@ -404,7 +515,8 @@ class Exchange(ABC):
         for module in self._parameters.modules:
             own = chain(module._parameters.values(), module._buffers.values())
             if any(is_lazy(tensor) for tensor in own if tensor is not None):
-                self._lazy_hooks.append(module.register_forward_pre_hook(hook))
+                register = module.register_forward_pre_hook
+                self._lazy_hooks.append(ModuleHook(module, register, hook))
 
     def _hook_parameters(self) -> None:
         """Hooks the trained parameters that aren't yet, and unhooks those that left."""
@@ -416,12 +528,14 @@ class Exchange(ABC):
             _remove_all(handles)
         self._signature = signature(dict(self._parameters.trained))
         self._digest = digest(self._signature)
+        tensors = self._parameters.tensors.items()
+        self._sweep.set_tensors({n: t for n, t in tensors if isinstance(t, nn.Parameter)})
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         on_gradient = WeakHook(self, lambda exchange, p: exchange._on_gradient(name, p))
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
         if self.policy.reduction == "sum":  # outside of global batches, too
-            carry = WeakHook(self, lambda exchange, _: exchange._carry([name]))
+            carry = WeakHook(self, lambda exchange, _: exchange._carry_one(name))
             handles.append(AccumulationHook(p, carry))
         return handles
 

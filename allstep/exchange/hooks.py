@@ -20,8 +20,9 @@ class Hook:
     """A hook on a module or parameter, which a copy of the model does not inherit.
 
     `copy.deepcopy` and `pickle` take a module's hooks along, and with a bound method all that
-    it refers to: here the exchange, its communicator and the original model. So what is copied
-    of a `Hook` is a function that does nothing.
+    it refers to: here the exchange, its communicator and the original model. `ModuleHook` keeps
+    a hook out of its module's copies; elsewhere what is copied of it is a function that does
+    nothing.
 
     Args:
         owner: who registered it.
@@ -79,6 +80,60 @@ class WeakHook(Hook):
                 " keep the model, or what `allstep.attach` returned."
             )
         return self._function(owner, *args)
+
+
+class ModuleHook:
+    """A hook that a copy of the module, pickled or not, is without.
+
+    [Note: what is copied of a module] Pickle asks an object for its `__getstate__`, and takes one
+    that is in its `__dict__` for its class's own; so does `copy`. The one that is put there, as
+    long as hooks are, leaves them out, and itself.
+
+    Args:
+        module: that is hooked.
+        register: the bound method of the module that registers it.
+        hook: what to call.
+    """
+
+    def __init__(self, module: nn.Module, register: Callable[..., Any], hook: Hook) -> None:
+        self._module = module
+        self._handle: Removable = register(hook)
+        module.__dict__.setdefault("__getstate__", _StateWithoutHooks(module))
+
+    def remove(self) -> None:
+        """Removes it."""
+        self._handle.remove()
+        attributes = self._module.__dict__
+        others = (hook for hooks in _hooks_of(attributes).values() for hook in hooks.values())
+        if not any(isinstance(hook, Hook) for hook in others):
+            attributes.pop("__getstate__", None)
+
+
+class _StateWithoutHooks(Hook):
+    """The `__getstate__` of a hooked module."""
+
+    def __call__(self) -> Any:
+        kind: Any = type(self.owner)
+        state = kind.__getstate__(self.owner)
+        attributes, *slots = state if isinstance(state, tuple) else (state,)
+        if isinstance(attributes, dict):  # else the class has a way of its own
+            kept = {name: _without_hooks(hooks) for name, hooks in _hooks_of(attributes).items()}
+            attributes = {**attributes, **kept}
+            attributes.pop("__getstate__", None)
+        return (attributes, *slots) if slots else attributes
+
+
+def _hooks_of(attributes: dict[str, Any]) -> dict[str, dict[int, Any]]:
+    """A module's dicts of hooks by their names."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name.endswith("_hooks") and isinstance(value, dict)
+    }
+
+
+def _without_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
+    return type(hooks)((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
 
 
 class AccumulationHook:

@@ -1,7 +1,7 @@
 """Steps whose gradients are under way, the oldest first."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -22,10 +22,12 @@ class InFlight(Generic[T]):
 
     A step without `p.grad` makes no update, so that no decay, moment or step count moves; T
     steps make T - k updates, and flushing the queue the k others. Staleness 0 is the exchange
-    that a step waits for.
+    that a step waits for. What is frozen meanwhile, or leaves the model, gets no gradient that was
+    made before.
 
     Args:
         staleness: steps between the start of an exchange and the use of its gradients.
+        wait: waits for a work of a step.
 
     Attributes:
         exposed_s: seconds for which steps had to be waited for, all together.
@@ -39,8 +41,12 @@ class InFlight(Generic[T]):
     'first'
     """
 
-    def __init__(self, staleness: int) -> None:
-        self._staleness = staleness
+    def __init__(
+        self,
+        staleness: int,
+        wait: Callable[[T, Work[Any]], None] = lambda step, work: work.wait(),
+    ) -> None:
+        self._staleness, self._wait_for = staleness, wait
         self._steps: deque[tuple[T, Sequence[Work[Any]]]] = deque()
         self.exposed_s = self.last_wait_s = 0.0
 
@@ -64,7 +70,7 @@ class InFlight(Generic[T]):
         start_s = perf_counter()
         for index, work in enumerate(works):
             with record_function(f"allstep::bucket {index} wait"):
-                work.wait()
+                self._wait_for(step, work)
         self.last_wait_s = perf_counter() - start_s
         self.exposed_s += self.last_wait_s
         return step

@@ -62,13 +62,13 @@ class BucketLayout:
         """The dtype of the flat tensor."""
         return self.dtype.to_real()
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of the flat tensor that each parameter takes."""
         width = 2 if self.dtype.is_complex else 1
         return tuple(width * torch.Size(shape).numel() for shape in self.shapes)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
@@ -79,7 +79,7 @@ class BucketLayout:
         starts = [self.offsets[i] for i in holders]
         return self.names[holders[bisect_right(starts, element) - 1]]
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements of all gradients, without the tail."""
         return sum(self.sizes)

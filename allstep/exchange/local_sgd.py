@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from allstep.comm import Communicator
 from allstep.comm.algorithms import default_algorithm
 from allstep.errors import CheckpointError
-from allstep.exchange.hooks import FunctionHook, Removable
+from allstep.exchange.hooks import FunctionHook, ModuleHook, Removable
 from allstep.exchange.policy import LocalSGD
 
 
@@ -79,7 +79,11 @@ class ParameterAveraging:
         self._hooks: list[Removable] = [
             optimizer.register_step_pre_hook(FunctionHook(self, self._before_step)),
             optimizer.register_step_post_hook(FunctionHook(self, self._after_step)),
-            model.register_forward_pre_hook(FunctionHook(self, self._before_forward)),
+            ModuleHook(
+                model,
+                model.register_forward_pre_hook,
+                FunctionHook(self, self._before_forward),
+            ),
         ]
 
     def is_local(self, step: int) -> bool:

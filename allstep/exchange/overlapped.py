@@ -1,18 +1,20 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Work
+from allstep.comm.reproducible import ReproducibleSum
 from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
-from allstep.exchange.buckets import BucketPlan, BucketSet
+from allstep.exchange.buckets import BucketPlan, BucketSet, has_form_of
 from allstep.exchange.exchange import Exchange
+from allstep.exchange.grid import Grid
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
@@ -20,7 +22,6 @@ from allstep.exchange.piggyback import AgreementResult, reads_late
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
-from allstep.exchange.wires.exact_buckets import ExactSums, FixedPointBuckets
 
 
 class OverlappedExchange(Exchange):
@@ -59,12 +60,12 @@ class OverlappedExchange(Exchange):
         self._scaler = scaler
         self._reducer = Reducer(comm, policy)
         self._is_read_late = reads_late(comm.device) if is_read_late is None else is_read_late
-        wire = self._reducer.wire
-        self._exact = ExactSums(wire, comm.rank) if isinstance(wire, Exact) else None
+        self._grid = Grid() if isinstance(self._reducer.wire, Exact) else None
+        self._held: dict[str, Tensor] = {}  # of `p.grad`, before a global batch's exact sum
         self._plan = BucketPlan((), comm.size)
         self._buckets = self._new_buckets(self._plan)  # that the next gradients go to
         self._idle: list[BucketSet] = []  # used ones, whose memory the next may take
-        self._in_flight = InFlight[BucketSet](policy.staleness)
+        self._in_flight = InFlight[BucketSet](policy.staleness, self._wait_for)
         self._agreement: AgreementResult | None = None  # of the last sums, if not looked at yet
         self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
@@ -81,6 +82,10 @@ class OverlappedExchange(Exchange):
     def buckets(self) -> list[list[str]]:
         """The parameters that travel together, in the order in which they are sent."""
         return self._plan.buckets
+
+    @property
+    def is_exact(self) -> bool:
+        return self._grid is not None
 
     @property
     def is_left_to_backend(self) -> bool:
@@ -114,18 +119,24 @@ class OverlappedExchange(Exchange):
         common = super().state_dict()
         self._raise_if_bad()
         self._wait_for_all()
+        in_flight = list(self._in_flight)
+        for buckets in in_flight:
+            self._complete(buckets)
         return {
             **common,
             **self._reducer.gather_state(self._plan.layouts),
             **self._bucketing.state_dict(),
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
-            "in_flight": [buckets.state_dict() for buckets in self._in_flight],
+            "grid": None if self._grid is None else self._grid.state_dict(),
+            "in_flight": [buckets.state_dict(self._parameters.trained) for buckets in in_flight],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
+        if self._grid is not None and state.get("grid"):
+            self._grid.load_state_dict(state["grid"], self.comm.device)
         if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
         names = sorted(name for bucket in state["buckets"] for name in bucket)
@@ -144,6 +155,7 @@ class OverlappedExchange(Exchange):
         for saved in state["in_flight"]:
             buckets = self._new_buckets(self._plan)
             buckets.load_state_dict(saved)
+            buckets.parameters = self._parameters.trained
             self._in_flight.push(buckets, ())
 
     def detach(self) -> None:
@@ -157,24 +169,23 @@ class OverlappedExchange(Exchange):
     def _take(self, name: str, p: nn.Parameter) -> None:
         """A gradient is ready: counts it, and sends the buckets that are full."""
         if self._num_suspended:
-            if self._exact is not None and not self._stays_local:
-                self._place(name, p)
+            self._refuse_scaled()
             return
         if self._pass_number != self._backward_pass.number:
             self._begin_pass()
         if p.grad is None or self._stays_local or self._failure is not None:
             return
         bucket = self._plan.bucket_of[name]
-        if bucket < len(self._buckets.works):
+        if bucket < len(self._buckets.works) or name in self._buckets.scaled:
             self._failure = (
                 f"Parameter `{name}` got a second gradient in one backward pass, after the first"
-                " had been sent (reentrant checkpointing, or a module used in several of them);"
-                f" attach with `{type(self.policy).__name__}(overlap=False)` or use"
+                " had been put in its bucket (reentrant checkpointing, or a module used in several"
+                f" of them); attach with `{type(self.policy).__name__}(overlap=False)` or use"
                 " `use_reentrant=False`."
             )
             return
-        if self._exact is not None and not self._place(name, p):
-            return
+        if name in self._plan.large and self._bucketing.may_overlap:
+            self._buckets.place_large(name, p, self.gradient_scale)
         if name in self._arrivals:
             self._bucketing.note_second_gradient()
             return
@@ -183,16 +194,6 @@ class OverlappedExchange(Exchange):
         if not self._missing[bucket] and self._bucketing.may_overlap:
             while self._missing and not self._missing[len(self._buckets.works)]:
                 self._send_next()
-
-    def _place(self, name: str, p: nn.Parameter) -> bool:
-        """Adds a gradient to a sum of whole numbers; what is wrong is told to all at the end."""
-        buckets = self._buckets
-        if isinstance(buckets, FixedPointBuckets) and p.grad is not None:
-            try:
-                buckets.place(name, p)
-            except UsageError as error:
-                self._failure = str(error)
-        return self._failure is None
 
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
@@ -207,7 +208,18 @@ class OverlappedExchange(Exchange):
                 "An earlier backward pass ended with an exception after some of its gradients had"
                 " been sent; restart from a checkpoint."
             )
+        self._refuse_scaled()
         self._arrivals.clear()
+
+    def _refuse_scaled(self) -> None:
+        """What a pass that ended with an exception has scaled already may not be added to."""
+        scaled, trained = self._buckets.scaled, self._parameters.trained
+        if any(trained[name].grad is self._buckets.views[name] for name in scaled & trained.keys()):
+            self._failure = (
+                "An earlier backward pass ended with an exception after some of its gradients had"
+                " been scaled for the exchange; call `optimizer.zero_grad()` before the next one."
+            )
+        scaled.clear()
 
     def _send_next(self) -> None:
         """Sends the next bucket in the plan's order."""
@@ -217,7 +229,9 @@ class OverlappedExchange(Exchange):
             buckets.step, buckets.amp_scale = self._num_exchanges, self._present_amp_scale()
             self._residual_factor = buckets.amp_scale / self._last_amp_scale
             self._last_amp_scale = buckets.amp_scale
-            buckets.write_check(self.comm.rank, self._describe(), self._signature)
+            buckets.meeting = self.comm.announced.begin_exchange()
+            state = self._next_state(buckets.flats[0].device)
+            buckets.write_check(self.comm.rank, self._describe(), self._signature, state)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
@@ -240,25 +254,130 @@ class OverlappedExchange(Exchange):
         except UsageError as error:
             self._failure = str(error)
 
+    # -- exact sums ------------------------------------------------------------------------------
+
+    @contextmanager
+    def global_batch(
+        self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
+    ) -> Iterator[None]:
+        with super().global_batch(step, samples):
+            if self._grid is None or not self._is_on_grid:
+                yield
+                return
+            self._grid.begin(num_micro_batches, num_passes)
+            self._buckets.off_grid.clear()
+            self._hold()
+            try:
+                yield
+            finally:
+                self._give_back_held()
+
+    def begin_micro_batch(self) -> None:
+        if self._grid is not None:
+            self._grid.begin_micro_batch()
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        found = super().local_gradients()
+        off_grid = self._buckets.off_grid.items()
+        return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
+
+    def _refuse_complex(self) -> None:
+        for name, p in self._parameters.trained.items():
+            if self._grid is not None and p.dtype.is_complex:
+                raise UsageError(
+                    f"Parameter `{name}` is {p.dtype}, whose sums can't be made exact; choose"
+                    ' another `compression` (="exact").'
+                )
+
+    @property
+    def _is_on_grid(self) -> bool:
+        """Whether gradients are rounded now. [Note: grid]"""
+        in_global_batch = self._grid is not None and self._global_step is not None
+        return in_global_batch and not self._stays_local
+
+    def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
+        """What is to be added to `p.grad`; None for the gradient as it is."""
+        if self._grid is None or new is None or new.layout != torch.strided:
+            return None
+        if not self._is_on_grid:
+            return None
+        with torch.no_grad():
+            gradient, zero = new.detach(), new.new_zeros(()).expand_as(new)
+            rounded = self._round_in_place(self._grid, name, p, gradient)
+            if rounded is None:
+                off_grid = self._buckets.off_grid
+                if name not in off_grid:
+                    off_grid[name] = ReproducibleSum(gradient)
+                off_grid[name].add(gradient)
+            if rounded is None or rounded is p.grad:
+                rounded = zero  # what is left to be added
+        # With a graph for second derivatives the difference is taken off, which is exact.
+        return new + (rounded - gradient) if new.requires_grad else rounded
+
+    def _round_in_place(
+        self, grid: Grid, name: str, p: nn.Parameter, gradient: Tensor
+    ) -> Tensor | None:
+        """Rounds a large gradient where it is to be, for new memory costs more than rounding."""
+        held, view = p.grad, self._buckets.views[name]
+        if name not in self._plan.large or not has_form_of(view, gradient):
+            return grid.round(name, gradient)
+        if held is None:
+            # Another tensor in the bucket's memory, which autograd takes over as it is.
+            return grid.round(name, gradient, view.view_as(view))
+        if has_form_of(held, gradient) and not held.requires_grad and not gradient.requires_grad:
+            return grid.round(name, gradient, held, adds=True)
+        return grid.round(name, gradient)
+
+    @torch.no_grad()
+    def _hold(self) -> None:
+        """Takes what `p.grad` holds before a sum out of it: it counts once, on all alike."""
+        for name, p in self._parameters.trained.items():
+            if p.grad is not None:
+                self._held[name], p.grad = p.grad.detach().clone(), None
+
+    def _follow_sums(
+        self, grid: Grid, summed: Mapping[str, nn.Parameter], off_grid: Collection[str]
+    ) -> None:
+        """After an exchange: the next units follow its sums."""
+        grid.count(len(off_grid))
+        for name in grid.names_to_look_at(self._num_exchanges, summed, off_grid):
+            total = summed[name].grad
+            assert total is not None
+            grid.look_at(name, total, is_off=name in off_grid)
+
+    def _complete(self, buckets: BucketSet) -> list[str]:
+        """Adds what was off the grid to sums that have come. Collective."""
+        is_alone = self.comm.size == 1 or not self._reducer.adds_up
+        return buckets.complete(None if is_alone else self.comm)
+
+    @torch.no_grad()
+    def _give_back_held(self) -> None:
+        for name, held in self._held.items():
+            p = self._parameters.trained.get(name)
+            if p is not None:
+                p.grad = held if p.grad is None else p.grad.add_(held)
+        self._held.clear()
+
     # -- the end of a backward pass --------------------------------------------------------------
 
-    def _reduce(self) -> Collection[str]:
+    def _reduce(self) -> Mapping[str, nn.Parameter]:
         buckets = self._buckets
         if not buckets.flats:
-            return ()
+            return {}
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
+        buckets.parameters = self._parameters.trained
         self._in_flight.push(buckets, buckets.works)
         if self.policy.staleness:
             self._clear_gradients()
         due = self._in_flight.pop_due()
         self.has_gradients = due is not None
-        delivered = self._deliver(due) if due is not None else ()
+        delivered = self._deliver(due) if due is not None else {}
         if not self._revise_plan():
             self._take_buckets()
         return delivered
 
-    def _deliver(self, buckets: BucketSet) -> Collection[str]:
+    def _deliver(self, buckets: BucketSet) -> Mapping[str, nn.Parameter]:
         """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
         self._raise_if_bad()
         self._agreement = buckets.read_agreement(compares=self._reducer.adds_up)
@@ -268,23 +387,40 @@ class OverlappedExchange(Exchange):
             factor = self._scaler.get_scale() / buckets.amp_scale
             if factor != 1:
                 buckets.rescale(factor)
-        trained, names = self._parameters.trained, buckets.summed_names()
-        for name in names:
-            if name in trained and self._failure is None:
-                buckets.deliver(name, trained[name])
+        off_grid = self._complete(buckets) if self._failure is None else []
+        parameters, names = buckets.parameters, buckets.summed_names()
+        if self.policy.staleness:  # [Note: stale timeline]
+            names = [n for n in names if n in parameters and parameters[n].requires_grad]
+        summed = {name: parameters[name] for name in names}
+        if self._failure is None:
+            for name, p in summed.items():
+                buckets.deliver(name, p)
+            if self._grid is not None and self._is_on_grid:
+                self._follow_sums(self._grid, summed, off_grid)
         if buckets.plan is self._plan:
             self._idle.append(buckets)
-        return names
+        return summed
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
         if self.global_step is not None:
-            return f"exchange gradients {self._num_exchanges}, of global batch {self.global_step}"
+            batch = f"global batch {self.global_step}"
+            batch += f" ({self._samples})" if self._samples else ""
+            held = "".join(
+                f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
+                for name, x in self._held.items()
+            )
+            return f"exchange gradients {self._num_exchanges}, of {batch}{held}"
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _present_amp_scale(self) -> float:
         matters = self.policy.staleness or self._reducer.has_residuals
         return self._scaler.get_scale() if self._scaler and matters else 1.0
+
+    def _wait_for(self, buckets: BucketSet, work: Work[None]) -> None:
+        """Not for a worker that waits elsewhere. [Note: announced calls]"""
+        announced, abort = self.comm.announced, self.comm.abort
+        announced.wait(work, buckets.meeting, buckets.action, abort)
 
     def _wait_for_all(self) -> None:
         self._in_flight.wait()
@@ -334,7 +470,9 @@ class OverlappedExchange(Exchange):
         first.flat.zero_()
         buckets.write_check(self.comm.rank, action, described)
         state = self._reducer.copied_state(first.layout)
-        self._reducer.start(first, state=state, then=self._comparison(buckets)).wait()
+        buckets.meeting = self.comm.announced.begin_exchange()
+        work = self._reducer.start(first, state=state, then=self._comparison(buckets))
+        self._wait_for(buckets, work)
         if self._is_read_late and self._reducer.adds_up:
             self._read_now(buckets)
         first.flat.copy_(kept)
@@ -359,33 +497,29 @@ class OverlappedExchange(Exchange):
 
     @property
     def _is_active(self) -> bool:
-        always = self.policy.staleness > 0 or self._exact is not None
+        always = self.policy.staleness > 0 or self._grid is not None
         return super()._is_active or always or self._reducer.has_residuals
 
     @property
     def _carries_over(self) -> bool:
-        return super()._carries_over and self._exact is None
+        return super()._carries_over and not self._is_on_grid
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         return self._reducer.measured_algorithm_for
 
     def _hook_parameters(self) -> None:
         super()._hook_parameters()
+        trained = set(self._parameters.trained.values())
+        for buckets in self._in_flight:  # [Note: stale timeline]
+            buckets.parameters = {n: p for n, p in buckets.parameters.items() if p in trained}
         self._set_plan(self._bucketing.guess(self._parameters.trained))
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         handles = super()._hook(name, p)
-        if self._exact is not None:
-            set_aside = WeakHook(self, lambda exchange, new: exchange._set_aside(name, p, new))
-            handles.append(AccumulationHook(p, set_aside))
+        if self._grid is not None:
+            rounded = WeakHook(self, lambda exchange, new: exchange._round(name, p, new))
+            handles.append(AccumulationHook(p, rounded))
         return handles
-
-    def _set_aside(self, name: str, p: nn.Parameter, new: Tensor | None) -> None:
-        """A gradient is about to be added to `p.grad`; None is one that autograd knows is zero."""
-        buckets = self._buckets
-        is_dense = new is not None and new.layout == torch.strided
-        if is_dense and isinstance(buckets, FixedPointBuckets) and not self._stays_local:
-            buckets.set_aside(name, p, self.gradient_scale)
 
     def _revise_plan(self) -> bool:
         """Other buckets, if the backward pass that ended makes better ones; whether it does."""
@@ -405,6 +539,7 @@ class OverlappedExchange(Exchange):
 
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
+        self._refuse_complex()
         self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
         self._reducer.set_layouts(self._plan.layouts)
         self._idle.clear()
@@ -418,6 +553,4 @@ class OverlappedExchange(Exchange):
 
     def _new_buckets(self, plan: BucketPlan) -> BucketSet:
         """Collective."""
-        if self._exact is not None:
-            return self._exact.new_buckets(plan)
         return BucketSet.new(plan, self._reducer.new_block(plan.num_bytes))

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from allstep.exchange.attachable import check_module, check_tensor
+
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
@@ -57,13 +59,24 @@ class ParameterSet:
 
     def refresh(self) -> None:
         """Takes the model as it is now."""
+        check_module(self._model)
         self.modules = tuple(self._model.modules())
         self._take_snapshot()
         parameters = dict(self._model.named_parameters())
         self.trained = {n: p for n, p in parameters.items() if p.requires_grad and not is_lazy(p)}
+        self._ids = set(map(id, parameters.values()))
         tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
         self.tensors = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
+        for name, tensor in self.tensors.items():
+            check_tensor(name, tensor)
         self.lazy = tuple(tensor for tensor in tensors.values() if is_lazy(tensor))
+
+    def held(self, ids: set[int]) -> set[int]:
+        """Those that are of a parameter of the model, frozen or not, joined since or not."""
+        found = ids & self._ids
+        if len(found) < len(ids) and self.has_joined():
+            return ids & set(map(id, self._model.parameters()))
+        return found
 
     def _take_snapshot(self) -> None:
         self._children = tuple(_children(self.modules))

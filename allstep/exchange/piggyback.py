@@ -8,9 +8,10 @@ worker k + 1's:
     block k:  +d of worker k,  -d of worker k + 1,  0 of the others
 
 After the sum a block is zero exactly where the two agree, in any number format in which whole
-numbers up to 127 are exact, and the blocks that aren't zero name the workers. Behind the last
-bucket ride a mark for a worker that failed, and for each parameter whether this worker has a
-gradient for it: their sum is positive where any has.
+numbers up to 127 are exact, and the blocks that aren't zero name the workers. The digits of a
+checksum, which may lie on a device, are added to them: [Note: state sweep]. Behind the last bucket
+ride a mark for a worker that failed, and for each parameter whether this worker has a gradient for
+it: their sum is positive where any has.
 
 [Note: late reading] On the CPU a worker looks at the sums as soon as it has them, and stops
 before it sends what others don't expect. On CUDA looking would make the host wait for the
@@ -31,6 +32,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
+from allstep.exchange.state_sweep import StatePart, checksum
 
 _NUM_DIGITS = 4
 _BASE = 128
@@ -45,22 +47,26 @@ def check_size(size: int) -> int:
     return _NUM_DIGITS * size if size > 1 else 0
 
 
-def write_check(check: Tensor, rank: int, fingerprint: int) -> None:
+def write_check(check: Tensor, rank: int, fingerprint: int, words: Tensor | None = None) -> None:
     """This worker's part of the comparison.
 
     Args:
         check: [check_size(size)]; overwritten.
         rank: this worker.
         fingerprint: what workers should agree on; its lowest 28 bits are compared.
+        words: whole numbers on the device of `check` that should be the same, too.
     """
     check.zero_()
     if not check.numel():
         return
     digits = [(fingerprint >> (7 * i)) % _BASE for i in range(_NUM_DIGITS)]
     blocks = check.view(-1, _NUM_DIGITS)
-    mine = torch.tensor(digits, dtype=check.dtype)
-    blocks[rank].copy_(mine, non_blocking=True)  # a CUDA device takes it without a halt
-    blocks[rank - 1].copy_(-mine, non_blocking=True)
+    mine = torch.tensor(digits).to(check.device, non_blocking=True)  # without a halt on CUDA
+    if words is not None:
+        shifts = torch.arange(0, 7 * _NUM_DIGITS, 7, device=words.device)
+        mine = (mine + (checksum(words) >> shifts)) % _BASE
+    blocks[rank] = mine
+    blocks[rank - 1] = -mine
 
 
 def disagreeing_ranks(check: Tensor) -> Sequence[int]:
@@ -96,6 +102,7 @@ class AgreementResult:
         action: what this worker believed it did, in words.
         described: the tensors it did it with.
         failure: why this worker could not take part, if it could not.
+        state: what it compared of its model.
     """
 
     numbers: Tensor
@@ -104,6 +111,7 @@ class AgreementResult:
     action: str
     described: Signature
     failure: str | None
+    state: StatePart | None = None
 
     @classmethod
     def read(
@@ -114,6 +122,7 @@ class AgreementResult:
         action: str,
         described: Signature,
         failure: str | None,
+        state: StatePart | None = None,
     ) -> "AgreementResult":
         """Starts the way of a summed check and a failure mark to the host."""
         numbers = torch.cat([check, mark.to(check)])
@@ -124,7 +133,7 @@ class AgreementResult:
             numbers = on_host
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return cls(numbers, event, len(check), action, described, failure)
+        return cls(numbers, event, len(check), action, described, failure, state)
 
     @property
     def is_good(self) -> bool:
@@ -142,7 +151,8 @@ class AgreementResult:
         """
         if self.is_good:
             return
+        details = (*self.described, *(self.state.entries() if self.state else ()))
+        words = explain(comm, self.failure or self.action, details)
         if disagreeing_ranks(self.numbers[: self.num_check]) or not self.failure:
-            raise DisagreementError(explain(comm, self.failure or self.action, self.described))
-        explain(comm, self.failure, self.described)
+            raise DisagreementError(words)
         raise UsageError(self.failure)

@@ -1,11 +1,12 @@
 """The plain exchange: the specification of all others, and their oracle."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
+from allstep.comm.agreement import digest
 from allstep.exchange.agreement import agree
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.parameters import sparse_gradient_message
@@ -29,7 +30,7 @@ class PlainExchange(Exchange):
             self._num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
         )
 
-    def _reduce(self) -> Collection[str]:
+    def _reduce(self) -> Mapping[str, nn.Parameter]:
         start_s = perf_counter()
         trained = self._parameters.trained
         for name, p in trained.items():
@@ -43,17 +44,19 @@ class PlainExchange(Exchange):
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
         self._exchange_s += perf_counter() - start_s
-        return names
+        return {name: trained[name] for name in names}
 
     def _agree_on_parameters(self) -> list[str]:
         """The parameters that any worker has a new gradient for, in the model's order."""
         trained = self._parameters.trained
         touched = [name in self._touched and p.grad is not None for name, p in trained.items()]
+        state = self._next_state(self.comm.device)
+        compared = state.entries() if state else ()
         if not agree(
             self.comm,
             "exchange gradients",
-            self._signature,
-            details_digest=self._digest,
+            (*self._signature, *compared),
+            details_digest=digest((self._digest, compared)),
             optional=touched,
         ):
             flags = torch.tensor(touched, dtype=torch.int32, device=self.comm.device)

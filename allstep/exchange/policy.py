@@ -136,7 +136,8 @@ class Synchronous(ExchangePolicy):
 class Stale(ExchangePolicy):
     """`p.grad` is the mean of some steps ago, so that an exchange may take whole steps.
 
-    The first steps make no update. [Note: stale timeline]
+    The first steps make no update. A layer that is frozen, or leaves the model, gets no gradient
+    that was made before, also if it is trained again later. [Note: stale timeline]
 
     Args:
         steps: the age of the mean, 1 or more; 1 is double buffering.

@@ -70,7 +70,7 @@ class Reducer:
         self._runner: Runner = make_runner(comm.device)
         self._main_comm = comm
         self.comm = channel_of(comm)
-        self._as_they_are = type(self.wire) is FullPrecision
+        self._as_they_are = isinstance(self.wire, FullPrecision)
         num_at_once = NUM_AT_ONCE if self._may_post else 1
         algorithm = make_algorithm(policy.algorithm, self.comm, self.wire.dtype, num_at_once)
         self.transport = Transport(self.comm, algorithm)

@@ -23,7 +23,7 @@ from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
-from allstep.exchange.wires import PowerSGD
+from allstep.exchange.wires import Exact, PowerSGD
 
 Gradients = dict[str, Tensor]
 
@@ -52,7 +52,7 @@ def ddp_hook(
         ...     return model
     """
     policy = policy or Synchronous()
-    _refuse_local_sgd(policy)
+    _refuse_what_no_hook_can_do(policy)
     return DDPCommHook(policy, comm)
 
 
@@ -88,7 +88,7 @@ def fsdp_hook(
         ...     return fsdp_hook(model, replicas, allstep.Synchronous(compression="int8"))
     """
     policy = policy or Synchronous()
-    _refuse_local_sgd(policy)
+    _refuse_what_no_hook_can_do(policy)
     units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
     if not units:
         raise UsageError(
@@ -322,11 +322,16 @@ class FSDPCommHook:
             p.grad = None
 
 
-def _refuse_local_sgd(policy: ExchangePolicy) -> None:
+def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
     if isinstance(policy, LocalSGD):
         raise UsageError(
             f"`policy` (={policy}) averages parameters, but a hook exchanges gradients: pass"
             " `Synchronous` or `Stale`, or use `allstep.attach` instead of the hook."
+        )
+    if isinstance(policy.wire_format, Exact):
+        raise UsageError(
+            '`compression` (="exact") rounds the gradient of each micro-batch, which a hook on sums'
+            " does not see: use `allstep.attach` with `allstep.steps` instead of the hook."
         )
 
 

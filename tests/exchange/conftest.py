@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from allstep.exchange import ExchangePolicy, Synchronous
-from allstep.exchange.wires import Exact
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +20,7 @@ POLICIES = {
     "overlapped": Synchronous(algorithm="native"),
     "small-buckets": Synchronous(algorithm="native", bucket_bytes=64),
     "at-the-end": Synchronous(algorithm="native", overlap=False),
-    "exact": Synchronous(algorithm="native", compression=Exact(fraction_bits=44), bucket_bytes=64),
+    "exact": Synchronous(algorithm="native", compression="exact", bucket_bytes=64),
 }
 
 

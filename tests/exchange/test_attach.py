@@ -4,7 +4,10 @@ import copy
 import gc
 import io
 import logging
+import pickle
 import re
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, Ring
@@ -44,8 +48,8 @@ def with_buffers() -> nn.Sequential:
             2,
             Synchronous(reduction="sum"),
             None,
-            "sum over 2 workers; global batch = the workers' batches together;"
-            " learning rate untouched",
+            "sum over 2 workers; global batch: the loader's in `steps`, else the workers' batches"
+            " together; learning rate untouched",
         ),
     ],
 )
@@ -136,7 +140,7 @@ def test_a_runner_takes_no_job_after_its_end() -> None:
 def test_a_model_that_could_not_be_attached_is_as_before() -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1, dtype=torch.complex128))
-        with pytest.raises(UsageError, match="has no fixed-point form"):
+        with pytest.raises(UsageError, match="whose sums can't be made exact"):
             attach(model, comm, Synchronous(compression="exact"))
         with pytest.raises(AttributeError):
             attach(model, comm, LocalSGD(sync_every=2), optimizer=model)
@@ -150,6 +154,68 @@ def test_a_model_that_could_not_be_attached_is_as_before() -> None:
     run_ranks(2, worker, timeout_s=20)
 
 
+_LOADING = threading.Lock()  # what is safe to load is the process's
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"allstep" not in file.getvalue()
+    file.seek(0)
+    kinds = {type(module) for module in model.modules()}
+    with _LOADING, torch.serialization.safe_globals([*kinds, _own_hook]):
+        return torch.load(file, weights_only=True)
+
+
+def _own_hook(*_: object) -> None:
+    """A user's."""
+
+
+class WithState(nn.Sequential):
+    """Says by itself what is pickled of it."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"cache": None}
+
+
+def hooks_of(model: nn.Module) -> list[object]:
+    dicts = [
+        value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.endswith("_hooks")
+    ]
+    dicts += [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
+    return [hook for hooks in dicts for hook in hooks.values()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("copied_by", [saved_and_loaded, copy.deepcopy])
+def test_hooks_stay_with_the_attached_model(
+    copied_by: Callable[[nn.Module], nn.Module], size: int
+) -> None:
+    def worker(comm: Communicator) -> None:
+        model = WithState(*with_buffers())
+        model.cache = {}
+        model[0].register_forward_hook(_own_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = attach(model, comm, LocalSGD(sync_every=2), optimizer=optimizer)
+        for part in (model, model[1]):
+            copied = copied_by(part)
+            assert hooks_of(copied) == ([_own_hook] if part is model else [])
+            assert "__getstate__" not in vars(copied)
+        assert copied_by(model).cache is None
+        assert_same(states(copied_by(model)), states(model), rtol=0)
+        copied_by(copied_by(model))(torch.ones(4, 5)).sum().backward()
+        assert exchange.num_exchanges == 0
+        assert b"allstep" not in pickle.dumps(optimizer)
+        exchange.detach()
+        assert hooks_of(model) == [_own_hook]
+        assert not any("__getstate__" in vars(module) for module in model.modules())
+
+    run_ranks(size, worker)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_not_attached(how: str) -> None:
     start = with_buffers()
@@ -157,13 +223,7 @@ def test_a_copy_is_not_attached(how: str) -> None:
     def worker(comm: Communicator) -> None:
         model = clone(start, comm)
         exchange = attach(model, comm)
-        if how == "deepcopy":
-            copied = copy.deepcopy(model)
-        else:
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            copied = torch.load(file, weights_only=False)
+        copied = copy.deepcopy(model) if how == "deepcopy" else saved_and_loaded(model)
         if comm.rank == 0:  # alone
             copied.add_module("late", nn.Linear(1, 1))
             with exchange.statistics.step(), exchange.statistics.micro_batch(1.0):
@@ -195,6 +255,70 @@ def test_refuses_parameters_of_an_attached_model() -> None:
             attach(model[0], comm)
 
     run_ranks(2, worker)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_refuses_ddp_around_and_inside(size: int) -> None:
+    def worker(comm: Communicator) -> None:
+        ddp = DistributedDataParallel(mlp(), process_group=comm.process_group)
+        words = r"is a DistributedDataParallel, .* attach the module inside .* `allstep\.ddp_hook`"
+        with pytest.raises(UsageError, match="`model` " + words):
+            attach(ddp, comm)
+        with pytest.raises(UsageError, match=r"`model\.1` " + words):
+            attach(nn.Sequential(nn.Tanh(), ddp), comm)
+
+    run_ranks(size, worker)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_refuses_ddp_beside(is_first: bool) -> None:
+    """Around the attached model, later or before. One rank: DDP's mark is the process's."""
+
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        if is_first:
+            ddp = DistributedDataParallel(model, process_group=comm.process_group)
+        exchange = attach(model, comm, Synchronous(compression="exact"))
+        if not is_first:
+            ddp = DistributedDataParallel(model, process_group=comm.process_group)
+        with pytest.raises(UsageError, match=r"called by a Dist.*without DDP.*`allstep\.ddp_hook`"):
+            ddp(torch.ones(2, 5))
+        exchange.detach()
+        ddp(torch.ones(2, 5)).sum().backward()
+
+    run_ranks(1, worker)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # torch calls it deprecated
+        return torch.jit.script(mlp())
+
+
+def test_refuses_a_script_module() -> None:
+    comm = Communicator.single_process()
+    with pytest.raises(
+        UsageError, match=r"`model` is a Rec.*, which takes no hooks: attach the nn"
+    ):
+        attach(scripted(), comm)
+    with pytest.raises(UsageError, match=r"`model\.1` is a Rec.*`torch\.compile`"):
+        attach(nn.Sequential(nn.Tanh(), scripted()), comm)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_refuses_elements_that_share_memory(kind: str, size: int) -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Linear(3, 2)
+        if kind == "parameter":
+            model.weight = nn.Parameter(torch.ones(1, 3).expand(2, 3))
+        else:
+            model.register_buffer("weights", torch.ones(1, 3).expand(2, 3))
+        words = r"`weights?` has elements that share memory \(shape \(2, 3\), strides \(0, 1\), as"
+        with pytest.raises(UsageError, match=words):
+            attach(model, comm)
+        assert hooks_of(model) == []
+
+    run_ranks(size, worker)
 
 
 def test_refuses_what_is_no_model() -> None:

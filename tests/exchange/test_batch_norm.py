@@ -53,7 +53,7 @@ def train(
             parts = blocks(batch, MICRO_BATCH, comm.rank, comm.size)
             for index, part in enumerate(parts, first):
                 share = comm.size * len(part) / len(batch)
-                with exchange.statistics.micro_batch(share):
+                with exchange.statistics.micro_batch(share / comm.size):
                     (forward(called, part, index).square().mean() * share).backward()
         exchange.synchronize()
         optimizer.step()
@@ -124,7 +124,7 @@ def test_naive_rules_differ() -> None:
         exchange = attach(model, comm)
         with exchange.statistics.step():
             for part in blocks(batches[0], MICRO_BATCH, comm.rank, comm.size):
-                with exchange.statistics.micro_batch(comm.size / 12):
+                with exchange.statistics.micro_batch(1 / 12):
                     model(part)
         exchange.sync_buffers()
         return dict(model.named_buffers())
@@ -150,7 +150,7 @@ def test_plain_loop_with_one_micro_batch_per_worker_needs_no_step(size: int) -> 
         exchange = attach(model, comm)
         with exchange.statistics.step():
             for part in blocks(batch, len(batch) // size, comm.rank, size):
-                with exchange.statistics.micro_batch(1.0):
+                with exchange.statistics.micro_batch(1 / size):
                     model(part)
         exchange.sync_buffers()
         return dict(model.named_buffers())
@@ -383,7 +383,7 @@ def statistics_beside_nan(comm: Communicator, batches: Tensor, momentum: float) 
     for batch in batches:
         with exchange.statistics.step():
             for part in blocks(batch, MICRO_BATCH, comm.rank, comm.size):
-                with exchange.statistics.micro_batch(comm.size * len(part) / len(batch)):
+                with exchange.statistics.micro_batch(len(part) / len(batch)):
                     norm(part)
     exchange.sync_buffers()
     assert norm.running_mean is not None

@@ -43,6 +43,24 @@ def train(model: nn.Module, batches: Tensor) -> list[bool]:
     return had
 
 
+def refuse_to_attach(comm: Communicator, model: nn.Module) -> None:
+    """What FSDP2 has sharded, or shards later, and a parameter that it has left somewhere."""
+    with pytest.raises(UsageError, match=r"`model` is sharded by .*`allstep\.fsdp_hook` instead"):
+        attach(model, comm)
+    with pytest.raises(UsageError, match=r"`model\.1` is sharded by"):
+        attach(nn.Sequential(nn.Tanh(), model[2]), comm)
+    part = nn.Module()
+    part.weight = model[0].weight
+    with pytest.raises(UsageError, match="`weight` is a DTensor, sharded by FSDP2 or a tensor"):
+        attach(part, comm)
+    later = mlp()
+    exchange = attach(later, comm)
+    fully_shard(later)
+    with pytest.raises(UsageError, match="`model` is sharded by FSDP2"):
+        later(torch.ones(2, 5))
+    exchange.detach()
+
+
 def work(comm: Communicator) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -58,6 +76,8 @@ def work(comm: Communicator) -> dict[str, Any]:
             with torch.no_grad():
                 for p in model.parameters():
                     p.zero_()
+        if name == "fp32":
+            refuse_to_attach(comm, model)
         hook = fsdp_hook(model, replicas, policy)
         had = train(model, batches)
         whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
@@ -113,6 +133,14 @@ def test_equals_the_exchange_on_four_workers() -> None:
 def test_model_that_is_not_sharded() -> None:
     with pytest.raises(UsageError, match="`model` is a Sequential that FSDP2 has not sharded"):
         fsdp_hook(mlp(), Communicator.single_process())
+
+
+def test_attach_refuses_what_the_first_fsdp_has_wrapped() -> None:
+    wrapped = nn.Module.__new__(torch.distributed.fsdp.FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped._fsdp_wrapped_module = mlp()
+    with pytest.raises(UsageError, match=r"`model` is a FullyShar.*`allstep\.fsdp_hook`"):
+        attach(wrapped, Communicator.single_process())
 
 
 def test_format_that_needs_matrices() -> None:

@@ -263,10 +263,11 @@ def test_disagreement_names_a_rank_with_an_extra_no_sync() -> None:
 
 
 def test_disagreement_names_a_rank_that_skips_a_global_batch() -> None:
+    samples = TensorDataset(torch.randn(24, 3))
+
     def worker(comm: Communicator) -> None:
         model = nn.Linear(3, 1)
         exchange = attach(model, comm, SMALL)
-        samples = TensorDataset(torch.randn(24, 3))
         loader = allstep.data.loader(samples, comm, global_batch=6, micro_batch=2)
         for batch in allstep.steps(loader, exchange):
             if comm.rank == 2 and batch.step == 1:
@@ -295,7 +296,7 @@ def test_timeout_names_a_rank_that_stops() -> None:
     # Who times out first says who is missing, and closes its connections to the others.
     assert "missing: rank 1" in messages[0] + messages[2]
     for rank in (0, 2):
-        assert "missing: rank 1" in messages[rank] or "another rank closed" in messages[rank]
+        assert "missing: rank 1" in messages[rank] or "closed its connection" in messages[rank]
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "shared_memory"])
@@ -424,12 +425,47 @@ def test_synchronize_after_a_backward_that_failed_after_sending() -> None:
     run_ranks(2, worker, timeout_s=20)
 
 
+@pytest.mark.parametrize("goes_on", ["backward", "no_sync", "synchronize", "zeroed"])
+def test_large_gradients_of_a_backward_that_failed_are_not_added_to(goes_on: str) -> None:
+    """They were scaled already, before their bucket was full."""
+
+    def worker(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 128), nn.Linear(128, 128))
+        exchange = attach(model, comm, Synchronous(algorithm="native"))
+
+        def backward() -> None:
+            model[1:](Stubborn.apply(model[:1](torch.ones(2, 2)))).sum().backward()
+
+        for _ in range(2):
+            model.zero_grad()
+            backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        Stubborn.fails.now = True
+        with pytest.raises(ArithmeticError):
+            backward()
+        Stubborn.fails.now = False
+        assert torch.equal(2 * model[2].weight.grad, expected[4])  # a control: it is scaled
+        if goes_on == "zeroed":
+            model.zero_grad()
+            backward()
+            assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+            return
+        if goes_on == "no_sync":
+            with exchange.no_sync():
+                backward()
+        with pytest.raises(UsageError, match=r"call `optimizer.zero_grad\(\)` before the next"):
+            exchange.synchronize() if goes_on == "synchronize" else backward()
+
+    run_ranks(2, worker)
+
+
 class Twice(nn.Module):
     """One layer in two reentrant segments: its gradient comes in two pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 3) -> None:
         super().__init__()
-        self.shared, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.shared, self.first = nn.Linear(size, size), nn.Linear(size, size)
         self.is_reentrant = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -506,15 +542,21 @@ def test_second_gradient_before_its_bucket_is_sent(set_to_none: bool) -> None:
     run_ranks(2, worker)
 
 
-def test_second_gradient_after_its_bucket_was_sent_is_an_error() -> None:
+@pytest.mark.parametrize(("size", "bucket_bytes"), [(3, 1), (128, 1 << 20)])
+def test_second_gradient_after_the_first_was_scaled_is_an_error(
+    size: int, bucket_bytes: int
+) -> None:
+    """Because its bucket was sent, or because it is a large one."""
+
     def worker(comm: Communicator) -> None:
-        model = Twice()
+        model = Twice(size)
         model.is_reentrant = False
-        attach(model, comm, Synchronous(algorithm="native", bucket_bytes=1))
-        model(torch.ones(2, 3)).sum().backward()
+        attach(model, comm, Synchronous(algorithm="native", bucket_bytes=bucket_bytes))
+        model(torch.ones(2, size)).sum().backward()
+        model.zero_grad()
         model.is_reentrant = True
         with pytest.raises(UsageError, match=r"second gradient.*`Synchronous\(overlap=False\)`"):
-            model(torch.ones(2, 3)).sum().backward()
+            model(torch.ones(2, size)).sum().backward()
 
     run_ranks(2, worker)
 
@@ -570,7 +612,8 @@ def test_formats_with_mixed_dtypes_and_unused_parameters(wire: str, staleness: i
         for ours in found:
             assert ours[-1] is None and expected[-1] is None
             for one, other in zip(ours[:-1], expected[:-1], strict=True):
-                largest = float(other.abs().max()) if other.numel() else 0.0
+                # Of the workers' own gradients: their mean may be small by chance.
+                largest = float(scales[:size].abs().max()) * max(one.numel() - 1, 0)
                 tolerance = max(BOUNDS[wire], 1e-2 if one.dtype is torch.bfloat16 else 0) * largest
                 torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
             assert all(torch.equal(a, b) for a, b in zip(ours[:-1], found[0][:-1], strict=True))
@@ -619,22 +662,6 @@ def test_a_residual_follows_the_scale_of_the_gradients() -> None:
     naive = run_ranks(2, lambda comm: worker(comm, False, 2.0))[0]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert float((naive - expected).abs().max()) > 1e-4
-
-
-def test_exact_refuses_large_and_complex_gradients_on_all_ranks() -> None:
-    def worker(comm: Communicator) -> None:
-        model = nn.Linear(2, 1, bias=False)
-        attach(model, comm, Synchronous(algorithm="native", compression="exact"))
-        with pytest.raises((UsageError, DisagreementError), match="`weight` has a gradient of 1e"):
-            model(torch.full((1, 2), 1e9 if comm.rank else 1.0)).sum().backward()
-        with pytest.raises(UsageError, match=r"`weight` is torch.complex64.*another `compression`"):
-            attach(
-                nn.Linear(2, 1, bias=False, dtype=torch.complex64),
-                comm,
-                Synchronous(compression="exact"),
-            )
-
-    run_ranks(2, worker)
 
 
 def test_unknown_and_excluded_arguments_name_the_cure() -> None:

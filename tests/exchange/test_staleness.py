@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.errors import CheckpointError, CommunicationError
 from allstep.exchange import ExchangePolicy, Stale, attach, make_policy
-from allstep.exchange.wires import Exact
+from allstep.exchange.wires import Int8
 from tests.exchange.nets import mlp, shard
 from tests.helpers.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def test_stale_training_equals_the_reference(kind: str, staleness: int, size: in
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("wire", ["fp32", Exact(fraction_bits=44)], ids=["fp32", "exact"])
+@pytest.mark.parametrize("wire", ["fp32", "exact"])
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2)])
 def test_checkpoint_keeps_gradients_in_flight(sizes: tuple[int, int], wire: Any) -> None:
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
@@ -139,8 +139,8 @@ def test_checkpoint_keeps_gradients_in_flight(sizes: tuple[int, int], wire: Any)
         return list(training.model.parameters())
 
     expected = reference(start, batches, 2, "adamw")
-    for found in run_ranks(sizes[1], from_the_middle):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    for found in run_ranks(sizes[1], from_the_middle):  # Adam divides by gradients near zero
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused() -> None:
@@ -159,12 +159,12 @@ def test_a_checkpoint_of_other_parameters_is_refused() -> None:
         (
             late(1, compression="exact"),
             late(1),
-            r"`compression` \(=FullPrecision\(\)\) was Exact\(fraction_bi",
+            r"`compression` \(=FullPrecision\(\)\) was Exact\(\)",
         ),
         (
-            late(1, compression=Exact(44)),
-            late(1, compression=Exact(40)),
-            r"\(fraction_bits=40\)\) was Exact\(f",
+            late(1, compression=Int8(64)),
+            late(1, compression=Int8(32)),
+            r"Int8\(block=32, .* was Int8\(block=64",
         ),
         (late(1), late(1, reduction="sum"), r"`reduction` \(='sum'\) was 'mean' in the checkpoin"),
     ],
@@ -236,8 +236,8 @@ def scaled_run(
     return list(model.parameters())
 
 
-@pytest.mark.parametrize(("wire", "atol"), [("fp32", 1e-12), ("exact", 1e-11)])
-def test_grad_scaler_with_stale_gradients(wire: str, atol: float) -> None:
+@pytest.mark.parametrize("wire", ["fp32", "exact"])
+def test_grad_scaler_with_stale_gradients(wire: str) -> None:
     start, batches = mlp(), torch.randn(NUM_STEPS, 12, 5)
     model = copy.deepcopy(start)
     made: list[tuple[Tensor, ...]] = []
@@ -252,7 +252,7 @@ def test_grad_scaler_with_stale_gradients(wire: str, atol: float) -> None:
             p -= 0.1 * gradient
     expected = list(model.parameters())
     for found in run_ranks(2, lambda comm: scaled_run(start, comm, batches, True, wire)):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=atol)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     naive = run_ranks(2, lambda comm: scaled_run(start, comm, batches, False))[0]
     assert (
         max(float((a - b).detach().abs().max()) for a, b in zip(naive, expected, strict=True))
@@ -274,7 +274,9 @@ def test_stale_gradient_of_a_layer_frozen_since() -> None:
         return exchange.state_dict()
 
     state = run_ranks(2, train)[0]
-    assert "0.weight" in state["in_flight"][0]["sums"]
+    assert [list(step["sums"]) for step in state["in_flight"]] == [
+        ["2.weight", "2.bias", "4.weight", "4.bias"]
+    ] * 2
 
     def resume(comm: Communicator) -> None:
         net = mlp()

@@ -11,7 +11,6 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires import (
     WIRES,
     BFloat16,
-    Exact,
     Float16,
     FullPrecision,
     Int8,
@@ -27,7 +26,6 @@ FORMATS: dict[str, WireFormat] = {
     "int8-blocks": Int8(block=7),
     "powersgd-1": PowerSGD(rank=1),
     "topk-30%": TopK(fraction=0.3),
-    "exact-46": Exact(fraction_bits=46),
 }
 
 
@@ -41,8 +39,6 @@ def bound(wire: WireFormat, layout: BucketLayout, flats: Tensor) -> Tensor | flo
         return size * 2**-8 * largest + rounding
     if isinstance(wire, Int8):
         return largest / 127 + rounding
-    if isinstance(wire, Exact):
-        return size * 2.0 ** -(wire.fraction_bits + 1) + rounding
     if isinstance(wire, TopK) and layout.num_elements:
         kept = -int(-wire.fraction * layout.num_elements // 1)
         values = flats.double().abs()
@@ -178,7 +174,6 @@ def test_names_and_parameters() -> None:
         (lambda: Int8(block=0), r"`block` \(=0\) must be a positive int"),
         (lambda: PowerSGD(rank=0), r"`rank` \(=0\) must be a positive int; 1 to 4 is usual"),
         (lambda: TopK(fraction=0), r"`fraction` \(=0\) must be above 0 and at most 1"),
-        (lambda: Exact(fraction_bits=52), r"`fraction_bits` \(=52\) must be an int from 0 to 51"),
         (lambda: Float16(on_overflow="no"), r"`on_overflow` \(='no'\) must be \"raise\" or \"inf"),
     ],
 )

@@ -1,0 +1,75 @@
+"""What can't be attached, because its gradients are somebody else's, or out of a hook's reach."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from allstep.errors import UsageError
+
+
+def check_module(model: nn.Module) -> None:
+    """Checks that an exchange of `model` would train that model, and no other.
+
+    Raises:
+        UsageError: names the module and the cure.
+    """
+    for name, module in model.named_modules():
+        which = f"`model.{name}`" if name else "`model`"
+        kind = type(module).__name__
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                f"{which} is a DistributedDataParallel, which exchanges the same gradients: attach"
+                " the module inside and call that one, without DDP; or keep DDP alone and register"
+                " `allstep.ddp_hook`."
+            )
+        if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+            raise UsageError(
+                f"{which} is a {kind}, which shards and exchanges by itself: attach the module"
+                " without FSDP, or shard it with FSDP2's `fully_shard` and call"
+                " `allstep.fsdp_hook`."
+            )
+        if isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule")):
+            raise UsageError(
+                f"{which} is sharded by FSDP2's `fully_shard`: call `allstep.fsdp_hook` instead of"
+                " `attach`, or attach the module as it is without `fully_shard`."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{which} is a {kind}, which takes no hooks: attach the nn.Module that it was made"
+                " of; `torch.compile` instead of `torch.jit` may follow."
+            )
+
+
+def is_in_ddp(model: nn.Module) -> bool:
+    """Whether it is called in the forward of a DistributedDataParallel around it."""
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch's own mark
+    return ddp is not None and any(module is model for module in ddp.modules())
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Checks that workers can give each other all of a parameter or buffer.
+
+    Raises:
+        UsageError: if it is a part of a sharded one, or its elements share memory.
+    """
+    if isinstance(tensor, _loaded("torch.distributed.tensor", "DTensor")):
+        raise UsageError(
+            f"`{name}` is a DTensor, sharded by FSDP2 or a tensor-parallel plan: `attach` takes"
+            " models that are whole on every worker; for FSDP2 there is `allstep.fsdp_hook`."
+        )
+    is_dense = tensor.layout == torch.strided
+    pairs = zip(tensor.shape, tensor.stride(), strict=True) if is_dense else ()
+    if any(size > 1 and stride == 0 for size, stride in pairs):
+        raise UsageError(
+            f"`{name}` has elements that share memory (shape {tuple(tensor.shape)}, strides"
+            f" {tensor.stride()}, as after `expand`), and can't be written to: make it of"
+            " `tensor.contiguous()`."
+        )
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class for `isinstance`, if its module, whose import takes seconds, has been imported."""
+    return getattr(sys.modules.get(module), name, ())

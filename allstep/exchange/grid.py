@@ -1,0 +1,284 @@
+"""Rounds gradients so that their sums have the same bits in any order."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MARGIN = 16.0  # of a global gradient's largest element, before it leaves the grid
+_KEPT = 0.96  # share of the largest element that is left when it is looked at again
+_FALLEN = 2.0**-8  # of the largest element, below which one that left the grid was too small
+_GROWTH = 64.0  # largest factor from one look to the next: one wild step spoils few others
+_UNKNOWN_ROW = 2.0**-4  # of the parameter's largest element, for a row that had none
+_QUIET_ROW = 2.0**-20  # and for others at least
+_ROW_SIZE = 64  # elements below which rows share one unit
+_LOOK_EVERY = 16  # exchanges
+_LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
+_COARSEST = 1.0  # units that a gradient's largest element must have
+_CHUNK = 1 << 18  # elements that stay in the cache between the passes
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """How the rows of one gradient are rounded.
+
+    Attributes:
+        shift: 1.5 * 2^(digits - 1) units, [rows, 1]; to add and subtract it rounds.
+        limit: of a row's largest magnitude, [rows].
+        smallest: the share of its limit that some row must reach.
+    """
+
+    shift: Tensor
+    limit: Tensor
+    smallest: float
+
+    def is_good(self, shares: Sequence[float]) -> bool:
+        """Whether a gradient fits whose parts have these shares of the limits; NaN does not."""
+        fits = all(share <= 1 for share in shares)
+        return fits and (max(shares) == 0 or max(shares) >= self.smallest)
+
+
+class Grid:
+    """Rounds each micro-batch's gradients to multiples of a unit that all workers know.
+
+    [Note: grid] A gradient g_k, weighed by its samples, is rounded before autograd adds it up:
+
+        g_k' = u round(g_k / u)        while |g_k| <= L,  K (L + u / 2) <= 2^digits u
+
+    With K terms in a step and 24 binary digits (53 for float64), every float addition of such
+    terms is exact. So accumulation, buckets and any all-reduce give the same bits in any order
+    and grouping, at no byte more. The unit belongs to a row of the parameter; it follows from the
+    global gradients of earlier steps, which are the same on any number of workers:
+
+        L = M T / sqrt(K)        T: largest magnitude of the row's earlier sums,  M: a margin
+
+    since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at in
+    every 16th exchange, in the first 16, and after a step in which something left the grid.
+
+    A gradient that does not fit is too large, or so small that its largest element would be left
+    with less than three digits; or nothing is known yet; or it has 16 bits. It is added to a
+    `comm.reproducible.ReproducibleSum` instead. The flags behind the gradients tell all workers of
+    it, and the sums of such parameters are completed in a second exchange. Whether a gradient fits
+    depends on it alone, so the result is the same bits still. NaN and infinity don't fit, and
+    arrive.
+    """
+
+    def __init__(self) -> None:
+        self._tops: dict[str, Tensor] = {}  # T by row
+        self._units: dict[str, _Unit] = {}  # for the present number of terms
+        self._num_terms = 1
+        self._num_terms_each = 1
+        self._num_added: dict[str, int] = {}  # in this micro-batch
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self.num_off = 0  # parameters that needed the second exchange, so far
+        self.num_steps_off = 0  # steps with such parameters
+
+    def begin(self, num_micro_batches: int, num_terms_each: int = 1) -> None:
+        """A global batch begins.
+
+        Args:
+            num_micro_batches: of all workers together.
+            num_terms_each: the most gradients that one of them adds to a parameter's; further ones
+                leave the grid.
+        """
+        num_terms = num_micro_batches * num_terms_each
+        self._num_terms_each = num_terms_each
+        if num_terms != self._num_terms:
+            self._num_terms = num_terms
+            self._units.clear()
+
+    def begin_micro_batch(self) -> None:
+        """The gradients that follow are of another micro-batch."""
+        self._num_added.clear()
+
+    def round(
+        self, name: str, gradient: Tensor, out: Tensor | None = None, *, adds: bool = False
+    ) -> Tensor | None:
+        """The gradient on the grid, or None if it does not fit.
+
+        Args:
+            name: of the parameter.
+            gradient: of one micro-batch, weighed; dense and real.
+            out: where to put it, of the same shape and strides; None for new memory.
+            adds: whether to add it to what `out` holds, which stays as it is if it does not fit.
+
+        Returns:
+            `out`, or what was made.
+        """
+        num_added = self._num_added[name] = self._num_added.get(name, 0) + 1
+        if name not in self._tops or num_added > self._num_terms_each:
+            return None
+        top = self._tops[name]
+        if len(top) != _num_rows(gradient) or top.device != gradient.device:
+            return None  # the parameter is another by now
+        unit = self._units.get(name)
+        if unit is None:
+            unit = self._units[name] = self._new_unit(top, gradient.dtype)
+        if not gradient.numel():
+            return gradient if out is None else out
+        out = torch.empty_like(gradient) if out is None else out
+        rows, target = _in_rows(gradient), _in_rows(out)
+        if target.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+            return None  # its rows are not dense
+        if adds and not self._fits(rows, unit):
+            return None
+        if not self._round(rows, unit, target, adds=adds):
+            return None
+        return out
+
+    def _fits(self, rows: Tensor, unit: _Unit) -> bool:
+        return unit.is_good(
+            [_largest_share(piece, unit.limit[index]) for index, piece in _pieces(rows)]
+        )
+
+    def _round(self, rows: Tensor, unit: _Unit, out: Tensor, *, adds: bool) -> bool:
+        """Rounds [rows, n] and looks whether it fits, in parts that stay in the cache."""
+        shares = []
+        for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
+            shift = unit.shift[index]
+            if adds:
+                target.add_(torch.add(piece, shift, out=self._scratch_for(piece)).sub_(shift))
+                continue
+            shares.append(_largest_share(piece, unit.limit[index]))
+            if not shares[-1] <= 1:
+                return False
+            torch.add(piece, shift, out=target).sub_(shift)
+        return adds or unit.is_good(shares)
+
+    def _scratch_for(self, piece: Tensor) -> Tensor:
+        """Memory for a part of a gradient, that stays in the cache."""
+        key = piece.dtype, piece.device
+        memory = self._scratch.get(key)
+        if memory is None or memory.numel() < piece.numel():
+            size = max(_CHUNK, piece.numel())
+            memory = self._scratch[key] = torch.empty(size, dtype=key[0], device=key[1])
+        return memory[: piece.numel()].view(piece.shape)
+
+    def names_to_look_at(
+        self, num_exchanges: int, summed: Iterable[str], off_grid: Collection[str]
+    ) -> list[str]:
+        """The parameters whose global gradients are to be given to `look_at`.
+
+        Args:
+            num_exchanges: so far.
+            summed: that have a global gradient.
+            off_grid: those of which a part did not fit.
+        """
+        always = num_exchanges < _LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
+        return [name for name in summed if always or name in off_grid]
+
+    def look_at(self, name: str, total: Tensor, *, is_off: bool) -> None:
+        """Lets the unit follow a global gradient.
+
+        Args:
+            name: of the parameter.
+            total: its global gradient, the same on all workers.
+            is_off: whether a part of it did not fit.
+        """
+        if total.dtype not in _DIGITS or not total.numel():
+            return
+        new = _largest_of_rows(total).to(torch.float64)
+        if not new.isfinite().all():
+            return  # a later one tells more
+        old = self._tops.get(name)
+        if old is None or len(old) != len(new) or old.device != new.device:
+            top = new
+        else:
+            largest = float(old.amax())
+            has_fallen = is_off and float(new.amax()) < _FALLEN * largest
+            top = new if has_fallen else torch.maximum(_KEPT * old, new)
+            if largest > 0:
+                top = top.clamp_(max=_GROWTH * largest)
+        self._tops[name] = top
+        self._units.pop(name, None)
+
+    def count(self, num_off: int) -> None:
+        """Counts a step in which parameters have left the grid."""
+        self.num_off += num_off
+        self.num_steps_off += num_off > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next units depend on, the same on all workers."""
+        return {"tops": dict(self._tops)}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Goes on where `state_dict` was taken, on any number of workers."""
+        self._tops = {name: top.to(device) for name, top in state["tops"].items()}
+        self._units.clear()
+
+    def _new_unit(self, top: Tensor, dtype: torch.dtype) -> _Unit:
+        digits, limits = _DIGITS[dtype], torch.finfo(dtype)
+        terms = self._num_terms
+        limit_in_units = 2.0 ** (digits - max(2, math.ceil(math.log2(terms))))
+        largest = torch.maximum(top, _QUIET_ROW * top.amax())
+        largest[top == 0] = _UNKNOWN_ROW * top.amax()
+        largest *= _MARGIN / math.sqrt(terms)
+        largest.clamp_(limits.tiny * 2.0**digits, limits.max * 2.0**-4)
+        unit = _power_of_two_above(largest) / limit_in_units
+        return _Unit(
+            shift=(1.5 * 2.0 ** (digits - 1) * unit).to(dtype)[:, None],
+            limit=((limit_in_units - 1) * unit).to(dtype),  # one less, for what is rounded up
+            smallest=_COARSEST / limit_in_units,
+        )
+
+
+_DIGITS = {torch.float32: 24, torch.float64: 53}
+
+
+def _num_rows(x: Tensor) -> int:
+    """Parts of a parameter with a unit each: slices of its first dimension, if these are large."""
+    is_large = x.dim() > 1 and x.numel() >= _ROW_SIZE * x.shape[0]
+    return x.shape[0] if is_large else 1
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The elements as [rows, n]: a view where the memory allows it."""
+    num_rows = _num_rows(x)
+    if not x.is_contiguous():
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        dense = x.permute(order)
+        if dense.is_contiguous() and (order[0] == 0 or num_rows == 1):
+            x = dense
+    return x.reshape(num_rows, -1)
+
+
+def _largest_of_rows(x: Tensor) -> Tensor:
+    """[rows]"""
+    rows = _in_rows(x)
+    tops = rows.new_zeros(len(rows))
+    if x.numel():
+        for index, piece in _pieces(rows):
+            tops[index] = torch.maximum(tops[index], _largest(piece))
+    return tops
+
+
+def _pieces(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of [rows, n] that stay in the cache between two passes, and which rows they are of."""
+    height, width = rows.shape
+    if rows.device.type != "cpu" or rows.numel() <= _CHUNK:
+        yield slice(None), rows
+    elif height == 1:
+        yield from ((slice(None), piece) for piece in torch.split(rows, _CHUNK, dim=1))
+    else:
+        num = max(1, _CHUNK // width)
+        for start in range(0, height, num):
+            yield slice(start, start + num), rows[start : start + num]
+
+
+def _largest_share(rows: Tensor, limit: Tensor) -> float:
+    """Of the limits of some rows: how much the largest elements take."""
+    return float(_largest(rows).div_(limit).amax())
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """The largest magnitudes in [rows, n], faster than by `abs`; NaN where there is one."""
+    return torch.maximum(rows.amax(1), rows.amin(1).neg_())
+
+
+def _power_of_two_above(x: Tensor) -> Tensor:
+    """The smallest one that is larger, made from its digits: `exp2` may be off in the last."""
+    _, exponent = torch.frexp(x)
+    return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -1,0 +1,174 @@
+"""Optimizers whose steps would train another model than the attached one, or only on some workers.
+
+[Note: an optimizer's step] torch calls a hook before each step of any optimizer. It looks at the
+exchanges that the same thread has attached, and raises before anything is changed. What it sees
+costs about as much as walking through the optimizer's parameters once.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from allstep.comm import Communicator
+from allstep.comm.agreement import agree
+from allstep.errors import UsageError
+
+Step = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Watched(Protocol):
+    """What is asked of an exchange."""
+
+    @property
+    def comm(self) -> Communicator: ...
+
+    @property
+    def global_step(self) -> int | None: ...
+
+    @property
+    def is_attached(self) -> bool: ...
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the gradient of a global batch is ready, whose turn in `steps` is not over."""
+
+    def held(self, ids: set[int]) -> set[int]:
+        """Those that are of a parameter of the attached model, which may be frozen."""
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]: ...
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """Called before each step that changes the attached model."""
+
+
+class _Here(threading.local):
+    """What this thread has attached; ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.exchanges = WeakSet[Watched]()
+        self.has_updated = False  # an optimizer of theirs has made a step
+
+
+_here = _Here()
+_installing = threading.Lock()
+_is_installed = False
+
+
+def watch(exchange: Watched) -> None:
+    """From now on looks at what optimizers do, in this thread."""
+    global _is_installed
+    with _installing:
+        if not _is_installed:
+            register_optimizer_step_pre_hook(_before_step)
+            _is_installed = True
+    _here.exchanges.add(exchange)
+    _here.has_updated = False
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Step | None:
+    exchanges = [exchange for exchange in _here.exchanges if exchange.is_attached]
+    if not exchanges or torch.compiler.is_compiling():
+        return None
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    held = [(exchange, exchange.held(set(parameters))) for exchange in exchanges]
+    others = parameters.keys() - set().union(*(ids for _, ids in held))
+    trained = [p for i, p in parameters.items() if i in others and p.grad is not None]
+    if len(others) == len(parameters):
+        _refuse_stranger(optimizer, exchanges, has_gradients=bool(trained))
+        return None
+    _here.has_updated = True
+    _refuse_early(optimizer, [exchange for exchange, ids in held if ids])
+    if trained:
+        raise UsageError(
+            f"The {_kind(optimizer)} holds a parameter of shape {tuple(trained[0].shape)} with a"
+            " gradient, beside those of the attached model: it is of no attached model, so that"
+            " its gradient is this worker's own. Attach one module that holds all that is trained"
+            " (`torch.nn.ModuleList([model, criterion])`), or give what belongs to one worker an"
+            " optimizer of its own."
+        )
+    for exchange, ids in held:
+        if ids:
+            exchange.note_update(optimizer)
+    return _with_compared_closure(exchanges[0].comm, args, kwargs)
+
+
+def _refuse_stranger(
+    optimizer: Optimizer, exchanges: list[Watched], *, has_gradients: bool
+) -> None:
+    """An optimizer of another model is none of our business, unless nobody updates the attached."""
+    if _here.has_updated:
+        return
+    is_exchanged = any(
+        p.grad is not None for exchange in exchanges for p in exchange.trained.values()
+    )
+    is_idle = not has_gradients and is_exchanged
+    trains_another = has_gradients and not is_exchanged
+    if is_idle or (trains_another and any(exchange.awaits_update for exchange in exchanges)):
+        raise UsageError(
+            f"The {_kind(optimizer)} makes a step, and holds no parameter of the attached model"
+            " (it may have been made of a copy, or of a model that was replaced since); make it of"
+            " `model.parameters()`, of the model that was given to `attach`."
+        )
+
+
+def _refuse_early(optimizer: Optimizer, exchanges: list[Watched]) -> None:
+    """Before the gradient is the mean over the workers."""
+    if torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            f"`{_kind(optimizer)}.step()` was called in a backward pass (by a hook on a parameter,"
+            " or torch's optimizer-in-backward), before the gradient is the mean over the workers."
+            " Call it after the backward pass, and remove the hook."
+        )
+    for exchange in exchanges:
+        if exchange.global_step is not None:
+            raise UsageError(
+                f"`{_kind(optimizer)}.step()` was called in the loop over global batch"
+                f" {exchange.global_step}'s micro-batches, whose gradient is whole only when the"
+                " loop has ended. Call it after that loop, `zero_grad()` too."
+            )
+
+
+def _with_compared_closure(
+    comm: Communicator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Step | None:
+    """Has workers compare their losses where an optimizer asks for more than one."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None or comm.size == 1:
+        return None
+    compared = _compared(closure, comm)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": compared}
+    return (args[0], compared, *args[2:]), kwargs
+
+
+def _compared(closure: Callable[[], Any], comm: Communicator) -> Callable[[], Any]:
+    losses: list[str] = []
+
+    def call() -> Any:
+        loss = closure()
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        losses.append("None" if value is None else repr(float(value)))
+        if len(losses) > 1:  # as in LBFGS; one alone decides nothing
+            agree(
+                comm,
+                "evaluate an optimizer's closure again",
+                [("the first loss", losses[0]), ("the last loss", losses[-1])],
+                cure="Return the mean over the workers from the closure: `batch.global_loss()` in"
+                ' `steps`, else `comm.all_reduce(loss.detach(), "mean")`.',
+            )
+        return loss
+
+    return call
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__

@@ -1,0 +1,197 @@
+"""What workers compare of their models and optimizers while they train, a part in each exchange.
+
+[Note: state sweep] All workers start with one model and apply the same gradients with the same
+rates. An edit, a state that was loaded or a noise drawn on some of them parts them for ever, and
+no gradient shows it. So each exchange compares the bits of a part of the parameters, and what the
+optimizers' last steps were made with: `piggyback` adds a checksum to the numbers that travel
+anyhow. The parts take turns; a sweep over the model is at most `NUM_PARTS` exchanges, or one for
+each `_MOST_TENSORS` tensors of it if those are more.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+NUM_PARTS = 128
+_FEWEST_WORDS = 1 << 14  # of a part; fewer take as long
+_MOST_TENSORS = 16  # in a part; each takes some calls
+_MOST_WORDS = 1 << 20  # that are looked at together, at eight bytes each
+_PRIME = (1 << 28) - 57
+_WORDS = {1: torch.uint8, 2: torch.int16}
+
+Entries = tuple[tuple[str, str], ...]
+"""Names and values in words, as `comm.agreement.explain` takes them."""
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as whole numbers, in the order in which they lie; [numbers].
+
+    >>> words_of(torch.tensor([[0.0, 1.0], [-2.0, 0.5]]).t())
+    tensor([          0,  1065353216, -1073741824,  1056964608], dtype=torch.int32)
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return tensor.reshape(-1).contiguous().view(_WORDS.get(tensor.itemsize, torch.int32))
+
+
+def checksum(words: Tensor) -> Tensor:
+    """A number below 2^28 that depends on each word and its place; on the words' device.
+
+    >>> checksum(torch.tensor([1, 2])), checksum(torch.tensor([2, 1]))
+    (tensor(5), tensor(4))
+    """
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), _MOST_WORDS):
+        piece = words[start : start + _MOST_WORDS]
+        places = torch.arange(start + 1, start + 1 + len(piece), device=words.device)
+        total += places.mul_(piece).sum()
+    return total.remainder_(_PRIME)
+
+
+def is_comparable(tensor: Tensor) -> bool:
+    """Whether its bits lie here, as a whole."""
+    is_whole = not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
+    is_stored = not (tensor.is_meta or tensor.is_quantized)
+    return is_whole and is_stored and tensor.layout == torch.strided
+
+
+def tensor_checksums(tensors: Mapping[str, Tensor]) -> Entries:
+    """A checksum in words of each tensor, of all its elements."""
+    sums = {n: checksum(words_of(t)) for n, t in tensors.items() if is_comparable(t)}
+    return tuple(
+        (f"values of {name}", f"checksum {number:07x}")
+        for name, number in zip(sums, _on_host(list(sums.values())), strict=True)
+    )
+
+
+def _on_host(sums: list[Tensor]) -> list[int]:
+    """Waits for a device once."""
+    devices = dict.fromkeys(number.device for number in sums)
+    found = {
+        device: iter(torch.stack([x for x in sums if x.device == device]).tolist())
+        for device in devices
+    }
+    return [next(found[number.device]) for number in sums]
+
+
+def rates_of(optimizer: Optimizer, group: int) -> Entries:
+    """What a group of an optimizer's parameters is updated with, in words.
+
+    What lies on a device is left out: to look at it would mean to wait for it.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> rates_of(torch.optim.SGD(layer.parameters(), lr=0.1), 0)[:2]
+    (("SGD's lr in group 0", '0.1'), ("SGD's momentum in group 0", '0'))
+    """
+    kind = type(optimizer).__name__
+    values = optimizer.param_groups[group]
+    return tuple(
+        (f"{kind}'s {name} in group {group}", repr(number))
+        for name, value in values.items()
+        if name != "params" and (number := _number(value)) is not None
+    )
+
+
+def _number(value: Any) -> Any:
+    """A setting that is plain data or a tensor of one number on the CPU; None if it is not."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_number, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """What one exchange compares.
+
+    Attributes:
+        tensors: name -> how many of the words are of it.
+        words: the bits of parts of tensors, side by side.
+        rates: of the optimizers that made a step since the last exchange.
+    """
+
+    tensors: Mapping[str, int]
+    words: Tensor
+    rates: Entries
+
+    def entries(self) -> Entries:
+        """In words, for the error; waits for the device."""
+        pieces = torch.split(self.words, list(self.tensors.values()))
+        sums = [f"checksum {int(checksum(piece)):07x}" for piece in pieces]
+        names = [f"values of {name}" for name in self.tensors]
+        return (*self.rates, *zip(names, sums, strict=True))
+
+
+class StateSweep:
+    """Gives out the parts in turn. [Note: state sweep]"""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, slice]] = []
+        self._tensors: Mapping[str, Tensor] = {}
+        self._updates: dict[int, Entries] = {}  # id of an optimizer -> the rates of its last step
+        self._num_updates = 0
+
+    def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """What is compared from now on; the same names on every worker."""
+        self._tensors = {name: t for name, t in tensors.items() if is_comparable(t)}
+        self._parts = list(_split(self._tensors))
+
+    def note_update(self, optimizer: Optimizer, number: int) -> None:
+        """An optimizer of these tensors makes a step.
+
+        Args:
+            optimizer: as it is at the step.
+            number: of the last exchange; says whose turn it is among the groups.
+        """
+        group = number % len(optimizer.param_groups)
+        self._updates[id(optimizer)] = rates_of(optimizer, group)
+        self._num_updates += 1
+
+    def next_part(self, number: int, device: torch.device) -> StatePart:
+        """What an exchange compares.
+
+        Args:
+            number: of the exchange.
+            device: where the words are to lie.
+        """
+        turn = self._parts[number % len(self._parts)] if self._parts else {}
+        pieces = [words_of(self._tensors[name])[part].to(device) for name, part in turn.items()]
+        words = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int32, device=device)
+        rates = [("updates since the last exchange", str(self._num_updates))]
+        for index, entries in enumerate(self._updates.values()):
+            of = f" of optimizer {index}" if len(self._updates) > 1 else ""
+            rates += [(name + of, value) for name, value in entries]
+        self._updates.clear()
+        self._num_updates = 0
+        return StatePart(dict(zip(turn, map(len, pieces), strict=True)), words, tuple(rates))
+
+
+def _split(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, slice]]:
+    """Parts of a few tensors or of one: name -> which of its words."""
+    sizes = {
+        name: tensor.numel() * max(1, tensor.itemsize // 4) for name, tensor in tensors.items()
+    }
+    most = max(_FEWEST_WORDS, -(-sum(sizes.values()) // NUM_PARTS))
+    part: dict[str, slice] = {}
+    room = most
+    for name, size in sizes.items():
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            part[name] = slice(start, stop)
+            room -= stop - start
+            start = stop
+            if not room or len(part) == _MOST_TENSORS:
+                yield part
+                part, room = {}, most
+    if part:
+        yield part
