@@ -38,6 +38,8 @@ class GlobalBatch:
         num_samples: of the whole global batch, over all workers.
         micro_batches: this worker's, fetched as they are asked for; may be none.
         num_local_micro_batches: how many they are.
+        num_micro_batches: of all workers together.
+        position: samples before this batch, over all epochs.
     """
 
     step: int
@@ -45,6 +47,8 @@ class GlobalBatch:
     num_samples: int
     micro_batches: Iterator[MicroBatch]
     num_local_micro_batches: int
+    num_micro_batches: int
+    position: int = 0
 
 
 class GlobalBatchLoader(ABC):

@@ -48,7 +48,7 @@ class FetchMicroBatch(Dataset[Any]):
         self._seed = seed
         self._collate = collate_fn or default_collate
         # Tensors are indexed in one go: nothing in them can be random.
-        self._tensors = _tensors_of(dataset) if collate_fn is None else None
+        self._tensors = tensors_of(dataset) if collate_fn is None else None
 
     def __getitem__(self, key: Key) -> Any:
         epoch, indices = key
@@ -68,13 +68,13 @@ class FetchMicroBatch(Dataset[Any]):
         )
 
 
-def _tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[Tensor], Tensor | None] | None:
+def tensors_of(dataset: Dataset[Any]) -> tuple[Sequence[Tensor], Tensor | None] | None:
     """The tensors of a TensorDataset, or of a Subset of one with its indices; else None."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is not Subset:
         return None
-    inner = _tensors_of(dataset.dataset)
+    inner = tensors_of(dataset.dataset)
     if inner is None:
         return None
     tensors, positions = inner

@@ -9,6 +9,7 @@ from allstep.comm import Communicator
 from allstep.data.fetch import Collate
 from allstep.data.map_loader import MapLoader
 from allstep.data.processes import LoaderProcesses
+from allstep.data.same_data import check_same_arguments, check_same_samples
 from allstep.data.streams import StreamLoader
 from allstep.errors import UsageError, nearest_names
 
@@ -32,7 +33,7 @@ def loader(
     multiprocessing_context: Any = None,
     worker_init_fn: Callable[[int], None] | None = None,
 ) -> MapLoader | StreamLoader:
-    """Cuts a data set in global batches and hands each worker its micro-batches of them.
+    """Cuts a data set in global batches and hands each worker its micro-batches. Collective.
 
     All workers follow one order, seeded by (seed, epoch); which of them runs a micro-batch
     changes nothing in it. Each sample is fetched with the random state of (seed, epoch,
@@ -58,6 +59,7 @@ def loader(
 
     Raises:
         UsageError: if an argument is out of range or doesn't fit the others.
+        DisagreementError: if workers give different data or cut it in different ways.
 
     Example:
         >>> import torch
@@ -69,6 +71,11 @@ def loader(
         >>> [[micro_batch.data for micro_batch in batch.micro_batches] for batch in batches]
         [[[tensor([0, 1])], [tensor([2, 3])]], [[tensor([4, 5])]]]
     """
+    is_stream = isinstance(dataset, IterableDataset)
+    numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed}
+    ways = {"shuffle": not is_stream if shuffle is None else shuffle, "drop_last": drop_last}
+    kinds = {"stream": stream if is_stream else None}
+    check_same_arguments(comm, "make a loader", dataset, {**numbers, **ways, **kinds})
     processes = LoaderProcesses(
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -79,7 +86,7 @@ def loader(
     if stream not in _STREAMS:
         raise UsageError(f"`stream` (={stream!r}): {nearest_names(str(stream), _STREAMS)}")
     if not isinstance(dataset, IterableDataset):
-        return MapLoader(
+        made = MapLoader(
             dataset,
             comm,
             global_batch=global_batch,
@@ -90,6 +97,8 @@ def loader(
             collate_fn=collate_fn,
             processes=processes,
         )
+        check_same_samples(comm, "make a loader", dataset, processes, seed)
+        return made
     if shuffle:
         raise UsageError(
             "`shuffle` (=True) needs a map-style `dataset`; shuffle inside the stream instead."

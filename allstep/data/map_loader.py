@@ -100,8 +100,17 @@ class MapLoader(GlobalBatchLoader):
             keys = _keys(self._sampler, self.position, self.comm.rank, self.comm.size)
             self._items = self._processes.start(self._fetch, keys, seed=self.seed)
         self._rest = self._micro_batches(plan, part, self._items)
-        step, self.step, self.position = self.step, self.step + 1, plan.next_position
-        return GlobalBatch(step, plan.epoch, plan.num_samples, self._rest, len(part))
+        step, position = self.step, self.position
+        self.step, self.position = step + 1, plan.next_position
+        return GlobalBatch(
+            step,
+            plan.epoch,
+            plan.num_samples,
+            self._rest,
+            len(part),
+            plan.num_micro_batches,
+            position,
+        )
 
     def _micro_batches(
         self, plan: GlobalBatchPlan, part: range, items: Items | None

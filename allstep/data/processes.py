@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.process import BaseProcess
@@ -64,6 +64,11 @@ class LoaderProcesses:
                     f"`{name}` (={value!r}) needs loader processes; set `num_workers` to 1 or more."
                 )
 
+    def single(self) -> "LoaderProcesses":
+        """One process like these, or none if there is none."""
+        num_workers = min(1, self.num_workers)
+        return replace(self, num_workers=num_workers, prefetch_factor=None, pin_memory=False)
+
     def start(
         self, dataset: Dataset[Any], keys: Iterable[Any] | None = None, *, seed: int
     ) -> "Items":
@@ -99,8 +104,18 @@ class Items(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        with _collector_off():
-            self._iterator: Any = iter(loader)
+        try:
+            with _collector_off():
+                self._iterator: Any = iter(loader)
+        except OSError as error:
+            if loader.num_workers == 0:  # of the data set
+                raise
+            raise UsageError(
+                f"`num_workers` (={loader.num_workers}): loader processes can't be started "
+                f"({error.strerror or error}). They need room in /dev/shm (docker run --shm-size), "
+                "open files (ulimit -n), processes (ulimit -u) and memory: free some, or start "
+                "fewer; 0 needs none of it."
+            ) from error
         self._at_exit = partial(_close, ref(self))
         atexit.register(self._at_exit)
 

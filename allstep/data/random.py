@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
 from operator import index
 
@@ -69,11 +69,13 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
 
 
 @contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Puts the random states of python, numpy and torch's CPU back as they were."""
+def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
+    """Puts the states that `seed_all` sets back as they were."""
+    has_own = device is not None and device.type == "cuda"
     python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        yield
+        with torch.random.fork_rng([device]) if has_own else nullcontext():
+            yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy_)

@@ -145,12 +145,20 @@ class StreamLoader(GlobalBatchLoader):
             self._epoch, self._epoch_samples, self._epoch_steps = self._epoch + 1, 0, 0
             return None
         self._ahead = self._read()
-        step, self.step = self.step, self.step + 1
+        step, position = self.step, self._num_samples
+        self.step += 1
         self._num_samples += num_samples
         self._epoch_samples += num_samples
         self._epoch_steps += 1
-        micro_batches = _as_micro_batches(part)
-        return GlobalBatch(step, self._epoch, num_samples, micro_batches, len(part.micro_batches))
+        return GlobalBatch(
+            step,
+            self._epoch,
+            num_samples,
+            _as_micro_batches(part),
+            len(part.micro_batches),
+            self._parts.num_slots,
+            position,
+        )
 
     def _read(self) -> tuple[_Part, Work[Tensor]]:
         """This worker's part of the following batch, and how many samples all of them have."""

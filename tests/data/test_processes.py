@@ -1,12 +1,15 @@
 """Loader processes end with their worker, and not before it says so."""
 
+import errno
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from torch.utils.data import DataLoader, get_worker_info
@@ -160,3 +163,21 @@ def test_processes_end_with_a_worker_that_left_them_open(then: str, code: int, m
 def test_another_start_method() -> None:
     with make_loader(multiprocessing_context="spawn") as loader:
         assert len(pids_of_epoch(loader)) == 2
+
+
+class FullMemory(type(multiprocessing.get_context("fork"))):
+    """What Python's queues meet where /dev/shm is full."""
+
+    def Queue(self, maxsize: int = 0) -> NoReturn:  # noqa: N802
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# torch's iterator that was not made to its end complains.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_processes_that_cannot_be_started_say_what_to_free() -> None:
+    message = r"`num_workers` \(=2\): .* \(No space left on device\). They need room in /dev/shm"
+    with (
+        make_loader(multiprocessing_context=FullMemory()) as loader,
+        pytest.raises(allstep.UsageError, match=message),
+    ):
+        pids_of_epoch(loader)

@@ -1,0 +1,153 @@
+"""Makes sure that all workers read the same data, before they train or measure on it.
+
+Workers that cut different sets, or one set in different ways, would train on some samples twice
+and on others never. So they compare what they were given when they make a loader: the arguments,
+and the contents of the first samples. Samples that differ are read again, for those that a worker
+reads differently the second time, as by a random generator of its own, say nothing.
+"""
+
+from collections.abc import Mapping, Sized
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from allstep.comm import Communicator
+from allstep.comm.agreement import agree, digest
+from allstep.data.fetch import RANDOM_STATE_LOCK, fetch_sample, tensors_of
+from allstep.data.processes import LoaderProcesses
+from allstep.data.random import preserved_random_state
+
+_NUM_SAMPLES = 2
+_CURE = "Give all workers the same data set, in the same order, and the same arguments."
+
+
+def check_same_arguments(
+    comm: Communicator, action: str, dataset: Dataset[Any], arguments: Mapping[str, object]
+) -> None:
+    """Checks that all workers cut data sets of one length in the same way. Collective.
+
+    Args:
+        comm: the workers.
+        action: what the data are for.
+        dataset: of which the length is compared, unless it is a stream.
+        arguments: what else must be the same, by name.
+
+    Raises:
+        DisagreementError: names the arguments that differ, their values and the ranks.
+    """
+    if comm.size > 1:
+        length = len(dataset) if _is_map_style(dataset) else "not known"  # type: ignore[arg-type]
+        details = [("len(dataset)", length), *((name, repr(x)) for name, x in arguments.items())]
+        with comm.announced.call(action):
+            agree(comm, action, details, cure=_CURE)
+
+
+def check_same_samples(
+    comm: Communicator,
+    action: str,
+    dataset: Dataset[Any],
+    processes: LoaderProcesses,
+    seed: int,
+) -> None:
+    """Checks that the first samples are the same. Collective.
+
+    A stream's samples can be read only once, so they aren't looked at.
+
+    Args:
+        comm: the workers.
+        action: what the data are for.
+        dataset: of the same length on all workers.
+        processes: one like theirs reads the samples, for what a data set opens belongs to it.
+        seed: of the samples' random states.
+
+    Raises:
+        DisagreementError: names the samples that differ and the ranks; not on a worker that can't
+            read one, which raises its own error.
+    """
+    if comm.size == 1 or not _is_map_style(dataset):
+        return
+    first, error = _read(dataset, processes, seed)
+    if error is None and agree(comm, action, optional=first):
+        return
+    again = first if error is not None else _read(dataset, processes, seed)[0]
+    details = [
+        (name, content if content == second else "different each time")
+        for (name, content), (_, second) in zip(first, again, strict=False)
+    ]
+    try:
+        if error is not None:
+            agree(comm, action, optional=first)  # as the others do
+        agree(comm, action, details, cure=_CURE)
+    finally:
+        if error is not None:
+            raise error
+
+
+def _read(
+    dataset: Dataset[Any], processes: LoaderProcesses, seed: int
+) -> tuple[list[tuple[str, str]], Exception | None]:
+    """The contents of the first samples, in a word each, and why there are no more."""
+    in_memory = tensors_of(dataset) is not None
+    one = LoaderProcesses() if in_memory else processes.single()
+    indices = range(min(_NUM_SAMPLES, len(dataset)))  # type: ignore[arg-type]
+    found: list[tuple[str, str]] = []
+    items = one.start(_Contents(dataset, seed), indices, seed=seed)
+    try:
+        for index, content in zip(indices, items, strict=True):
+            found.append((f"dataset[{index}]", f"content {content % (1 << 28):07x}"))
+    except Exception as error:
+        found.append((f"dataset[{len(found)}]", f"not readable ({type(error).__name__})"))
+        return found, error
+    finally:
+        items.close()
+    return found, None
+
+
+def _is_map_style(dataset: Dataset[Any]) -> bool:
+    return isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)
+
+
+class _Contents(Dataset[int]):
+    """A number that stands for what a sample holds."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, index: int) -> int:
+        if get_worker_info() is not None:
+            return self._read(index)
+        with RANDOM_STATE_LOCK, preserved_random_state():
+            return self._read(index)
+
+    def _read(self, index: int) -> int:
+        return digest(_plain(fetch_sample(self._dataset, self._seed, 0, index)))
+
+
+def _plain(value: Any) -> Any:
+    """What a sample is made of, as plain data; of unknown objects only the type.
+
+    >>> _plain({"x": (1, 2.5), "y": object()})
+    [("'x'", ['1', '2.5']), ("'y'", 'object')]
+    """
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return str(value.dtype), tuple(value.shape), _hash(plain.tobytes())
+    if isinstance(value, Mapping):
+        return [(repr(key), _plain(child)) for key, child in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(child) for child in value]
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    if isinstance(value, np.generic) or hasattr(value, "__array_interface__"):  # as pictures have
+        array = np.asarray(value)
+        if not array.dtype.hasobject:
+            return str(array.dtype), array.shape, _hash(array.tobytes())
+    return type(value).__name__
+
+
+def _hash(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()
