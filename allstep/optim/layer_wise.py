@@ -11,6 +11,7 @@ is needed in between, and all layers are measured first.
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
 
@@ -281,7 +282,8 @@ class LayerWise(TrustRatioOptimizer):
 
     A group may have its own value of any option from `lr` to `momentum_correction`, and
     `adapt=False` to have its ratio fixed at 1; `allstep.optim.groups` makes such groups. It keeps
-    the fields of its `trust_ratio` as plain `trust_...` values.
+    the fields of its `trust_ratio` as plain `trust_...` values, and `momentum` or `betas` of its
+    base, which schedules may move (torch's `OneCycleLR` does).
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as torch's optimizers take them.
@@ -347,6 +349,7 @@ class LayerWise(TrustRatioOptimizer):
                 "momentum_correction": momentum_correction,
                 "maximize": maximize,
                 "capturable": capturable,
+                **_moments(base),
             },
             ratio_on=ratio_on,
             trust_ratio=trust_ratio,
@@ -355,8 +358,18 @@ class LayerWise(TrustRatioOptimizer):
         )
 
     def _slots(self) -> tuple[str, ...]:
-        return self._rule({}).slots
+        base: Rule = self._options["base"]
+        return base.slots
 
     def _rule(self, group: dict[str, Any]) -> Rule:
-        base: Rule = self._options["base"]
-        return base
+        base: Any = self._options["base"]
+        moments = _moments(base)
+        now = {name: group[name] for name in moments}
+        rule: Rule = base if now == moments else replace(base, **now)
+        return rule
+
+
+def _moments(base: Any) -> dict[str, Any]:
+    """Those options of a base that schedules know."""
+    names = {each.name for each in fields(base)} if is_dataclass(base) else set()
+    return {name: getattr(base, name) for name in ("momentum", "betas") if name in names}

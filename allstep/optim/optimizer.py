@@ -1,8 +1,10 @@
 """What all optimizers here share: checks, state, master copies, bad gradients."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -209,6 +211,8 @@ class LargeBatchOptimizer(Optimizer, ABC):
             state = self.state.get(parameter)
             if state:
                 for name, value in state_dict["state"][key].items():
+                    if name == "step" and not isinstance(value, Tensor):
+                        value = torch.tensor(float(value))  # torch's optimizers take it, too
                     if isinstance(value, Tensor):
                         state[name] = _loaded(name, value, parameter)
                 self._complete(state, parameter)
@@ -230,6 +234,13 @@ class LargeBatchOptimizer(Optimizer, ABC):
                 f"`state_dict` (of another optimizer) has {', '.join(state)} of parameter {key},"
                 f" and no {', '.join(missing)}, which {type(self).__name__} keeps. Load it into an"
                 " optimizer of its own kind, or begin without it."
+            )
+        step = state.get("step", 0)
+        is_number = isinstance(step, Real) and 0 <= float(step) < math.inf
+        if not isinstance(step, Tensor) and not is_number:
+            raise UsageError(
+                f"`state_dict` has `step` (={step!r}) of parameter {key}, which must be a number of"
+                " steps, 0 or more."
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,12 +18,15 @@ from allstep.train.precision import Precision as Precision
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
 from allstep.train.run import Run
+from allstep.train.run_lock import taken_by as taken_by
+from allstep.train.run_lock import trainer_of as trainer_of
 from allstep.train.sharpness import Sharpness, sharpness
 from allstep.train.sharpness import check_sharpness_arguments as check_sharpness_arguments
 from allstep.train.step import Update
 from allstep.train.stop import Interrupts, StopAgreement
 from allstep.train.storage import read_checkpoint as read_checkpoint
 from allstep.train.storage import write_checkpoint as write_checkpoint
+from allstep.train.storage import writing as writing
 from allstep.train.task import Metrics, Stage, Task
 
 __all__ = [

@@ -6,17 +6,21 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data import GlobalBatch, MicroBatch
-from allstep.data.random import derive_seed, seed_all
+from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.train.devices import to_device
 
-# Keep random numbers apart from those that the data room derives from the same seed: of dropout and
-# its like, and of optimizers that draw some in a step.
-_COMPUTE, _UPDATE = 0x636F6D70757465, 0x757064617465
+# Keep random numbers apart from those that the data room derives from the same seed: of what comes
+# before the micro-batches, of dropout and its like, and of optimizers that draw some in a step.
+_BEGIN, _COMPUTE, _UPDATE = 0x626567696E, 0x636F6D70757465, 0x757064617465
+
+_MOST_PASSES = 4  # backward passes through a model in a micro-batch, where there are several
 
 
 class Loader(Protocol):
@@ -38,8 +42,9 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
         grad = sum_k num_samples_k / num_samples * grad_k
 
     whichever worker ran micro-batch k. A worker may have several micro-batches, or none.
-    After the loop over an item the random state is the same on all workers, so that an optimizer
-    that draws noise makes the same update everywhere.
+    Before and after the loop over an item the random state is set from the seed and the step, so
+    that an optimizer that draws noise makes the same update on all workers, on any number of them
+    and in a resumed run. When `steps` ends, or is left, the random state is again what it was.
     At the end of the epoch batch norm's running statistics are made equal on all workers.
 
     Args:
@@ -84,12 +89,24 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
 
 
 def _steps(loader: Loader, exchanges: tuple[Exchange, ...], replay: bool) -> Iterator["Batch"]:
-    for global_batch in loader.global_batches():
-        batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay)
-        yield batch
-        batch.check_finished()
+    device = exchanges[0].comm.device
+    with preserved_random_state(device):
+        for global_batch in loader.global_batches():
+            batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay)
+            seed_all(derive_seed(loader.seed, _BEGIN, batch.step), device)
+            try:
+                yield batch
+            finally:
+                for exchange in exchanges:
+                    exchange.awaits_update = False
+            batch.check_finished()
     for exchange in exchanges:
         exchange.sync_buffers()
+
+
+def seed_update(seed: int, step: int, device: torch.device, num_passes: int = 0) -> None:
+    """Sets the random state in which a step's update is made, whoever has run which micro-batch."""
+    seed_all(derive_seed(seed, _UPDATE, step, num_passes), device)
 
 
 class Batch:
@@ -111,7 +128,9 @@ class Batch:
         self.num_samples = batch.num_samples
         self.micro_batch: MicroBatch | None = None
         self.data_wait_s = 0.0
+        self._position = batch.position
         self._source = batch.micro_batches
+        self._num_micro_batches = batch.num_micro_batches
         self._kept: list[MicroBatch] | None = [] if replay else None
         self._exchanges = exchanges
         self._device = exchanges[0].comm.device
@@ -119,6 +138,8 @@ class Batch:
         self._num_passes = 0
         self._exchanged = False
         self._is_open = False
+        self._losses: list[tuple[Tensor, float]] = []  # with their shares, of this pass
+        self._gradients = _Gradients(exchanges)
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches on its device, each with its random state set."""
@@ -127,22 +148,26 @@ class Batch:
                 "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
             )
         self._exchanged, self._is_open = False, True
-        num_before = [exchange.num_exchanges for exchange in self._exchanges]
-        with _all(exchange.global_batch(self.step) for exchange in self._exchanges):
+        self._losses.clear()
+        samples = f"{self.num_samples} samples after {self._position} others"
+        num_passes = 1 if len(self._exchanges) == 1 else _MOST_PASSES
+        num = self._num_micro_batches
+        with _all(
+            exchange.global_batch(self.step, samples, num_micro_batches=num, num_passes=num_passes)
+            for exchange in self._exchanges
+        ):
             with _all(exchange.statistics.step() for exchange in self._exchanges):
+                self._gradients.note()
                 for micro_batch in self._fetch():
                     with self._running(micro_batch):
                         yield micro_batch.data
+                        self._gradients.check(self.step)
                     self.micro_batch = None
-            if not self._exchanged:
-                if num_before != [exchange.num_exchanges for exchange in self._exchanges]:
-                    raise UsageError(
-                        "`loss.backward()` was called in the loop over a global batch, and its"
-                        " gradient exchanged without a weight; call `batch.backward(loss)`."
-                    )
-                self._synchronize()
-        # Workers that ran different micro-batches must draw the same numbers for the update.
-        seed_all(derive_seed(self._seed, _UPDATE, self.step, self._num_passes), self._device)
+                if not self._exchanged:
+                    self._gradients.check(self.step)
+                    self._synchronize()
+            self._gradients.forget()
+        seed_update(self._seed, self.step, self._device, self._num_passes)
         self._num_passes += 1
         self._is_open = False
 
@@ -153,7 +178,8 @@ class Batch:
             loss: scalar; the mean over the micro-batch's samples (a GradScaler's scaled
                 loss is fine).
             exchange: False leaves the exchange to the end of the loop over the batch, so that
-                `p.grad` can be looked at before.
+                gradients can be looked at before, by `exchange.local_gradients()`, or changed in
+                `p.grad`; exact sums refuse a change.
 
         Raises:
             UsageError: outside of the loop over the batch, or for a second loss of the last
@@ -167,7 +193,9 @@ class Batch:
                 "`backward` was called twice for the last micro-batch: its gradients have been"
                 " exchanged. Add the losses and call it once."
             )
+        self._gradients.check(self.step)
         share = micro_batch.num_samples / self.num_samples
+        self._losses.append((loss.detach(), share))
         if share != 1:
             loss = loss * share
         if exchange and micro_batch.is_last and len(self._exchanges) == 1:
@@ -175,6 +203,23 @@ class Batch:
         else:
             with _all(each.no_sync() for each in self._exchanges):
                 loss.backward()  # type: ignore[no-untyped-call]
+        if exchange or any(each.is_exact for each in self._exchanges):
+            self._gradients.note()
+        else:
+            self._gradients.forget()
+
+    def global_loss(self) -> float:
+        """The mean loss over the global batch, the same on every worker. Collective.
+
+        For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
+        what `backward` was given, weighed as its gradients are; call it after the loop over the
+        batch, on every worker.
+        """
+        comm = self._exchanges[0].comm
+        total = digits_of(torch.zeros((), device=comm.device))
+        for loss, share in self._losses:
+            total += digits_of(loss.double() * share).to(total)
+        return float(sum_of_digits(comm.all_reduce(total)))
 
     def check_finished(self) -> None:
         """Raises if the loop over the micro-batches was left before its end."""
@@ -222,10 +267,61 @@ class Batch:
         parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
         seed_all(derive_seed(*parts), self._device)
         share = micro_batch.num_samples / self.num_samples
-        return _all(
-            exchange.statistics.micro_batch(exchange.comm.size * share)
-            for exchange in self._exchanges
-        )
+        for exchange in self._exchanges:
+            exchange.begin_micro_batch()
+        return _all(exchange.statistics.micro_batch(share) for exchange in self._exchanges)
+
+
+class _Gradients:
+    """Makes sure that gradients change by `batch.backward` only, while they are being summed.
+
+    Args:
+        exchanges: whose gradients are looked at.
+    """
+
+    def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
+        self._exchanges = exchanges
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._seen: list[Tensor | None] = []
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """They are right as they are now."""
+        trained = [exchange.trained for exchange in self._exchanges]
+        self._names = [name for parameters in trained for name in parameters]
+        self._parameters = [p for parameters in trained for p in parameters.values()]
+        self._seen = [p.grad for p in self._parameters]
+        self._versions = [-1 if g is None else g._version for g in self._seen]
+
+    def forget(self) -> None:
+        """From now on they may be changed."""
+        self._parameters, self._seen = [], []
+
+    def check(self, step: int) -> None:
+        """Checks that nobody has changed them since `note`.
+
+        Raises:
+            UsageError: names what may have done it, and the cure.
+        """
+        for p, seen, version, name in zip(
+            self._parameters, self._seen, self._versions, self._names, strict=False
+        ):
+            gradient = p.grad
+            if gradient is seen and (gradient is None or gradient._version == version):
+                continue
+            how = (
+                "dropped, as by `zero_grad()`"
+                if gradient is None
+                else "changed, as by `loss.backward()`, by `zero_grad(set_to_none=False)` or by"
+                " clipping"
+            )
+            raise UsageError(
+                f"The gradient of `{name}` was {how}, in the loop over global batch {step}'s"
+                " micro-batches: the sum would depend on the number of workers. In that loop call"
+                " `batch.backward(loss)` and nothing else that changes gradients; zero, clip and"
+                " step when it has ended."
+            )
 
 
 def _all(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

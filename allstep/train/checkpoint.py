@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError, UsageError
+from allstep.comm.agreement import agree, explain
+from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
+from allstep.exchange.state_sweep import tensor_checksums
+from allstep.train.packing import tensors_in
 from allstep.train.storage import Stored, discard, read_stored, sweep, write_checkpoint
 
 _logger = logging.getLogger(__name__)
@@ -69,14 +72,15 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / _name(step)
 
     def saved_steps(self) -> list[int]:
         """Steps with a checkpoint on this worker's disk, the newest first, whole or not."""
         if not self.folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted((int(match[1]) for match in matches if match), reverse=True)
+        steps = [int(match[1]) for match in matches if match and match[0] == _name(int(match[1]))]
+        return sorted(steps, reverse=True)
 
     def save(self, step: int, state: Any) -> Path:
         """Writes a checkpoint, then deletes those that are too old. All workers call it.
@@ -85,7 +89,8 @@ class Checkpoints:
 
         Args:
             step: optimizer steps done.
-            state: see `write_checkpoint`; used on rank 0 only.
+            state: see `write_checkpoint`; that of rank 0 is stored. Tensors that others give, too,
+                must be the same as its; what differs between workers is given on rank 0 only.
 
         Returns:
             The checkpoint's folder.
@@ -93,14 +98,37 @@ class Checkpoints:
         Raises:
             UsageError: if `state` holds what can't be stored.
             CheckpointError: if it can't be written; older ones are untouched.
+            DisagreementError: on every worker, if their tensors differ.
         """
         path = self.path(step)
+        if self._comm.size > 1:
+            self._check_same_state(step, state)
         if self._comm.rank == 0:
             sweep(self.folder)
             write_checkpoint(path, state, step=step)
             self._damaged.discard(step)
             self._delete_old(step)
         return path
+
+    def _check_same_state(self, step: int, state: Any) -> None:
+        """All workers will get rank 0's tensors back."""
+        action, mine = f"save a checkpoint of step {step}", tensor_checksums(tensors_in(state))
+        with self._comm.announced.call(action):
+            if agree(self._comm, action, optional=mine):
+                return
+        first, *others = map(dict, self._comm.all_gather_object(mine))
+        lost = {n for other in others for n, value in other.items() if first.get(n) != value}
+        if lost:
+            words = explain(
+                self._comm,
+                action,
+                [(name, value) for name, value in mine if name in lost],
+                cure="Rank 0's would be stored for all. Call `exchange.sync_buffers()` on every"
+                " worker before, which makes batch norm's statistics equal and ends a round of"
+                " local SGD; a model whose parts lie on several workers has to be gathered on rank"
+                " 0 first, and given there only.",
+            )
+            raise DisagreementError(words)
 
     def load_latest(self) -> tuple[int, Any] | None:
         """Reads the newest checkpoint that is whole. All workers call it.
@@ -132,7 +160,16 @@ class Checkpoints:
                 f"There is no whole checkpoint in {self.folder}: there is none, or all are"
                 " damaged. Train anew, in another folder."
             )
-        target.load_state_dict(loaded[1])
+        step, state = loaded
+        try:
+            target.load_state_dict(state)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, AllstepError):
+                raise
+            raise CheckpointError(
+                f"{self.path(step)} does not fit this training ({type(error).__name__}: {error})."
+                " Resume with what wrote it, or train anew, in another folder."
+            ) from error
 
     def refuse_existing(self) -> None:
         """Raises on every worker if the folder holds another run's checkpoints.
@@ -154,12 +191,14 @@ class Checkpoints:
         for step in self.saved_steps():
             try:
                 found = read_stored(self.path(step))
+                if found.step != step:
+                    raise CheckpointError(f"{_name(step)}: holds step {found.step}")
             except CheckpointError as error:
                 self._damaged.add(step)
                 reasons.append(str(error))
                 continue
             for reason in reasons:
-                _logger.warning("%s; using %s", reason, self.path(step).name)
+                _logger.warning("%s; using %s", reason, _name(step))
             return found
         for reason in reasons:
             _logger.warning("%s; there is no older one", reason)
@@ -202,6 +241,10 @@ class Checkpoints:
             discard(self.path(damaged))
         for old in steps[self._keep :]:
             discard(self.path(old))
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _groups(tensors: dict[str, Tensor], message_bytes: int) -> Iterator[list[str]]:

@@ -9,11 +9,17 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from allstep.comm import Communicator
+from allstep.comm.agreement import agree
+from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data.fetch import FetchMicroBatch
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.same_data import check_same_arguments, check_same_samples
 from allstep.data.sampler import check_integer, local_part
 from allstep.errors import DisagreementError, UsageError
+from allstep.exchange import Exchange
+from allstep.exchange.hooks import Hook
+from allstep.exchange.state_sweep import tensor_checksums
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
 
@@ -28,7 +34,7 @@ class Evaluator:
         metric = sum over all micro-batches of sum / sum of count    (nan if nothing was counted)
 
     The test set is cut in the same micro-batches on any number of workers, so that integer
-    counts are the same to the last digit and other sums up to float64 rounding. Random
+    counts and sums are the same to the last digit: [Note: reproducible sum]. Random
     transforms draw from (seed, sample), and nobody else's random state is disturbed.
 
     Args:
@@ -79,24 +85,31 @@ class Evaluator:
         self._seed = seed
         self._fetch = FetchMicroBatch(dataset, derive_seed(seed, _SAMPLE), collate_fn)
         self._cut = _cut(_length(dataset), micro_batch)
+        self._dataset, self._arguments = dataset, {"micro_batch": micro_batch, "seed": seed}
+        self._is_compared = False
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Measures the model; all workers call it.
 
         Args:
             model: on `comm.device`; put in eval mode meanwhile, each module's own mode is restored.
-                Worker-dependent buffers must be made equal before (`exchange.sync_buffers()`).
+                Batch norm's statistics must be made equal before, and with local SGD the
+                parameters (`exchange.sync_buffers()`).
 
         Returns:
             sum / count of each metric, the same on every worker.
 
         Raises:
             UsageError: if a metric is no pair of numbers.
-            DisagreementError: on every worker, if the metrics' names differ.
+            DisagreementError: on every worker, if their models, their test sets or the way to cut
+                them, or the metrics' names differ.
         """
+        if self._comm.size > 1:
+            _check_same_model(self._comm, model)
+            self._check_same_data()
         sums = _Sums(self._comm.device)
         with (
-            _preserved_random_state(self._comm.device),
+            preserved_random_state(self._comm.device),
             evaluating(model),
             closing(self._micro_batches()) as micro_batches,
         ):
@@ -104,9 +117,17 @@ class Evaluator:
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
         names = _agreed_names(self._comm, sums.name_sets)
-        totals = self._comm.all_reduce(sums.of(names)).tolist()
+        totals = sum_of_digits(self._comm.all_reduce(sums.of(names))).tolist()
         self.totals = {name: (a, b) for name, (a, b) in zip(names, totals, strict=True)}
         return {name: a / b if b else float("nan") for name, (a, b) in self.totals.items()}
+
+    def _check_same_data(self) -> None:
+        """Once; and not where the evaluator is made, for there nobody else waits for it."""
+        if not self._is_compared:
+            comm, dataset, action = self._comm, self._dataset, "evaluate a model"
+            check_same_arguments(comm, action, dataset, self._arguments)
+            check_same_samples(comm, action, dataset, self._processes, self._seed)
+            self._is_compared = True
 
     def _micro_batches(self) -> Generator[tuple[int, Any], None, None]:
         """This worker's contiguous block of micro-batches, with their index in the whole set."""
@@ -122,7 +143,7 @@ class Evaluator:
 
 
 class _Sums:
-    """(sum, count) of each metric so far, in float64, without waiting for the device."""
+    """(sum, count) of each metric so far, as digits, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.name_sets: list[list[str]] = []  # each different one that was seen
@@ -135,13 +156,13 @@ class _Sums:
         if not any(set(names) == set(seen) for seen in self.name_sets):
             self.name_sets.append(names)
         for name, pair in metrics.items():
-            self._sums[name] = self._sums.get(name, 0.0) + self._checked(name, pair)
+            self._sums[name] = self._sums.get(name, 0.0) + digits_of(self._checked(name, pair))
 
     def of(self, names: list[str]) -> Tensor:
-        """The sums of these metrics, 0 for those that this worker has none of: [metric, 2]."""
-        nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
+        """Of these metrics, 0 for those that this worker has none of: [metric, 2, digits]."""
+        nothing = digits_of(torch.zeros(2, dtype=torch.float64, device=self._device))
         sums = [self._sums.get(name, nothing) for name in names]
-        return torch.stack(sums) if sums else torch.zeros(0, 2)
+        return torch.stack(sums) if sums else nothing[:0, None]
 
     def _checked(self, name: str, pair: Any) -> Tensor:
         try:
@@ -157,6 +178,31 @@ class _Sums:
                 " or one-element tensors."
             )
         return torch.stack(numbers)
+
+
+def _check_same_model(comm: Communicator, model: nn.Module) -> None:
+    """Each worker measures its part of the test set, which gives numbers of one model only."""
+    for exchange in _exchanges_of(model):
+        if exchange.comm is comm:
+            exchange.agree("evaluate a model")
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    with comm.announced.call("evaluate a model"):
+        agree(
+            comm,
+            "evaluate a model",
+            tensor_checksums(state),
+            cure="Call `exchange.sync_buffers()` on every worker before, which makes batch norm's"
+            " statistics equal and ends a round of local SGD; under DDP broadcast rank 0's buffers."
+            " Apart from these, change models on all workers alike.",
+        )
+
+
+def _exchanges_of(model: nn.Module) -> Iterator[Exchange]:
+    """Those that the model, or a part of it, is attached with."""
+    for module in model.modules():
+        for hook in module._state_dict_pre_hooks.values():
+            if isinstance(hook, Hook) and isinstance(hook.owner, Exchange):
+                yield hook.owner
 
 
 def _agreed_names(comm: Communicator, name_sets: list[list[str]]) -> list[str]:
@@ -200,14 +246,6 @@ def _cut(num_samples: int, micro_batch: int) -> list[range]:
         range(start, min(start + micro_batch, num_samples))
         for start in range(0, num_samples, micro_batch)
     ]
-
-
-@contextmanager
-def _preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Puts all random states back as they were, those of `device` included."""
-    devices = [device] if device.type == "cuda" else []
-    with preserved_random_state(), torch.random.fork_rng(devices):
-        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -40,19 +41,26 @@ PEER_LOST = 75
 _POLL_S = 0.5
 
 
-def run_worker(body: Callable[[Communicator], int], *, launcher_pid: int | None = None) -> int:
+def run_worker(
+    body: Callable[[Communicator], int],
+    *,
+    launcher_pid: int | None = None,
+    advice: Callable[[], str] | None = None,
+) -> int:
     """Runs a worker's body with a communicator; if it fails, the whole process ends at once.
 
     Args:
         body: returns the exit code; called with this worker's communicator.
         launcher_pid: the process whose end ends this worker too; by default its parent now.
+        advice: what to say of the run's future when a worker failed, once a node; None where the
+            launcher says what became of its workers.
 
     Returns:
         What `body` returned, after all workers came to its end; a worker that a launcher has
         started doesn't return but exits with this code.
     """
     launch = read_launch()
-    guard = _Guard(launch, launcher_pid or os.getppid())
+    guard = _Guard(launch, launcher_pid or os.getppid(), advice)
     guard.start()
     try:
         with allstep.comm.init() as comm:
@@ -96,10 +104,11 @@ def _exit(code: int) -> NoReturn:
 class _Guard:
     """Watches signals, the parent and the peers of one worker process."""
 
-    def __init__(self, launch: Launch, launcher_pid: int) -> None:
+    def __init__(self, launch: Launch, launcher_pid: int, advice: Callable[[], str] | None) -> None:
         self._launch = launch
+        self._advice = advice
         self._error_file = read_error_file()
-        self._peer_pids: list[int] = []
+        self._peer_pids: dict[int, int] = {}  # by rank, of this node
         self._launcher_pid = launcher_pid
         self._requested_at_s: float | None = None
         self._leaving = threading.Lock()  # whoever takes it decides the exit code
@@ -122,9 +131,11 @@ class _Guard:
     def meet(self, comm: Communicator) -> None:
         """Learns the process ids of this node's workers. All workers call it."""
         places = comm.all_gather_object([comm.node_rank, os.getpid()])
-        self._peer_pids = [
-            pid for node, pid in places if node == comm.node_rank and pid != os.getpid()
-        ]
+        self._peer_pids = {
+            rank: pid
+            for rank, (node, pid) in enumerate(places)
+            if node == comm.node_rank and pid != os.getpid()
+        }
 
     def fail(self, error: BaseException) -> NoReturn:
         """Reports the exception that is being handled, once among all workers, and leaves."""
@@ -132,8 +143,9 @@ class _Guard:
         if isinstance(error, KeyboardInterrupt):
             self._end(128 + signal.SIGINT)
         if isinstance(error, CommunicationError) and not isinstance(error, DisagreementError):
-            if not self._peer_fails_soon():
+            if not self._peer_fails_soon() or self._speaks():
                 print(f"{self._prefix}{message_of(error)}", file=sys.stderr)
+            self._advise()
             self._end(PEER_LOST)
         is_first = self._claim_report()
         if self._error_file is not None and isinstance(error, Exception):
@@ -143,6 +155,8 @@ class _Guard:
             if isinstance(error, AllstepError):
                 text = f"error: {message_of(error)}\n"
             print(text, end="", file=sys.stderr, flush=True)
+        if not isinstance(error, AllstepError):
+            self._advise()
         self._end(USAGE if isinstance(error, AllstepError) else FAILED)
 
     @property
@@ -169,7 +183,34 @@ class _Guard:
             for file in self._error_file.parent.parent.glob(f"*/{self._error_file.name}"):
                 if file != self._error_file:
                     return True
-        return not all(is_alive(pid) for pid in self._peer_pids)
+        return bool(self._ended_peers())
+
+    def _ended_peers(self) -> list[int]:
+        return [rank for rank, pid in self._peer_pids.items() if not is_alive(pid)]
+
+    def _speaks(self) -> bool:
+        """Whether this worker speaks for its node, to those whose launcher knows less."""
+        below = [rank for rank in self._peer_pids if rank < self._launch.rank]
+        return self._advice is not None and set(below) <= set(self._ended_peers())
+
+    def _advise(self) -> None:
+        """Says how to go on."""
+        if self._advice is not None and self._speaks():
+            print(self._advice(), file=sys.stderr, flush=True)
+
+    def _leave_after_peer(self) -> NoReturn:
+        """Leaves because another worker of this node did."""
+        self._leaving.acquire()
+        self._end_after_peer()
+
+    def _end_after_peer(self) -> NoReturn:
+        if self._speaks():
+            for rank in self._ended_peers():
+                pid, host = self._peer_pids[rank], socket.gethostname()
+                text = f"{self._prefix}rank {rank} (process {pid} on {host}) failed or was stopped."
+                print(text, file=sys.stderr)
+        self._advise()
+        self._end(PEER_LOST)
 
     def _peer_fails_soon(self) -> bool:
         """The same, giving a dying peer (and the launcher that reaps it) a moment."""
@@ -195,7 +236,7 @@ class _Guard:
     def _react(self, number: signal.Signals) -> None:
         now_s = time.monotonic()
         if self._peer_failed():
-            self._leave(PEER_LOST)
+            self._leave_after_peer()
         if signal.getsignal(number) == self._leave_on_signal:  # nobody answers requests now
             self._leave(128 + number)
         if self._requested_at_s is None:
@@ -205,7 +246,9 @@ class _Guard:
 
     def _leave_on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._leaving.acquire(blocking=False):  # else it interrupts this thread's leaving
-            self._end(PEER_LOST if self._peer_failed() else 128 + number)
+            if self._peer_failed():
+                self._end_after_peer()
+            self._end(128 + number)
 
     def _leave(self, code: int) -> NoReturn:
         self._leaving.acquire()

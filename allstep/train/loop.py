@@ -16,6 +16,7 @@ from allstep.train.options import TrainOptions
 from allstep.train.progress import Progress
 from allstep.train.report import Meter, RunReport
 from allstep.train.run import Run
+from allstep.train.run_lock import run_lock
 from allstep.train.step import Update
 from allstep.train.stop import Interrupts, StopAgreement
 from allstep.train.task import Task
@@ -44,7 +45,8 @@ def fit(
         The run's numbers, the same on every worker.
 
     Raises:
-        UsageError: if options or data don't fit, or if the folder holds another run.
+        UsageError: if options or data don't fit, if another process trains in the folder, or if
+            it holds another run.
         CheckpointError: if there is nothing to resume, or if it is of another model.
 
     Example:
@@ -167,6 +169,7 @@ class Loop:
     ) -> None:
         self._training = training
         self._comm = comm
+        self._run_dir = run_dir
         self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep_checkpoints)
         self._log = MetricsLog(run_dir, comm)
         self._interrupts = interrupts
@@ -177,6 +180,7 @@ class Loop:
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         self._evaluated_step: int | None = None
+        self._evaluated_epoch = 0
         self._saved_step: int | None = None
         self.meter = Meter()
         self.metrics: Mapping[str, float] = {}
@@ -187,17 +191,32 @@ class Loop:
         """Trains until the last epoch's end or an agreed stop.
 
         Raises:
-            UsageError: if the folder holds another run and `resume` is False.
+            UsageError: if another process trains in the folder, or if it holds another run and
+                `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        if resume:
-            self._checkpoints.restore(self._training)
-        else:
-            self._checkpoints.refuse_existing()
+        with run_lock(self._run_dir, self._comm):
+            if resume:
+                self._checkpoints.restore(self)
+            else:
+                self._checkpoints.refuse_existing()
+            self._train()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training's state, and which epoch was evaluated last."""
+        return {**self._training.state_dict(), "evaluated_epoch": self._evaluated_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, with an evaluation if one was still to come."""
+        self._training.load_state_dict(state)
+        self._evaluated_epoch = state["evaluated_epoch"]
+
+    def _train(self) -> None:
         with (
             closing(self._log),
             Progress(self._training.num_total_steps, self._comm, epochs=self._epochs) as progress,
         ):
+            self._evaluate_if_due(progress)  # the run may have ended before it could
             while self._training.epoch < self._epochs and self.interrupted is None:
                 self._train_epoch(progress)
                 self._end_epoch(progress)
@@ -235,8 +254,8 @@ class Loop:
             self._training.flush()
         if self._checkpoint_every_steps is None or is_last or self.interrupted is not None:
             self._save()
-        if self.interrupted is None and epoch % self._evaluate_every_epochs == 0:
-            self._evaluate(progress)
+        if self.interrupted is None:
+            self._evaluate_if_due(progress)
 
     def _mean_loss(self) -> float:
         """Since the last line; the one wait for the device in the loop."""
@@ -254,13 +273,18 @@ class Loop:
     def _save(self) -> None:
         step = self._training.step
         if self._saved_step != step:
-            self.checkpoint = self._checkpoints.save(step, self._training.state_dict())
+            self.checkpoint = self._checkpoints.save(step, self.state_dict())
             self._saved_step = step
+
+    def _evaluate_if_due(self, progress: Progress) -> None:
+        epoch = self._training.epoch
+        if epoch > self._evaluated_epoch and epoch % self._evaluate_every_epochs == 0:
+            self._evaluate(progress)
 
     def _evaluate(self, progress: Progress) -> None:
         step, epoch = self._training.step, self._training.epoch
         self.metrics = self._training.evaluate()
-        self._evaluated_step = step
+        self._evaluated_step, self._evaluated_epoch = step, epoch
         if self.metrics:
             self._log.write(step, epoch, **{f"test/{k}": v for k, v in self.metrics.items()})
             shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
@@ -286,6 +310,7 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
         metrics=loop.metrics,
         totals=run.totals if loop.metrics else {},
         samples_per_s=samples_per_s,
+        num_timed_steps=meter.num_timed_steps,
         data_share=data_share,
         exchange_share=exchange_share,
         flops_per_sample=flops_per_sample,

@@ -1,6 +1,7 @@
 """A run's numbers over time: JSON lines for programs, TensorBoard for eyes."""
 
 import json
+import logging
 import math
 import time
 from pathlib import Path
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
+from allstep.train.storage import writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+_logger = logging.getLogger(__name__)
 _FILE = "metrics.jsonl"
 _RESERVED = ("time", "non_finite")
 
@@ -46,6 +49,7 @@ class MetricsLog:
 
         Raises:
             UsageError: if a name is one of the record's own.
+            CheckpointError: if the disk is full or can't be written.
         """
         if not self._is_writer:
             return
@@ -54,25 +58,29 @@ class MetricsLog:
                 raise UsageError(f"`{name}` is one of the record's own names; choose another.")
         values = {name: _plain(value) for name, value in scalars.items()}
         self._append({"step": step, "epoch": epoch, "time": time.time()} | _as_json(values))
-        if self._board is None:
-            self._board = _open_board(self._run_dir, step)
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        with writing(self._run_dir / "tensorboard"):
+            if self._board is None:
+                self._board = _open_board(self._run_dir, step)
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Closes both files."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        """Closes both files; what a full disk did not take is lost, and a warning says so."""
+        for file in (self._file, self._board):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError as error:
+                _logger.warning("%s: the end of the log is lost (%s)", self._run_dir, error)
+        self._file = self._board = None
 
     def _append(self, record: dict[str, Any]) -> None:
-        if self._file is None:
-            self._file = _open_for_append(self._run_dir / _FILE)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        path = self._run_dir / _FILE
+        with writing(path):
+            if self._file is None:
+                self._file = _open_for_append(path)
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:

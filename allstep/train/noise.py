@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.exchange import Exchange
 from allstep.plan import NoiseScale
 from allstep.train.batch import Batch
 from allstep.train.precision import Precision
@@ -39,7 +40,7 @@ class NoiseProbe:
     Steps whose gradients are not finite, or that are no larger than a micro-batch, are left out.
 
     Args:
-        parameters: of the model.
+        exchange: of the model.
         precision: for its gradient scaler.
         micro_batch: samples of micro-batch 0.
         every_steps: steps between two measurements; 0 for none at all.
@@ -52,13 +53,13 @@ class NoiseProbe:
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        exchange: Exchange,
         precision: Precision,
         *,
         micro_batch: int,
         every_steps: int,
     ) -> None:
-        self._parameters = tuple(parameters)
+        self._exchange = exchange
         self._scaler = precision.scaler
         self.micro_batch = micro_batch
         self._every_steps = every_steps
@@ -82,24 +83,27 @@ class NoiseProbe:
         return batch.micro_batch.index == 0 and self.wants(batch)
 
     def see_micro_batch(self, batch: Batch) -> None:
-        """Takes the norm of `p.grad`, which holds only the current micro-batch's share."""
+        """Takes the norm of the gradient, which is only the current micro-batch's share."""
         assert batch.micro_batch is not None
         share = batch.micro_batch.num_samples / batch.num_samples
-        self._micro = self._squared_norm() / share**2
+        self._micro = self._squared_norm(self._exchange.local_gradients().values()) / share**2
 
     def see_global(self, batch: Batch) -> None:
         """Takes the norm of `p.grad`, which holds the global gradient, if the step is measured."""
         if not self.wants(batch):
             return
-        whole = self._squared_norm()
+        whole = self._squared_norm(
+            p.grad for p in self._exchange.trained.values() if p.grad is not None
+        )
         micro = torch.zeros_like(whole) if self._micro is None else self._micro
         self._pending.append(_Measurement(micro, whole, batch.num_samples))
         self._micro = None
 
     def all_reduce(self, comm: Communicator, x: Tensor) -> Tensor:
-        """The sum of `x`, a scalar, over the workers, and of what was measured along with it."""
-        local = [measured.micro_squared_norm.to(x.device) for measured in self._pending]
-        total, *micro = comm.all_reduce(torch.stack([x, *local])).unbind()
+        """The sum of `x`, [n], over the workers, and of what was measured along with it."""
+        local = [measured.micro_squared_norm.to(x.device)[None] for measured in self._pending]
+        summed = comm.all_reduce(torch.cat([x, *local]))
+        total, micro = summed[: len(x)], summed[len(x) :]
         for squared_norm, measured in zip(micro, self._pending, strict=True):
             self._take_in(float(squared_norm), measured)
         self._pending = []
@@ -108,7 +112,7 @@ class NoiseProbe:
     def flush(self, comm: Communicator) -> None:
         """Takes in what was measured since the loss was logged. All workers call it."""
         if self._pending:
-            self.all_reduce(comm, torch.zeros((), dtype=torch.float64))
+            self.all_reduce(comm, torch.zeros(0, dtype=torch.float64))
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -142,8 +146,7 @@ class NoiseProbe:
                 global_batch=measured.global_batch,
             )
 
-    def _squared_norm(self) -> Tensor:
-        """Of what is in `p.grad`, without the gradient scaler's factor."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads).double() / self._scaler.get_scale()
+    def _squared_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Without the gradient scaler's factor."""
+        norm = nn.utils.get_total_norm(gradients).double() / self._scaler.get_scale()
         return norm.square()

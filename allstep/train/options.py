@@ -58,7 +58,8 @@ class TrainOptions:
     it, or nothing. With float16 the gradient scaler leaves such steps out."""
 
     compression: str = "fp32"
-    """How gradients travel: fp32, bf16, fp16, int8, powersgd, topk or exact."""
+    """How gradients travel: fp32, bf16, fp16, int8, powersgd, topk, or exact: the same bits on any
+    number of workers, where gradients are summed (not with `sync_every`)."""
 
     staleness: int = 0
     """Steps by which gradients may be late; 1 hides the exchange behind a whole step."""
@@ -95,8 +96,9 @@ class TrainOptions:
     @property
     def exchange_policy(self) -> ExchangePolicy:
         """How workers exchange gradients."""
+        is_local = self.sync_every is not None and self.compression == "exact"
         return make_policy(
-            compression=self.compression,
+            compression="fp32" if is_local else self.compression,  # parameters are averaged
             staleness=self.staleness,
             sync_every=self.sync_every,
             average_optimizer_state=True,  # a checkpoint holds one worker's

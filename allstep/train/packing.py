@@ -1,5 +1,6 @@
 """A state as bytes and a flat dict of tensors, and back, exactly."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm.codec import decode, encode
+from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import CheckpointError, UsageError
 
 # What a safetensors file can hold.
@@ -16,6 +18,8 @@ _DTYPES = {
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
 }
+# Ends the name of a tensor of another dtype, which is stored as bytes.
+_OTHER_DTYPE = re.compile(r"\|(\w+)$")
 
 _Path = tuple[object, ...]
 
@@ -46,10 +50,14 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor]]:
 
     def store(tensor: Tensor) -> str:
         path = _named(next(paths, ()))
-        name = path
-        while name in tensors or name == "__metadata__":  # safetensors keeps that one
-            name += "'"
         plain = _plain(tensor, path)
+        suffix = ""
+        if plain.dtype not in _DTYPES:
+            suffix = f"|{dtype_name(plain.dtype)}"
+            plain = plain.unsqueeze(-1).view(torch.uint8)
+        while _is_reserved(path, suffix) or path + suffix in tensors:
+            path += "'"
+        name = path + suffix
         if plain.untyped_storage().data_ptr() in storages:
             plain = plain.clone()
         storages.add(plain.untyped_storage().data_ptr())
@@ -72,9 +80,26 @@ def unpack(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
     def load(name: str) -> Tensor:
         if name not in tensors:
             raise CheckpointError(f"the tensor {name} is missing")
-        return tensors[name]
+        other = _OTHER_DTYPE.search(name)
+        if other is None:
+            return tensors[name]
+        return tensors[name].view(dtype_of_name(other[1])).squeeze(-1)
 
     return decode(data, load)
+
+
+def _is_reserved(path: str, suffix: str) -> bool:
+    """Whether a name means something else: to safetensors, or to `unpack`."""
+    return path + suffix == "__metadata__" or (not suffix and bool(_OTHER_DTYPE.search(path)))
+
+
+def tensors_in(state: Any) -> dict[str, Tensor]:
+    """The tensors by their path in a state.
+
+    >>> tensors_in({"model": {"weight": torch.ones(2)}, "steps": 3})
+    {'model/weight': tensor([1., 1.])}
+    """
+    return {_named(path): value for path, value in _leaves(state) if isinstance(value, Tensor)}
 
 
 def _leaves(state: Any) -> Iterator[tuple[_Path, Any]]:
@@ -93,11 +118,11 @@ def _leaves(state: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 def _plain(tensor: Tensor, path: str) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise UsageError(
             f"`state` holds a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} at "
             f"`{path}`, which a checkpoint cannot store; convert it first, for example with"
-            " `.to_dense()` or `.to(dtype)`."
+            " `.to_dense()` or `.dequantize()`."
         )
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 

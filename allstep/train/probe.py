@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from allstep.comm import Communicator
 from allstep.nn import GroupedBatchNorm
 from allstep.train.devices import num_cores
+from allstep.train.flops import count_flops
 from allstep.train.precision import Precision
 from allstep.train.task import Task
 
@@ -23,12 +23,13 @@ class Probe:
     """Cost of a micro-batch and of an update, on one worker with the machine to itself.
 
     Attributes:
-        flops: floating-point operations of the micro-batch's forward and backward pass.
+        flops: floating-point operations of the micro-batch's forward and backward pass; None if
+            they can't be counted.
         compute_s: seconds of them.
         update_s: seconds of the optimizer's step.
     """
 
-    flops: float
+    flops: float | None
     compute_s: float
     update_s: float
 
@@ -52,7 +53,7 @@ def probe(task: Task, precision: Precision, comm: Communicator, data: Any) -> Pr
     return Probe(*comm.broadcast_object(measured, root=root))
 
 
-def _measure(task: Task, precision: Precision, data: Any) -> tuple[float, float, float]:
+def _measure(task: Task, precision: Precision, data: Any) -> tuple[float | None, float, float]:
     model = copy.deepcopy(task.model).train()
     for module in model.modules():
         if isinstance(module, GroupedBatchNorm):
@@ -67,13 +68,12 @@ def _measure(task: Task, precision: Precision, data: Any) -> tuple[float, float,
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(num_threads, num_cores()))
     try:
-        with FlopCounterMode(display=False) as counter:
-            compute()
+        flops = count_flops(compute)
         compute_s = min(_seconds(compute) for _ in range(_NUM_REPEATS))
         update_s = min(_seconds(optimizer.step) for _ in range(_NUM_REPEATS))
     finally:
         torch.set_num_threads(num_threads)
-    return float(counter.get_total_flops()), compute_s, update_s
+    return flops, compute_s, update_s
 
 
 def _seconds(function: Callable[[], object]) -> float:

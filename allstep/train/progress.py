@@ -1,5 +1,6 @@
 """How far a run is: one clean bar on a terminal, a line now and then elsewhere."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -207,7 +208,8 @@ class _Lines(_Display):
 
     def note(self, text: str) -> None:
         # In one piece: another thread may end the process, and flush half a line.
-        print(f"{text}\n", end="", file=self._stream, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: no reason to end a run
+            print(f"{text}\n", end="", file=self._stream, flush=True)
 
     def _print(self) -> None:
         step = f"{self._unit} {self._num_steps:,}{self._total}"

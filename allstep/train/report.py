@@ -18,10 +18,14 @@ class RunReport:
         num_steps, num_epochs: optimizer steps and whole passes done since the run's start.
         metrics: name -> mean over the test set; empty if the run was interrupted.
         totals: name -> (sum, count) behind `metrics`.
-        samples_per_s: samples of all workers together per second of training.
+        samples_per_s: samples of all workers together per second of training; 0 if no step was
+            left to train.
+        num_timed_steps: steps behind that number; 0 if there were only the first two, which take
+            longer than others.
         data_share, exchange_share: mean share of a step that a worker waited for data and
             for the exchange.
-        flops_per_sample: floating-point operations of a sample's forward and backward pass.
+        flops_per_sample: floating-point operations of a sample's forward and backward pass; None if
+            it was not measured, or has none that can be counted.
         single_worker_samples_per_s: what one worker with this machine to itself would reach; None
             if there is one worker, or if it was not measured.
         noise_scale: samples in a step up to which more of them save steps, at the end of the run;
@@ -38,6 +42,7 @@ class RunReport:
     metrics: Mapping[str, float]
     totals: Mapping[str, tuple[float, float]]
     samples_per_s: float
+    num_timed_steps: int
     data_share: float
     exchange_share: float
     flops_per_sample: float | None
@@ -78,6 +83,11 @@ class Meter:
         self.step_s += step_s
         self.data_wait_s += update.data_wait_s
         self.exchange_s += update.exchange_s
+
+    @property
+    def num_timed_steps(self) -> int:
+        """Steps after the first ones."""
+        return max(0, self._num_steps - _NUM_WARM_UP_STEPS)
 
     @property
     def samples_per_s(self) -> float:

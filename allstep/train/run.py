@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
+from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
 from allstep.exchange import attach
-from allstep.train.batch import steps
+from allstep.train.batch import seed_update, steps
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
 from allstep.train.evaluator import Evaluator
 from allstep.train.noise import NoiseProbe
@@ -59,7 +60,7 @@ class Run:
             optimizer=self._optimizer,
         )
         self.noise = NoiseProbe(
-            self._model.parameters(),
+            self.exchange,
             self.precision,
             micro_batch=options.micro_batch,
             every_steps=options.noise_scale_every_steps,
@@ -150,7 +151,7 @@ class Run:
 
     def sum_losses(self, loss: Tensor) -> float:
         """The sum over the workers; carries what was measured of the gradients' noise along."""
-        return float(self.noise.all_reduce(self._comm, loss))
+        return float(sum_of_digits(self.noise.all_reduce(self._comm, loss)))
 
     def scalars(self, loss: float) -> dict[str, float]:
         """What to log of the last step beside the loss."""
@@ -158,7 +159,9 @@ class Run:
 
     def flush(self) -> None:
         """Makes the updates whose gradients are still in flight. All workers call it."""
+        staleness = self.exchange.policy.staleness
         for step in self.exchange.flush():
+            seed_update(self._options.seed, step + staleness, self._comm.device)
             self.train_step.update(step)
 
     @property
@@ -176,10 +179,11 @@ class Run:
         """Everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
         self.noise.flush(self._comm)
+        is_shared = self._comm.rank == 0 or self.exchange.averaging is None
         return {
             "options": self._kept_options(),
             "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict() if is_shared else None,
             "scaler": self.precision.scaler.state_dict(),
             "num_skipped": self.train_step.num_skipped,
             "stage": self._stage_index,
@@ -207,15 +211,16 @@ class Run:
         self.noise.load_state_dict(state["noise_scale"])
         self.train_step.num_skipped = state["num_skipped"]
 
-    def cost_of_sample(self) -> tuple[float, float]:
+    def cost_of_sample(self) -> tuple[float | None, float]:
         """Floating-point operations and seconds of a sample, one worker having the machine.
 
-        The seconds are those of compute and update, without waiting for data or workers.
+        The operations are None if they can't be counted. The seconds are those of compute and
+        update, without waiting for data or workers.
         """
         stage = self.stage
         cost = probe(self._task, self.precision, self._comm, self.train_step.first_data)
         seconds = cost.compute_s / stage.micro_batch + cost.update_s / stage.global_batch
-        return cost.flops / stage.micro_batch, seconds
+        return cost.flops and cost.flops / stage.micro_batch, seconds
 
     def close(self) -> None:
         """Stops the loader's processes and takes the exchange's hooks off the model."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allstep.comm.reproducible import digits_of
 from allstep.exchange import Exchange
 from allstep.optim import NonfiniteGradientError
 from allstep.train.batch import Batch
@@ -22,7 +23,8 @@ class Update:
     """One optimizer step that has been made.
 
     Attributes:
-        loss: this worker's part of the mean loss, a scalar; the workers' sum is the mean loss.
+        loss: this worker's part of the mean loss, as `Training.sum_losses` takes it: a scalar, or
+            its digits, [digits], whose sum over workers and steps does not depend on the order.
         epoch: whole passes over the data before the step.
         num_samples: of all workers together.
         data_wait_s, exchange_s: seconds that this worker waited for data and for the exchange.
@@ -105,10 +107,11 @@ class TrainStep:
             batch: one item of `steps`.
 
         Returns:
-            What it was; its loss is a float64 scalar on the worker's device.
+            What it was; its loss is float64 digits on the worker's device.
         """
         exposed_before_s = self._exchange.stats().exposed_s
-        local_loss = torch.zeros((), dtype=torch.float64)
+        device = self._exchange.comm.device  # also where this worker has no micro-batch
+        local_loss = digits_of(torch.zeros((), device=device))
         for data in batch:
             if self.first_data is None:
                 self.first_data = data
@@ -153,7 +156,7 @@ class TrainStep:
         raise NonfiniteGradientError(bad, step)
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:
-        """Adds one micro-batch's share to `p.grad`; returns its share of the mean loss."""
+        """Adds one micro-batch's share to `p.grad`; returns that of the mean loss, as digits."""
         assert batch.micro_batch is not None
         with self._precision.autocast():
             loss = self._task.loss(self._model, self._precision.prepare_data(data))
@@ -161,7 +164,8 @@ class TrainStep:
         batch.backward(self._precision.scaler.scale(loss), exchange=not is_measured)
         if is_measured:
             self._noise.see_micro_batch(batch)
-        return loss.detach().double() * (batch.micro_batch.num_samples / batch.num_samples)
+        share = batch.micro_batch.num_samples / batch.num_samples
+        return digits_of(loss.detach().double() * share)
 
     def _set_learning_rate(self, multiplier: float) -> None:
         for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):

@@ -29,12 +29,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from allstep import __version__
-from allstep.errors import CheckpointError, CommunicationError
+from allstep.errors import CheckpointError
 from allstep.train.devices import is_alive
 from allstep.train.packing import pack, unpack
 
 _FORMAT = 1
 _TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.msgpack", "manifest.json"
+_MAX_MANIFEST_BYTES = 1 << 20
+_MAX_REASON = 300  # characters
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)")
 _ASIDE = ".old-"
 _FOREIGN_LEFTOVER_AGE_S = 3600.0  # another host's processes cannot be asked whether they live
@@ -71,7 +73,7 @@ def write_checkpoint(path: Path | str, state: Any, *, step: int = 0) -> None:
     temporary = _temporary(path)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         temporary.mkdir()
         _write_files(temporary, stored)
         _put_in_place(temporary, path)
@@ -81,7 +83,7 @@ def write_checkpoint(path: Path | str, state: Any, *, step: int = 0) -> None:
             "older checkpoints are untouched."
         ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # it is no more if all went well
+        _remove(temporary)  # it is no more if all went well
 
 
 def read_checkpoint(path: Path | str) -> Any:
@@ -135,12 +137,23 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     (folder / _MANIFEST).write_bytes(_sealed(manifest))
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a full disk, and what else hinders the writing of a file, into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error}). Free some space, then resume the run."
+        ) from error
+
+
 def discard(path: Path) -> None:
     """Deletes a checkpoint; if that is cut short, no half of it stays under its name."""
     temporary = _temporary(path)
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
     os.rename(path, temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
 
 
 def sweep(folder: Path) -> None:
@@ -150,12 +163,12 @@ def sweep(folder: Path) -> None:
     """
     for path in folder.glob(".tmp-*"):
         if _is_left_over(path):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
     for aside in folder.glob(f"{_ASIDE}*"):
         path = folder / aside.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):  # a living writer was quicker
             if path.exists():
-                shutil.rmtree(aside, ignore_errors=True)
+                _remove(aside)
             else:
                 os.rename(aside, path)
 
@@ -177,14 +190,14 @@ def _write_files(folder: Path, stored: Stored) -> None:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / _MANIFEST).exists():
-        raise CheckpointError(f"{_MANIFEST} is missing")
+    if _size_bytes(folder / _MANIFEST) > _MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{_MANIFEST} is too long")
     data = (folder / _MANIFEST).read_bytes()
     try:
         manifest: dict[str, Any] = json.loads(data)
         del manifest["sha256"]
         is_whole = _sealed(manifest) == data
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         is_whole = False
     if not is_whole:
         raise CheckpointError(f"{_MANIFEST} does not match its checksum")
@@ -192,6 +205,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{_MANIFEST} is of format {manifest['format']}, this allstep reads format {_FORMAT}"
         )
+    if type(manifest["step"]) is not int or manifest["step"] < 0:
+        raise CheckpointError(f"{_MANIFEST} has {manifest['step']} for a step")
     return manifest
 
 
@@ -202,15 +217,22 @@ def _sealed(manifest: dict[str, Any]) -> bytes:
 
 
 def _check_file(path: Path, expected: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is missing")
-    size_bytes = path.stat().st_size
+    size_bytes = _size_bytes(path)
     if size_bytes != expected["size_bytes"]:
         raise CheckpointError(
             f"{path.name} has {size_bytes:,} bytes instead of {expected['size_bytes']:,}"
         )
     if _digest(path) != expected:
         raise CheckpointError(f"{path.name} does not match its checksum")
+
+
+def _size_bytes(path: Path) -> int:
+    """Of a regular file; a pipe or a device could be read for ever."""
+    if not path.exists():
+        raise CheckpointError(f"{path.name} is missing")
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is no file")
+    return path.stat().st_size
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -222,12 +244,21 @@ def _digest(path: Path) -> dict[str, Any]:
 
 def _put_in_place(temporary: Path, path: Path) -> None:
     aside = path.with_name(_ASIDE + path.name)
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(path):
+        _remove(aside)
         os.rename(path, aside)
     os.rename(temporary, path)
     _sync(path.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder, or what else has its name, as far as that can be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _temporary(path: Path) -> Path:
@@ -266,5 +297,6 @@ def _damage_named(path: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path.name}: {error}") from error
-    except (OSError, SafetensorError, CommunicationError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path.name}: cannot be read ({error})") from error
+    except Exception as error:  # whatever is in the files, an older checkpoint may be whole
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+        raise CheckpointError(f"{path.name}: cannot be read ({reason})") from error

@@ -2,15 +2,21 @@ import itertools
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from allstep.errors import UsageError
 from allstep.optim import (
     LARS,
+    Adam,
+    LayerWise,
+    SGDRule,
     constant,
     cosine,
     gradual_warmup,
@@ -19,7 +25,9 @@ from allstep.optim import (
     slow_start,
     step_decay,
 )
-from tests.optim.table import one, parameters, set_gradients
+from allstep.optim.rules import Rule
+from tests.helpers.compare import equal
+from tests.optim.table import Make, for_all, one, parameters, set_gradients
 
 
 def test_warmup_grows_linearly_to_the_full_rate() -> None:
@@ -165,3 +173,50 @@ def test_lambda_lr_follows_the_schedule() -> None:
     )
     other.load_state_dict(state)
     assert other.last_epoch == 6
+
+
+@for_all
+def test_one_cycle_moves_the_rate_and_the_momentum(make: Make) -> None:
+    """By its default `cycle_momentum`, also of a base that `LayerWise` is given."""
+    params = parameters()
+    optimizer = make(params)
+    schedule = OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+    (group,) = optimizer.param_groups
+    seen = []
+    for step in range(5):
+        set_gradients(params, step)
+        seen.append(group["betas"][0] if "betas" in group else group["momentum"])
+        optimizer.step()
+        schedule.step()
+    assert seen[0] == 0.95 and min(seen) < 0.9
+
+
+@pytest.mark.parametrize("base", [Adam(), SGDRule(momentum=0.9, nesterov=True)])
+def test_a_moved_momentum_is_the_base_updates(base: Rule) -> None:
+    """One step by a schedule's momentum is that of a base with it; the control's is another."""
+
+    def second_step(base: Rule, moved: dict[str, Any]) -> list[Tensor]:
+        params = parameters()
+        optimizer = LayerWise(params, base, 0.1)
+        set_gradients(params, 0)
+        optimizer.step()
+        optimizer.param_groups[0].update(moved)
+        set_gradients(params, 1)
+        optimizer.step()
+        return [p.detach() for p in params]
+
+    name = "betas" if isinstance(base, Adam) else "momentum"
+    other = (0.5, 0.99) if isinstance(base, Adam) else 0.5
+    moved = second_step(base, {name: other})
+    assert not equal(moved, second_step(base, {}))
+    params = parameters()
+    optimizer = LayerWise(params, base, 0.1)
+    set_gradients(params, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0][name] = other
+    resumed = LayerWise(params, replace(base, **{name: other}), 0.1)
+    resumed.load_state_dict(state)
+    set_gradients(params, 1)
+    resumed.step()
+    assert equal(moved, [p.detach() for p in params])

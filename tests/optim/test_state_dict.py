@@ -5,6 +5,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -259,6 +260,34 @@ def test_load_puts_step_counters_on_the_parameters_device(make: Make) -> None:
     loaded.load_state_dict(optimizer.state_dict())
     for name, value in loaded.state[elsewhere].items():
         assert value.device.type == "meta", name
+
+
+@for_all
+@pytest.mark.parametrize("kind", [int, float, np.int64])
+def test_load_takes_a_numeric_step(make: Make, kind: Any) -> None:
+    """As torch's own optimizers do; theirs were numbers once."""
+    params = parameters()
+    optimizer = make(params)
+    train(optimizer, params, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    for each in state["state"].values():
+        each["step"] = kind(each["step"])
+    twin = [nn.Parameter(p.detach().clone()) for p in params]
+    loaded = make(twin)
+    loaded.load_state_dict(state)
+    assert equal(train(loaded, twin, 2, first=3), train(optimizer, params, 2, first=3))
+
+
+@for_all
+@pytest.mark.parametrize("step", ["3", -1, float("nan"), None])
+def test_load_refuses_a_step_that_is_none(make: Make, step: Any) -> None:
+    params = parameters()
+    optimizer = make(params)
+    train(optimizer, params, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][1]["step"] = step
+    with pytest.raises(UsageError, match=r"`step` \(=.*\) of parameter 1, which must be a number"):
+        optimizer.load_state_dict(state)
 
 
 def test_load_keeps_momentum() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Task, TrainOptions
+from allstep.data import GlobalBatch, MicroBatch
 from allstep.errors import DisagreementError
 from allstep.optim import LAMB
-from allstep.train import Update
+from allstep.train import Batch, Update
 from allstep.train.metrics import read_metrics
 from allstep.train.report import Meter
+from allstep.train.run import Run
 from tests.helpers import same_model
 from tests.helpers.compare import state_difference
 from tests.helpers.ranks import run_ranks
@@ -190,3 +192,40 @@ def test_metrics_whose_names_differ_between_ranks(tmp_path: Path) -> None:
             allstep.fit(odd, options_for(), comm, tmp_path)
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("num_micro_batches", [0, 1])
+def test_loss_is_on_the_models_device_also_without_a_micro_batch(num_micro_batches: int) -> None:
+    """An accelerator's workers would else meet in the log's sum with tensors of two backends."""
+    task = same_model.make_task("sgd", augment=False)
+    run = Run(task, options_for(nonfinite="propagate"), Communicator.single_process("meta"))
+    data = torch.empty(4, 2, 6, 6), torch.empty(4, dtype=torch.long)
+    micro_batches = [MicroBatch(0, 4, data, is_last=True)][:num_micro_batches]
+    batch = GlobalBatch(0, 0, 4, iter(micro_batches), num_micro_batches, 1)
+    update = run.train_step(Batch(batch, (run.exchange,), seed=0, replay=False))
+    assert update.loss.device.type == "meta"
+    run.close()
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise in each step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01)
+
+
+def test_noise_of_late_updates_does_not_depend_on_the_process(tmp_path: Path) -> None:
+    """Those after the last epoch included, where no batch sets the random state."""
+
+    def train(seed: int) -> dict[str, Tensor]:
+        task = same_model.make_task("sgd", augment=False)
+        task = replace(task, optimizer=lambda model: Noisy(model.parameters(), lr=0.01))
+        comm = Communicator.single_process()
+        torch.manual_seed(seed)
+        allstep.fit(task, options_for(staleness=2), comm, tmp_path / str(seed))
+        return task.model.state_dict()
+
+    assert state_difference(train(1), train(2)) == 0

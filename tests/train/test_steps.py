@@ -2,8 +2,11 @@
 
 import copy
 import math
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import allstep
 from allstep import Communicator
+from allstep.data.random import seed_all
 from allstep.errors import UsageError
 from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
@@ -267,16 +271,227 @@ def test_steps_refuse_wrong_arguments() -> None:
         allstep.steps(DataLoader(make_set()), allstep.attach(make_model(), comm))  # type: ignore[arg-type]
 
 
-def test_loss_backward_in_the_loop_is_an_error() -> None:
-    """Its gradient would count as often as there are workers."""
+def zero(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor) -> None:
+    batch.backward(loss)
+    optimizer.zero_grad()
+
+
+def zero_first(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor
+) -> None:
+    optimizer.zero_grad()
+    batch.backward(loss)
+
+
+def zero_in_place(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor
+) -> None:
+    batch.backward(loss)
+    model.zero_grad(set_to_none=False)
+
+
+def clip(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor) -> None:
+    batch.backward(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def plain_backward(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor
+) -> None:
+    loss.backward()
+
+
+def step_and_zero(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor
+) -> None:
+    batch.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        (zero, r"`weight` was dropped, as by `zero_grad\(\)`, in the loop over global batch 0"),
+        (zero_first, r"`weight` was dropped, .* global batch [01]'s"),
+        (zero_in_place, r"`weight` was changed, as .*`zero_grad\(set_to_none=False\)`"),
+        (clip, r"`weight` was changed, as .* clipping, in the loop"),
+        (
+            plain_backward,
+            r"`weight` was changed, as by `loss\.backward\(\)`.*`batch\.backward\(los",
+        ),
+        (step_and_zero, r"`SGD\.step\(\)` was called in the loop over global batch 0's micro-batc"),
+    ],
+)
+def test_habits_of_plain_loops_in_the_inner_loop_are_errors(
+    habit: Callable[..., None], words: str, size: int
+) -> None:
+    """The same ones on one worker, where some would be right by chance, and on several."""
 
     def worker(comm: Communicator) -> None:
         model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         exchange = allstep.attach(model, comm)
-        loader = make_loader(comm)
-        with pytest.raises(UsageError, match=r"call `batch.backward\(loss\)`"):
-            for batch in allstep.steps(loader, exchange):
-                for x, _ in batch:
-                    model(x).sum().backward()
+        for batch in allstep.steps(make_loader(comm), exchange):
+            for x, y in batch:
+                habit(model, optimizer, batch, loss_of(model, x, y))
+            optimizer.step()
 
-    run_ranks(2, worker)
+    with pytest.raises(UsageError, match=words):
+        run_ranks(size, worker, timeout_s=20)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_pass_without_weight_beside_the_weighted_is_an_error(size: int) -> None:
+    def worker(comm: Communicator) -> None:
+        model = make_model()
+        exchange = allstep.attach(model, comm)
+        with pytest.raises(UsageError, match=r"`weight` was changed, as by `loss.backward"):
+            for batch in allstep.steps(make_loader(comm), exchange):
+                for x, y in batch:
+                    with exchange.no_sync():
+                        model(x).square().mean().backward()  # a penalty
+                    batch.backward(loss_of(model, x, y))
+
+    run_ranks(size, worker)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_may_be_changed_where_the_exchange_is_left_to_the_end(size: int) -> None:
+    """A micro-batch's gradient is clipped by itself, as in DP-SGD: the same on any workers."""
+    limit = 0.3
+
+    def clipped(model: nn.Module) -> list[Tensor]:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return gradients
+
+    def train(comm: Communicator) -> Tensor:
+        model = make_model()
+        exchange = allstep.attach(model, comm)
+        batch = next(allstep.steps(make_loader(comm), exchange))
+        totals = [torch.zeros_like(p) for p in model.parameters()]
+        for x, y in batch:
+            batch.backward(loss_of(model, x, y), exchange=False)
+            torch._foreach_add_(totals, clipped(model))
+            for p, total in zip(model.parameters(), totals, strict=True):
+                p.grad = total.clone() if batch.micro_batch.is_last else None
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    for x, y in zip(*(part[:8].split(2) for part in make_set().tensors), strict=True):
+        model = make_model()
+        (loss_of(model, x, y) / 4).backward()
+        expected += clipped(model)[0]
+    for found in run_ranks(size, train):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_global_loss_is_that_of_the_whole_batch(size: int) -> None:
+    def train(comm: Communicator) -> list[float]:
+        model = make_model()
+        exchange = allstep.attach(model, comm)
+        found = []
+        for batch in allstep.steps(make_loader(comm), exchange):
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+            found.append(batch.global_loss())
+        return found
+
+    x, y = make_set().tensors
+    expected = [
+        loss_of(make_model(), x[start : start + 8], y[start : start + 8]).item()
+        for start in range(0, NUM_SAMPLES, 8)
+    ]
+    for found in run_ranks(size, train):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+class SGLD(torch.optim.SGD):
+    """Langevin dynamics: noise in each step; and a third of the weights is drawn anew at times."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(torch.randn_like(p), alpha=0.1)
+
+
+def train_with_noise(
+    comm: Communicator,
+    end: int,
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Steps until `end`, from a state or the start; draws before, in and after the inner loop."""
+    model = nn.Sequential(make_model(), nn.Dropout(0.3), nn.Linear(2, 2).double())
+    nn.init.constant_(model[2].weight, 0.25)
+    nn.init.zeros_(model[2].bias)
+    optimizer = SGLD(model.parameters(), lr=0.05, momentum=0.9)
+    exchange = allstep.attach(model, comm)
+    loader = make_loader(comm, shuffle=True)
+    if state is not None:
+        for name, part in (("model", model), ("optimizer", optimizer), ("loader", loader)):
+            part.load_state_dict(state[name])
+    while loader.step < end:
+        for batch in allstep.steps(loader, exchange):
+            with torch.no_grad():
+                model[2].bias.add_(0.1 * torch.rand(2, dtype=torch.float64))
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch.step == 2:
+                with torch.no_grad():
+                    model[2].weight.copy_(torch.randn(2, 2, dtype=torch.float64))
+            if loader.step == end:
+                break
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+
+def test_noise_in_the_update_is_the_same_on_any_number_of_workers_and_on_resume(
+    thread_generators: type[ThreadGenerator],  # noqa: F811
+) -> None:
+    def train(comm: Communicator, end: int = 7, state: Any = None) -> Any:
+        with thread_generators():
+            return train_with_noise(comm, end, state)
+
+    (expected,) = run_ranks(1, train, seed=1)
+    for size in (2, 4):
+        for found in run_ranks(size, train, seed=size):
+            torch.testing.assert_close(found["model"], expected["model"], rtol=1e-12, atol=1e-13)
+    for before, after in ((2, 4), (4, 1)):
+        state = run_ranks(before, lambda comm: train(comm, 4), seed=5)[0]
+        resumed = run_ranks(after, lambda comm, s=state: train(comm, 7, copy.deepcopy(s)), seed=6)
+        for found in resumed:
+            torch.testing.assert_close(found["model"], expected["model"], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("is_left_early", [False, True])
+def test_steps_give_the_random_states_back(is_left_early: bool) -> None:
+    comm = Communicator.single_process()
+    model = make_model()
+    optimizer = SGLD(model.parameters(), lr=0.1)
+    exchange = allstep.attach(model, comm)
+    loader = make_loader(comm)
+
+    def numbers() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), np.random.random()
+
+    seed_all(4)
+    first = [numbers(), numbers()]
+    seed_all(4)
+    found = [numbers()]
+    for batch in allstep.steps(loader, exchange):
+        for x, y in batch:
+            batch.backward(loss_of(model, x, y))
+        optimizer.step()
+        if is_left_early:
+            break
+    found.append(numbers())
+    assert found == first

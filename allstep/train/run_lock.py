@@ -1,0 +1,119 @@
+"""A lock on a run's folder, so that only one training at a time writes there.
+
+[Note: run lock] It is a POSIX record lock on `RUN/.lock`: the kernel lets go of it when the process
+ends, however it ends, network file systems pass it on to other hosts, and loader processes, which
+may outlive a killed worker for a moment, do not inherit it. The file's text only says whom to name.
+Closing any descriptor of the file lets go of the process's lock too, so `_held` is looked at first.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from allstep.comm import Communicator
+from allstep.errors import UsageError
+
+_logger = logging.getLogger(__name__)
+_FILE = ".lock"
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_held: set[Path] = set()
+
+
+@contextmanager
+def run_lock(run_dir: Path, comm: Communicator) -> Iterator[None]:
+    """Holds a run's folder, on rank 0 for all; see [Note: run lock]. All workers call it.
+
+    Where the file system has no locks, a warning says so and the run goes on.
+
+    Args:
+        run_dir: the run's folder; made if missing.
+        comm: the workers that train.
+
+    Raises:
+        UsageError: on every worker, if another process trains there or it can't be written.
+    """
+    file = _file(run_dir)
+    descriptor, problem = _acquire(run_dir, file) if comm.rank == 0 else (None, None)
+    try:
+        problem = comm.broadcast_object(problem)
+        if problem is not None:
+            raise UsageError(problem)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+            _held.discard(file)
+
+
+def trainer_of(run_dir: Path) -> str | None:
+    """The process that trains in a run's folder now, and its host; None if there is none."""
+    if _file(run_dir) in _held:
+        return _this_process()
+    try:
+        descriptor = os.open(_file(run_dir), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return _named_in(descriptor) if error.errno in _TAKEN else None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _acquire(run_dir: Path, file: Path) -> tuple[int | None, str | None]:
+    """A descriptor that holds the lock, or why there is none."""
+    trainer = trainer_of(run_dir)
+    if trainer is not None:
+        return None, taken_by(run_dir, trainer)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        return None, (
+            f"`run_dir` (={run_dir}) can't be written ({error.strerror}); choose another folder."
+        )
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _TAKEN:  # by one that was quicker
+            trainer = _named_in(descriptor)
+            os.close(descriptor)
+            return None, taken_by(run_dir, trainer)
+        _logger.warning(
+            "%s can't be locked (%s): take care that no other process trains there",
+            run_dir,
+            error.strerror,
+        )
+    with contextlib.suppress(OSError):  # a full disk; the lock holds without its text
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _this_process().encode(), 0)
+    _held.add(file)
+    return descriptor, None
+
+
+def taken_by(run_dir: Path, trainer: str) -> str:
+    """What to tell somebody who wants to train in a folder that is in use."""
+    return (
+        f"`run_dir` (={run_dir}) is being trained by {trainer}: wait for its end, or end it with a"
+        " checkpoint (Ctrl-C or SIGTERM), then resume it; a second run needs a folder of its own."
+    )
+
+
+def _file(run_dir: Path) -> Path:
+    return run_dir.resolve() / _FILE
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _named_in(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
