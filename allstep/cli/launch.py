@@ -29,7 +29,7 @@ from typing import Any, Self
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
-from allstep.env import environment_of_worker
+from allstep.env import environment_of_worker, make_room
 from allstep.train import FAILED, PEER_LOST
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
@@ -107,6 +107,7 @@ class Workers:
             timedelta(seconds=_STORE_TIMEOUT_S),
             wait_for_workers=False,
         )
+        make_room(4 * self._num_workers + 64)  # pipes to workers, and their connections
         job_id = uuid.uuid4().hex
         for rank in range(self._num_workers):
             self.error_file(rank).parent.mkdir()

@@ -12,6 +12,7 @@ from allstep import __version__
 from allstep.comm import Communicator
 from allstep.errors import UsageError, nearest_names
 from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
+from allstep.train import taken_by, trainer_of, writing
 
 _RECIPE = "recipe.json"
 _REPORT = "report.json"
@@ -47,9 +48,10 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
     """Makes the folder of a new run; `runs/RECIPE-DATE-TIME` if none is given.
 
     Raises:
-        UsageError: if `run_dir` holds a run already, or can't be made.
+        UsageError: if `run_dir` holds a run already, which may be in training, or can't be made.
     """
     if run_dir is not None:
+        check_not_in_training(run_dir)
         if (run_dir / _RECIPE).exists():
             raise UsageError(
                 f"`run_dir` (={run_dir}) holds a run already: continue it with"
@@ -120,9 +122,20 @@ def _restored(value: Any, hint: Any) -> Any:
 
 
 def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
-    """Writes `recipe.json`."""
+    """Writes `recipe.json`, whole or not at all.
+
+    Raises:
+        UsageError: if the folder can't be written.
+    """
     text = json.dumps(recipe_to_plain(recipe), indent=2)
-    (run_dir / _RECIPE).write_text(text + "\n", encoding="utf-8")
+    draft = run_dir / f".{_RECIPE}"
+    try:
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(run_dir / _RECIPE)
+    except OSError as error:
+        raise UsageError(
+            f"`run_dir` (={run_dir}) can't be written ({error.strerror}); choose another folder."
+        ) from None
 
 
 def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
@@ -133,7 +146,7 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
         argument: what the caller names it, for messages.
 
     Raises:
-        UsageError: if the folder holds no run, or no checkpoint.
+        UsageError: if the folder holds no run.
     """
     if not run_dir.is_dir():
         raise UsageError(f"`{argument}` (={run_dir}) is no folder; {_list_runs(run_dir)}")
@@ -147,7 +160,7 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
         raise UsageError(
             f"`{argument}` (={run_dir}) has no {_RECIPE}: it is no run of `allstep train`{hint}"
         ) from None
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None
     return recipe
 
@@ -168,12 +181,25 @@ def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:
 
 
 def check_has_checkpoint(run_dir: Path, *, argument: str) -> None:
-    """Raises UsageError if the run has no checkpoint to start from."""
-    if not has_checkpoint(run_dir):
+    """Raises UsageError if the run has no checkpoint to look at; says how it gets one."""
+    if has_checkpoint(run_dir):
+        return
+    trainer = trainer_of(run_dir)
+    if trainer is not None:
         raise UsageError(
-            f"`{argument}` (={run_dir}) has no checkpoint:"
-            " it ended before the first one was written; train it anew."
+            f"`{argument}` (={run_dir}) has no checkpoint yet: it is being trained by {trainer}."
         )
+    raise UsageError(
+        f"`{argument}` (={run_dir}) has no checkpoint: it ended before the first one was written;"
+        f" train it: `{resume_command(run_dir, 1)}`."
+    )
+
+
+def check_not_in_training(run_dir: Path) -> None:
+    """Raises UsageError if a process trains in the folder now."""
+    trainer = trainer_of(run_dir)
+    if trainer is not None:
+        raise UsageError(taken_by(run_dir, trainer))
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -197,7 +223,8 @@ def resume_command(run_dir: Path, num_workers: int) -> str:
 def write_report(run_dir: Path, report: dict[str, Any]) -> None:
     """Writes `report.json`."""
     text = json.dumps(report, indent=2, default=str)
-    (run_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
+    with writing(run_dir / _REPORT):
+        (run_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
 
 
 def finished_step(run_dir: Path, recipe: Recipe) -> int | None:
@@ -206,7 +233,7 @@ def finished_step(run_dir: Path, recipe: Recipe) -> int | None:
         report = json.loads((run_dir / _REPORT).read_text(encoding="utf-8"))
         is_over = report["interrupted"] is None and report["num_epochs"] >= recipe.epochs
         step: int = report["num_steps"]
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):  # none, or damaged
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, or damaged
         return None
     return step if is_over else None
 

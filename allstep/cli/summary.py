@@ -43,6 +43,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     numbers = RunNumbers(
         workers=comm.size,
         samples_per_s=report.samples_per_s,
+        num_timed_steps=report.num_timed_steps,
         single_worker_samples_per_s=report.single_worker_samples_per_s,
         data_share=report.data_share,
         exchange_share=report.exchange_share,
@@ -59,19 +60,19 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
 
 def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
     rows = [(name, _metric(report, name)) for name in report.metrics]
-    plural = "s" if summary.workers > 1 else ""
-    rows.append(
-        ("speed", f"{report.samples_per_s:,.0f} samples/s on {summary.workers} worker{plural}")
-    )
+    if report.samples_per_s:
+        plural = "s" if summary.workers > 1 else ""
+        rows.append(
+            ("speed", f"{report.samples_per_s:,.0f} samples/s on {summary.workers} worker{plural}")
+        )
     if summary.mfu is not None and summary.gemm_flops_per_s is not None:
         peak = f"{summary.gemm_flops_per_s / 1e9:,.0f} GFLOP/s"
         rows.append(("MFU", f"{summary.mfu:.1%} of the measured matrix-multiply peak ({peak})"))
-    rows.append(
-        (
-            "waiting",
-            f"{report.data_share:.1%} for data, {report.exchange_share:.1%} for the exchange",
-        )
-    )
+    elif report.samples_per_s and report.interrupted is None:
+        rows.append(("MFU", "not known: the model's operations can't be counted"))
+    if report.samples_per_s:
+        waits = f"{report.data_share:.1%} for data, {report.exchange_share:.1%} for the exchange"
+        rows.append(("waiting", waits))
     if report.useful_batch is not None:
         rows.append(("batch", report.useful_batch))
     if report.num_skipped:

@@ -10,7 +10,7 @@ from typing import Any
 
 from allstep.cli import run_folder
 from allstep.cli.flags import read_flags
-from allstep.cli.workers import num_workers_to_start, run_on_workers, speaking_once
+from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
 from allstep.comm import Communicator
 from allstep.env import read_launch
 from allstep.errors import UsageError
@@ -136,7 +136,8 @@ def _resume(arguments: list[str]) -> int:
             f" {known.resume}/recipe.json. Only `--workers` may differ."
         )
     recipe = run_folder.read_recipe(known.resume, argument="resume")
-    run_folder.check_has_checkpoint(known.resume, argument="resume")
+    if read_launch().rank == 0:  # which locks the folder for all
+        run_folder.check_not_in_training(known.resume)
     if isinstance(recipe, Recipe) and _tell_that_it_is_finished(known.resume, recipe):
         return 0
     recipe.check()
@@ -162,14 +163,36 @@ def _tell_that_it_is_finished(run_dir: Path, recipe: Recipe) -> bool:
 def _train_on(num_workers: int | None, run_dir: Path | None, *, resume: bool) -> int:
     """Trains; says how to continue if workers that were started didn't come to their end."""
     folder = None if run_dir is None else str(run_dir)
+    if num_workers is None:
+        return _join_workers(folder, resume)
     code = run_on_workers(num_workers, train_worker, folder=folder, resume=resume)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
-        if run_folder.has_checkpoint(run_dir):
-            command = run_folder.resume_command(run_dir, num_workers or 1)
-            print(f"The run can be continued: {command}", file=sys.stderr)
-        else:
-            print("No checkpoint had been written yet.", file=sys.stderr)
+        print(_advice(run_dir, num_workers), file=sys.stderr)
     return code
+
+
+def _join_workers(folder: str | None, resume: bool) -> int:
+    """Trains as one of another launcher's workers, which does not know how to continue."""
+    launcher = read_launch().launcher
+    known: list[str] = []
+
+    def advice() -> str:
+        """Rank 0 may be the one that was lost."""
+        return f"{_advice(Path(known[0]), 1)} (with {launcher}, as before)" if known else ""
+
+    def work(comm: Communicator) -> int:
+        known.append(comm.broadcast_object(folder))
+        code = train_worker(comm, folder, resume)
+        if comm.rank == 0 and code not in (0, 2) and not run_folder.has_report(Path(known[0])):
+            print(advice(), file=sys.stderr)
+        return code
+
+    return run_here(work, advice=advice)
+
+
+def _advice(run_dir: Path, num_workers: int) -> str:
+    can = "be continued" if run_folder.has_checkpoint(run_dir) else "start again"
+    return f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
 
 
 def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
@@ -178,7 +201,7 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
     Args:
         comm: this worker's communicator.
         folder: the run's, where `recipe.json` is; needed on rank 0 only.
-        resume: continue from the newest checkpoint.
+        resume: continue from the newest checkpoint; without any, begin.
     """
     from allstep.cli.summary import summarize
     from allstep.train import fit
@@ -186,6 +209,10 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
     recipe, run_dir = run_folder.share_run(comm, folder)
     if comm.rank == 0:
         run_folder.forget_report(run_dir)
+    if resume and not comm.broadcast_object(run_folder.has_checkpoint(run_dir)):
+        resume = False
+        if comm.rank == 0:
+            print(f"{run_dir} has no checkpoint: training starts at its first step", flush=True)
     if isinstance(recipe, DividedRecipe):
         return recipe.run(comm, run_dir, resume=resume)
     report = fit(recipe.task(comm), recipe, comm, run_dir, resume=resume)

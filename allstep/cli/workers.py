@@ -95,15 +95,19 @@ def run_body(folder: Path) -> int:
     return run_here(run, call.launcher_pid)
 
 
-def run_here(body: Callable[[Communicator], Any], launcher_pid: int | None = None) -> int:
-    """Runs a body as a worker in this process; returns its exit code."""
+def run_here(
+    body: Callable[[Communicator], Any],
+    launcher_pid: int | None = None,
+    advice: Callable[[], str] | None = None,
+) -> int:
+    """Runs a body as a worker in this process; returns its exit code. See `run_worker`."""
 
     def run(comm: Communicator) -> int:
         share_cores(comm.local_size)
         code = body(comm)
         return code if isinstance(code, int) else 0
 
-    return run_worker(run, launcher_pid=launcher_pid)
+    return run_worker(run, launcher_pid=launcher_pid, advice=advice)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Commands and bad input: one screen, exit code 2, no worker started."""
 
 import json
+import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import allstep
 from allstep.cli import run_folder, workers
 from allstep.cli.main import main
 from allstep.cli.train import read_command_line
+from allstep.comm import Communicator
+from allstep.train.run_lock import run_lock
 
 
 @pytest.fixture(autouse=True)
@@ -232,17 +236,15 @@ class TestExistingRun:
             " `allstep train`; did you mean `runs/a`?"
         )
 
-    def test_no_checkpoint(self, said, command, argument):
-        make_run(checkpoint=False)
-        message = said(*command.split(), "runs/a")
-        assert message == (
-            f"error: `{argument}` (=runs/a) has no checkpoint: it ended before the first one was"
-            " written; train it anew."
-        )
-
-    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"recipe": "digits", "fields": 3}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("{", "[]", "{}", "3", '{"recipe": "digits", "fields": 3}', "\xff"),
+            pytest.param("[" * 10**5, id="deep"),
+        ],
+    )
     def test_damaged(self, said, command, argument, text):
-        (make_run() / "recipe.json").write_text(text)
+        (make_run() / "recipe.json").write_text(text, encoding="latin-1")
         message = said(*command.split(), "runs/a")
         assert message == "error: runs/a/recipe.json is damaged: it doesn't hold a recipe."
 
@@ -257,6 +259,32 @@ class TestExistingRun:
             "error: `wideness` is no field of recipe `digits`; the run was made by"
             f" allstep 0.0.9, this is {allstep.__version__}."
         )
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sharpness"])
+def test_a_run_without_a_checkpoint_cannot_be_measured(said, command):
+    run_dir = make_run(checkpoint=False)
+    assert said(command, "runs/a") == (
+        "error: `run` (=runs/a) has no checkpoint: it ended before the first one was written;"
+        " train it: `allstep train --resume runs/a`."
+    )
+    with run_lock(run_dir, Communicator.single_process()):
+        assert said(command, "runs/a") == (
+            "error: `run` (=runs/a) has no checkpoint yet: it is being trained by process"
+            f" {os.getpid()} on {socket.gethostname()}."
+        )
+
+
+@pytest.mark.parametrize("command", ["--resume runs/a", "digits --run-dir runs/a"])
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_run_in_training_is_left_alone(said, command, checkpoint):
+    run_dir = make_run(checkpoint=checkpoint)
+    with run_lock(run_dir, Communicator.single_process()):
+        message = said("train", *command.split())
+    assert message.startswith(
+        f"error: `run_dir` (=runs/a) is being trained by process {os.getpid()} on"
+        f" {socket.gethostname()}: wait for its end"
+    )
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -277,6 +305,7 @@ def test_a_finished_run_is_left_alone(capsys, num_workers):
     [
         None,
         "{",
+        "[" * 10**5,
         [],
         {"num_steps": 60},
         {"num_steps": 60, "num_epochs": 4, "interrupted": 2},

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(tmp_path, short_
     run_dir, output = short_run
     assert run_dir.name.startswith("digits-2")
     names = {path.name for path in run_dir.iterdir()}
-    assert names == {"recipe.json", "report.json", "metrics.jsonl", "tensorboard", "checkpoints"}
+    assert names == {
+        *(".lock", "recipe.json", "report.json", "metrics.jsonl", "tensorboard", "checkpoints"),
+    }
     labels = [line.partition(": ")[0] for line in output.splitlines()]
     assert labels == ["accuracy", "loss", "speed", "MFU", "waiting", "checkpoint", "run", "next"]
     numbers = report(run_dir)
@@ -121,6 +124,38 @@ def test_a_killed_worker_ends_the_run_which_says_how_to_continue(tmp_path):
     ]
     Command(tmp_path, "train", "--resume", "run").to_the_end()
     assert report(tmp_path / "run")["num_steps"] == NUM_LONG_STEPS
+
+
+def test_a_killed_worker_of_torchrun_is_named_and_the_other_says_how_to_continue(tmp_path):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "allstep"]
+    train = ["train", "digits", "--run-dir", "run", *LONG]
+    run = Launched("-m", *torchrun, *train, cwd=tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    run.wait_until(lambda: len(list(checkpoints.glob("step-*"))) > 0)
+    killed = run.workers()[0]
+    killed.kill()
+    run.finish(within_s=STOP_S)
+    assert run.code == 1
+    assert "[rank 1] " in run.errors
+    assert f"rank 0 (process {killed.pid} on {socket.gethostname()})" in run.errors
+    assert "\nThe run can be continued: allstep train --resume run (with torchrun," in run.errors
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_or_after_its_last_step(
+    tmp_path, short_run
+):
+    (tmp_path / "run").mkdir()
+    shutil.copy(short_run[0] / "recipe.json", tmp_path / "run")
+    output = Command(tmp_path, "train", "--resume", "run").to_the_end()
+    assert output.startswith("run has no checkpoint: training starts at its first step\n")
+    assert report(tmp_path / "run")["num_steps"] == 15
+
+    (tmp_path / "run" / "report.json").unlink()
+    again = Command(tmp_path, "train", "--resume", "run").to_the_end()
+    labels = [line.partition(": ")[0] for line in again.splitlines()]
+    assert labels == ["accuracy", "loss", "run", "next"]
+    assert again.splitlines()[0] == output.splitlines()[1]
+    assert "next: the run is done; too few steps were left" in again
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, short_run):
