@@ -58,11 +58,12 @@ class Compression:
         return min(num_elements, 2 * self.rank * math.isqrt(num_elements))
 
 
-# fp32 buckets travel in the gradients' own dtype and are summed where they lie. fp16 reads
-# gradients and writes codes, and back; so does `exact`. int8 reads gradient and residual for the
-# scale and again to round, writes codes and residual, decodes a sum and encodes it again. Top-k
-# reads the gradient about three times to select. PowerSGD reads it twice for its factors, and
-# writes the product and the residual. What keeps a residual works in float32 or more.
+# fp32 buckets travel in the gradients' own dtype and are summed where they lie; `exact` reads and
+# writes gradients once before, to round them. fp16 reads gradients and writes codes, and back. int8
+# reads gradient and residual for the scale and again to round, writes codes and residual, decodes a
+# sum and encodes it again. Top-k reads the gradient about three times to select. PowerSGD reads it
+# twice for its factors, and writes the product and the residual. What keeps a residual works in
+# float32 or more.
 COMPRESSIONS: Mapping[str, Compression] = {
     "fp32": Compression(is_lossless=True),
     "bf16": Compression(element_bytes=2, num_passes=2, num_code_passes=2),
@@ -70,7 +71,7 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "int8": Compression(element_bytes=1, least_bytes=4, num_passes=8, num_code_passes=4, block=256),
     "powersgd": Compression(least_bytes=4, num_passes=8, rank=4),
     "topk": Compression(least_bytes=4, num_passes=8, keep=0.01),
-    "exact": Compression(element_bytes=8, num_passes=2, num_code_passes=2, is_lossless=True),
+    "exact": Compression(num_passes=2, is_lossless=True),
 }
 
 

@@ -23,6 +23,7 @@ class RunNumbers:
     Args:
         workers: how many trained together.
         samples_per_s: of all workers together.
+        num_timed_steps: steps behind that number; with none of them it says little.
         single_worker_samples_per_s: of one worker with the machine to itself, if known.
         data_share, exchange_share: share of a step spent waiting for data, for the exchange.
         mfu: share of the machine's measured matrix-multiply peak, if known.
@@ -34,6 +35,7 @@ class RunNumbers:
 
     workers: int
     samples_per_s: float
+    num_timed_steps: int
     single_worker_samples_per_s: float | None
     data_share: float
     exchange_share: float
@@ -68,13 +70,14 @@ def next_step(numbers: RunNumbers) -> str:
         A sentence for the end of the run's summary.
 
     >>> next_step(RunNumbers(
-    ...     workers=2, samples_per_s=600, single_worker_samples_per_s=1000, data_share=0.0,
-    ...     exchange_share=0.6, mfu=0.1, global_batch=128, micro_batch=32, loader_workers=0,
-    ...     num_cores=2, num_gpus=0))
+    ...     workers=2, samples_per_s=600, num_timed_steps=90, single_worker_samples_per_s=1000,
+    ...     data_share=0.0, exchange_share=0.6, mfu=0.1, global_batch=128, micro_batch=32,
+    ...     loader_workers=0, num_cores=2, num_gpus=0))
     "2 workers are slower than 1 here (0.6x): don't; use `--workers 1`."
     """
     cases: tuple[Callable[[RunNumbers], str | None], ...] = (
         _interrupted,
+        _hardly_timed,
         _slower_than_one,
         _waits_for_data,
         _uneven_shares,
@@ -91,6 +94,12 @@ def _interrupted(numbers: RunNumbers) -> str | None:
     if numbers.resume_command is None:
         return None
     return f"the run was interrupted; continue it with `{numbers.resume_command}`."
+
+
+def _hardly_timed(numbers: RunNumbers) -> str | None:
+    if numbers.num_timed_steps:
+        return None
+    return "the run is done; too few steps were left in this part of it to judge its speed by."
 
 
 def _slower_than_one(numbers: RunNumbers) -> str | None:

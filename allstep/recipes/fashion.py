@@ -25,6 +25,10 @@ class Fashion(Recipe):
     # Chosen among three nets, widths of 16 to 32 and rates of 0.05 and 0.1.
     lr: float = 0.05
 
+    compression: str = "exact"
+    """How gradients travel: exact, the same bits on any number of workers, fp32, bf16, fp16, int8,
+    powersgd or topk."""
+
     folder: Path = Path("/usr/share/datasets/fashion-mnist")
     """Folder of the four IDX files, as Debian's package dataset-fashion-mnist installs them."""
 

@@ -7,6 +7,7 @@ from allstep.plan.next_step import RunNumbers, next_step
 WELL = RunNumbers(
     workers=2,
     samples_per_s=1800.0,
+    num_timed_steps=60,
     single_worker_samples_per_s=1000.0,
     data_share=0.01,
     exchange_share=0.05,
@@ -30,6 +31,10 @@ WELL = RunNumbers(
         (
             {"resume_command": "allstep train --resume runs/a"},
             "the run was interrupted; continue it with `allstep train --resume runs/a`.",
+        ),
+        (
+            {"samples_per_s": 0.0, "num_timed_steps": 0},
+            "the run is done; too few steps were left in this part of it to judge its speed by.",
         ),
         (
             {"samples_per_s": 600.0},
