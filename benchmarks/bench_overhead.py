@@ -50,7 +50,7 @@ class Cut:
                 for index, part in enumerate(parts)
             )
             num_samples = sum(len(part[1]) for part in parts)
-            yield GlobalBatch(step, 0, num_samples, micro_batches, len(parts))
+            yield GlobalBatch(step, 0, num_samples, micro_batches, len(parts), len(parts))
 
 
 def fashion_task(num_samples: int) -> Task:

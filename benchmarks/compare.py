@@ -33,6 +33,7 @@ BENCHES = (
 LOWER_IS_BETTER = {
     *("native_vs_ddp", "slowest_vs_best_peer", "lamb_vs_adamw", "lars_vs_sgd"),
     *("memory_vs_unfold", "agreement_pct", "overhead_pct", "noise_scale_pct"),
+    *("hook_us", "hook_vs_ddp"),
 }
 
 

@@ -24,6 +24,7 @@ from allstep import Communicator, ExchangePolicy, LocalSGD, Nesterov, Stale, Syn
 __all__ = ["Point", "measure", "policies"]
 
 FIRST_STEPS = 5  # buckets are made anew after the first, and tuned after some
+FIRST_GLOBAL_BATCHES = 20  # the units of exact sums are made in each of the first 16
 MATRIX = 1024  # rows and columns of a layer that computes
 
 
@@ -42,6 +43,8 @@ class Point:
         updates: whether an optimizer's step is part of it.
         repeats: of each variant.
         steps: in a repeat.
+        in_global_batches: whether a step is a global batch of one micro-batch a worker, as in
+            `allstep.steps`; only there are sums exact.
     """
 
     variants: Sequence[str]
@@ -53,6 +56,7 @@ class Point:
     updates: bool = True
     repeats: int = 7
     steps: int = 4
+    in_global_batches: bool = False
 
 
 def policies() -> dict[str, ExchangePolicy]:
@@ -155,6 +159,8 @@ class Trainer:
 
     def __init__(self, name: str, point: Point, comm: Communicator, x: Tensor) -> None:
         self._x, self._updates = x, point.updates
+        self._size = comm.size if point.in_global_batches else None
+        self._number = 0
         self._model: nn.Module = make_model(point)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)
         self.exchange: allstep.Exchange | None = None
@@ -174,7 +180,13 @@ class Trainer:
             self.exchange = allstep.attach(self._model, comm, policy, optimizer=self._optimizer)
 
     def step(self) -> None:
-        self._model(self._x).mean().backward()
+        if self.exchange is None or self._size is None:
+            self._model(self._x).mean().backward()
+        else:
+            with self.exchange.global_batch(self._number, num_micro_batches=self._size):
+                self.exchange.begin_micro_batch()
+                (self._model(self._x).mean() / self._size).backward()
+            self._number += 1
         if self._updates:
             self._optimizer.step()
         self._optimizer.zero_grad()
@@ -196,7 +208,7 @@ def measure(comm: Communicator, point: Point) -> dict[str, dict[str, Any]]:
     x = make_batch(point, comm)
     trainers = {name: Trainer(name, point, comm, x) for name in point.variants}
     for trainer in trainers.values():
-        for _ in range(FIRST_STEPS):
+        for _ in range(FIRST_GLOBAL_BATCHES if point.in_global_batches else FIRST_STEPS):
             trainer.step()
         trainer.drain()
     sent_bytes = {name: _sent_bytes_of_step(trainer) for name, trainer in trainers.items()}
