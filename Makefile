@@ -8,7 +8,7 @@ TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: train test test-slow test-many lint docs clean
+.PHONY: train test test-slow test-many fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
@@ -28,6 +28,11 @@ N ?= 10
 test-many: $(VENV)/test.stamp
 	scripts/install_test_packages
 	$(BIN)/python scripts/test_many.py $(N) --processes $(TEST_PROCESSES)
+
+# Random trainings on workers against one process, for so long.
+MINUTES ?= 30
+fuzz: $(VENV)/test.stamp
+	$(BIN)/python -m tests.exchange.fuzz $(MINUTES)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .
