@@ -1,12 +1,13 @@
 """The example gives the same numbers alone, under torchrun and under mpirun."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import mpi
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = str(ROOT / "examples" / "own_loop.py")
@@ -37,8 +38,9 @@ def test_torchrun_gives_the_same(alone, num_workers):
     assert run(sys.executable, *torchrun, SCRIPT) == alone
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")
-def test_mpirun_gives_the_same(alone):
-    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    mpirun = ["mpirun", *root, "--oversubscribe", "-n", "2"]
-    assert run(*mpirun, sys.executable, SCRIPT) == alone
+@pytest.mark.parametrize("package", mpi.LAUNCHERS)
+def test_mpirun_gives_the_same(alone, package):
+    mpirun = mpi.LAUNCHERS[package]
+    if mpirun is None:
+        pytest.skip(f"{package} is not installed")
+    assert run(*mpirun, "2", sys.executable, SCRIPT) == alone

@@ -107,6 +107,7 @@ class Magnitude(nn.Module):
 
 def test_recorder_leaves_out_steps_of_other_optimizers():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
     record = train_once(model, torch.ones(1, 2), torch.optim.SGD(other.parameters()))
     assert record.steps == []
 

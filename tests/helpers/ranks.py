@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from allstep import Communicator
 from allstep.comm import threads
 from tests.helpers.generators import RankGenerator
@@ -21,6 +23,9 @@ def run_ranks(
     """`allstep.comm.threads.run_ranks`, each rank with random numbers of its own."""
 
     def seeded(comm: Communicator) -> T:
+        # Asked for it, a new thread takes the process's number of threads; else its first product
+        # of matrices would be made by more of them, with other last bits than the next.
+        torch.get_num_threads()
         with RankGenerator(1000 * seed + comm.rank):
             return fn(comm)
 

@@ -176,7 +176,7 @@ def trained(
                 share = comm.size * len(part) / len(batch)
                 is_last = i == len(local)
                 context = contextlib.nullcontext() if is_last else exchange.no_sync()
-                with context, exchange.statistics.micro_batch(share):
+                with context, exchange.statistics.micro_batch(share / comm.size):
                     (loss_of(model(part)) / len(part) * share).backward()
         if not local:
             exchange.synchronize()
@@ -477,7 +477,7 @@ def test_keep_last_statistics_is_the_mean_of_the_last_step() -> None:
         for batch in batches:
             with exchange.statistics.step():
                 for part in batch.chunk(comm.size)[comm.rank].split(4):
-                    with exchange.statistics.micro_batch(comm.size * 4 / 16):
+                    with exchange.statistics.micro_batch(4 / 16):
                         norm(part)
         exchange.sync_buffers()
         return norm.running_mean

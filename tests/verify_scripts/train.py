@@ -133,8 +133,7 @@ def steps_loop(bug: str, comm: allstep.Communicator) -> None:
                 loss = cross_entropy(model(x), y, reduction="sum" if bug == "sum" else "mean")
                 if bug == "unequal_shards":  # the mean of the workers' means
                     num_local = (comm.rank + 1) * 3 // comm.size - comm.rank * 3 // comm.size
-                    with exchange.no_sync():
-                        (loss / num_local / comm.size).backward()
+                    batch.backward(loss * batch.num_samples / len(x) / num_local / comm.size)
                 elif bug == "sum_of_means":
                     batch.backward(loss * comm.size)
                 else:
