@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableSet, Sequence,
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +106,20 @@ class BucketPlan:
 
 def has_form_of(view: Tensor, gradient: Tensor) -> bool:
     """Whether a gradient could lie where the view is."""
-    is_strided = gradient.layout == torch.strided
-    return is_strided and gradient.dtype == view.dtype and gradient.shape == view.shape
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype is view.dtype
+        and gradient.shape == view.shape
+    )
 
 
-def _check_form(name: str, gradient: Tensor, view: Tensor) -> None:
+def _refuse_form(name: str, gradient: Tensor, view: Tensor) -> NoReturn:
     if gradient.layout != torch.strided:
         raise UsageError(sparse_gradient_message(name))
-    if not has_form_of(view, gradient):
-        raise UsageError(
-            f"Parameter `{name}` was {list(view.shape)} {view.dtype} at `attach` and is now"
-            f" {list(gradient.shape)} {gradient.dtype}; detach and attach again after a change."
-        )
+    raise UsageError(
+        f"Parameter `{name}` was {list(view.shape)} {view.dtype} at `attach` and is now"
+        f" {list(gradient.shape)} {gradient.dtype}; detach and attach again after a change."
+    )
 
 
 def _aligned(num_bytes: int) -> int:
@@ -260,7 +262,9 @@ class BucketSet:
         """
         small_views: list[Tensor] = []
         small_gradients: list[Tensor] = []
-        for name in self.plan.layouts[index].names:
+        layout, large = self.plan.layouts[index], self.plan.large
+        is_all_new = touched >= set(layout.names)
+        for name in layout.names:
             p, view = parameters[name], self.views[name]
             gradient = p.grad
             if gradient is None:
@@ -268,15 +272,14 @@ class BucketSet:
                 touched.discard(name)  # autograd knows that it is zero, or it was dropped since
                 continue
             if gradient is not view:
-                _check_form(name, gradient, view)
-                if gradient.data_ptr() == view.data_ptr():
-                    pass  # another tensor in the bucket's memory
-                elif name in self.plan.large:
-                    self._copy_large(name, gradient, scale)
-                else:
+                if not has_form_of(view, gradient):
+                    _refuse_form(name, gradient, view)
+                if name not in large:  # one in the bucket's memory is copied onto itself
                     small_views.append(view)
                     small_gradients.append(gradient)
-            if name not in touched:
+                elif gradient.data_ptr() != view.data_ptr():
+                    self._copy_large(name, gradient, scale)
+            if not is_all_new and name not in touched:
                 if gradient.data_ptr() == view.data_ptr():
                     p.grad = view.clone(memory_format=torch.preserve_format)
             elif not gradient.requires_grad:  # else it belongs to a graph for second derivatives

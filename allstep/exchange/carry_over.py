@@ -39,6 +39,8 @@ class CarryOver:
     @torch.no_grad()
     def finish(self, summed: Iterable[nn.Parameter]) -> None:
         """After the sum of some parameters' gradients: the others are again as they were."""
+        if not self._carried:
+            return
         is_summed = set(map(id, summed))
         for number, p in self._carried.items():
             if number not in is_summed and p.grad is not None:

@@ -376,7 +376,7 @@ class Exchange(ABC):
         if self._carries_over:
             self._carry_over.carry(parameters)
 
-    def _carry_one(self, name: str) -> None:
+    def _carry_one(self, name: str, _: Tensor | None) -> None:
         self._carry([self._parameters.trained[name]])
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
@@ -532,10 +532,10 @@ class Exchange(ABC):
         self._sweep.set_tensors({n: t for n, t in tensors if isinstance(t, nn.Parameter)})
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
-        on_gradient = WeakHook(self, lambda exchange, p: exchange._on_gradient(name, p))
+        on_gradient = WeakHook(self, type(self)._on_gradient, name)
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
         if self.policy.reduction == "sum":  # outside of global batches, too
-            carry = WeakHook(self, lambda exchange, _: exchange._carry_one(name))
+            carry = WeakHook(self, type(self)._carry_one, name)
             handles.append(AccumulationHook(p, carry))
         return handles
 

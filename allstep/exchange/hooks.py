@@ -55,7 +55,7 @@ class FunctionHook(Hook):
 
 
 class WeakHook(Hook):
-    """A hook that calls a function with its owner, but does not keep the owner alive.
+    """A hook that calls a function with its owner and `first_args`; it does not keep the owner.
 
     [Note: hooks and the collector] torch does not show Python's garbage collector a parameter's
     hooks for accumulated gradients. One that refers to its exchange, and so to the model, would
@@ -63,9 +63,10 @@ class WeakHook(Hook):
     exchange as long as the model lives.
     """
 
-    def __init__(self, owner: object, function: Callable[..., Any]) -> None:
+    def __init__(self, owner: object, function: Callable[..., Any], *first_args: Any) -> None:
         super().__init__(weakref.ref(owner))
         self._function = function
+        self._first_args = first_args
 
     @property
     def owner(self) -> Any:
@@ -79,7 +80,7 @@ class WeakHook(Hook):
                 "The model of this parameter is gone, and with it what exchanged its gradient;"
                 " keep the model, or what `allstep.attach` returned."
             )
-        return self._function(owner, *args)
+        return self._function(owner, *self._first_args, *args)
 
 
 class ModuleHook:

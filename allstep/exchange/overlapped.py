@@ -71,6 +71,7 @@ class OverlappedExchange(Exchange):
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._pass_number = 0
+        self._is_local_pass = False
         self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
         self._pass_start_s = 0.0
@@ -173,10 +174,11 @@ class OverlappedExchange(Exchange):
             return
         if self._pass_number != self._backward_pass.number:
             self._begin_pass()
-        if p.grad is None or self._stays_local or self._failure is not None:
+        if p.grad is None or self._is_local_pass or self._failure is not None:
             return
-        bucket = self._plan.bucket_of[name]
-        if bucket < len(self._buckets.works) or name in self._buckets.scaled:
+        plan, buckets = self._plan, self._buckets
+        bucket = plan.bucket_of[name]
+        if bucket < len(buckets.works) or name in buckets.scaled:
             self._failure = (
                 f"Parameter `{name}` got a second gradient in one backward pass, after the first"
                 " had been put in its bucket (reentrant checkpointing, or a module used in several"
@@ -184,8 +186,8 @@ class OverlappedExchange(Exchange):
                 " `use_reentrant=False`."
             )
             return
-        if name in self._plan.large and self._bucketing.may_overlap:
-            self._buckets.place_large(name, p, self.gradient_scale)
+        if name in plan.large and self._bucketing.may_overlap:
+            buckets.place_large(name, p, self.gradient_scale)
         if name in self._arrivals:
             self._bucketing.note_second_gradient()
             return
@@ -197,6 +199,7 @@ class OverlappedExchange(Exchange):
 
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
+        self._is_local_pass = self._stays_local
         self._pass_start_s = perf_counter()
         self._forget_aborted_pass()
         self._missing = [len(layout.names) for layout in self._plan.layouts]
@@ -393,8 +396,10 @@ class OverlappedExchange(Exchange):
             names = [n for n in names if n in parameters and parameters[n].requires_grad]
         summed = {name: parameters[name] for name in names}
         if self._failure is None:
+            views = buckets.views
             for name, p in summed.items():
-                buckets.deliver(name, p)
+                if p.grad is not views[name]:  # most gradients lie there already
+                    buckets.deliver(name, p)
             if self._grid is not None and self._is_on_grid:
                 self._follow_sums(self._grid, summed, off_grid)
         if buckets.plan is self._plan:
@@ -517,7 +522,7 @@ class OverlappedExchange(Exchange):
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         handles = super()._hook(name, p)
         if self._grid is not None:
-            rounded = WeakHook(self, lambda exchange, new: exchange._round(name, p, new))
+            rounded = WeakHook(self, type(self)._round, name, p)
             handles.append(AccumulationHook(p, rounded))
         return handles
 
