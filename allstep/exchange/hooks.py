@@ -89,8 +89,8 @@ class ModuleHook:
 
     [Note: what is copied of a module] Pickle asks an object for its `__getstate__`, and takes one
     that is in its `__dict__` for its class's own; so does `copy`. The one that is put there, as
-    long as hooks are, leaves them out, and itself. A module may hold handles of its own hooks, as lazy ones
-    do: a handle refers to the dict that the hook is in, so it gets the one that is copied.
+    long as hooks are, leaves them out, and itself. A module may hold handles of its own hooks, as
+    lazy ones do; a handle refers to the dict that the hook is in, and gets the one that is copied.
 
     Args:
         module: that is hooked.
