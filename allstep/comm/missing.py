@@ -11,7 +11,6 @@ which these wait, and so on: missing is who was asked and has left no report.
 """
 
 import json
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from allstep.comm.places import Place
+from allstep.comm.work import ThreadWork
+from allstep.errors import CollectiveTimeoutError
 
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _MOMENT_S = 0.05
@@ -191,9 +192,8 @@ def find_missing_ranks(names: RankNames, verb: str, grace_s: float = _GRACE_S) -
                     return
                 time.sleep(_POLL_S)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(2 * _GRACE_S)
+    with suppress(CollectiveTimeoutError):
+        ThreadWork.start(ask, "missing", awaited_at_exit=True).wait(2 * _GRACE_S)
     found = dict(reports)
     return MissingRanks(found, sorted(missing.copy() - found.keys()))
 

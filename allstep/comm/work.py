@@ -1,17 +1,23 @@
 """`Work`, the handle of every asynchronous call, and the few kinds of it."""
 
+import atexit
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from allstep.errors import CollectiveTimeoutError, check_positive
+
+_AT_EXIT_S = 10.0
+_awaited_at_exit = WeakSet[threading.Thread]()
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -106,10 +112,21 @@ class ThreadWork(Generic[T]):
         self._future: futures.Future[T] = futures.Future()
 
     @classmethod
-    def start(cls, call: Callable[[], T], name: str) -> "ThreadWork[T]":
-        """Makes the call in a thread of its own."""
+    def start(
+        cls, call: Callable[[], T], name: str, *, awaited_at_exit: bool = False
+    ) -> "ThreadWork[T]":
+        """Makes the call in a thread of its own.
+
+        Args:
+            call, name: see the class.
+            awaited_at_exit: the process waits some seconds for the call before it ends. Without
+                that, a call of a store that returns while the interpreter ends aborts the process.
+        """
         work = cls(call, name)
-        threading.Thread(target=work.run, daemon=True, name=name).start()
+        thread = threading.Thread(target=work.run, daemon=True, name=name)
+        if awaited_at_exit:
+            _awaited_at_exit.add(thread)
+        thread.start()
         return work
 
     def run(self, earlier_error: BaseException | None = None) -> BaseException | None:
@@ -242,3 +259,10 @@ class StreamWork:
 def _check(timeout_s: float | None) -> None:
     if timeout_s is not None:
         check_positive("timeout_s", timeout_s, "pass seconds, or None")
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    deadline_s = time.monotonic() + _AT_EXIT_S
+    for thread in list(_awaited_at_exit):
+        thread.join(max(0.0, deadline_s - time.monotonic()))

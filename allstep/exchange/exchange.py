@@ -174,8 +174,10 @@ class Exchange(ABC):
             self._follow_model()
         self._global_step, self._samples = step, samples
         self._carry()
+        rates = optimizer_watch.learning_rates()
         try:
             yield
+            optimizer_watch.check_learning_rates(rates, step)
         finally:
             self._global_step = None
         self.awaits_update = True

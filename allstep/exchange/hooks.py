@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from allstep.errors import UsageError
 
@@ -88,7 +90,8 @@ class ModuleHook:
 
     [Note: what is copied of a module] Pickle asks an object for its `__getstate__`, and takes one
     that is in its `__dict__` for its class's own; so does `copy`. The one that is put there, as
-    long as hooks are, leaves them out, and itself.
+    long as hooks are, leaves them out, and itself. A module may hold handles of its own hooks, as
+    lazy ones do; a handle refers to the dict that the hook is in, and gets the one that is copied.
 
     Args:
         module: that is hooked.
@@ -118,8 +121,7 @@ class _StateWithoutHooks(Hook):
         state = kind.__getstate__(self.owner)
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         if isinstance(attributes, dict):  # else the class has a way of its own
-            kept = {name: _without_hooks(hooks) for name, hooks in _hooks_of(attributes).items()}
-            attributes = {**attributes, **kept}
+            attributes = _without_hooks(attributes)
             attributes.pop("__getstate__", None)
         return (attributes, *slots) if slots else attributes
 
@@ -133,8 +135,38 @@ def _hooks_of(attributes: dict[str, Any]) -> dict[str, dict[int, Any]]:
     }
 
 
-def _without_hooks(hooks: dict[int, Any]) -> dict[int, Any]:
-    return type(hooks)((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
+def _without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module, without our hooks, and its own holds of hooks to match."""
+    hooked = {
+        name: hooks
+        for name, hooks in _hooks_of(attributes).items()
+        if any(isinstance(hook, Hook) for hook in hooks.values())
+    }
+    kept = {
+        name: type(hooks)((key, x) for key, x in hooks.items() if not isinstance(x, Hook))
+        for name, hooks in hooked.items()
+    }
+    instead = {id(hooks): kept[name] for name, hooks in hooked.items()}
+    others = {name: value for name, value in attributes.items() if name not in hooked}
+    held = {name: _held(value, instead) for name, value in others.items()}
+    return {**attributes, **held, **kept}
+
+
+def _held(value: Any, instead: dict[int, dict[int, Any]]) -> Any:
+    """An attribute in which handles of these dicts of hooks are of those that take their place."""
+    leaves = pytree.tree_leaves(value)
+    if not any(
+        isinstance(x, RemovableHandle) and id(x.hooks_dict_ref()) in instead for x in leaves
+    ):
+        return value
+
+    def moved(handle: RemovableHandle) -> RemovableHandle:
+        hooks, *others = handle.__getstate__()
+        found = RemovableHandle.__new__(RemovableHandle)
+        found.__setstate__((instead.get(id(hooks), hooks), *others))
+        return found
+
+    return pytree.tree_map_only(RemovableHandle, moved, value)
 
 
 class AccumulationHook:

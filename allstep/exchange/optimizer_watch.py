@@ -54,6 +54,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.exchanges = WeakSet[Watched]()
         self.has_updated = False  # an optimizer of theirs has made a step
+        self.optimizers = WeakSet[Optimizer]()  # those that have
 
 
 _here = _Here()
@@ -86,6 +87,7 @@ def _before_step(
         _refuse_stranger(optimizer, exchanges, has_gradients=bool(trained))
         return None
     _here.has_updated = True
+    _here.optimizers.add(optimizer)
     _refuse_early(optimizer, [exchange for exchange, ids in held if ids])
     if trained:
         raise UsageError(
@@ -118,6 +120,32 @@ def _refuse_stranger(
             " (it may have been made of a copy, or of a model that was replaced since); make it of"
             " `model.parameters()`, of the model that was given to `attach`."
         )
+
+
+def learning_rates() -> list[tuple[Optimizer, list[object]]]:
+    """Of the optimizers that have updated what this thread has attached."""
+    return [(optimizer, _learning_rates(optimizer)) for optimizer in _here.optimizers]
+
+
+def check_learning_rates(before: list[tuple[Optimizer, list[object]]], step: int) -> None:
+    """Checks that the rates did not change in the loop over a global batch's micro-batches.
+
+    Raises:
+        UsageError: names the optimizer and the cure.
+    """
+    for optimizer, rates in before:
+        if _learning_rates(optimizer) != rates:
+            raise UsageError(
+                f"The learning rate of the {_kind(optimizer)} was changed in the loop over global"
+                f" batch {step}'s micro-batches, as by a scheduler's `step()`: it would depend on"
+                " the number of workers. Change it when that loop has ended, or before it."
+            )
+
+
+def _learning_rates(optimizer: Optimizer) -> list[object]:
+    """A tensor by its version, for to look at its value would mean to wait for its device."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [(id(x), x._version) if isinstance(x, Tensor) else x for x in rates]
 
 
 def _refuse_early(optimizer: Optimizer, exchanges: list[Watched]) -> None:

@@ -216,6 +216,43 @@ def test_hooks_stay_with_the_attached_model(
     run_ranks(size, worker)
 
 
+class Counting(nn.Linear):
+    """Counts its calls, until it is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+        self.num_calls = 0
+        self.handles = [self.register_forward_hook(Counting.count)]
+
+    def count(self, *_: object) -> None:
+        self.num_calls += 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "copied_by", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy]
+)
+def test_a_copy_keeps_its_hold_of_its_own_hooks(
+    copied_by: Callable[[nn.Module], nn.Module], size: int
+) -> None:
+    def worker(comm: Communicator) -> None:
+        counting = Counting()
+        lazy = nn.Sequential(nn.LazyLinear(3))
+        for model in (counting, lazy):
+            attach(model, comm)
+            assert b"allstep" not in pickle.dumps(model).replace(__name__.encode(), b"")
+        copied = copied_by(counting)
+        copied(torch.ones(2, 5))
+        assert [hook.remove() for hook in copied.handles] == [None]
+        copied(torch.ones(2, 5))
+        assert copied.num_calls == 1
+        lazy = copied_by(lazy)
+        for _ in range(2):  # its own hook makes the parameters in the first call, and goes
+            assert lazy(torch.ones(2, 5)).shape == (2, 3)
+
+    run_ranks(size, worker)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_is_not_attached(how: str) -> None:
     start = with_buffers()

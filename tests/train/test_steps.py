@@ -343,6 +343,33 @@ def test_habits_of_plain_loops_in_the_inner_loop_are_errors(
 
 
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_learning_rate_that_changes_in_the_inner_loop_is_an_error(
+    as_tensor: bool, size: int
+) -> None:
+    """A scheduler that steps with each micro-batch makes fewer steps on more workers."""
+
+    def worker(comm: Communicator) -> None:
+        model = make_model()
+        rate = torch.tensor(0.1) if as_tensor else 0.1
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        exchange = allstep.attach(model, comm)
+        batches = allstep.steps(make_loader(comm), exchange)
+        for batch in (next(batches), next(batches)):
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+            optimizer.step()
+            scheduler.step()
+        with pytest.raises(UsageError, match=r"rate of the SGD was .* batch 2's .* Change it when"):
+            for x, y in (batch := next(batches)):
+                batch.backward(loss_of(model, x, y))
+                scheduler.step()
+
+    run_ranks(size, worker, timeout_s=20)
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_backward_pass_without_weight_beside_the_weighted_is_an_error(size: int) -> None:
     def worker(comm: Communicator) -> None:
         model = make_model()
