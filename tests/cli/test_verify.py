@@ -208,6 +208,7 @@ def test_what_an_unknown_cause_might_be(verify, launched, capsys, factor, length
             replace(
                 step,
                 gradients=gradients,
+                local_gradients=gradients,
                 samples=[sample + shift for sample in step.samples],
                 input_shapes=[[len(step.samples), length]],
             )

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from allstep.doctor.verify.causes import Cause, Series, seed_words
-from allstep.doctor.verify.compare import limit_of, total_norm
+from allstep.doctor.verify.compare import gradient_difference, limit_of, total_norm
 from allstep.doctor.verify.record import RunRecord, WorkerRecord
 from allstep.doctor.verify.sketch import NUM_PRODUCTS
+
+_CLEARLY = 30.0  # limits
 
 
 def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
@@ -152,7 +154,7 @@ def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]
     if not np.linalg.norm(each @ shares - few) <= limit * np.linalg.norm(few):
         return []
     is_mean = math.isclose(shares.sum(), 1, rel_tol=10 * limit)
-    if not is_mean or np.ptp(shares) < 30 * limit / other.size:
+    if not is_mean or np.ptp(shares) < _CLEARLY * limit / other.size:
         return []
     weights = " and ".join(f"{share:.3f}" for share in shares)
     evidence = (
@@ -167,10 +169,11 @@ def _changed(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     if other.first.policies or not (_are_finite(one, step) and _are_finite(other, step)):
         return []
     few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
-    if not few.any() or not np.linalg.norm(many - few) <= limit_of(one, other) * np.linalg.norm(
-        few
-    ):
+    limit = limit_of(one, other)
+    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
         return []
+    if gradient_difference(one, other, step) < _CLEARLY * limit:
+        return []  # of some tensors, whose workers' means may be as far apart
     norms = [total_norm(run.first.steps[step].gradients) for run in (one, other)]
     evidence = (
         "the workers' own gradients have the right mean, but what the optimizer finds has the norm"
@@ -192,7 +195,8 @@ def stream_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
 def batch_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """What can be said of other data where nothing else explains them."""
     mine, theirs = one.all_samples(step), other.all_samples(step)
-    if mine == theirs or mine.total() != theirs.total():
+    lengths = [{tuple(s[1:]) for s in run.input_shapes(step)} for run in (one, other)]
+    if mine == theirs or mine.total() != theirs.total() or lengths[0] != lengths[1]:
         return []
     words = seed_words(other)
     if words is not None:
