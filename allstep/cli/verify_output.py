@@ -13,6 +13,7 @@ from allstep.cli.rows import make_console
 from allstep.doctor import (
     Diagnosis,
     Divergence,
+    Rounding,
     RunRecord,
     largest_difference,
     limit_of,
@@ -130,19 +131,9 @@ def _difference(comparison: Comparison, run: RunRecord, step: int) -> str:
 
 
 def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
-    workers = _workers(run.size)
-    lines = []
-    if diagnosis.divergence is None:
-        num = comparison.num_common(run)
-        largest = max(largest_difference(comparison.one, run, step) for step in range(num))
-        limit = limit_of(comparison.one, run)
-        lines.append(
-            f"{workers}: the same model as on {comparison.one.size} for {_steps(num)}, up to"
-            f" rounding (largest relative difference {largest:.1e}, limit {limit:.1e})"
-            f"{', but not as it should.' if diagnosis.causes else '.'}"
-        )
-    else:
-        lines.append(f"{workers}: not the same model. It diverges at {diagnosis.divergence}.")
+    lines = [_verdict(comparison, run, diagnosis)]
+    if diagnosis.rounding is not None:
+        lines += _rounding(diagnosis.rounding)
     if diagnosis.nonfinite_at is not None and diagnosis.divergence is None:
         lines.append(
             f"Its parameters are not finite after step {diagnosis.nonfinite_at}, on"
@@ -151,20 +142,50 @@ def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> 
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
     if diagnosis.divergence is not None and not diagnosis.is_explained:
-        lines.append(f"likely cause: unknown. {_hint(comparison, run, diagnosis)}")
+        lines.append(f"likely cause: unknown. {_hint(comparison, run, diagnosis.divergence)}")
     if comparison.num_made(run) != comparison.num_made(comparison.one):
         lines.append(
-            f"note: the script ended after {_steps(comparison.num_made(run))} on {workers}, after"
-            f" {comparison.num_made(comparison.one)} on {comparison.one.size}."
+            f"note: the script ended after {_steps(comparison.num_made(run))} on"
+            f" {_workers(run.size)}, after {comparison.num_made(comparison.one)} on"
+            f" {comparison.one.size}."
         )
     return "\n".join(lines)
 
 
-def _hint(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
-    divergence = diagnosis.divergence
-    assert divergence is not None
-    if divergence.quantity == "initial parameters":
-        return "The model is another one before the first step: seed its making alike."
+def _verdict(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
+    workers, one = _workers(run.size), comparison.one
+    if diagnosis.divergence is not None:
+        without = "Without rounding it" if diagnosis.rounding is not None else "It"
+        return f"{workers}: not the same model. {without} diverges at {diagnosis.divergence}."
+    num = comparison.num_common(run)
+    same = f"{workers}: the same model as on {one.size} for {_steps(num)}"
+    but = ", but not as it should." if diagnosis.causes else "."
+    if diagnosis.rounding is not None:
+        return f"{same}, up to rounding, amplified by the training{but}"
+    largest = max(largest_difference(one, run, step) for step in range(num))
+    sizes = f"(largest relative difference {largest:.1e}, limit {limit_of(one, run):.1e})"
+    return f"{same}, up to rounding {sizes}{but}"
+
+
+def _rounding(found: Rounding) -> list[str]:
+    """What is known of a difference that is gone without rounding."""
+    growth = "doesn't grow steadily"
+    if found.growth is not None:
+        growth = (
+            f"grows {found.growth:.3g} times with each step; from about step"
+            f" {found.unrelated_at} on two runs will look unrelated"
+        )
+    gone = "In float64 they agree."
+    if found.vanishes_without == "order of sums":
+        gone = 'In exact sums (`compression="exact"`) all bits are the same.'
+    return [
+        f"The gradients differ by {found.at_first:.1e} at first, which {growth}. The limit is"
+        f" passed at {found.divergence}.",
+        f"{gone} It is no mistake of the script.",
+    ]
+
+
+def _hint(comparison: Comparison, run: RunRecord, divergence: Divergence) -> str:
     if divergence.quantity == "gradient":
         return _gradient_hint(comparison.one, run, divergence)
     return "None of the known ones fits."
@@ -235,6 +256,7 @@ def _plain(script: Path, comparison: Comparison) -> dict[str, Any]:
                 else asdict(diagnosis.divergence),
                 "causes": [{**asdict(cause), "cure": cause.cure} for cause in diagnosis.causes],
                 "is_explained": diagnosis.is_explained,
+                "rounding": None if diagnosis.rounding is None else asdict(diagnosis.rounding),
             }
             for run, diagnosis in zip(comparison.others, comparison.diagnoses, strict=True)
         ],

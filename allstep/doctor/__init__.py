@@ -30,6 +30,7 @@ from allstep.doctor.verify.compare import (
 )
 from allstep.doctor.verify.diagnose import Diagnosis, diagnose
 from allstep.doctor.verify.record import RunRecord, StepRecord, WorkerRecord, read_worker
+from allstep.doctor.verify.rounding import Rounding
 from allstep.doctor.verify.script import RecordRequest, record_path, record_script
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Measurements",
     "PairTiming",
     "RecordRequest",
+    "Rounding",
     "RunRecord",
     "ScriptProfile",
     "ShapedCommunicator",

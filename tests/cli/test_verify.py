@@ -175,7 +175,7 @@ def test_what_parts_is_named(verify, launched, capsys):
     assert "it is 4 times that on 1" in said
 
 
-def test_an_unknown_cause_is_said_to_be_unknown(verify, launched, capsys):
+def test_a_model_that_is_another_one_and_a_script_that_ends(verify, launched, capsys):
     def of_size(size: int) -> list[WorkerRecord]:
         scale, num_steps = 1 + 0.2 * size, 6 // size
         return [worker(rank, size, scale=scale, num_steps=num_steps) for rank in range(size)]
@@ -184,7 +184,7 @@ def test_an_unknown_cause_is_said_to_be_unknown(verify, launched, capsys):
     assert verify(write_script(""), "--steps", "5") == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "in the initial parameters of `weight`" in said
-    assert "likely cause: unknown. The model is another one before the first step" in said
+    assert "likely cause: initial parameters: `weight` is another one before the first" in said
     assert "note: the script ended after 3 steps on 2 workers, after 5 on 1." in said
 
 
@@ -208,6 +208,7 @@ def test_what_an_unknown_cause_might_be(verify, launched, capsys, factor, length
             replace(
                 step,
                 gradients=gradients,
+                local_gradients=gradients,
                 samples=[sample + shift for sample in step.samples],
                 input_shapes=[[len(step.samples), length]],
             )

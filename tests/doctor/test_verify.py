@@ -135,10 +135,11 @@ def test_verify_names_two_bugs_at_once(compare):
     assert set(names(diagnosis)) == {"batch norm", "random state"}
 
 
-def test_verify_leaves_other_initial_parameters_unexplained(compare):
+def test_verify_names_other_initial_parameters(compare):
     diagnosis = compare("ddp", "init")
     assert diagnosis.divergence.quantity == "initial parameters"
-    assert (diagnosis.causes, diagnosis.is_explained) == ([], False)
+    assert names(diagnosis) == ["initial parameters"]
+    assert "`0.bias` is another one" in diagnosis.causes[0].evidence
 
 
 def test_verify_names_samples_that_fill_up_a_shard(compare):

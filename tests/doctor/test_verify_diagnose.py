@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from allstep.doctor import RunRecord, WorkerRecord, diagnose
-from allstep.doctor.verify.causes import gradient_causes, option_causes
+from allstep.doctor.verify.causes import option_causes
+from allstep.doctor.verify.gradients import gradient_causes
 from tests.doctor.trainings import options, steps_with
 
 

@@ -10,10 +10,19 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from allstep.doctor.verify.constants import ConstantRandomNumbers
+from allstep.doctor.verify.float64 import Float64, make_float64
 from allstep.doctor.verify.record import WorkerRecord
 from allstep.exchange import Exchange, ExchangePolicy, FunctionHook, Synchronous
 
-Factor = Literal["batch norm", "random state", "random data", "random loader", "exchange policy"]
+Factor = Literal[
+    "batch norm",
+    "random state",
+    "random data",
+    "random loader",
+    "exchange policy",
+    "order of sums",
+    "float32",
+]
 
 _ITERATE = DataLoader.__iter__
 
@@ -26,7 +35,8 @@ class Ablation:
             random numbers by a constant from the first training forward on; "random data" does
             so too, and takes the gradients out of the first step, whose data were drawn before;
             "random loader" begins where a DataLoader is iterated, whose processes draw ahead;
-            "exchange policy" sends means as they are.
+            "exchange policy" sends means as they are; "order of sums" makes sums exact, in loops
+            of `steps`; "float32" computes in float64.
         record: of this worker, which tells when the first step is over.
     """
 
@@ -34,12 +44,29 @@ class Ablation:
         self._factors = frozenset(factors)
         self._record = record
         self._constant: ConstantRandomNumbers | None = None
+        self._float64: Float64 | None = None
+
+    @property
+    def is_float64(self) -> bool:
+        """Whether all is computed in float64."""
+        return "float32" in self._factors
 
     def policy(self, policy: ExchangePolicy | None) -> ExchangePolicy | None:
         """What to attach with."""
+        reduction = "mean" if policy is None else policy.reduction
+        if "order of sums" in self._factors:
+            return Synchronous(reduction=reduction, compression="exact")
         if policy is None or "exchange policy" not in self._factors:
             return policy
-        return Synchronous(reduction=policy.reduction)
+        return Synchronous(reduction=reduction)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Changes a model that is about to be attached."""
+        if self.is_float64:
+            make_float64(model)
+            if self._float64 is None:
+                self._float64 = Float64()
+                self._float64.__enter__()
 
     def apply(self, exchange: Exchange) -> None:
         """Takes up a model that was just attached."""
@@ -58,10 +85,13 @@ class Ablation:
                     p.register_hook(self._without_first_step)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Lets random numbers be random again."""
+        """Lets random numbers be random again, and float32 be float32."""
         if self._constant is not None:
             self._constant.__exit__(None, None, None)
             self._constant = None
+        if self._float64 is not None:
+            self._float64.__exit__(None, None, None)
+            self._float64 = None
         DataLoader.__iter__ = _ITERATE  # type: ignore[method-assign]
 
     def _replace_iteration(self) -> None:

@@ -1,20 +1,18 @@
-"""The causes that `verify` can name, and the signatures of some in the numbers of two runs."""
+"""The causes that `verify` can name, and those that show in options and parameters."""
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from allstep.doctor.verify.compare import limit_of
-from allstep.doctor.verify.record import RunRecord, WorkerRecord
-from allstep.doctor.verify.sketch import NUM_PRODUCTS
+from allstep.doctor.verify.record import RunRecord
 
 Series = NDArray[np.float64]
 
 _RATE_TOLERANCE = 1e-5
+_FORMATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _CURES = {
     "learning rate scaled": "set the learning rate from the global batch, not from the workers",
@@ -33,6 +31,18 @@ _CURES = {
     "exchange policy": "this is what was asked for; compare accuracy, not numbers",
     "optimizer options": "give the optimizer the same options on any number of workers",
     "workers apart": "make every update from `p.grad` and from what is the same on all workers",
+    "initial parameters": "make the model alike on any number of workers: seed its making, and let"
+    " its shape and its values not depend on the workers",
+    "number format": "compute in the same format on any number of workers",
+    "unequal amounts": "weigh each worker's sum by what all workers have together (tokens, class"
+    " weights), not by what it has itself",
+    "gradient changed": "leave `p.grad` as `attach` leaves it, which has taken the mean already;"
+    " what scales or clips it must not depend on the workers",
+    "seed depends on rank": "seed all workers alike, and give each its own samples:"
+    " `allstep.data.loader`, or a DistributedSampler; random numbers of a step come from (seed,"
+    " step, sample)",
+    "other batches": "take each global batch from one order of the samples that doesn't depend on"
+    " the workers; `allstep.data.loader` does",
     "samples repeated": "drop the last batch, or use a sampler that doesn't fill up its parts;"
     " `allstep.data.loader` gives each sample once",
 }
@@ -69,9 +79,38 @@ def peer_causes(run: RunRecord) -> list[Cause]:
     return []
 
 
+def format_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
+    """Whether the models compute in unlike number formats."""
+    names = {torch.finfo(dtype).eps: str(dtype) for dtype in _FORMATS}
+    epsilons = [max(worker.epsilon for worker in run.workers) for run in (one, other)]
+    few, many = (names.get(epsilon, "") for epsilon in epsilons)
+    if few == many or not (few and many):
+        return []
+    evidence = f"the coarsest is {few} on {one.size} and {many} on {other.size} workers"
+    return [Cause("number format", evidence)]
+
+
+def seed_words(run: RunRecord) -> str | None:
+    """How the workers' random states differ, in words; None if they are alike."""
+    first = run.first
+    for worker in run.workers[1:]:
+        for mine, theirs in zip(first.torch_seeds, worker.torch_seeds, strict=False):
+            if mine != theirs:
+                return f"torch's seed is {mine} on rank 0 and {theirs} on rank {worker.rank}"
+        for library, state in first.random_states.items():
+            if worker.random_states.get(library) != state:
+                return f"the random state of {library} is another on rank {worker.rank}"
+    return None
+
+
 def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     """What is wrong with the learning rate and the other options of the optimizer."""
     causes: dict[str, Cause] = {}
+    mine, theirs = (_options_of_first_steps(run) for run in (one, other))
+    if mine and theirs and (odd := sorted(mine ^ theirs)):
+        sizes = one.size if odd[0] in mine else other.size
+        evidence = f"`{odd[0]}` is an option only on {sizes} worker{'s' * (sizes > 1)}"
+        return [Cause("optimizer options", f"the optimizer is another one: {evidence}")]
     few, many = _option_series(one), _option_series(other)
     for key in few:
         theirs = many.get(key, few[key])[: len(few[key])]
@@ -84,6 +123,14 @@ def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
         for cause in found:
             causes.setdefault(cause.name, cause)
     return list(causes.values())
+
+
+def _options_of_first_steps(run: RunRecord) -> set[str]:
+    """Names of the options of the first optimizer's first step."""
+    if not run.num_steps:
+        return set()
+    first = run.first.steps[0]
+    return {first.option_name(key, i) for i, of in enumerate(first.options) for key in of}
 
 
 def _option_series(run: RunRecord) -> dict[str, Series]:
@@ -138,149 +185,3 @@ def _constant_factor(few: Series, many: Series) -> float | None:
     factor = float(np.median(many[is_set] / few[is_set]))
     fits = np.allclose(many, factor * few, rtol=_RATE_TOLERANCE, atol=0)
     return factor if fits else None
-
-
-def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
-    """Whether workers ran each other's samples."""
-    steps = range(min(one.num_steps, other.num_steps))
-    if all(_are_equal(one, other, step) for step in steps):
-        samples = other.samples(0)[0].total()
-        who = "both" if other.size == 2 else f"all {other.size}"
-        evidence = f"{who} workers ran the same {samples} samples in every step"
-        return [Cause("data not sharded", evidence)]
-    return _overlap(one, other, steps)
-
-
-def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
-    """Whether all workers ran the same samples, and these aren't what data like theirs give."""
-    first, *others = other.samples(step)
-    few = one.all_samples(step)
-    are_equal = all(samples == first for samples in others)
-    return len(few) > 1 and are_equal and other.all_samples(step) != few
-
-
-def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
-    """Whether workers ran some samples of others, though no sample was due twice."""
-    few = sum((one.all_samples(step) for step in steps), Counter[int]())
-    if len(few) != few.total():
-        return []
-    parts = [
-        {sample for step in steps for sample in worker.steps[step].samples}
-        for worker in other.workers
-    ]
-    num_shared = sum(map(len, parts)) - len(set().union(*parts))
-    if not num_shared or other.all_samples(0) == one.all_samples(0):
-        return []
-    evidence = f"{num_shared} samples were run by several of the {other.size} workers"
-    return [Cause("data not sharded", f"{evidence}, before any was due again")]
-
-
-def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
-    """Why the gradients of a step differ, though its parameters agree."""
-    mine, theirs = one.all_samples(step), other.all_samples(step)
-    times = other.size / one.size
-    dim = _batch_dim(one, other, step) if mine != theirs else 0
-    if dim:  # rows are no samples: those of one worker have parts of those of another
-        few, many = (sum(_num_samples(run, step, dim)) for run in (one, other))
-        if few != many:
-            return [_larger_batch(few, many, one, other)] if many == times * few else []
-    elif mine != theirs:
-        is_larger = mine and theirs.total() == times * mine.total()
-        if is_larger:
-            return [_larger_batch(mine.total(), theirs.total(), one, other)]
-        known = set().union(*(one.all_samples(k) for k in range(step + 1)))
-        if mine and theirs >= mine and known >= set(theirs):
-            extra = f"{theirs.total() - mine.total()} of {theirs.total()} samples of step {step}"
-            return [Cause("samples repeated", f"{extra} on {other.size} workers are repeats")]
-        return []
-    if not _are_finite(one, step) or not _are_finite(other, step):
-        return []
-    return _summed(one, other, step, times) or _unequal(one, other, step, dim)
-
-
-def _larger_batch(few: int, many: int, one: RunRecord, other: RunRecord) -> Cause:
-    batches = f"{few} samples on {one.size}, {many} on {other.size}"
-    return Cause("global batch", f"a step's batch grows with the workers: {batches}")
-
-
-def _batch_dim(one: RunRecord, other: RunRecord, step: int) -> int:
-    """The dimension of the model's inputs that counts samples: the only one that differs."""
-    shapes = one.input_shapes(step) + other.input_shapes(step)
-    if len({len(shape) for shape in shapes}) != 1:
-        return 0
-    differing = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
-    return differing[0] if len(differing) == 1 else 0
-
-
-def _num_samples(run: RunRecord, step: int, dim: int) -> list[int]:
-    """Each worker's."""
-    if not dim:
-        return [samples.total() for samples in run.samples(step)]
-    return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.workers]
-
-
-def _are_finite(run: RunRecord, step: int) -> bool:
-    """Whether all workers' own gradients are, so that one can reckon with them."""
-    return all(
-        np.isfinite(sketch.products).all()
-        for worker in run.workers
-        for sketch in worker.steps[step].local_gradients.values()
-    )
-
-
-def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[Cause]:
-    """The same gradient, but for a factor."""
-    few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
-    squared = float(few @ few)
-    factor = float(few @ many) / squared if squared else 0.0
-    limit = limit_of(one, other)
-    if not np.linalg.norm(many - factor * few) <= limit * np.linalg.norm(many):
-        return []
-    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in (times, 1 / times)):
-        return []
-    ratio = f"the gradient on {other.size} workers is {factor:.4g} times that on {one.size}"
-    return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
-
-
-def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Cause]:
-    """Weighed by samples, the workers' gradients give the right one."""
-    counts = _num_samples(other, step, dim)
-    if len(set(counts)) == 1:
-        return []
-    few, many = _mean_gradients(one, other, step, _num_samples(one, step, dim), counts)
-    limit = limit_of(one, other)
-    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
-        return []
-    evidence = (
-        f"at step {step} the workers have {' and '.join(map(str, counts))} samples, and the"
-        " gradient is the mean of their means; weighed by samples it would be right"
-    )
-    return [Cause("unequal shards", evidence)]
-
-
-def _mean_gradients(
-    one: RunRecord,
-    other: RunRecord,
-    step: int,
-    weights: Sequence[int],
-    other_weights: Sequence[int],
-) -> tuple[Series, Series]:
-    """The workers' own gradients, as they were before the exchange, averaged; of both runs."""
-    workers = (*one.workers, *other.workers)
-    names = sorted({name for worker in workers for name in worker.steps[step].local_gradients})
-    return (
-        _mean_gradient(one.workers, step, weights, names),
-        _mean_gradient(other.workers, step, other_weights, names),
-    )
-
-
-def _mean_gradient(
-    workers: Sequence[WorkerRecord], step: int, weights: Sequence[int], names: Sequence[str]
-) -> Series:
-    means = np.zeros((len(names), NUM_PRODUCTS))
-    for worker, weight in zip(workers, weights, strict=True):
-        local = worker.steps[step].local_gradients
-        for mean, name in zip(means, names, strict=True):
-            if name in local:
-                mean += weight / sum(weights) * np.array(local[name].products)
-    return means.reshape(-1)

@@ -126,6 +126,13 @@ def largest_difference(one: RunRecord, other: RunRecord, step: int) -> float:
     return max((d for _, of in found for d in of.values()), default=0.0)
 
 
+def gradient_difference(one: RunRecord, other: RunRecord, step: int) -> float:
+    """Relative difference of all gradients of a step together."""
+    x, y = one.first.steps[step].gradients, other.first.steps[step].gradients
+    distance = math.hypot(*(_distance(x.get(name), y.get(name)) for name in {*x, *y}))
+    return distance / (max(total_norm(x), total_norm(y)) or 1.0)
+
+
 def total_norm(sketches: Mapping[str, Sketch]) -> float:
     """Norm of all tensors together."""
     return math.hypot(*(sketch.norm for sketch in sketches.values()))

@@ -1,20 +1,35 @@
 """Whether two runs train the same model, and if not, why."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allstep.doctor.verify.ablation import Factor
 from allstep.doctor.verify.causes import (
     Cause,
-    data_causes,
-    gradient_causes,
+    format_causes,
     option_causes,
     peer_causes,
+    seed_words,
 )
 from allstep.doctor.verify.compare import Divergence, find_divergence, nonfinite_step
+from allstep.doctor.verify.gradients import (
+    batch_causes,
+    data_causes,
+    gradient_causes,
+    stream_causes,
+)
 from allstep.doctor.verify.record import RunRecord
+from allstep.doctor.verify.rounding import (
+    Rounding,
+    RoundingFactor,
+    is_gone,
+    measure_rounding,
+)
+from allstep.errors import UsageError
 
-_CAUSES_OF_GRADIENTS = ("data not sharded", "workers apart")
+_CAUSES_OF_GRADIENTS = ("data not sharded", "workers apart", "number format")
+_CAUSES_OF_OPTIONS = ("learning rate scaled", "scheduler", "optimizer options")
+_LARGE = 0.01  # relative difference of the first step that is no rounding of one unit
 _RANDOM_DATA: tuple[Factor, ...] = ("random data", "random loader")
 
 # Runs both again for some steps, without the factors.
@@ -31,6 +46,8 @@ class Diagnosis:
         causes: the likely ones; none of a model that is the same, or if no cause fits.
         is_explained: whether the causes account for the divergence.
         nonfinite_at: the step from which neither run is finite, and nothing was compared; or None.
+        rounding: what was larger than the limit and is gone without rounding; then all else is
+            of the runs without.
     """
 
     size: int
@@ -38,6 +55,7 @@ class Diagnosis:
     causes: list[Cause]
     is_explained: bool
     nonfinite_at: int | None = None
+    rounding: Rounding | None = None
 
     @property
     def is_same(self) -> bool:
@@ -48,44 +66,115 @@ class Diagnosis:
 def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
     """Compares a script's first steps on two numbers of workers.
 
-    Signatures in the numbers come first. Where they say nothing about a gradient that differs,
-    both runs are made again without batch norm, without random numbers or without the
-    exchange's policy: a factor without which they agree is the cause.
+    Signatures in the numbers come first. Where they say nothing about a difference, both runs are
+    made again without rounding: in exact sums if all is in loops of `steps`, else in float64. If
+    it is gone there it was rounding, and what is left to compare are the runs without. If not,
+    both are made again without batch norm, without random numbers or without the exchange's
+    policy: a factor without which they agree is the cause.
 
     Args:
         one: the run on the fewest workers.
         other: on more; one of them is finite after the first step.
-        rerun: makes both again.
+        rerun: makes both again; raises UsageError if the script fails so.
     """
     nonfinite_at = nonfinite_step(one, other)
     if nonfinite_at is not None:
         one, other = one.before(nonfinite_at), other.before(nonfinite_at)
     divergence = find_divergence(one, other)
-    causes = option_causes(one, other)
+    causes = _signatures(one, other, divergence)
+    base: list[Factor] = []
+    if divergence is not None and _may_be_rounding(divergence, causes):
+        num_steps = min(one.num_steps, other.num_steps)
+        for factor in _rounding_factors(one, other):
+            again = _made_again(rerun, [factor], num_steps)
+            if again is None:
+                continue
+            if is_gone(*again, divergence.step, factor):
+                rounding = measure_rounding(one, other, divergence, factor)
+                rest = _diagnose(*again, rerun, [factor])
+                return replace(rest, rounding=rounding, nonfinite_at=nonfinite_at)
+            base = [factor]
+    return replace(_diagnose(one, other, rerun, base), nonfinite_at=nonfinite_at)
+
+
+def _signatures(one: RunRecord, other: RunRecord, divergence: Divergence | None) -> list[Cause]:
+    """Causes that need no other run: those of the whole, and those of the first difference."""
+    causes = option_causes(one, other) + format_causes(one, other)
     if not other.first.policies:
         causes += peer_causes(other)
     causes += data_causes(one, other)
-    is_explained = divergence is None or bool(causes)
-    if divergence is not None and divergence.quantity == "gradient":
-        is_explained = any(cause.name in _CAUSES_OF_GRADIENTS for cause in causes)
-        if not is_explained:
-            found = _causes_of_gradient(one, other, divergence.step, rerun)
-            is_explained = bool(found)
-            causes += found
-    return Diagnosis(other.size, divergence, causes, is_explained, nonfinite_at)
+    if divergence is not None and divergence.quantity == "initial parameters":
+        evidence = f"`{divergence.name}` is another one before the first step"
+        causes.append(Cause("initial parameters", evidence))
+    is_open = not any(cause.name in _CAUSES_OF_GRADIENTS for cause in causes)
+    if divergence is not None and divergence.quantity == "gradient" and is_open:
+        causes += gradient_causes(one, other, divergence.step)
+        if not _explains(divergence, causes):
+            causes += stream_causes(one, other, divergence.step)
+    return causes
 
 
-def _causes_of_gradient(one: RunRecord, other: RunRecord, step: int, rerun: Rerun) -> list[Cause]:
-    causes = gradient_causes(one, other, step)
-    if causes:
-        return causes
-    factors = _factors(one, other, step)
-    for attempt in _attempts(factors):
+def _explains(divergence: Divergence | None, causes: Sequence[Cause]) -> bool:
+    """Whether the causes account for the first difference."""
+    if divergence is None:
+        return True
+    if divergence.quantity == "gradient":
+        return any(cause.name not in _CAUSES_OF_OPTIONS for cause in causes)
+    return bool(causes)
+
+
+def _may_be_rounding(divergence: Divergence, causes: Sequence[Cause]) -> bool:
+    """Rounding is small in the first step, and no signature of a mistake."""
+    is_small = divergence.step > 0 or divergence.difference < _LARGE
+    return is_small and not _explains(divergence, causes)
+
+
+def _rounding_factors(one: RunRecord, other: RunRecord) -> list[RoundingFactor]:
+    """What to take out, the surest first."""
+    is_exact = one.first.is_in_steps and other.first.is_in_steps and not other.first.policies
+    return ["order of sums", "float32"] if is_exact else ["float32"]
+
+
+def _made_again(
+    rerun: Rerun, factors: Sequence[Factor], num_steps: int
+) -> tuple[RunRecord, RunRecord] | None:
+    """Both runs without some factors; None if the script fails without them."""
+    try:
+        one, other = rerun(factors, num_steps)
+    except UsageError:
+        return None
+    nonfinite_at = nonfinite_step(one, other)
+    if nonfinite_at is not None:
+        return one.before(nonfinite_at), other.before(nonfinite_at)
+    return one, other
+
+
+def _diagnose(one: RunRecord, other: RunRecord, rerun: Rerun, base: Sequence[Factor]) -> Diagnosis:
+    """The causes of what differs, where it is no rounding.
+
+    Args:
+        base: what further runs are to be without, too.
+    """
+    divergence = find_divergence(one, other)
+    causes = _signatures(one, other, divergence)
+    is_explained = _explains(divergence, causes)
+    if divergence is not None and divergence.quantity == "gradient" and not is_explained:
+        found = _causes_of_gradient(one, other, divergence.step, rerun, base)
+        is_explained = bool(found)
+        causes += found
+    return Diagnosis(other.size, divergence, causes, is_explained)
+
+
+def _causes_of_gradient(
+    one: RunRecord, other: RunRecord, step: int, rerun: Rerun, base: Sequence[Factor]
+) -> list[Cause]:
+    for attempt in _attempts(_factors(one, other, step)):
         last = max(step, 1) if "random data" in attempt else step  # which empties the first
-        others = _causes_without(one, *rerun(attempt, last + 1), last)
+        again = _made_again(rerun, [*attempt, *base], last + 1)
+        others = None if again is None else _causes_without(one, *again, last)
         if others is not None:
             return [_as_cause(factor, other) for factor in attempt] + others
-    return []
+    return batch_causes(one, other, step)
 
 
 def _factors(one: RunRecord, other: RunRecord, step: int) -> list[Factor]:
@@ -111,8 +200,7 @@ def _causes_without(
     before: RunRecord, one: RunRecord, other: RunRecord, step: int
 ) -> list[Cause] | None:
     """What else is wrong without the factors; None if they are not the cause."""
-    nonfinite_at = nonfinite_step(one, other)
-    if step >= min(one.num_steps, other.num_steps) or nonfinite_at is not None:
+    if step >= min(one.num_steps, other.num_steps):
         return None
     if len(before.all_samples(step)) > 1 and len(one.all_samples(step)) < 2:
         return None  # the data were made of random numbers: nothing is left of them
@@ -135,7 +223,10 @@ def _as_cause(factor: Factor, run: RunRecord) -> Cause:
             "exchange policy", f"the exchange is not exact ({policy}): without it the runs agree"
         )
     where = "the model" if factor == "random state" else "the data that the model is given"
+    seeds = seed_words(run)
+    because = "" if seeds is None else f" ({seeds})"
     return Cause(
         "random state",
-        f"random numbers in {where} depend on the worker: with constants instead the runs agree",
+        f"random numbers in {where} depend on the worker{because}: with constants instead the runs"
+        " agree",
     )

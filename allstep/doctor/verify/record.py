@@ -52,6 +52,9 @@ class WorkerRecord:
         policies: of the exchanges that don't send exact means at once, in words.
         num_attached: calls of `attach`.
         num_batch_norms: batch norm modules of the attached models.
+        is_in_steps: whether all backward passes were in loops of `steps`.
+        torch_seeds: when the first model was attached, and when it was first run.
+        random_states: checksums of "Python" and "numpy" states when the first was attached.
         initial_parameters: when the first step begins.
     """
 
@@ -60,6 +63,9 @@ class WorkerRecord:
     policies: list[str] = field(default_factory=list)
     num_attached: int = 0
     num_batch_norms: int = 0
+    is_in_steps: bool = True
+    torch_seeds: list[int] = field(default_factory=list)
+    random_states: dict[str, int] = field(default_factory=dict)
     initial_parameters: dict[str, Sketch] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     failure: Failure | None = None

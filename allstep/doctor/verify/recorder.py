@@ -1,6 +1,5 @@
 """Watches an attached model in training and writes down what each step does."""
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 from allstep.comm import Communicator
 from allstep.doctor.script import Attach
 from allstep.doctor.verify.ablation import Ablation, Factor
+from allstep.doctor.verify.checksums import checksum, checksums_of_samples, random_states
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
 from allstep.exchange import (
@@ -63,6 +63,7 @@ class Recorder:
         self._on_end = on_end
         self._sketch = Sketcher()
         self._models: list[nn.Module] = []
+        self._exchanges: dict[nn.Module, Exchange] = {}
         self._optimizers: list[Optimizer] = []
         self._device_types: set[str] = set()
         self._samples: list[int] = []
@@ -84,6 +85,12 @@ class Recorder:
         **options: Any,
     ) -> Exchange:
         """Attaches without the factors, and watches the model from then on."""
+        self.ablation.prepare(getattr(model, "_orig_mod", model))
+        if not self._models:
+            self.record.torch_seeds, self.record.random_states = (
+                [torch.initial_seed()],
+                random_states(),
+            )
         exchange = attach(model, comm, self.ablation.policy(policy), **options)
         self.ablation.apply(exchange)
         model, record = exchange.model, self.record
@@ -95,6 +102,7 @@ class Recorder:
         self._models.append(model)
         hook = FunctionHook(self, self._before_forward)
         self._hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        self._exchanges[model] = exchange
         precision = FunctionHook(self, self._note_precision)
         self._hooks += [
             module.register_forward_pre_hook(precision)
@@ -119,6 +127,8 @@ class Recorder:
         def add(gradient: Tensor | None) -> None:
             if gradient is None:
                 return
+            if exchange.global_step is None:
+                self.record.is_in_steps = False
             with torch.no_grad():
                 earlier = self._local.get(p)
                 products = torch.tensor(self._sketch(gradient).products, dtype=torch.float64)
@@ -131,8 +141,11 @@ class Recorder:
         self.num_events += 1
         if not (torch.is_grad_enabled() and model.training):
             return
+        in_steps = self._exchanges[model].global_step is not None  # which seeds each micro-batch
+        if len(self.record.torch_seeds) == 1 and not in_steps:
+            self.record.torch_seeds.append(torch.initial_seed())
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._samples += _checksums_of_samples(leaves)
+        self._samples += checksums_of_samples(leaves)
         self._input_shapes += [_shape(leaf) for leaf in leaves[:1]]
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._device_types |= {p.device.type for p in model.parameters()}
@@ -144,6 +157,8 @@ class Recorder:
             self._note(self._autocast_dtypes())
 
     def _autocast_dtypes(self) -> set[torch.dtype]:
+        if self.ablation.is_float64:  # which autocast leaves as it is
+            return set()
         enabled = filter(torch.is_autocast_enabled, self._device_types)
         return {torch.get_autocast_dtype(device_type) for device_type in enabled}
 
@@ -183,7 +198,7 @@ class Recorder:
                     },
                     gradients=self._gradients,
                     parameters=self._sketches(own.items()),
-                    checksum=reduce(lambda c, p: _checksum(p, c), own.values(), 0),
+                    checksum=reduce(lambda c, p: checksum(p, c), own.values(), 0),
                     optimizer=self._optimizers.index(optimizer),
                     input_shapes=self._input_shapes,
                 )
@@ -252,24 +267,3 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
 def _shape(tensor: Tensor) -> list[int]:
     """Of a nested tensor only the number of samples: they may differ in the rest."""
     return [tensor.size(0)] if tensor.is_nested else list(tensor.shape)
-
-
-def _checksums_of_samples(tensors: Sequence[Tensor]) -> list[int]:
-    """One for each sample: of all tensors whose first dimension is that of the first."""
-    tensors = [tensor for tensor in tensors if tensor.numel() and tensor.dim()]
-    if not tensors:
-        return []
-    checksums = [0] * tensors[0].size(0)
-    for tensor in tensors:
-        if tensor.size(0) == len(checksums):
-            in_blocks = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
-            rows = (tensor.to_dense() if in_blocks else tensor).unbind()
-            checksums = [_checksum(row, c) for row, c in zip(rows, checksums, strict=True)]
-    return checksums
-
-
-def _checksum(tensor: Tensor, start: int = 0) -> int:
-    """Of its values' bits, however they lie in memory."""
-    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
-    values = dense.cpu().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().tobytes(), start)

@@ -1,0 +1,249 @@
+"""Signatures of causes in the samples and the gradients of two runs."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from allstep.doctor.verify.causes import Cause, Series, seed_words
+from allstep.doctor.verify.compare import gradient_difference, limit_of, total_norm
+from allstep.doctor.verify.record import RunRecord, WorkerRecord
+from allstep.doctor.verify.sketch import NUM_PRODUCTS
+
+_CLEARLY = 30.0  # limits
+
+
+def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
+    """Whether workers ran each other's samples."""
+    steps = range(min(one.num_steps, other.num_steps))
+    if all(_are_equal(one, other, step) for step in steps):
+        samples = other.samples(0)[0].total()
+        who = "both" if other.size == 2 else f"all {other.size}"
+        evidence = f"{who} workers ran the same {samples} samples in every step"
+        return [Cause("data not sharded", evidence)]
+    return _overlap(one, other, steps)
+
+
+def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
+    """Whether all workers ran the same samples, and these aren't what data like theirs give."""
+    first, *others = other.samples(step)
+    few = one.all_samples(step)
+    are_equal = all(samples == first for samples in others)
+    return len(few) > 1 and are_equal and other.all_samples(step) != few
+
+
+def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
+    """Whether workers ran some samples of others, though no sample was due twice."""
+    few = sum((one.all_samples(step) for step in steps), Counter[int]())
+    if len(few) != few.total():
+        return []
+    parts = [
+        {sample for step in steps for sample in worker.steps[step].samples}
+        for worker in other.workers
+    ]
+    num_shared = sum(map(len, parts)) - len(set().union(*parts))
+    if not num_shared or other.all_samples(0) == one.all_samples(0):
+        return []
+    evidence = f"{num_shared} samples were run by several of the {other.size} workers"
+    return [Cause("data not sharded", f"{evidence}, before any was due again")]
+
+
+def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
+    """Why the gradients of a step differ, though its parameters agree."""
+    mine, theirs = one.all_samples(step), other.all_samples(step)
+    times = other.size / one.size
+    dim = _batch_dim(one, other, step) if mine != theirs else 0
+    if dim:  # rows are no samples: those of one worker have parts of those of another
+        few, many = (sum(_num_samples(run, step, dim)) for run in (one, other))
+        if few != many:
+            return [_larger_batch(few, many, one, other)] if many == times * few else []
+    elif mine != theirs:
+        is_larger = mine and theirs.total() == times * mine.total()
+        if is_larger:
+            return [_larger_batch(mine.total(), theirs.total(), one, other)]
+        known = set().union(*(one.all_samples(k) for k in range(step + 1)))
+        if mine and theirs >= mine and known >= set(theirs):
+            extra = f"{theirs.total() - mine.total()} of {theirs.total()} samples of step {step}"
+            return [Cause("samples repeated", f"{extra} on {other.size} workers are repeats")]
+        if mine and theirs and mine.total() != theirs.total():
+            return [_larger_batch(mine.total(), theirs.total(), one, other)]
+        return _unequal_amounts(one, other, step)  # padded otherwise, samples look like others
+    return (
+        _summed(one, other, step, times)
+        or _unequal(one, other, step, dim)
+        or _unequal_amounts(one, other, step)
+        or _changed(one, other, step)
+    )
+
+
+def _larger_batch(few: int, many: int, one: RunRecord, other: RunRecord) -> Cause:
+    batches = f"{few} samples on {one.size}, {many} on {other.size}"
+    return Cause("global batch", f"a step's batch depends on the workers: {batches}")
+
+
+def _batch_dim(one: RunRecord, other: RunRecord, step: int) -> int:
+    """The dimension of the model's inputs that counts samples: the only one that differs."""
+    shapes = one.input_shapes(step) + other.input_shapes(step)
+    if len({len(shape) for shape in shapes}) != 1:
+        return 0
+    differing = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
+    return differing[0] if len(differing) == 1 else 0
+
+
+def _num_samples(run: RunRecord, step: int, dim: int) -> list[int]:
+    """Each worker's."""
+    if not dim:
+        return [samples.total() for samples in run.samples(step)]
+    return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.workers]
+
+
+def _are_finite(run: RunRecord, step: int) -> bool:
+    """Whether all workers' own gradients are, so that one can reckon with them."""
+    return all(
+        np.isfinite(sketch.products).all()
+        for worker in run.workers
+        for sketch in worker.steps[step].local_gradients.values()
+    )
+
+
+def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[Cause]:
+    """The same gradient, but for a factor."""
+    if not _are_finite(one, step) or not _are_finite(other, step):
+        return []
+    few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
+    squared = float(few @ few)
+    factor = float(few @ many) / squared if squared else 0.0
+    limit = limit_of(one, other)
+    if not np.linalg.norm(many - factor * few) <= limit * np.linalg.norm(many):
+        return []
+    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in (times, 1 / times)):
+        return []
+    ratio = f"the gradient on {other.size} workers is {factor:.4g} times that on {one.size}"
+    return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
+
+
+def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Cause]:
+    """Weighed by samples, the workers' gradients give the right one."""
+    counts = _num_samples(other, step, dim)
+    are_finite = _are_finite(one, step) and _are_finite(other, step)
+    if len(set(counts)) == 1 or not are_finite:
+        return []
+    few, many = _mean_gradients(one, other, step, _num_samples(one, step, dim), counts)
+    limit = limit_of(one, other)
+    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
+        return []
+    evidence = (
+        f"at step {step} the workers have {' and '.join(map(str, counts))} samples, and the"
+        " gradient is the mean of their means; weighed by samples it would be right"
+    )
+    return [Cause("unequal shards", evidence)]
+
+
+def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
+    """Weighed by some shares, which are no samples, the workers' gradients give the right one."""
+    names = sorted({name for w in other.workers for name in w.steps[step].local_gradients})
+    if one.size > 1 or not names or not (_are_finite(one, step) and _are_finite(other, step)):
+        return []
+    few = _mean_gradient(one.workers, step, [1], names)
+    each = np.stack([_mean_gradient([w], step, [1], names) for w in other.workers], axis=1)
+    shares, _, rank, _ = np.linalg.lstsq(each, few)
+    limit = limit_of(one, other)
+    if rank < other.size or len(few) < 4 * other.size or shares.min() < 0:
+        return []
+    if not np.linalg.norm(each @ shares - few) <= limit * np.linalg.norm(few):
+        return []
+    is_mean = math.isclose(shares.sum(), 1, rel_tol=10 * limit)
+    if not is_mean or np.ptp(shares) < _CLEARLY * limit / other.size:
+        return []
+    weights = " and ".join(f"{share:.3f}" for share in shares)
+    evidence = (
+        "the loss is a mean over something of which the workers have unequal amounts: weighed by"
+        f" {weights} their gradients would give the right one"
+    )
+    return [Cause("unequal amounts", evidence)]
+
+
+def _changed(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
+    """The workers' own gradients have the right mean, but the optimizer finds something else."""
+    if other.first.policies or not (_are_finite(one, step) and _are_finite(other, step)):
+        return []
+    few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
+    limit = limit_of(one, other)
+    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
+        return []
+    if gradient_difference(one, other, step) < _CLEARLY * limit:
+        return []  # of some tensors, whose workers' means may be as far apart
+    norms = [total_norm(run.first.steps[step].gradients) for run in (one, other)]
+    evidence = (
+        "the workers' own gradients have the right mean, but what the optimizer finds has the norm"
+        f" {norms[1]:.4g} on {other.size} workers and {norms[0]:.4g} on {one.size}"
+    )
+    return [Cause("gradient changed", evidence)]
+
+
+def stream_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
+    """Each worker draws samples of its own stream: rank 0 those of a single worker, others not."""
+    words = seed_words(other)
+    are_known = _samples_are_known(one, other, step)
+    if words is None or not are_known[0] or any(are_known[1:]):
+        return []
+    evidence = f"{words}, and only rank 0 runs samples that are run on {one.size}"
+    return [Cause("seed depends on rank", evidence)]
+
+
+def batch_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
+    """What can be said of other data where nothing else explains them."""
+    mine, theirs = one.all_samples(step), other.all_samples(step)
+    lengths = [{tuple(s[1:]) for s in run.input_shapes(step)} for run in (one, other)]
+    if mine == theirs or mine.total() != theirs.total() or lengths[0] != lengths[1]:
+        return []
+    words = seed_words(other)
+    if words is not None:
+        return [Cause("seed depends on rank", f"{words}, and the data are others")]
+    known = set().union(*(one.all_samples(k) for k in range(one.num_steps)))
+    are_known = _samples_are_known(one, other, step)
+    is_chosen = any(are_known) and None not in are_known  # a change would be of any worker's
+    if not is_chosen and not known >= set(theirs):
+        return []
+    common = f"{(mine & theirs).total()} of {theirs.total()} samples of step {step}"
+    evidence = f"only {common} are those on {one.size}: does each worker have an order of its own?"
+    return [Cause("other batches", evidence)]
+
+
+def _samples_are_known(one: RunRecord, other: RunRecord, step: int) -> list[bool | None]:
+    """Whether each worker's samples are of the other run's step; None if only some are."""
+    mine = set(one.all_samples(step))
+    found: list[bool | None] = []
+    for samples in other.samples(step):
+        num_known = len(mine & set(samples))
+        found.append(num_known > 0 if num_known in (0, len(samples)) else None)
+    return found
+
+
+def _mean_gradients(
+    one: RunRecord,
+    other: RunRecord,
+    step: int,
+    weights: Sequence[int],
+    other_weights: Sequence[int],
+) -> tuple[Series, Series]:
+    """The workers' own gradients, as they were before the exchange, averaged; of both runs."""
+    workers = (*one.workers, *other.workers)
+    names = sorted({name for worker in workers for name in worker.steps[step].local_gradients})
+    return (
+        _mean_gradient(one.workers, step, weights, names),
+        _mean_gradient(other.workers, step, other_weights, names),
+    )
+
+
+def _mean_gradient(
+    workers: Sequence[WorkerRecord], step: int, weights: Sequence[int], names: Sequence[str]
+) -> Series:
+    means = np.zeros((len(names), NUM_PRODUCTS))
+    for worker, weight in zip(workers, weights, strict=True):
+        local = worker.steps[step].local_gradients
+        for mean, name in zip(means, names, strict=True):
+            if name in local:
+                mean += weight / sum(weights) * np.array(local[name].products)
+    return means.reshape(-1)
