@@ -73,8 +73,7 @@ class Grid:
         self._num_terms_each = 1
         self._num_added: dict[str, int] = {}  # in this micro-batch
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.num_off = 0  # parameters that needed the second exchange, so far
-        self.num_steps_off = 0  # steps with such parameters
+        self.num_completed = 0  # exchanges of which a part was summed apart
 
     def begin(self, num_micro_batches: int, num_terms_each: int = 1) -> None:
         """A global batch begins.
@@ -194,11 +193,6 @@ class Grid:
                 top = top.clamp_(max=_GROWTH * largest)
         self._tops[name] = top
         self._units.pop(name, None)
-
-    def count(self, num_off: int) -> None:
-        """Counts a step in which parameters have left the grid."""
-        self.num_off += num_off
-        self.num_steps_off += num_off > 0
 
     def state_dict(self) -> dict[str, Any]:
         """What the next units depend on, the same on all workers."""

@@ -100,7 +100,11 @@ class OverlappedExchange(Exchange):
     def stats(self) -> ExchangeStats:
         reducer = self._reducer
         return ExchangeStats(
-            self._num_exchanges, reducer.sent_bytes, reducer.busy_s, self._in_flight.exposed_s
+            self._num_exchanges,
+            reducer.sent_bytes,
+            reducer.busy_s,
+            self._in_flight.exposed_s,
+            0 if self._grid is None else self._grid.num_completed,
         )
 
     def synchronize(self) -> None:
@@ -339,7 +343,7 @@ class OverlappedExchange(Exchange):
         self, grid: Grid, summed: Mapping[str, nn.Parameter], off_grid: Collection[str]
     ) -> None:
         """After an exchange: the next units follow its sums."""
-        grid.count(len(off_grid))
+        grid.num_completed += bool(off_grid)
         for name in grid.names_to_look_at(self._num_exchanges, summed, off_grid):
             total = summed[name].grad
             assert total is not None
