@@ -66,8 +66,7 @@ class Grid:
     added to a `comm.reproducible.ReproducibleSum` instead. The flags behind the gradients tell all
     workers of it, and the sums of such parameters are completed in a second exchange. Whether a
     gradient fits depends on it alone, so the result is the same bits still. NaN and infinity don't
-    fit, and
-    arrive.
+    fit, and arrive.
     """
 
     def __init__(self) -> None:
