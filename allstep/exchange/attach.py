@@ -76,7 +76,7 @@ def attach(
         raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
     policy = policy or Synchronous()
     if comm.size > 1:
-        check_same_arguments(comm, _in_words(policy, scaler, optimizer))
+        check_same_arguments(comm, _in_words(policy, scaler, optimizer, comm.device))
     if isinstance(policy, LocalSGD) and optimizer is None:
         raise UsageError(
             f"`optimizer` (=None) must be given for local SGD (`sync_every` is"
@@ -100,12 +100,16 @@ def _in_words(
     policy: ExchangePolicy,
     scaler: torch.amp.GradScaler | None,
     optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
 ) -> dict[str, str]:
     """What workers must have been given alike."""
     others = {"scaler": scaler, "optimizer": optimizer}
-    return policy.in_words | {
+    words = policy.in_words | {
         name: "None" if value is None else "given" for name, value in others.items()
     }
+    if policy.wire_format.name == "exact" and device.type == "cpu":  # which change a product's bits
+        words["torch.get_num_threads()"] = str(torch.get_num_threads())
+    return words
 
 
 def _refuse_attached(model: nn.Module) -> None:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 _MARGIN = 16.0  # of a global gradient's largest element, before it leaves the grid
-_KEPT = 0.96  # share of the largest element that is left when it is looked at again
-_FALLEN = 2.0**-8  # of the largest element, below which one that left the grid was too small
+_KEPT = 0.9  # share of the largest element that is left when it is looked at again
+_FALLEN = 2.0**-8  # of the largest element, below which it is forgotten at once
 _GROWTH = 64.0  # largest factor from one look to the next: one wild step spoils few others
 _UNKNOWN_ROW = 2.0**-4  # of the parameter's largest element, for a row that had none
 _QUIET_ROW = 2.0**-20  # and for others at least
 _ROW_SIZE = 64  # elements below which rows share one unit
 _LOOK_EVERY = 16  # exchanges
 _LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
-_COARSEST = 1.0  # units that a gradient's largest element must have
+_SMALLEST = 2.0**-19  # of the limit, that the largest element must reach, and a unit at least
 _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
 
@@ -56,14 +56,17 @@ class Grid:
         L = M T / sqrt(K)        T: largest magnitude of the row's earlier sums,  M: a margin
 
     since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at in
-    every 16th exchange, in the first 16, and after a step in which something left the grid.
+    every 16th exchange, in the first 16, and after a step in which something left the grid. It
+    falls by a tenth at most then, or all the way if the sums are 256 times smaller: a sudden
+    fall costs digits for 16 steps. (Of a training of `digits`, whose gradients fall to a
+    thousandth, a sum's largest element has 15 digits, 10 in the worst of a hundred.)
 
     A gradient that does not fit is too large, or so small that its largest element would be left
-    with less than three digits; or nothing is known yet; or it has 16 bits. It is added to a
-    `comm.reproducible.ReproducibleSum` instead. The flags behind the gradients tell all workers of
-    it, and the sums of such parameters are completed in a second exchange. Whether a gradient fits
-    depends on it alone, so the result is the same bits still. NaN and infinity don't fit, and
-    arrive.
+    with few digits (below 2^-19 L, or below u); or nothing is known yet; or it has 16 bits. It is
+    added to a `comm.reproducible.ReproducibleSum` instead. The flags behind the gradients tell all
+    workers of it, and the sums of such parameters are completed in a second exchange. Whether a
+    gradient fits depends on it alone, so the result is the same bits still. NaN and infinity don't
+    fit, and arrive.
     """
 
     def __init__(self) -> None:
@@ -73,8 +76,7 @@ class Grid:
         self._num_terms_each = 1
         self._num_added: dict[str, int] = {}  # in this micro-batch
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.num_off = 0  # parameters that needed the second exchange, so far
-        self.num_steps_off = 0  # steps with such parameters
+        self.num_completed = 0  # exchanges of which a part was summed apart
 
     def begin(self, num_micro_batches: int, num_terms_each: int = 1) -> None:
         """A global batch begins.
@@ -102,40 +104,49 @@ class Grid:
         Args:
             name: of the parameter.
             gradient: of one micro-batch, weighed; dense and real.
-            out: where to put it, of the same shape and strides; None for new memory.
+            out: where to put it, of the same shape; None for new memory.
             adds: whether to add it to what `out` holds, which stays as it is if it does not fit.
 
         Returns:
             `out`, or what was made.
         """
-        num_added = self._num_added[name] = self._num_added.get(name, 0) + 1
-        if name not in self._tops or num_added > self._num_terms_each:
+        unit = self._unit_of(name, gradient)
+        if unit is None or not gradient.numel():
+            return None if unit is None else gradient if out is None else out
+        order = _order_in_memory(gradient if out is None else out)
+        rows = _in_rows(gradient, order)
+        target = rows if out is None else _in_rows(out, order)
+        is_in_place = out is not None and _lie_together(target, out)
+        if not is_in_place:
+            target = torch.empty_like(rows)
+        if not self._round(rows, unit, target, adds=adds and is_in_place):
             return None
-        top = self._tops[name]
+        if is_in_place:
+            return out
+        rounded = _from_rows(target, gradient.shape, order)
+        if out is None:
+            return rounded
+        return out.add_(rounded) if adds else out.copy_(rounded)
+
+    def _unit_of(self, name: str, gradient: Tensor) -> _Unit | None:
+        """How to round another gradient of the micro-batch; None if nothing is known."""
+        num_added = self._num_added[name] = self._num_added.get(name, 0) + 1
+        top = self._tops.get(name)
+        if top is None or num_added > self._num_terms_each:
+            return None
         if len(top) != _num_rows(gradient) or top.device != gradient.device:
             return None  # the parameter is another by now
         unit = self._units.get(name)
         if unit is None:
             unit = self._units[name] = self._new_unit(top, gradient.dtype)
-        if not gradient.numel():
-            return gradient if out is None else out
-        out = torch.empty_like(gradient) if out is None else out
-        rows, target = _in_rows(gradient), _in_rows(out)
-        if target.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
-            return None  # its rows are not dense
-        if adds and not self._fits(rows, unit):
-            return None
-        if not self._round(rows, unit, target, adds=adds):
-            return None
-        return out
-
-    def _fits(self, rows: Tensor, unit: _Unit) -> bool:
-        return unit.is_good(
-            [_largest_share(piece, unit.limit[index]) for index, piece in _pieces(rows)]
-        )
+        return unit
 
     def _round(self, rows: Tensor, unit: _Unit, out: Tensor, *, adds: bool) -> bool:
         """Rounds [rows, n] and looks whether it fits, in parts that stay in the cache."""
+        if adds:
+            pieces = _pieces(rows)
+            if not unit.is_good([_largest_share(x, unit.limit[index]) for index, x in pieces]):
+                return False
         shares = []
         for (index, piece), (_, target) in zip(_pieces(rows), _pieces(out), strict=True):
             shift = unit.shift[index]
@@ -170,13 +181,12 @@ class Grid:
         always = num_exchanges < _LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
         return [name for name in summed if always or name in off_grid]
 
-    def look_at(self, name: str, total: Tensor, *, is_off: bool) -> None:
+    def look_at(self, name: str, total: Tensor) -> None:
         """Lets the unit follow a global gradient.
 
         Args:
             name: of the parameter.
             total: its global gradient, the same on all workers.
-            is_off: whether a part of it did not fit.
         """
         if total.dtype not in _DIGITS or not total.numel():
             return
@@ -188,17 +198,13 @@ class Grid:
             top = new
         else:
             largest = float(old.amax())
-            has_fallen = is_off and float(new.amax()) < _FALLEN * largest
+            has_fallen = float(new.amax()) < _FALLEN * largest
             top = new if has_fallen else torch.maximum(_KEPT * old, new)
+            top = torch.where(new == 0, old, top)  # zeros tell nothing of the next ones
             if largest > 0:
                 top = top.clamp_(max=_GROWTH * largest)
         self._tops[name] = top
         self._units.pop(name, None)
-
-    def count(self, num_off: int) -> None:
-        """Counts a step in which parameters have left the grid."""
-        self.num_off += num_off
-        self.num_steps_off += num_off > 0
 
     def state_dict(self) -> dict[str, Any]:
         """What the next units depend on, the same on all workers."""
@@ -212,16 +218,17 @@ class Grid:
     def _new_unit(self, top: Tensor, dtype: torch.dtype) -> _Unit:
         digits, limits = _DIGITS[dtype], torch.finfo(dtype)
         terms = self._num_terms
-        limit_in_units = 2.0 ** (digits - max(2, math.ceil(math.log2(terms))))
+        room = 2.0 ** max(2, math.ceil(math.log2(terms)))  # for the terms of a sum
+        limit_in_units = 2.0**digits / room
         largest = torch.maximum(top, _QUIET_ROW * top.amax())
         largest[top == 0] = _UNKNOWN_ROW * top.amax()
         largest *= _MARGIN / math.sqrt(terms)
-        largest.clamp_(limits.tiny * 2.0**digits, limits.max * 2.0**-4)
+        largest.clamp_(limits.tiny * 2.0**digits, limits.max / (4 * room))  # sums are finite, too
         unit = _power_of_two_above(largest) / limit_in_units
         return _Unit(
             shift=(1.5 * 2.0 ** (digits - 1) * unit).to(dtype)[:, None],
             limit=((limit_in_units - 1) * unit).to(dtype),  # one less, for what is rounded up
-            smallest=_COARSEST / limit_in_units,
+            smallest=max(_SMALLEST, 1 / limit_in_units),
         )
 
 
@@ -234,20 +241,35 @@ def _num_rows(x: Tensor) -> int:
     return x.shape[0] if is_large else 1
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """The elements as [rows, n]: a view where the memory allows it."""
-    num_rows = _num_rows(x)
-    if not x.is_contiguous():
-        order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        dense = x.permute(order)
-        if dense.is_contiguous() and (order[0] == 0 or num_rows == 1):
-            x = dense
-    return x.reshape(num_rows, -1)
+def _order_in_memory(x: Tensor) -> list[int]:
+    """Its dimensions as its memory has them, from the slowest on, where rows are whole there."""
+    plain = list(range(x.dim()))
+    if x.is_contiguous():
+        return plain
+    order = sorted(plain, key=x.stride, reverse=True)
+    is_dense = x.permute(order).is_contiguous()
+    return order if is_dense and (order[0] == 0 or _num_rows(x) == 1) else plain
+
+
+def _in_rows(x: Tensor, order: Sequence[int]) -> Tensor:
+    """The elements as [rows, n], the dimensions in this order: a view where memory allows it."""
+    return x.permute(order).reshape(_num_rows(x), -1)
+
+
+def _from_rows(rows: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+    """The inverse of `_in_rows`."""
+    back = [order.index(dim) for dim in range(len(order))]
+    return rows.view([shape[dim] for dim in order]).permute(back)
+
+
+def _lie_together(x: Tensor, y: Tensor) -> bool:
+    """Whether one is a view of the other."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def _largest_of_rows(x: Tensor) -> Tensor:
     """[rows]"""
-    rows = _in_rows(x)
+    rows = _in_rows(x, _order_in_memory(x))
     tops = rows.new_zeros(len(rows))
     if x.numel():
         for index, piece in _pieces(rows):

@@ -1,5 +1,6 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -101,7 +102,11 @@ class OverlappedExchange(Exchange):
     def stats(self) -> ExchangeStats:
         reducer = self._reducer
         return ExchangeStats(
-            self._num_exchanges, reducer.sent_bytes, reducer.busy_s, self._in_flight.exposed_s
+            self._num_exchanges,
+            reducer.sent_bytes,
+            reducer.busy_s,
+            self._in_flight.exposed_s,
+            0 if self._grid is None else self._grid.num_completed,
         )
 
     def synchronize(self) -> None:
@@ -130,12 +135,14 @@ class OverlappedExchange(Exchange):
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
             "grid": None if self._grid is None else self._grid.state_dict(),
+            "num_threads": self._num_threads,
             "in_flight": [buckets.state_dict(self._parameters.trained) for buckets in in_flight],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
+        self._warn_of_other_threads(state.get("num_threads"))
         if self._grid is not None and state.get("grid"):
             self._grid.load_state_dict(state["grid"], self.comm.device)
         if not state.get("buckets") or not (was_active or state["residuals"]):
@@ -259,6 +266,22 @@ class OverlappedExchange(Exchange):
 
     # -- exact sums ------------------------------------------------------------------------------
 
+    @property
+    def _num_threads(self) -> int | None:
+        """What the bits of a worker's own products depend on; None where nobody asks for them."""
+        matters = self._grid is not None and self.comm.device.type == "cpu"
+        return torch.get_num_threads() if matters else None
+
+    def _warn_of_other_threads(self, saved: int | None) -> None:
+        own = self._num_threads
+        if None not in (own, saved) and own != saved:
+            warnings.warn(
+                f"The checkpoint's workers computed with {saved} threads each, these do with {own}:"
+                " their products have other last bits, so that the run will not be the same to the"
+                f" last bit. Call `torch.set_num_threads({saved})` before the first step.",
+                stacklevel=4,
+            )
+
     @contextmanager
     def global_batch(
         self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
@@ -342,11 +365,11 @@ class OverlappedExchange(Exchange):
         self, grid: Grid, summed: Mapping[str, nn.Parameter], off_grid: Collection[str]
     ) -> None:
         """After an exchange: the next units follow its sums."""
-        grid.count(len(off_grid))
+        grid.num_completed += bool(off_grid)
         for name in grid.names_to_look_at(self._num_exchanges, summed, off_grid):
             total = summed[name].grad
             assert total is not None
-            grid.look_at(name, total, is_off=name in off_grid)
+            grid.look_at(name, total)
 
     def _complete(self, buckets: BucketSet) -> list[str]:
         """Adds what was off the grid to sums that have come. Collective."""

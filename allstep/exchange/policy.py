@@ -261,9 +261,12 @@ class ExchangeStats:
             those of a ring: 2 (size - 1) / size of the payload.
         collective_s: seconds in collectives, encoding and decoding.
         exposed_s: seconds of those in which the worker did nothing else.
+        num_completed: exchanges of exact sums that took a second message, since some gradient did
+            not fit its grid.
     """
 
     num_exchanges: int = 0
     sent_bytes: int = 0
     collective_s: float = 0.0
     exposed_s: float = 0.0
+    num_completed: int = 0

@@ -203,13 +203,21 @@ class Loop:
             self._train()
 
     def state_dict(self) -> dict[str, Any]:
-        """The training's state, and which epoch was evaluated last."""
-        return {**self._training.state_dict(), "evaluated_epoch": self._evaluated_epoch}
+        """The training's state, which epoch was evaluated last, and losses not logged yet."""
+        return {
+            **self._training.state_dict(),
+            "evaluated_epoch": self._evaluated_epoch,
+            "losses": self._comm.all_reduce(self._losses.to(self._comm.device, copy=True)),
+            "num_losses": self._num_losses,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, with an evaluation if one was still to come."""
         self._training.load_state_dict(state)
         self._evaluated_epoch = state["evaluated_epoch"]
+        losses = state["losses"].to(self._comm.device)  # of all workers together
+        self._losses = losses if self._comm.rank == 0 else torch.zeros_like(losses)
+        self._num_losses = state["num_losses"]
 
     def _train(self) -> None:
         with (

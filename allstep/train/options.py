@@ -75,6 +75,11 @@ class TrainOptions:
     """Bytes of gradients that travel together; "auto" measures and chooses; by default what
     suits."""
 
+    threads: int | None = None
+    """Threads of each worker, which change the last bits of its products. By default
+    OMP_NUM_THREADS, else one with exact sums on CPUs, the same on any number of workers, else an
+    equal share of the cores."""
+
     loader_workers: int = 0
     """Processes per worker that read and augment samples; 0 reads in the worker itself."""
 
@@ -94,11 +99,16 @@ class TrainOptions:
     """How many of the newest checkpoints stay on disk."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether gradients are summed so that the bits don't depend on the workers' number."""
+        return self.compression == "exact" and self.sync_every is None
+
+    @property
     def exchange_policy(self) -> ExchangePolicy:
         """How workers exchange gradients."""
-        is_local = self.sync_every is not None and self.compression == "exact"
+        sums_none = self.compression == "exact" and not self.is_exact  # parameters are averaged
         return make_policy(
-            compression="fp32" if is_local else self.compression,  # parameters are averaged
+            compression="fp32" if sums_none else self.compression,
             staleness=self.staleness,
             sync_every=self.sync_every,
             average_optimizer_state=True,  # a checkpoint holds one worker's
@@ -120,6 +130,10 @@ class TrainOptions:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(
                 f"`clip_norm` (={self.clip_norm}) must be positive; leave it out for no clipping."
+            )
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(
+                f"`threads` (={self.threads}) must be at least 1; leave it out for its default."
             )
         if self.loader_workers < 0:
             raise UsageError(f"`loader_workers` (={self.loader_workers}) must be 0 or more.")

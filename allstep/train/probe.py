@@ -34,7 +34,13 @@ class Probe:
     update_s: float
 
 
-def probe(task: Task, precision: Precision, comm: Communicator, data: Any) -> Probe:
+def probe(
+    task: Task,
+    precision: Precision,
+    comm: Communicator,
+    data: Any,
+    num_threads: int | None = None,
+) -> Probe:
     """Runs one micro-batch on a copy of the model, on the last rank while the others wait.
 
     (The last rank has a micro-batch whenever any has.)
@@ -44,16 +50,19 @@ def probe(task: Task, precision: Precision, comm: Communicator, data: Any) -> Pr
         precision: as in the run.
         comm: all of its workers must call this.
         data: a micro-batch on this worker's device (used on the last rank only).
+        num_threads: that one worker would use; by default as many as there are cores.
 
     Returns:
         The same numbers on every worker.
     """
     root = comm.size - 1
-    measured = _measure(task, precision, data) if comm.rank == root else None
+    measured = _measure(task, precision, data, num_threads) if comm.rank == root else None
     return Probe(*comm.broadcast_object(measured, root=root))
 
 
-def _measure(task: Task, precision: Precision, data: Any) -> tuple[float | None, float, float]:
+def _measure(
+    task: Task, precision: Precision, data: Any, num_threads: int | None
+) -> tuple[float | None, float, float]:
     model = copy.deepcopy(task.model).train()
     for module in model.modules():
         if isinstance(module, GroupedBatchNorm):
@@ -65,14 +74,14 @@ def _measure(task: Task, precision: Precision, data: Any) -> tuple[float | None,
             loss = task.loss(model, precision.prepare_data(data))
         loss.backward()  # type: ignore[no-untyped-call]
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(max(num_threads, num_cores()))
+    own = torch.get_num_threads()
+    torch.set_num_threads(max(own, num_cores()) if num_threads is None else num_threads)
     try:
         flops = count_flops(compute)
         compute_s = min(_seconds(compute) for _ in range(_NUM_REPEATS))
         update_s = min(_seconds(optimizer.step) for _ in range(_NUM_REPEATS))
     finally:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(own)
     return flops, compute_s, update_s
 
 

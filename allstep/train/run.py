@@ -19,6 +19,7 @@ from allstep.train.precision import Precision
 from allstep.train.probe import probe
 from allstep.train.step import TrainStep, Update
 from allstep.train.task import Stage, Task, all_stages, num_samples_of, num_total_steps
+from allstep.train.threads import Threads
 
 # What must not change between a run and its resumption.
 _KEPT_OPTIONS = (
@@ -46,6 +47,7 @@ class Run:
         self._task = task
         self._options = options
         self._comm = comm
+        self._threads = Threads(options.threads, is_exact=options.is_exact, device=comm.device)
         self.precision = Precision(
             options.precision, comm.device, channels_last=options.channels_last
         )
@@ -182,6 +184,7 @@ class Run:
         is_shared = self._comm.rank == 0 or self.exchange.averaging is None
         return {
             "options": self._kept_options(),
+            "threads": self._threads.state_dict(),
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict() if is_shared else None,
             "scaler": self.precision.scaler.state_dict(),
@@ -199,6 +202,7 @@ class Run:
             CheckpointError: if it is of another model or other options.
         """
         check_same(state["options"], self._kept_options())
+        self._threads.load_state_dict(state["threads"])
         load_model_state(self._model, state["model"])
         load_optimizer_state(self._optimizer, state["optimizer"])
         if state["scaler"]:
@@ -215,17 +219,20 @@ class Run:
         """Floating-point operations and seconds of a sample, one worker having the machine.
 
         The operations are None if they can't be counted. The seconds are those of compute and
-        update, without waiting for data or workers.
+        update, without waiting for data or workers. The worker uses all cores, unless the number
+        of threads belongs to the run.
         """
         stage = self.stage
-        cost = probe(self._task, self.precision, self._comm, self.train_step.first_data)
+        data, num_threads = self.train_step.first_data, self._threads.num
+        cost = probe(self._task, self.precision, self._comm, data, num_threads)
         seconds = cost.compute_s / stage.micro_batch + cost.update_s / stage.global_batch
         return cost.flops and cost.flops / stage.micro_batch, seconds
 
     def close(self) -> None:
-        """Stops the loader's processes and takes the exchange's hooks off the model."""
+        """Stops the loader's processes, takes the hooks off the model, gives threads back."""
         self.loader.close()
         self.exchange.detach()
+        self._threads.give_back()
 
     def _kept_options(self) -> dict[str, Any]:
         stages = [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
