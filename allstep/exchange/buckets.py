@@ -13,6 +13,7 @@ from allstep.comm import Communicator, Work
 from allstep.comm.agreement import digest
 from allstep.comm.reproducible import ReproducibleSum, reproducible_all_reduce
 from allstep.comm.shared_memory import Block
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature, sparse_gradient_message
@@ -68,7 +69,7 @@ class BucketPlan:
             name
             for layout in self.layouts
             for name, size in zip(layout.names, layout.sizes, strict=True)
-            if size >= _LARGE and layout.device.type == "cpu"
+            if size >= _LARGE and not is_accelerator(layout.device)
         )
 
     @cached_property

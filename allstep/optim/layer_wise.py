@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.optim import momentum_correction
 from allstep.optim.checks import Norm
@@ -117,7 +118,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
 
     def _shows_later(self, leaf: Leaf) -> bool:
         # Norms tell, for free; but whole ones on a GPU would stop it at every batch.
-        return leaf.is_sharded or (leaf.weight.device.type == "cpu" and adapts(leaf.group))
+        return leaf.is_sharded or (not is_accelerator(leaf.weight.device) and adapts(leaf.group))
 
     # --- the strategy ---------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     def _move(self, batch: Batch, scales: Tensor) -> None:
         if not batch.directions:
             return
-        if batch.device.type != "cpu":
+        if is_accelerator(batch.device):
             steps = torch._foreach_mul(batch.directions, list(scales.to(batch.weights[0].dtype)))
             torch._foreach_sub_(batch.weights, list(steps))
             return
