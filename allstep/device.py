@@ -10,11 +10,14 @@ called, so that the host must not look at numbers. So does "meta", which has no 
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter, sleep
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
+
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3  # between looks at an event
 
 
 class Event(Protocol):
@@ -22,9 +25,6 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the device has come there."""
-
-    def synchronize(self) -> None:
-        """Makes the host wait until it has."""
 
 
 class Stream(Protocol):
@@ -93,6 +93,20 @@ class Driver:
     def synchronize(self, device: torch.device) -> None:
         """Makes the host wait for all streams of the device."""
         torch.accelerator.synchronize(device)
+
+    def wait_until(self, event: Event, timeout_s: float) -> bool:
+        """Makes the host wait for an event; False if it has not come in time.
+
+        An event's own wait has no end where another worker is missing.
+        """
+        deadline_s = perf_counter() + timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not event.query():
+            if perf_counter() > deadline_s:
+                return False
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Keeps memory from being taken anew before the stream is done with it."""
@@ -184,6 +198,11 @@ def synchronize(device: torch.device) -> None:
     """Makes the host wait for all that the device was given; at once on a CPU."""
     if is_accelerator(device):
         _driver.synchronize(device)
+
+
+def wait_until(event: Event, timeout_s: float) -> bool:
+    """Makes the host wait for an event; False if it has not come in time."""
+    return _driver.wait_until(event, timeout_s)
 
 
 def lend_to_current_stream(tensor: Tensor) -> None:

@@ -328,7 +328,7 @@ class BucketSet:
             off = 2.0 * self.plan.size  # more than the others' flags add up to
             has = [off if n in self.off_grid else float(n in touched) for n in self.plan.names]
             flags[1:].copy_(torch.tensor(has, dtype=flags.dtype), non_blocking=True)
-        flags[0] = failure is not None
+        flags[:1].fill_(failure is not None)  # a number in one element would halt the host
 
     def summed_names(self) -> Collection[str]:
         """The parameters that any worker has a gradient for, after the exchange."""

@@ -480,7 +480,7 @@ class OverlappedExchange(Exchange):
     def _read_now(self, buckets: BucketSet) -> None:
         """Raises if workers disagree, after all that those with an exchange send till they look."""
         result = buckets.read_agreement(marks=False)
-        if not result.is_good:
+        if not result.is_good(self.comm):
             indices = list(range(len(buckets.flats)))
             for index in indices[1:] + self.policy.staleness * indices:
                 buckets.flats[index].zero_()

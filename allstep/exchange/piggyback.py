@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
+from allstep.comm.failures import wait_for_event
 from allstep.device import Event, copy_to_host, is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
@@ -129,21 +130,25 @@ class AgreementResult:
         numbers, event = copy_to_host(torch.cat([check, mark.to(check)]))
         return cls(numbers, event, len(check), action, described, failure, state)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether all workers came for the same thing and none failed; waits for the numbers."""
+    def is_good(self, comm: Communicator) -> bool:
+        """Whether all workers came for the same thing and none failed; waits for the numbers.
+
+        Raises:
+            CollectiveTimeoutError: if they have not come in time; says who is missing.
+        """
         if self.event is not None:
-            self.event.synchronize()
+            wait_for_event(self.event, self.action, comm.wire.names, comm.timeout_s)
         return not self.numbers.any()
 
     def raise_if_bad(self, comm: Communicator) -> None:
         """Raises on every worker unless `is_good`. Collective if so.
 
         Raises:
+            CollectiveTimeoutError: if the numbers have not come in time.
             DisagreementError: naming who wants what.
             UsageError: on a worker that failed, where the others came for the same.
         """
-        if self.is_good:
+        if self.is_good(comm):
             return
         details = (*self.described, *(self.state.entries() if self.state else ()))
         words = explain(comm, self.failure or self.action, details)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, init
-from allstep.device import new_future
+from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.in_flight import InFlight
@@ -290,6 +290,8 @@ class FSDPCommHook:
         Raises:
             UsageError: if other parameters than before had a gradient, with staleness.
         """
+        # FSDP2 may drop it behind this, and give its memory to what another stream reduces next.
+        lend_to_current_stream(flat)
         layout = _layout(f"{name or 'model'} (a module of FSDP2)", flat)
         scale = _scale(self._policy, self._reducer)
         if not self._policy.staleness:

@@ -114,7 +114,7 @@ class LAMB(TrustRatioOptimizer):
             return torch.zeros(2, len(batch.leaves), dtype=torch.float64, device=batch.device)
         if not is_accelerator(batch.device):
             return self._measure_blocks(batch, flats)
-        batch.directions = _directions(batch, flats)
+        batch.directions, batch.owns_directions = _directions(batch, flats), True
         return self._sums(batch, batch.directions)
 
     def _measure_blocks(self, batch: Batch, flats: list[list[Tensor]]) -> Tensor:

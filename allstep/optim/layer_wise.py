@@ -10,7 +10,7 @@ is needed in between, and all layers are measured first.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -190,8 +190,13 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         if not batch.directions:
             return
         if is_accelerator(batch.device):
-            steps = torch._foreach_mul(batch.directions, list(scales.to(batch.weights[0].dtype)))
-            torch._foreach_sub_(batch.weights, list(steps))
+            factors = list(scales.to(batch.weights[0].dtype))
+            steps: Sequence[Tensor] = batch.directions
+            if batch.owns_directions:
+                torch._foreach_mul_(steps, factors)
+            else:
+                steps = torch._foreach_mul(steps, factors)
+            torch._foreach_sub_(batch.weights, steps)
             return
         for weight, direction, scale in zip(
             batch.weights, batch.directions, scales.tolist(), strict=True
