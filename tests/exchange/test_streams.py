@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import allstep
@@ -19,7 +19,7 @@ from allstep.exchange import Exchange, ExchangePolicy, make_policy
 from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
-from tests.helpers.streams import Rank, StreamsAsNames
+from tests.helpers.streams import Rank, Site, StreamsAsNames
 
 POLICIES = {
     name: make_policy(bucket_bytes=64, **options)

@@ -284,6 +284,9 @@ class _Watch(TorchDispatchMode):
         if name == "aten::lift_fresh":
             rank.host.add(_memory(args[0]))
         rank.kept.append(out)
+        if tensors and {*map(_memory, tensors)} <= rank.host:  # the host's own work
+            made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+            rank.host.update(map(_memory, made))
         self._forget_fresh(arguments)
         written = arguments.dataptrs_written - rank.host
         read = arguments.dataptrs_read - written - rank.host
