@@ -27,6 +27,7 @@ WHAT = {
     "plan": "costs, advice",
     "comm": "a group of workers",
     "env": "what the launcher says",
+    "device": "streams, events",
     "errors": "what can go wrong",
 }
 BOX_W, BOX_H, GAP_X, GAP_Y, MARGIN = 150, 46, 22, 46, 16

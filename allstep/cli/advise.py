@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from allstep.cli.advise_files import check_files, write_files
 from allstep.cli.advise_flags import check_numbers, read_machines
 from allstep.cli.advise_measure import Answer, check_flags, measure_here, worker_counts
@@ -15,6 +13,7 @@ from allstep.cli.advise_subject import Subject, read_command_line, read_subject
 from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
 from allstep.cli.workers import ask_workers
+from allstep.device import num_devices
 from allstep.env import read_launch
 from allstep.plan import (
     POLICIES,
@@ -55,7 +54,7 @@ def run(
     table = measured_accuracy() if accuracy is None else accuracy
     if known.measure:
         check_flags(known)
-        local = (torch.cuda.device_count(), num_cores()) if num_local is None else num_local
+        local = (num_devices(), num_cores()) if num_local is None else num_local
         return _measure(known, subject, table, worker_counts(known, local), start)
     cluster, counts = read_machines(known)
     stragglers = Stragglers(spread=known.stragglers / 100)

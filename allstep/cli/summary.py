@@ -7,6 +7,7 @@ import torch
 from allstep.cli.rows import print_rows
 from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
+from allstep.device import num_devices
 from allstep.doctor import measure_gemm_flops
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
@@ -52,7 +53,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
         micro_batch=recipe.micro_batch,
         loader_workers=recipe.loader_workers,
         num_cores=num_cores(),
-        num_gpus=torch.cuda.device_count(),
+        num_gpus=num_devices(),
         resume_command=resume_command(report.run_dir, comm.size) if report.interrupted else None,
     )
     return Summary(workers=comm.size, gemm_flops_per_s=peak, mfu=mfu, next_step=next_step(numbers))

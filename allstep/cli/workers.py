@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
+from allstep.device import num_devices
 from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.train import num_cores, run_worker
@@ -36,7 +35,7 @@ def num_workers_to_start(requested: int | None) -> int | None:
                 f" {launch.size}: leave `--workers` out."
             )
         return None
-    num_gpus = torch.cuda.device_count()
+    num_gpus = num_devices()
     if requested is None:
         return max(1, num_gpus)
     if requested < 1:

@@ -11,6 +11,7 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.layout import bytes_of
 from allstep.comm.shared_memory import Mailboxes, NotShared
 from allstep.comm.work import CompletedWork, JoinedWork, Work
+from allstep.device import is_accelerator
 
 _TAG = PRIVATE_TAG + 16
 
@@ -30,7 +31,7 @@ class BatchedSendRecv:
     def _meet(self) -> Mailboxes | None:
         """None where there is nobody to share memory with. Collective."""
         comm = self._comm
-        if comm.size == 1 or comm.num_nodes > 1 or comm.device.type != "cpu":
+        if comm.size == 1 or comm.num_nodes > 1 or is_accelerator(comm.device):
             return None
         if len(set(comm.all_gather_object(os.getpid()))) < comm.size:
             return None
@@ -102,6 +103,6 @@ class BatchedSendRecv:
     def _mailboxes_for(self, x: Tensor) -> Mailboxes | None:
         """Those that a tensor fits; both sides of a message say the same."""
         mailboxes = self._mailboxes
-        if mailboxes is None or x.device.type != "cpu" or x.nbytes > mailboxes.message_bytes:
+        if mailboxes is None or is_accelerator(x.device) or x.nbytes > mailboxes.message_bytes:
             return None
         return mailboxes

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from allstep.comm.missing import RankNames, find_missing_ranks, who_left
+from allstep.device import Event, wait_until
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
 
 _LOST = (
@@ -76,6 +77,23 @@ def explained(
             raise
         missing = find_missing_ranks(names, verb)
         raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
+
+
+def wait_for_event(event: Event, verb: str, names: RankNames, timeout_s: float) -> None:
+    """Makes the host wait for what an accelerator does, which other ranks may never let it do.
+
+    Args:
+        event: behind that.
+        verb: the call.
+        names: of its group.
+        timeout_s: how long it may take.
+
+    Raises:
+        CollectiveTimeoutError: says who is missing.
+    """
+    if not wait_until(event, timeout_s):
+        with explained(verb, names, timeout_s):
+            raise RuntimeError("the device's event timed out")
 
 
 def is_peer_lost(error: RuntimeError) -> bool:

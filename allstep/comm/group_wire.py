@@ -14,11 +14,15 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 from allstep.comm.failures import explained, is_timeout, translated
 from allstep.comm.missing import RankNames
 from allstep.comm.work import BackendWork, Work
+from allstep.device import current_device, default_device, synchronize
 from allstep.errors import UsageError
 
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
 _SWAP_TAG = (1 << 31) - 2
 _ABORT_TAG = (1 << 31) - 1
+
+# Those of torch's table that take a group's options alike.
+_CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
 _BackendType = dist.ProcessGroup.BackendType
 _Start = Callable[[dist.ProcessGroup], dist.Work]
@@ -27,7 +31,7 @@ _Start = Callable[[dist.ProcessGroup], dist.Work]
 def make_group(
     store: Store, rank: int, size: int, *, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A group of `size` workers who meet on `store`: Gloo, and NCCL beside it on CUDA.
+    """A group of `size` workers who meet on `store`: Gloo, and an accelerator's own backend beside.
 
     torch's global state is not touched. Any number of groups may live in a process, also of
     several threads.
@@ -43,20 +47,44 @@ def make_group(
     gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, size, timeout)
     group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
     group._set_default_backend(_BackendType.GLOO)
-    if device.type == "cuda":
-        _add_nccl(group, store, device, timeout)
+    if backend_name(device) is not None:
+        _add_backend(group, store, device, timeout_s)
     return group
 
 
-def _add_nccl(
-    group: dist.ProcessGroup, store: Store, device: torch.device, timeout: timedelta
+def backend_name(device: torch.device) -> str | None:
+    """The backend that torch's own table has for an accelerator; None where Gloo must do.
+
+    >>> backend_name(torch.device("cuda", 0)), backend_name(torch.device("cpu"))
+    ('nccl', None)
+    """
+    name: str | None = dist.Backend.default_device_backend_map.get(device.type)
+    return name if name in _CLASSES else None
+
+
+def backend_timeout(timeout_s: float) -> timedelta:
+    """How long an accelerator's backend may take, before it ends the process.
+
+    Its calls go by the group's timeout, not by their own. It gets more time than whoever waits for
+    a call of it, and then says who is missing.
+    """
+    return timedelta(seconds=2 * timeout_s)
+
+
+def _add_backend(
+    group: dist.ProcessGroup, store: Store, device: torch.device, timeout_s: float
 ) -> None:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
+    name = backend_name(device)
+    assert name is not None
+    kind = getattr(dist, _CLASSES[name])
+    options = kind.Options()
+    options._timeout = backend_timeout(timeout_s)
+    options.is_high_priority_stream = True  # else its kernels queue up behind the backward pass
+    backend = kind(PrefixStore(f"{device.type}/", store), group.rank(), group.size(), options)
     group.bound_device_id = device
-    group._register_backend(torch.device("cuda"), _BackendType.NCCL, nccl)
-    group._set_default_backend(_BackendType.NCCL)
+    kind_of_backend = getattr(_BackendType, name.upper())
+    group._register_backend(torch.device(device.type), kind_of_backend, backend)
+    group._set_default_backend(kind_of_backend)
 
 
 class GroupWire:
@@ -81,7 +109,7 @@ class GroupWire:
         self.group: dist.ProcessGroup | None = group
         self.rank = group.rank()
         self.size = group.size()
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._close = close
         self._chunk_bytes = chunk_bytes
         self.names = names or RankNames.of(group)
@@ -91,12 +119,24 @@ class GroupWire:
             if device.type == "cpu" or group._get_backend(device).name() != "gloo"
         }
 
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        if self.group is not None:
+            for kind in self._device_types - {"cpu"}:
+                backend = self.group._get_backend(torch.device(kind))
+                backend.set_timeout(backend_timeout(timeout_s))
+
     def transport_device(self, device: torch.device) -> torch.device:
         if device.type in self._device_types:
             return device
-        if device.type == "cuda" or not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        kind = default_device().type
+        # A group without Gloo carries what lies on the CPU, too.
+        return current_device(kind) if kind in self._device_types else torch.device("cpu")
 
     def _post(
         self,
@@ -144,7 +184,7 @@ class GroupWire:
         options = self._options(dist.AllreduceOptions)
         options.reduceOp = op
         starts: list[_Start] = [lambda group: group.allreduce([tensor], options)]
-        return self._post(verb, starts, meets=not tensor.is_cuda)
+        return self._post(verb, starts, meets=tensor.device.type == "cpu")
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
@@ -156,7 +196,7 @@ class GroupWire:
             output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
             flat = output.reshape(-1)
             starts: list[_Start] = [lambda group: group._reduce_scatter_base(flat, joined, options)]
-            return output, self._post(verb, starts, meets=not flat.is_cuda)
+            return output, self._post(verb, starts, meets=flat.device.type == "cpu")
         own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
         def reduce_to(root: int) -> _Start:
@@ -166,7 +206,7 @@ class GroupWire:
             return lambda group: group.reduce([own[root]], options)
 
         starts = [reduce_to(root) for root in range(self.size)]
-        return own[self.rank], self._post(verb, starts, meets=not own[0].is_cuda)
+        return own[self.rank], self._post(verb, starts, meets=own[0].device.type == "cpu")
 
     def _broadcasts(self, buffer: Tensor, root: int) -> list[_Start]:
         options = self._options(dist.BroadcastOptions)
@@ -266,7 +306,7 @@ class GroupWire:
         return list(torch.split(buffer, self._chunk_bytes)) if buffer.numel() else []
 
     def _limit_s(self, buffer: Tensor) -> float | None:
-        """Gloo takes the timeout of a send or receive at its wait; NCCL's wait would block."""
+        """Gloo takes the timeout of a send or receive at its wait; another's wait would block."""
         return self.timeout_s if buffer.device.type == "cpu" else None
 
     def _store(self) -> Store:
@@ -284,7 +324,8 @@ class GroupWire:
         rank, size = ranks.index(self.rank), len(ranks)
         with translated("split", self.names.number, self.names.size, self.timeout_s):
             group = make_group(store, rank, size, device=device, timeout_s=self.timeout_s)
-        return GroupWire(group, self.timeout_s, names=self.names.part(ranks, rank))
+        names = self.names.part(ranks, rank)
+        return GroupWire(group, self.timeout_s, partial(_shut_down, group, device), names)
 
     def close(self, *, abort: bool) -> None:
         group, self.group = self.group, None
@@ -296,6 +337,14 @@ class GroupWire:
             with suppress(RuntimeError):
                 group.abort()
         self._close()
+
+
+def _shut_down(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Ends a group of our own: one that is merely forgotten aborts what its device still does."""
+    if backend_name(device) is not None:
+        synchronize(device)
+        with suppress(RuntimeError):  # it was aborted before
+            group.shutdown()
 
 
 def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:

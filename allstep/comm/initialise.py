@@ -5,6 +5,7 @@ import logging
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
@@ -19,12 +20,14 @@ from allstep.comm.agreement import agree
 from allstep.comm.communicator import Communicator
 from allstep.comm.failures import explained, translated
 from allstep.comm.group import Topology
-from allstep.comm.group_wire import GroupWire
+from allstep.comm.group_wire import GroupWire, backend_name
 from allstep.comm.missing import RankNames
-from allstep.comm.places import Place
+from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
 from allstep.comm.roll_call import call_roll
 from allstep.comm.work import ThreadWork
+from allstep.device import default_device, is_accelerator, set_current_device
+from allstep.device import num_devices as count_devices
 from allstep.env import Launch, make_room, read_launch
 from allstep.errors import CommunicationError, UsageError, check_positive
 
@@ -97,6 +100,11 @@ def _join_group(
 ) -> Communicator:
     """A communicator over a group that was there before."""
     unknown = Topology(0, 1, 0, 1)
+    own = device_of_group(group, device)
+    if own is not None:
+        # Else all ranks of a group without Gloo would tell their places by accelerator 0.
+        set_current_device(own)
+        device = own if device is None else device
     wire = GroupWire(group, timeout_s)
     probe = Communicator(wire, unknown, torch.device("cpu"))
     places = [Place(*place) for place in probe.all_gather_object(astuple(Place.own()))]
@@ -106,6 +114,23 @@ def _join_group(
     comm = Communicator(wire, topology, device)
     _check_devices(comm)
     return comm
+
+
+def device_of_group(
+    group: dist.ProcessGroup, device: torch.device | str | None
+) -> torch.device | None:
+    """The accelerator that is known for this rank before it can ask the others; None if none is.
+
+    Args:
+        group: of a framework, which may have bound it to a device.
+        device: what the user wants.
+    """
+    with suppress(RuntimeError, TypeError):  # what is wrong with it is said later
+        wanted = None if device is None else torch.device(device)
+        if wanted is not None and wanted.index is not None and is_accelerator(wanted):
+            return wanted
+    bound: torch.device | None = group.bound_device_id
+    return bound if bound is not None and is_accelerator(bound) else None
 
 
 def _join_launch(
@@ -177,17 +202,19 @@ def _meet(
         # The store may outlive this group, and the next must not read what this one left there.
         store = PrefixStore(f"allstep/init/{launch.attempt}/{next(_meetings)}", served)
         rendezvous.doing = "the store of the workers does not answer; rank 0 may have stopped"
-        places = call_roll(store, launch, Place.own(), rendezvous.deadline_s, timeout_s)
+        places = call_roll(store, launch, Place.own(device), rendezvous.deadline_s, timeout_s)
     names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
+    check_own_devices(places)
+    backend = backend_name(device)
     rendezvous.doing = "all workers came, but could not connect with each other"
     with explained("init", names, timeout_s):
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            f"cpu:gloo,{device.type}:{backend}" if backend else "gloo",
             store=store,
             rank=launch.rank,
             world_size=launch.size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if backend else None,
         )
     return names
 
@@ -206,37 +233,39 @@ def _destroy() -> None:
 def choose_device(
     device: torch.device | str | None, local_rank: int, local_size: int
 ) -> torch.device:
-    """The device of a worker; on CUDA it becomes the process's current one.
+    """The device of a worker; an accelerator becomes the process's current one.
 
     Args:
-        device: what the user wants; None means CUDA where there is any, "cuda" without a number
-            the GPU of the local rank's number.
+        device: what the user wants; None means an accelerator where there is any, "cuda" without
+            a number the GPU of the local rank's number, or the only one that this process sees.
         local_rank, local_size: this worker's number on its node, and how many there are.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device()
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"`device` (={device!r}) is no device; pass 'cpu' or 'cuda'.") from error
     if chosen.type == "cpu":
         return torch.device("cpu")
-    if chosen.type != "cuda":
+    if backend_name(chosen) is None:
         raise UsageError(f"`device` (={device!r}) is not supported; pass 'cpu' or 'cuda'.")
-    num_devices = torch.cuda.device_count()
+    num_devices = count_devices()
     if not num_devices:
         raise UsageError(
             f"`device` (={device!r}): this process sees no GPU; leave `device` out, or pass 'cpu'."
         )
-    index = local_rank if chosen.index is None else chosen.index
+    # Slurm's `--gpus-per-task=1` and containers show each process its own one.
+    usual = 0 if num_devices == 1 else local_rank
+    index = usual if chosen.index is None else chosen.index
     if index >= num_devices:
         raise UsageError(
             f"`device` (={device!r}): local rank {local_rank} of {local_size} needs GPU {index}, "
             f"but this process sees {num_devices}; start at most {num_devices} workers here, or "
             "pass device='cpu'."
         )
-    chosen = torch.device("cuda", index)
-    torch.cuda.set_device(chosen)
+    chosen = torch.device(chosen.type, index)
+    set_current_device(chosen)
     return chosen
 
 

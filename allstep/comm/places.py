@@ -2,8 +2,14 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+from allstep.device import device_id
+from allstep.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -14,16 +20,23 @@ class Place:
         host: the machine's name.
         pid: the worker's process.
         space: equal where processes see each other by their ids; empty if nobody knows.
+        accelerator: the accelerator that it computes on; empty if that is not known.
     """
 
     host: str
     pid: int
     space: str = ""
+    accelerator: str = ""
 
     @classmethod
-    def own(cls) -> "Place":
-        """This process's."""
-        return cls(socket.gethostname(), os.getpid(), own_space())
+    def own(cls, device: torch.device | None = None) -> "Place":
+        """This process's.
+
+        Args:
+            device: where it computes, if that is known.
+        """
+        accelerator = "" if device is None else device_id(device)
+        return cls(socket.gethostname(), os.getpid(), own_space(), accelerator)
 
     def __str__(self) -> str:
         """For messages.
@@ -44,6 +57,22 @@ class Place:
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] in ("Z", "X")
+
+
+def check_own_devices(places: Sequence[Place]) -> None:
+    """Checks that no two workers compute on one accelerator, which its backend can't do.
+
+    Raises:
+        UsageError: names two that do, and the cure.
+    """
+    first: dict[str, int] = {}
+    for rank, place in enumerate(places):
+        if place.accelerator and first.setdefault(place.accelerator, rank) != rank:
+            raise UsageError(
+                f"ranks {first[place.accelerator]} and {rank} both compute on accelerator"
+                f" {place.accelerator} of {place.host}; start one worker for each accelerator, and"
+                " have each process see its own (`--gpus-per-task=1`) or all of them."
+            )
 
 
 def own_space() -> str:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from allstep.device import Event, current_stream
 from allstep.errors import CollectiveTimeoutError, check_positive
 
 _AT_EXIT_S = 10.0
@@ -29,7 +30,7 @@ class Work(Protocol[T_co]):
     def wait(self, timeout_s: float | None = None) -> T_co:
         """Waits until the call has ended; may be called again for the same result.
 
-        On CUDA only the current stream waits, not the host.
+        On an accelerator only the current stream waits, not the host.
 
         Args:
             timeout_s: how long to wait at most; the communicator's `timeout_s` if None.
@@ -238,22 +239,24 @@ class BackendWork:
 
 
 class StreamWork:
-    """What a CUDA stream does up to an event.
+    """What a stream of an accelerator does up to an event.
 
     Args:
         event: recorded in that stream.
+        device: whose current stream waits for it.
     """
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Lets the current stream wait."""
-        torch.cuda.current_stream().wait_event(self._event)
+        current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
         """Whether the device has come to the event."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event.query()
 
 
 def _check(timeout_s: float | None) -> None:

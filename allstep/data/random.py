@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from allstep.device import preserved_random_state as preserved_device_state
+from allstep.device import seed as seed_device
+
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 
 
@@ -51,7 +54,7 @@ def derive_permutation(num_samples: int, *parts: int) -> NDArray[np.int64]:
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Sets the random states of python, numpy, torch's CPU and, if it is CUDA, of `device`.
+    """Sets the random states of python, numpy, torch's CPU and, if it is no CPU, of `device`.
 
     torch.manual_seed sets those of all devices, at eighty times the cost.
 
@@ -62,19 +65,16 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # it makes the generators
-        number = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[number].manual_seed(seed)
+    if device is not None:
+        seed_device(device, seed)
 
 
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Puts the states that `seed_all` sets back as they were."""
-    has_own = device is not None and device.type == "cuda"
     python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with torch.random.fork_rng([device]) if has_own else nullcontext():
+        with nullcontext() if device is None else preserved_device_state(device):
             yield
     finally:
         random.setstate(python)

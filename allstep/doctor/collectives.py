@@ -20,6 +20,7 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Native, SharedMemory, make_algorithm
+from allstep.device import is_accelerator
 from allstep.doctor.contention import measure_contention
 from allstep.doctor.timing import USUAL_EFFORT, Effort, agreed_repeats, mean_s, synchronize
 from allstep.exchange import BucketLayout, BucketPlan, BucketSet, Transport, channel_of
@@ -64,7 +65,7 @@ class BucketExchange:
         self._set = BucketSet.new(plan, block)  # keeps the memory
         self.flats = self._set.flats
         self._buckets = [(flat, self._wire.new_state(self._layout)) for flat in self.flats]
-        is_cpu = device.type == "cpu"
+        is_cpu = not is_accelerator(device)
         self._native = algorithm if is_cpu and isinstance(algorithm, Native) else None
         self.num_at_once = 1 if self._native is None else 2
 

@@ -7,6 +7,7 @@ from time import perf_counter
 import torch
 
 from allstep.comm import Communicator
+from allstep.device import is_accelerator
 from allstep.doctor.timing import USUAL_EFFORT, Effort, agreed_repeats, slowest_s, synchronize
 
 _CUDA_SIZE = 8192
@@ -37,7 +38,7 @@ def measure_gemm_flops(
     Returns:
         The sum over all workers, the same on each, in 1/s.
     """
-    size = _CUDA_SIZE if comm.device.type == "cuda" else size
+    size = _CUDA_SIZE if is_accelerator(comm.device) else size
     product = make_product(comm, size, dtype)
     comm.barrier()
     best_s, deadline_s = float("inf"), clock() + seconds

@@ -6,6 +6,7 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import default_algorithm
+from allstep.device import is_accelerator
 from allstep.doctor.collectives import measure_burst_s, measure_collectives
 from allstep.doctor.links import measure_pairs, slowest
 from allstep.doctor.machine import measure_copy_s_per_byte, measure_gemm_flops
@@ -52,7 +53,7 @@ def measure(
         intra=slowest(pairs, same_host=True) or inter or Link(bandwidth_bps=8 / copy_s_per_byte),
         inter=inter,
         copy_bytes_per_s=1 / copy_s_per_byte,
-        has_shared_memory=comm.device.type == "cpu",
+        has_shared_memory=not is_accelerator(comm.device),
         burst_s=burst_s,
         bucketing_s_per_byte=copy_s_per_byte,
         gradient_s=_gradient_s(comm),

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from allstep.device import default_device
 from allstep.doctor.script import Attach
 from allstep.doctor.timing import runnable_s, synchronize
 from allstep.doctor.workload import TimedStep, num_elements_of
@@ -190,7 +191,7 @@ class Profiler:
         return ProfiledStep(tuple(self._passes[i].num_samples for i in firsts), timed)
 
     def _now(self) -> float:
-        synchronize(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        synchronize(default_device())
         return perf_counter()
 
 

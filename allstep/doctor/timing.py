@@ -8,6 +8,7 @@ from time import perf_counter, process_time
 import torch
 
 from allstep.comm import Communicator
+from allstep.device import current_stream, is_accelerator
 
 _MOST_REPEATS = 256
 _THREADS = Path("/proc/self/task")
@@ -42,8 +43,8 @@ USUAL_EFFORT = Effort()
 
 def synchronize(device: torch.device) -> None:
     """Waits until a GPU has done what it was told on the present stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if is_accelerator(device):
+        current_stream(device).synchronize()
 
 
 def runnable_s() -> float:

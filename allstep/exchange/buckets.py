@@ -13,6 +13,7 @@ from allstep.comm import Communicator, Work
 from allstep.comm.agreement import digest
 from allstep.comm.reproducible import ReproducibleSum, reproducible_all_reduce
 from allstep.comm.shared_memory import Block
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature, sparse_gradient_message
@@ -68,7 +69,7 @@ class BucketPlan:
             name
             for layout in self.layouts
             for name, size in zip(layout.names, layout.sizes, strict=True)
-            if size >= _LARGE and layout.device.type == "cpu"
+            if size >= _LARGE and not is_accelerator(layout.device)
         )
 
     @cached_property
@@ -330,7 +331,7 @@ class BucketSet:
             off = 2.0 * self.plan.size  # more than the others' flags add up to
             has = [off if n in self.off_grid else float(n in touched) for n in self.plan.names]
             flags[1:].copy_(torch.tensor(has, dtype=flags.dtype), non_blocking=True)
-        flags[0] = failure is not None
+        flags[:1].fill_(failure is not None)  # a number in one element would halt the host
 
     def summed_names(self) -> Collection[str]:
         """The parameters that any worker has a gradient for, after the exchange."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
+
 _MARGIN = 16.0  # of a global gradient's largest element, before it leaves the grid
 _KEPT = 0.9  # share of the largest element that is left when it is looked at again
 _FALLEN = 2.0**-8  # of the largest element, below which it is forgotten at once
@@ -280,7 +282,7 @@ def _largest_of_rows(x: Tensor) -> Tensor:
 def _pieces(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Parts of [rows, n] that stay in the cache between two passes, and which rows they are of."""
     height, width = rows.shape
-    if rows.device.type != "cpu" or rows.numel() <= _CHUNK:
+    if is_accelerator(rows.device) or rows.numel() <= _CHUNK:
         yield slice(None), rows
     elif height == 1:
         yield from ((slice(None), piece) for piece in torch.split(rows, _CHUNK, dim=1))

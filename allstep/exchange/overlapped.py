@@ -373,6 +373,8 @@ class OverlappedExchange(Exchange):
 
     def _complete(self, buckets: BucketSet) -> list[str]:
         """Adds what was off the grid to sums that have come. Collective."""
+        if self._grid is None:
+            return []  # without a look at flags, for which the host would wait
         is_alone = self.comm.size == 1 or not self._reducer.adds_up
         return buckets.complete(None if is_alone else self.comm)
 
@@ -508,7 +510,7 @@ class OverlappedExchange(Exchange):
     def _read_now(self, buckets: BucketSet) -> None:
         """Raises if workers disagree, after all that those with an exchange send till they look."""
         result = buckets.read_agreement(marks=False)
-        if not result.is_good:
+        if not result.is_good(self.comm):
             indices = list(range(len(buckets.flats)))
             for index in indices[1:] + self.policy.staleness * indices:
                 buckets.flats[index].zero_()

@@ -14,7 +14,7 @@ ride a mark for a worker that failed, and for each parameter whether this worker
 it: their sum is positive where any has.
 
 [Note: late reading] On the CPU a worker looks at the sums as soon as it has them, and stops
-before it sends what others don't expect. On CUDA looking would make the host wait for the
+before it sends what others don't expect. On an accelerator looking would make the host wait for the
 device in every step. There the few numbers are copied behind the exchange, and the host reads
 them when the next exchange starts, or anything else that all workers do together: by then they
 have long arrived. So a disagreement comes to light one step late, on every worker at the same
@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
+from allstep.comm.failures import wait_for_event
+from allstep.device import Event, copy_to_host, is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
@@ -61,7 +63,7 @@ def write_check(check: Tensor, rank: int, fingerprint: int, words: Tensor | None
         return
     digits = [(fingerprint >> (7 * i)) % _BASE for i in range(_NUM_DIGITS)]
     blocks = check.view(-1, _NUM_DIGITS)
-    mine = torch.tensor(digits).to(check.device, non_blocking=True)  # without a halt on CUDA
+    mine = torch.tensor(digits).to(check.device, non_blocking=True)  # without a halt
     if words is not None:
         shifts = torch.arange(0, 7 * _NUM_DIGITS, 7, device=words.device)
         mine = (mine + (checksum(words) >> shifts)) % _BASE
@@ -88,7 +90,7 @@ def disagreeing_ranks(check: Tensor) -> Sequence[int]:
 
 def reads_late(device: torch.device) -> bool:
     """Whether the host reads the comparison only when the next exchange starts."""
-    return device.type == "cuda"
+    return is_accelerator(device)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class AgreementResult:
     """
 
     numbers: Tensor
-    event: torch.cuda.Event | None
+    event: Event | None
     num_check: int
     action: str
     described: Signature
@@ -125,31 +127,28 @@ class AgreementResult:
         state: StatePart | None = None,
     ) -> "AgreementResult":
         """Starts the way of a summed check and a failure mark to the host."""
-        numbers = torch.cat([check, mark.to(check)])
-        event = None
-        if numbers.is_cuda:
-            on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            on_host.copy_(numbers, non_blocking=True)
-            numbers = on_host
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        numbers, event = copy_to_host(torch.cat([check, mark.to(check)]))
         return cls(numbers, event, len(check), action, described, failure, state)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether all workers came for the same thing and none failed; waits for the numbers."""
+    def is_good(self, comm: Communicator) -> bool:
+        """Whether all workers came for the same thing and none failed; waits for the numbers.
+
+        Raises:
+            CollectiveTimeoutError: if they have not come in time; says who is missing.
+        """
         if self.event is not None:
-            self.event.synchronize()
+            wait_for_event(self.event, self.action, comm.wire.names, comm.timeout_s)
         return not self.numbers.any()
 
     def raise_if_bad(self, comm: Communicator) -> None:
         """Raises on every worker unless `is_good`. Collective if so.
 
         Raises:
+            CollectiveTimeoutError: if the numbers have not come in time.
             DisagreementError: naming who wants what.
             UsageError: on a worker that failed, where the others came for the same.
         """
-        if self.is_good:
+        if self.is_good(comm):
             return
         details = (*self.described, *(self.state.entries() if self.state else ()))
         words = explain(comm, self.failure or self.action, details)

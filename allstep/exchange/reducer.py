@@ -16,6 +16,7 @@ from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
 from allstep.comm.shared_memory import Block
 from allstep.comm.work import BackendWork, JoinedWork, Work
+from allstep.device import is_accelerator
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
 from allstep.exchange.runner import Runner, begin_span, job_span, make_runner
@@ -129,7 +130,7 @@ class Reducer:
     @property
     def _may_post(self) -> bool:
         """Whether buckets may be left to the backend, which works on several at once."""
-        return self._as_they_are and self.comm.device.type == "cpu" and self.comm.size > 1
+        return self._as_they_are and self.comm.size > 1 and not is_accelerator(self.comm.device)
 
     # -- buckets -------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ def channel_of(comm: Communicator) -> Communicator:
     There the stream's order keeps collectives apart, and one NCCL communicator is safer than two.
     Collective.
     """
-    if comm.size == 1 or comm.device.type == "cuda":
+    if comm.size == 1 or is_accelerator(comm.device):
         return comm
     channel = comm.split(0, key=comm.rank)
     assert channel is not None

@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from allstep.comm.work import StreamWork, ThreadWork, Work
+from allstep.device import current_stream, is_accelerator, new_stream
 from allstep.errors import UsageError
 
 
@@ -43,7 +44,7 @@ class Runner(Protocol):
 
 def make_runner(device: torch.device) -> Runner:
     """The runner for tensors on a device."""
-    return StreamRunner(device) if device.type == "cuda" else ThreadRunner()
+    return StreamRunner(device) if is_accelerator(device) else ThreadRunner()
 
 
 class ThreadRunner:
@@ -87,10 +88,13 @@ class ThreadRunner:
 
 
 class StreamRunner:
-    """A CUDA stream beside the one of the backward pass; the host never waits."""
+    """A stream beside the one of the backward pass; the host never waits.
+
+    Its few kernels go before those of the backward pass that wait, so that the network has work.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = new_stream(device, is_urgent=True)
         self._device = device
         self._busy_s = 0.0
         self._is_closed = False
@@ -102,11 +106,11 @@ class StreamRunner:
     def submit(self, call: Callable[[], None]) -> Work[None]:
         _refuse_closed(self._is_closed)
         start_s = perf_counter()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(self._device))
+        with torch.no_grad(), self._stream:
             call()
         self._busy_s += perf_counter() - start_s
-        return StreamWork(self._stream.record_event())
+        return StreamWork(self._stream.record_event(), self._device)
 
     def close(self) -> None:
         self._is_closed = True
@@ -133,10 +137,10 @@ def job_span(name: str, device: torch.device, staleness: int) -> AbstractContext
 
     Args:
         name: of the span.
-        device: of the job: on CUDA the thread that hands it over does it at once, in a stream.
+        device: of the job: on an accelerator whoever hands it over does it at once, in a stream.
         staleness: steps that the job may take.
     """
-    return _JobSpan(name) if device.type == "cpu" and not staleness else record_function(name)
+    return _JobSpan(name) if not is_accelerator(device) and not staleness else record_function(name)
 
 
 class _JobSpan(AbstractContextManager[None]):

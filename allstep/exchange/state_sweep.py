@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from allstep.device import is_accelerator
+
 NUM_PARTS = 128
 _FEWEST_WORDS = 1 << 14  # of a part; fewer take as long
 _MOST_TENSORS = 16  # in a part; each takes some calls
@@ -103,7 +105,7 @@ def rates_of(optimizer: Optimizer, group: int) -> Entries:
 def _number(value: Any) -> Any:
     """A setting that is plain data or a tensor of one number on the CPU; None if it is not."""
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
+        return value.item() if value.numel() == 1 and not is_accelerator(value.device) else None
     if isinstance(value, (tuple, list)):
         return tuple(map(_number, value))
     return value if isinstance(value, (bool, int, float, str)) else None

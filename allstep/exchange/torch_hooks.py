@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, init
+from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments
 from allstep.exchange.in_flight import InFlight
@@ -142,7 +143,7 @@ class DDPCommHook:
         reducer = self._start(flat.device)
         names = self._name(bucket.parameters(), state)
         layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
-        future = _new_future(flat.device)
+        future = new_future(flat.device)
         scale = _scale(self._policy, reducer)
         if not self._policy.staleness:
             flat.mul_(scale)
@@ -289,6 +290,8 @@ class FSDPCommHook:
         Raises:
             UsageError: if other parameters than before had a gradient, with staleness.
         """
+        # FSDP2 may drop it behind this, and give its memory to what another stream reduces next.
+        lend_to_current_stream(flat)
         layout = _layout(f"{name or 'model'} (a module of FSDP2)", flat)
         scale = _scale(self._policy, self._reducer)
         if not self._policy.staleness:
@@ -372,10 +375,6 @@ def _after_engine(function: Any) -> None:
     """Calls a function at the end of the backward pass, after what the engine has queued."""
     engine = Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
-
-
-def _new_future(device: torch.device) -> torch.futures.Future[Tensor]:
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
 
 def _resolve(

@@ -10,6 +10,7 @@ from time import perf_counter, sleep
 import torch
 
 from allstep.comm import Communicator, Work
+from allstep.device import synchronize
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.reducer import NUM_AT_ONCE, Bucket, Reducer
 from allstep.exchange.wires import WireState
@@ -317,5 +318,4 @@ def _new_probe(reducer: Reducer, num_bytes: int, flat: torch.Tensor) -> Probe:
 def _wait(works: Sequence[Work[None]], device: torch.device) -> None:
     for work in works:
         work.wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from allstep.device import is_accelerator
+
 _CUDA_BUFFER_BYTES = 1 << 28
 
 
@@ -207,8 +209,10 @@ def _tiles(weight: Tensor, x: Tensor, fields: Fields) -> Iterator[tuple[int, int
     """Row, first column and number of some neighbouring blocks, and a buffer for their fields."""
     rows, columns, _, fan_in = weight.shape
     batch = x.shape[3]
-    num_threads = 1 if x.is_cuda else torch.get_num_threads()
-    budget = _CUDA_BUFFER_BYTES if x.is_cuda else fields.cpu_buffer_bytes * num_threads
+    num_threads, budget = 1, _CUDA_BUFFER_BYTES
+    if not is_accelerator(x.device):
+        num_threads = torch.get_num_threads()
+        budget = fields.cpu_buffer_bytes * num_threads
     most = max(1, min(columns, budget // max(1, fan_in * batch * x.itemsize)))
     most = max(most // num_threads, 1) * num_threads  # as many products for each thread
     buffer = x.new_empty(most, fan_in, batch)

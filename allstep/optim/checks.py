@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import AllstepError, UsageError
 
 Norm = Literal["l1", "l2", "linf"]
@@ -60,7 +61,7 @@ def _is_so(holds: Callable[[Any], bool], value: Any) -> bool:
 def _is_rate(value: Any) -> bool:
     if isinstance(value, Tensor):
         # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
-        return value.numel() == 1 and (value.device.type != "cpu" or bool(0 <= value < math.inf))
+        return value.numel() == 1 and (is_accelerator(value.device) or bool(0 <= value < math.inf))
     return bool(0 <= value < math.inf)
 
 

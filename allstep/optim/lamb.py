@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from allstep.device import is_accelerator
 from allstep.optim.fused import sums_by_blocks
 from allstep.optim.layer_wise import TrustRatioOptimizer, adapts
 from allstep.optim.leaves import Batch
@@ -14,8 +16,6 @@ from allstep.optim.rules import Adam
 from allstep.optim.trust import TrustRatio
 
 _ALIGNED_ELEMENTS = 16  # 64 bytes, as torch's allocator aligns, or more
-# "meta" tensors have no data; they show that a step stays on its device.
-_HAVE_FUSED_ADAM = ("cpu", "cuda", "mps", "xpu", "meta")
 
 
 class LAMB(TrustRatioOptimizer):
@@ -104,7 +104,7 @@ class LAMB(TrustRatioOptimizer):
         )
 
     def _measure(self, batch: Batch) -> Tensor:
-        is_fused = self._options["fused"] and batch.device.type in _HAVE_FUSED_ADAM
+        is_fused = self._options["fused"] and _has_fused_adam(batch.device)
         flats = batch.flats(*Adam.slots) if is_fused else None
         if flats is None:
             return super()._measure(batch)
@@ -112,9 +112,9 @@ class LAMB(TrustRatioOptimizer):
         if not adapts(batch.group) and not batch.leaves[0].is_sharded:
             _step_adamw(batch, flats)
             return torch.zeros(2, len(batch.leaves), dtype=torch.float64, device=batch.device)
-        if batch.device.type == "cpu":
+        if not is_accelerator(batch.device):
             return self._measure_blocks(batch, flats)
-        batch.directions = _directions(batch, flats)
+        batch.directions, batch.owns_directions = _directions(batch, flats), True
         return self._sums(batch, batch.directions)
 
     def _measure_blocks(self, batch: Batch, flats: list[list[Tensor]]) -> Tensor:
@@ -156,6 +156,11 @@ class LAMB(TrustRatioOptimizer):
         self._memory = {}
 
 
+def _has_fused_adam(device: torch.device) -> bool:
+    """Whether torch has its kernel there; "meta" shows that a step stays on its device."""
+    return device.type in ("meta", *_get_fused_kernels_supported_devices())
+
+
 def _fused_options(group: dict[str, Any]) -> dict[str, Any]:
     """Arguments of torch's fused Adam that add the direction to what the parameter holds."""
     beta1, beta2 = group["betas"]
@@ -181,7 +186,7 @@ def _steps(batch: Batch) -> list[Tensor]:
 def _step_adamw(batch: Batch, flats: list[list[Tensor]]) -> None:
     """With a ratio of 1, LAMB is AdamW."""
     group = batch.group
-    lr = float(group["lr"]) if batch.device.type == "cpu" else group["lr"]
+    lr = float(group["lr"]) if not is_accelerator(batch.device) else group["lr"]
     options = {**_fused_options(group), "lr": lr, "weight_decay": group["weight_decay"]}
     weights, gradients, exp_avgs, exp_avg_sqs = flats
     torch._fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, [], _steps(batch), **options)

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.optim import momentum_correction
 from allstep.optim.fused import sums_by_blocks
@@ -151,7 +152,7 @@ class LARS(TrustRatioOptimizer):
         flats = self._flats(batch)
         if flats is None:
             super()._move_by_gradients(batch, scales)
-        elif batch.device.type == "cpu" and not batch.group["nesterov"]:
+        elif not is_accelerator(batch.device) and not batch.group["nesterov"]:
             self._move_fused(batch, scales, flats)
         else:
             self._move_foreach(batch.group, scales, *flats)
@@ -207,7 +208,7 @@ class LARS(TrustRatioOptimizer):
         if flats is None:
             return super()._measure(batch)
         batch.weights, batch.directions = flats[0], flats[2]  # the direction is the momentum
-        if batch.device.type != "cpu":
+        if is_accelerator(batch.device):
             _average(batch.group, *flats)
             return self._sums(batch, batch.directions)
 

@@ -10,7 +10,7 @@ is needed in between, and all layers are measured first.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.optim import momentum_correction
 from allstep.optim.checks import Norm
@@ -117,7 +118,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
 
     def _shows_later(self, leaf: Leaf) -> bool:
         # Norms tell, for free; but whole ones on a GPU would stop it at every batch.
-        return leaf.is_sharded or (leaf.weight.device.type == "cpu" and adapts(leaf.group))
+        return leaf.is_sharded or (not is_accelerator(leaf.weight.device) and adapts(leaf.group))
 
     # --- the strategy ---------------------------------------------------------------------------
 
@@ -188,9 +189,14 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
     def _move(self, batch: Batch, scales: Tensor) -> None:
         if not batch.directions:
             return
-        if batch.device.type != "cpu":
-            steps = torch._foreach_mul(batch.directions, list(scales.to(batch.weights[0].dtype)))
-            torch._foreach_sub_(batch.weights, list(steps))
+        if is_accelerator(batch.device):
+            factors = list(scales.to(batch.weights[0].dtype))
+            steps: Sequence[Tensor] = batch.directions
+            if batch.owns_directions:
+                torch._foreach_mul_(steps, factors)
+            else:
+                steps = torch._foreach_mul(steps, factors)
+            torch._foreach_sub_(batch.weights, steps)
             return
         for weight, direction, scale in zip(
             batch.weights, batch.directions, scales.tolist(), strict=True

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from allstep.device import is_accelerator
+
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -64,11 +66,13 @@ class Batch:
     """Leaves of one group that are updated together, and what is known of them so far.
 
     `directions` are what the weights move against, and `weights` views of them that go with it.
+    `owns_directions` says that nobody else needs them.
     """
 
     leaves: list[Leaf]
     directions: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    owns_directions: bool = False
 
     def __post_init__(self) -> None:
         self.weights = [leaf.weight for leaf in self.leaves]
@@ -101,13 +105,17 @@ class Batch:
 
 
 def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
-    """Consecutive leaves of one group and device, up to so many elements (or one leaf)."""
+    """Consecutive leaves of one group and device; on a CPU up to so many elements, or one leaf.
+
+    A batch that fits a CPU's cache is measured and moved there. Elsewhere each kernel that is
+    launched takes time, and a batch may be all of a group.
+    """
     batch: list[Leaf] = []
     num_elements = 0
     for leaf in leaves:
         weight, size = leaf.weight, leaf.weight.numel()
         fits = batch and (
-            num_elements + size <= max_elements
+            (num_elements + size <= max_elements or is_accelerator(weight.device))
             and leaf.group is batch[0].group
             and weight.device == batch[0].weight.device
             and weight.dtype == batch[0].weight.dtype

@@ -49,8 +49,8 @@ class LargeBatchOptimizer(Optimizer, ABC):
       reading all gradients first, "propagate" does not look.
     """
 
-    # Elements of parameters that are updated together: they and what is made of them should fit
-    # the cache. A larger parameter is a batch of its own.
+    # Elements of parameters that are updated together on a CPU: they and what is made of them
+    # should fit the cache. A larger parameter is a batch of its own.
     batch_elements: int = 2**21
 
     def __init__(

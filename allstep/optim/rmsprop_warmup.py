@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.optim.leaves import Batch, Leaf, batches, local
 from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
@@ -124,7 +125,7 @@ def _shares(group: dict[str, Any], leaves: list[Leaf]) -> tuple[float, Share]:
     if a_sgd == 1.0:
         return 1.0, 0.0
     # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
-    if not (isinstance(lr, Tensor) and lr.device.type != "cpu") and lr == 0:
+    if not (isinstance(lr, Tensor) and is_accelerator(lr.device)) and lr == 0:
         # torch's distributed checkpoints make the state by a step without rate and gradients.
         if not any(leaf.gradient.any() for leaf in leaves if leaf.group is group):
             return a_sgd, 0.0

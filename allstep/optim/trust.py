@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.optim.checks import Norm, check_values
 from allstep.optim.leaves import flat
 
@@ -111,7 +112,7 @@ def power_sum(x: Tensor, norm: Norm) -> float:
 
 def power_sums(tensors: list[Tensor], norm: Norm) -> Tensor:
     """`power_sum` of each tensor, in double precision; a few kernels on a GPU."""
-    if tensors[0].device.type == "cpu":
+    if not is_accelerator(tensors[0].device):
         return torch.tensor([power_sum(x, norm) for x in tensors], dtype=torch.float64)
     norms = torch._foreach_norm(tensors, {"l1": 1, "l2": 2, "linf": math.inf}[norm])
     sums = torch.stack(norms).double()

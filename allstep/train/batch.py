@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data import GlobalBatch, MicroBatch
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.train.devices import to_device
@@ -254,7 +255,7 @@ class Batch:
             self.data_wait_s += time.perf_counter() - start_s
             if micro_batch is None:
                 return
-            if self._device.type != "cpu":
+            if is_accelerator(self._device):
                 data = to_device(micro_batch.data, self._device)
                 micro_batch = replace(micro_batch, data=data)
             if self._kept is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from allstep.comm import Communicator
+from allstep.device import default_device, synchronize
 from allstep.nn import GroupedBatchNorm
 from allstep.train.devices import num_cores
 from allstep.train.flops import count_flops
@@ -88,6 +89,5 @@ def _measure(
 def _seconds(function: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize(default_device())
     return time.perf_counter() - start_s

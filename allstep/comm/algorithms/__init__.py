@@ -14,6 +14,7 @@ from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
 from allstep.comm.algorithms.ring import Ring
 from allstep.comm.algorithms.shared import SharedMemory
 from allstep.comm.group import WorkerGroup
+from allstep.device import is_accelerator
 from allstep.errors import UsageError, nearest_names
 
 __all__ = [
@@ -88,7 +89,7 @@ def default_algorithm(comm: WorkerGroup, dtype: torch.dtype = torch.float32) -> 
     >>> default_algorithm(Communicator.single_process())
     'native'
     """
-    if comm.device.type == "cpu" and comm.size > 1:
+    if not is_accelerator(comm.device) and comm.size > 1:
         if comm.num_nodes == 1:
             return SharedMemory.name
         if comm.size == 2 and dtype.itemsize == 2:

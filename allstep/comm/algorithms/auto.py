@@ -15,6 +15,7 @@ from allstep.comm.algorithms.nodes import Hierarchical, TwoDimensional
 from allstep.comm.algorithms.ring import Ring
 from allstep.comm.algorithms.shared import SharedMemory
 from allstep.comm.group import WorkerGroup
+from allstep.device import is_accelerator, synchronize
 
 _SIZES_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 23)
 _REPEATS = 3
@@ -94,8 +95,7 @@ class Auto(AllReduce):
             self.comm.barrier()
             start_s = time.perf_counter()
             self._sum(algorithm, x)
-            if x.is_cuda:
-                torch.cuda.synchronize(x.device)
+            synchronize(x.device)
             best_s = min(best_s, time.perf_counter() - start_s)
         return best_s / self._num_at_once
 
@@ -160,7 +160,7 @@ class Auto(AllReduce):
 def _candidates(comm: WorkerGroup) -> list[type[AllReduce]]:
     """What may be the fastest for these ranks and nodes."""
     kinds: list[type[AllReduce]] = [Native, Ring, HalvingDoubling, RecursiveDoubling]
-    if comm.num_nodes == 1 and comm.device.type == "cpu":
+    if comm.num_nodes == 1 and not is_accelerator(comm.device):
         kinds.append(SharedMemory)
     local_sizes = set(comm.all_gather_object(comm.local_size))
     if comm.num_nodes > 1 and local_sizes != {1}:

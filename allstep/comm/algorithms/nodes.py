@@ -11,6 +11,7 @@ from allstep.comm.algorithms.native import Native
 from allstep.comm.algorithms.ring import Ring
 from allstep.comm.group import WorkerGroup
 from allstep.comm.shared_memory import NotShared, SharedBuffer
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 
 
@@ -96,7 +97,7 @@ class Hierarchical(_OverNodes):
         try:
             return SharedBuffer.create(self._inside)
         except NotShared as reason:
-            if self.comm.device.type == "cpu":
+            if not is_accelerator(self.comm.device):
                 reason.tell(self.comm.rank, "messages go inside a node too, not shared memory")
             return None
 

@@ -17,6 +17,7 @@ from allstep.comm.agreement import agree
 from allstep.comm.group import WorkerGroup
 from allstep.comm.missing import RankNames
 from allstep.comm.places import own_space
+from allstep.device import is_accelerator
 
 
 class NotShared(Exception):  # noqa: N818 (a finding, not a failure)
@@ -143,7 +144,7 @@ def _host(comm: WorkerGroup) -> tuple[str, int, str]:
     return (
         own_space() or f"no /proc on rank {comm.rank}",
         comm.node_rank,
-        comm.device.type if comm.device.type == "cpu" else f"device of rank {comm.rank}",
+        comm.device.type if not is_accelerator(comm.device) else f"device of rank {comm.rank}",
     )
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
+
 _SLICE_BYTES = 1 << 20  # of larger tensors each one is fetched from the kernel, page by page
 _TINY = torch.finfo(torch.float32).tiny  # smaller scales have too few bits
 
@@ -124,7 +126,9 @@ class BlockParts:
     def _slices(self, values: Tensor) -> list[slice]:
         """Blocks that are worked on together: on a CPU as many as need no new memory."""
         bytes_of_one = len(values) * self.block * values.itemsize
-        step = self.num_blocks if values.is_cuda else max(1, _SLICE_BYTES // bytes_of_one)
+        step = max(1, _SLICE_BYTES // bytes_of_one)
+        if is_accelerator(values.device):
+            step = self.num_blocks
         return [slice(start, start + step) for start in range(0, self.num_blocks, step)]
 
     def _rows(self, x: Tensor, length: int) -> Tensor:

@@ -18,6 +18,7 @@ Source: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Kar
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import WireState
 
@@ -71,7 +72,8 @@ def keep_unsent(state: WireState, unsent: Tensor) -> None:
     """
     if state.residual is None:
         return
-    if not unsent.is_cuda and unsent.sum().isfinite():  # then all are; several times faster
+    # If the sum is finite all are; several times faster, but the host looks at it.
+    if not is_accelerator(unsent.device) and unsent.sum().isfinite():
         state.residual.copy_(unsent)
     else:
         torch.where(unsent.isfinite(), unsent, state.residual, out=state.residual)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
@@ -105,7 +106,7 @@ class BFloat16(_Half):
 
 def _is_finite(payload: Tensor) -> bool:
     """Whether all is finite; True on CUDA, where the host would have to wait for the answer."""
-    if payload.is_cuda or not payload.numel():
+    if is_accelerator(payload.device) or not payload.numel():
         return True
     if payload.sum().isfinite():  # then all are; twice as fast
         return True

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
@@ -91,7 +92,7 @@ def _largest(x: Tensor, count: int) -> Tensor:
     the elements finds.
     """
     stride = x.numel() // _SAMPLE
-    if not x.is_cuda and stride > 1:
+    if not is_accelerator(x.device) and stride > 1:
         sample = x[::stride]
         likely = min(len(sample), 64 + 2 * count * len(sample) // x.numel())
         candidates = (x < sample.topk(likely, sorted=False).values.amin()).logical_not_()

@@ -1,0 +1,248 @@
+"""Streams, events, memory and random states of a device; no other module names a kind of one.
+
+All is asked of torch's generic interface, so that CUDA, ROCm, XPU and what comes later are one
+path. A test hands in another `Driver`, whose streams are only names, and finds on a CPU what
+would be a race or a hidden wait on an accelerator.
+
+[Note: accelerator] Whatever is not a CPU counts as one: its kernels run later than they are
+called, so that the host must not look at numbers. So does "meta", which has no numbers at all.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter, sleep
+from types import TracebackType
+from typing import Any, Protocol, Self, cast
+
+import torch
+from torch import Tensor
+
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3  # between looks at an event
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+
+
+class Stream(Protocol):
+    """A queue of work of a device; entered, the current one."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """What comes later waits for all that the other has been given so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """What comes later waits for the event."""
+
+    def record_event(self) -> Event:
+        """An event at the end of what it has been given so far."""
+
+    def synchronize(self) -> None:
+        """Makes the host wait for all of that."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class Driver:
+    """What is asked of an accelerator; this one asks torch."""
+
+    def is_accelerator(self, device: torch.device) -> bool:
+        """Whether its kernels run later than they are called. [Note: accelerator]"""
+        return device.type != "cpu"
+
+    def default(self) -> torch.device:
+        """This machine's accelerator, without a number; the CPU if it has none."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else torch.device(found.type)
+
+    def count(self) -> int:
+        """Accelerators that this process sees."""
+        return torch.accelerator.device_count()
+
+    def current(self, kind: str) -> torch.device:
+        """The accelerator of a kind on which a tensor without a number would be."""
+        return torch.device(kind, torch.accelerator.current_device_index())
+
+    def set_current(self, device: torch.device) -> None:
+        """Makes it the process's current one."""
+        torch.accelerator.set_device_index(device)
+
+    def identity(self, device: torch.device) -> str:
+        """What tells it from all others, also of other machines; empty if nobody knows."""
+        module = torch.get_device_module(device)
+        properties = module.get_device_properties(_index(self, device))
+        return str(getattr(properties, "uuid", ""))
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The stream that gets what is called now."""
+        return cast(Stream, torch.accelerator.current_stream(device))
+
+    def new_stream(self, device: torch.device, *, is_urgent: bool) -> Stream:
+        """Another stream; an urgent one's kernels go before those of others that wait."""
+        return cast(Stream, torch.Stream(device, priority=-1 if is_urgent else 0))
+
+    def synchronize(self, device: torch.device) -> None:
+        """Makes the host wait for all streams of the device."""
+        torch.accelerator.synchronize(device)
+
+    def wait_until(self, event: Event, timeout_s: float) -> bool:
+        """Makes the host wait for an event; False if it has not come in time.
+
+        An event's own wait has no end where another worker is missing.
+        """
+        deadline_s = perf_counter() + timeout_s
+        pause_s = _LEAST_PAUSE_S
+        while not event.query():
+            if perf_counter() > deadline_s:
+                return False
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Keeps memory from being taken anew before the stream is done with it."""
+        tensor.record_stream(cast(torch.Stream, stream))
+
+    def new_pinned(self, like: Tensor) -> Tensor:
+        """Memory of the host that the device copies to and from while the host goes on."""
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def new_future(self, device: torch.device) -> torch.futures.Future[Tensor]:
+        """A future of a tensor there; who waits for it waits for the stream that completed it."""
+        return torch.futures.Future(devices=[device])
+
+    def seed(self, device: torch.device, seed: int) -> None:
+        """Sets the device's random state."""
+        with torch.accelerator.device_index(_index(self, device)):
+            torch.get_device_module(device).manual_seed(seed)
+
+    def preserved_random_state(self, device: torch.device) -> AbstractContextManager[None]:
+        """Puts the device's random state back as it was."""
+        numbered = torch.device(device.type, _index(self, device))
+        return torch.random.fork_rng([numbered], device_type=device.type)
+
+
+_driver = Driver()
+
+
+@contextmanager
+def replaced(driver: Driver) -> Iterator[None]:
+    """Asks another driver, in all threads; for tests."""
+    global _driver
+    kept, _driver = _driver, driver
+    try:
+        yield
+    finally:
+        _driver = kept
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether its kernels run later than they are called. [Note: accelerator]
+
+    >>> is_accelerator(torch.device("cpu")), is_accelerator(torch.device("meta"))
+    (False, True)
+    """
+    return _driver.is_accelerator(device)
+
+
+def default_device() -> torch.device:
+    """This machine's accelerator, without a number; the CPU if it has none."""
+    return _driver.default()
+
+
+def num_devices() -> int:
+    """Accelerators that this process sees."""
+    return _driver.count()
+
+
+def current_device(kind: str) -> torch.device:
+    """The accelerator of a kind on which a tensor without a number would be."""
+    return _driver.current(kind)
+
+
+def set_current_device(device: torch.device) -> None:
+    """Makes it the process's current one."""
+    _driver.set_current(device)
+
+
+def device_id(device: torch.device) -> str:
+    """What tells an accelerator from all others, also of other machines; empty for a CPU."""
+    return _driver.identity(device) if is_accelerator(device) else ""
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The stream that gets what is called now."""
+    return _driver.current_stream(device)
+
+
+def new_stream(device: torch.device, *, is_urgent: bool = False) -> Stream:
+    """Another stream of an accelerator.
+
+    Args:
+        device: whose.
+        is_urgent: its kernels go before those of other streams that wait.
+    """
+    return _driver.new_stream(device, is_urgent=is_urgent)
+
+
+def synchronize(device: torch.device) -> None:
+    """Makes the host wait for all that the device was given; at once on a CPU."""
+    if is_accelerator(device):
+        _driver.synchronize(device)
+
+
+def wait_until(event: Event, timeout_s: float) -> bool:
+    """Makes the host wait for an event; False if it has not come in time."""
+    return _driver.wait_until(event, timeout_s)
+
+
+def lend_to_current_stream(tensor: Tensor) -> None:
+    """Keeps the memory of a tensor of another stream until the current one is done with it."""
+    if is_accelerator(tensor.device):
+        _driver.record_stream(tensor, _driver.current_stream(tensor.device))
+
+
+def copy_to_host(tensor: Tensor) -> tuple[Tensor, Event | None]:
+    """Starts a copy that the host need not wait for yet.
+
+    Args:
+        tensor: anywhere.
+
+    Returns:
+        The copy, and the event after which it may be read; None if it may be at once.
+    """
+    if not is_accelerator(tensor.device):
+        return tensor, None
+    on_host = _driver.new_pinned(tensor)
+    on_host.copy_(tensor, non_blocking=True)
+    return on_host, _driver.current_stream(tensor.device).record_event()
+
+
+def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
+    """A future of a tensor there; who waits for it waits for the stream that completed it."""
+    return _driver.new_future(device) if is_accelerator(device) else torch.futures.Future()
+
+
+def seed(device: torch.device, seed: int) -> None:
+    """Sets an accelerator's random state; a CPU's is torch's default generator."""
+    if is_accelerator(device):
+        _driver.seed(device, seed)
+
+
+def preserved_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Puts an accelerator's random state back as it was; leaves a CPU's alone."""
+    return _driver.preserved_random_state(device) if is_accelerator(device) else nullcontext()
+
+
+def _index(driver: Driver, device: torch.device) -> int:
+    found = driver.current(device.type).index if device.index is None else device.index
+    return cast(int, found)

@@ -1,0 +1,86 @@
+"""A step never makes the host wait for an accelerator, but where that is listed with its reason.
+
+CPU tensors are taken for an accelerator's, as in `test_streams`.
+"""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, device
+from allstep.optim import LAMB
+from tests.exchange.nets import mlp
+from tests.helpers.ranks import run_ranks
+from tests.helpers.streams import Site, StreamsAsNames
+
+POLICIES = {
+    "fp32": allstep.Synchronous(bucket_bytes=64),
+    "fp16": allstep.Synchronous(bucket_bytes=64, compression="fp16"),
+    "int8": allstep.Synchronous(bucket_bytes=64, compression="int8"),
+    "stale": allstep.Stale(bucket_bytes=64),
+}
+Parameters = Iterable[nn.Parameter]
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    # A device's optimizer keeps its count of steps there.
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    "LAMB": lambda p: LAMB(p, 0.1, nonfinite="propagate"),
+}
+
+
+def waits_of_steps(
+    policy: allstep.exchange.ExchangePolicy, make: Callable[[Parameters], torch.optim.Optimizer]
+) -> list[list[list[Site]]]:
+    """Of each worker and step, once buckets and states are there."""
+    driver = StreamsAsNames()
+
+    def worker(comm: Communicator) -> list[list[Site]]:
+        with driver.rank(lints=True) as rank:
+            model = mlp()
+            optimizer = make(model.parameters())
+            exchange = allstep.attach(model, comm, policy)
+            found = []
+            for _ in range(6):
+                rank.waits.clear()
+                model(torch.ones(2, 5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(list(rank.waits))
+            exchange.detach()
+        return found[3:]
+
+    with device.replaced(driver):
+        return run_ranks(2, worker)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_host_waits_for_nothing_in_a_step(optimizer: str, policy: str) -> None:
+    for steps in waits_of_steps(POLICIES[policy], OPTIMIZERS[optimizer]):
+        assert steps == [[], [], []]
+
+
+def test_host_waits_are_found() -> None:
+    """The control: each way to look at numbers, or to write one, is seen."""
+    driver = StreamsAsNames()
+    ways: dict[str, Callable[[Tensor], object]] = {
+        "_local_scalar_dense": lambda x: x.sum().item(),
+        "tolist": lambda x: x.tolist(),
+        "cpu": lambda x: x.cpu(),
+        "nonzero": lambda x: x.nonzero(),
+        "new_tensor": lambda x: x.new_tensor([1.0]),
+        "tensor": lambda x: torch.tensor([1.0], device=x.device),
+        "to": lambda x: torch.tensor([1.0]).to(x.device),
+        "copy_ of a scalar": lambda x: x.__setitem__(0, 1.0),
+    }
+    for name, way in ways.items():
+        with device.replaced(driver), driver.rank(lints=True) as rank:
+            x = torch.ones(3)
+            x[:1].fill_(2.0)
+            torch.tensor([1.0]).to(x.device, non_blocking=True)
+            assert not rank.waits
+            way(x)
+        assert [site.verb for site in rank.waits] == [name]

@@ -1,0 +1,172 @@
+"""The exchange's streams, without an accelerator: no races, and no wait of the host in a step.
+
+CPU tensors are taken for an accelerator's, streams are names, torch's sanitizer looks. Then each
+wait in the package is left out, one at a time, and must be found.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import allstep
+from allstep import Communicator, device
+from allstep.exchange import Exchange, ExchangePolicy, make_policy
+from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
+from tests.exchange.nets import mlp
+from tests.helpers.ranks import run_ranks
+from tests.helpers.streams import Rank, Site, StreamsAsNames
+
+POLICIES = {
+    name: make_policy(bucket_bytes=64, **options)
+    for name, options in {
+        "fp32": {},
+        "bf16": {"compression": "bf16"},
+        "fp16": {"compression": "fp16"},
+        "int8": {"compression": "int8"},
+        "topk": {"compression": "topk"},
+        "powersgd": {"compression": "powersgd"},
+        "exact": {"compression": "exact"},
+        "no overlap": {"overlap": False},
+        "ring": {"algorithm": "ring"},
+        "stale": {"staleness": 1},
+        "stale 2 int8": {"staleness": 2, "compression": "int8"},
+        "local": {"sync_every": 2},
+    }.items()
+}
+Train = Callable[[Communicator, ExchangePolicy], None]
+
+
+def attached(comm: Communicator, policy: ExchangePolicy) -> tuple[nn.Module, Exchange, Any]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    given = {"optimizer": optimizer} if isinstance(policy, allstep.LocalSGD) else {}
+    return model, allstep.attach(model, comm, policy, **given), optimizer
+
+
+def train(comm: Communicator, policy: ExchangePolicy, num_steps: int = 4) -> None:
+    """Steps with clipping, a checkpoint in between, then the gradients that are under way."""
+    model, exchange, optimizer = attached(comm, policy)
+    for step in range(num_steps):
+        model(torch.ones(2, 5)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            exchange.load_state_dict(copy.deepcopy(exchange.state_dict()))
+    for _ in exchange.flush():
+        optimizer.step()
+    exchange.sync_buffers()
+    exchange.detach()
+
+
+def accumulate(comm: Communicator, policy: ExchangePolicy) -> None:
+    model, exchange, optimizer = attached(comm, policy)
+    for _ in range(3):
+        with exchange.no_sync():
+            model(torch.ones(2, 5)).square().mean().backward()
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange.detach()
+
+
+def leave_out(comm: Communicator, policy: ExchangePolicy) -> None:
+    """A worker without a gradient for some parameters."""
+    model, exchange, optimizer = attached(comm, policy)
+    for step in range(3):
+        part = model[2:] if (step + comm.rank) % 2 else model
+        part(torch.ones(2, part[0].in_features)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange.detach()
+
+
+def with_ddp(comm: Communicator, policy: ExchangePolicy) -> None:
+    hook, model = ddp_hook(policy, comm), mlp()
+    ddp = DistributedDataParallel(model, process_group=comm.process_group, bucket_cap_mb=1e-4)
+    ddp.register_comm_hook(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+    for _ in hook.flush():
+        optimizer.step()
+    DistributedDataParallel._active_ddp_module = None
+
+
+def with_fsdp(comm: Communicator, policy: ExchangePolicy) -> None:
+    """What FSDP2 does around the hook: each module's gradient goes through two of its streams."""
+    hook = FSDPCommHook(nn.Linear(4, 4), comm, policy)
+    scatters, reduces = device.new_stream(comm.device), device.new_stream(comm.device)
+
+    def reduce(gradient: Tensor) -> None:
+        for name in ("second", "first"):
+            scatters.wait_stream(device.current_stream(comm.device))
+            with scatters:
+                flat = gradient.expand(16) * 2
+            reduces.wait_stream(scatters)
+            with reduces:
+                hook.reduce_(name, flat)
+                flat.mul_(2)
+            device.current_stream(comm.device).wait_stream(reduces)
+            flat.add_(1)
+
+    for _ in range(4):
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(reduce)
+        x.sum().backward()
+
+
+CASES: list[tuple[str, Train]] = [
+    *((name, train) for name in POLICIES),
+    *((name, accumulate) for name in ("fp32", "int8", "stale")),
+    *((name, leave_out) for name in ("fp32", "int8", "stale")),
+    *((name, with_ddp) for name in ("fp32", "int8", "stale")),
+    *((name, with_fsdp) for name in ("fp32", "int8", "stale")),
+]
+IDS = [f"{train.__name__}-{name}" for name, train in CASES]
+
+
+def run(case: Train, policy: ExchangePolicy, driver: StreamsAsNames) -> list[Rank]:
+    def worker(comm: Communicator) -> Rank:
+        torch.manual_seed(0)
+        with driver.rank() as rank:
+            case(comm, policy)
+        return rank
+
+    with device.replaced(driver):
+        return run_ranks(2, worker)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_streams_have_no_races(name: str, case: Train) -> None:
+    for rank in run(case, POLICIES[name], StreamsAsNames()):
+        assert not rank.races
+        assert rank.handler.seq_num > 20
+
+
+# Each call of the package that orders streams, keeps memory or lets the host wait, and how its loss
+# shows: as a race in these cases, as memory that nobody lent, or as a clock that is read too early.
+SITES = {
+    Site("exchange/runner.py", "StreamRunner.submit", "wait_stream"): ("fp32", train),
+    Site("comm/work.py", "StreamWork.wait", "wait_event"): ("fp32", train),
+    Site("comm/failures.py", "wait_for_event", "wait_until"): ("fp32", train),
+    Site("exchange/torch_hooks.py", "FSDPCommHook.reduce_", "record_stream"): ("fp32", with_fsdp),
+}
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_a_wait_that_is_left_out_is_found(site: Site) -> None:
+    name, case = SITES[site]
+    ranks = run(case, POLICIES[name], StreamsAsNames(left_out=site))
+    if site.verb == "record_stream":
+        assert not any(rank.lent for rank in ranks)
+        assert all(rank.lent for rank in run(case, POLICIES[name], StreamsAsNames()))
+    else:
+        assert all(rank.races for rank in ranks)
