@@ -25,16 +25,14 @@ import allstep
 class Options:
     """The flags and what is fixed."""
 
-    updates: int = 120
+    updates: int = 100
     global_batch: int = 16  # episodes
-    micro_batch: int = 8
+    micro_batch: int = 8  # one for each of two workers
     width: int = 64
-    lr: float = 7e-3
+    lr: float = 1e-2
     discount: float = 0.99
     smoothing: float = 0.95  # of advantages over steps, the lambda of GAE
-    entropy_weight: float = 0.01
-    value_weight: float = 0.05
-    clip_norm: float = 1.0
+    entropy_weight: float = 0.001
     seed: int = 0
     test_episodes: int = 100
     max_steps: int = 500
@@ -85,7 +83,7 @@ def play(actor: nn.Module, seeds: list[int], options: Options, *, greedy: bool) 
         newest = torch.from_numpy(np.stack([seen[i][-1] for i in going])).double().to(device)
         with torch.no_grad():
             scores = actor(newest)
-        chosen = scores.argmax(1) if greedy else Categorical(logits=scores).sample()
+        chosen = scores.argmax(1) if greedy else scores.softmax(1).multinomial(1)[:, 0]
         still = []
         for i, action in zip(going, chosen.tolist(), strict=True):
             observation, reward, ended[i], timed_out, _ = games[i].step(action)
@@ -104,7 +102,10 @@ def play(actor: nn.Module, seeds: list[int], options: Options, *, greedy: bool) 
 def advantages(episode: Episode, values: Tensor, options: Options) -> Tensor:
     """How much better each action was than the critic expected, [step].
 
-    a_t = d_t + discount smoothing a_(t+1),  d_t = reward_t + discount value_(t+1) - value_t
+    a_t = d_t + discount smoothing a_(t+1)
+    d_t = (1 - discount) reward_t + discount value_(t+1) - value_t
+
+    so that values are between 0 and 1.
 
     Source: Schulman et al., 2016, arXiv:1506.02438.
     """
@@ -113,7 +114,8 @@ def advantages(episode: Episode, values: Tensor, options: Options) -> Tensor:
         estimates[-1] = 0.0
     found = [0.0] * (len(episode.rewards) + 1)
     for t in reversed(range(len(episode.rewards))):
-        surprise = episode.rewards[t] + options.discount * estimates[t + 1] - estimates[t]
+        reward = (1 - options.discount) * episode.rewards[t]
+        surprise = reward + options.discount * estimates[t + 1] - estimates[t]
         found[t] = surprise + options.discount * options.smoothing * found[t + 1]
     return torch.tensor(found[:-1]).to(values)
 
@@ -126,7 +128,7 @@ def summed_loss(model: ActorCritic, episode: Episode, options: Options) -> Tenso
     actor_loss = -(better * policy.log_prob(episode.actions)).sum()
     critic_loss = (values[:-1] - (values[:-1].detach() + better)).square().sum()
     bonus = options.entropy_weight * policy.entropy().sum()
-    return actor_loss + options.value_weight * critic_loss - bonus
+    return actor_loss + critic_loss - bonus
 
 
 def train(comm: allstep.Communicator, options: Options) -> ActorCritic:
@@ -149,7 +151,6 @@ def train(comm: allstep.Communicator, options: Options) -> ActorCritic:
             batch.backward(torch.stack(losses).sum() / len(losses))
         # `p.grad` is of the mean over episodes of each one's sum; it is to be the mean over steps.
         weigh(model, batch.num_samples / comm.all_reduce(num_steps).item())
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
         optimizer.param_groups[0]["lr"] = options.lr * (1 - batch.step / options.updates)
         optimizer.step()
         optimizer.zero_grad()

@@ -31,7 +31,7 @@ class Options:
 
     folder: Path = Fashion.folder
     pictures: Path | None = None
-    epochs: int = 6
+    epochs: int = 4
     samples: int = 10_000
     global_batch: int = 64
     micro_batch: int = 32
