@@ -58,6 +58,9 @@ def run(arguments: list[str]) -> int:
         return 0 if is_help else 2
     options, recipe = read_command_line(*arguments)
     recipe.check()
+    if description := recipe.describe():
+        with speaking_once():
+            print(description)
     num_workers = num_workers_to_start(options.workers)
     run_dir = None
     if read_launch().rank == 0:  # which alone touches the disk

@@ -39,6 +39,10 @@ class _Named:
             UsageError: if data or a package is missing; says how to get it.
         """
 
+    def describe(self) -> str:
+        """What `allstep train` prints before it starts, as the model's size; by default nothing."""
+        return ""
+
     def need_package(self, module: str, distribution: str) -> None:
         """Raises UsageError, with what to install, if there is no such module."""
         if find_spec(module) is None:

@@ -190,7 +190,7 @@ class Text(Recipe):
             model,
             self._sequences(train_tokens, self.sequence_length),
             self._sequences(test_tokens, self.sequence_length),
-            LanguageModelling(_log_frequencies(train_tokens, self.vocab_size)),
+            LanguageModelling(log_frequencies(train_tokens, self.vocab_size)),
             self._later_stages(train_tokens, test_tokens),
         )
 
@@ -270,7 +270,7 @@ class LanguageModelling:
         }
 
 
-def _log_frequencies(tokens: Tensor, vocab_size: int) -> Tensor:
+def log_frequencies(tokens: Tensor, vocab_size: int) -> Tensor:
     """log((count + 1) / (number of tokens + vocab_size)) of each token: none is impossible."""
     counts = torch.bincount(tokens, minlength=vocab_size).double() + 1
     return (counts / counts.sum()).log()

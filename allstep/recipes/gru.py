@@ -1,0 +1,166 @@
+"""The recurrent benchmark net of Baidu's talk, on the characters of a folder of text files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, Task, UsageError
+from allstep.recipes.base import Recipe
+from allstep.recipes.text import LanguageModelling, log_frequencies
+
+_NUM_CHARACTERS = 256  # the bytes of UTF-8; 0, which no text has, ends each text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gru(Recipe):
+    """Reads `folder/**/*.txt` and learns to predict each character (a byte) from those before it.
+
+    With `width=3000` and `micro_batch=16` it is the net that the talk counts: 5 layers, 3,000
+    wide, 100 steps, 16 samples a worker. The texts are kept in memory; the end of each is held out.
+
+    Source: "Effectively scaling deep learning frameworks (to 40 GPUs and beyond)", Baidu SVAIL,
+    2017.
+    """
+
+    name: ClassVar[str] = "gru"
+    summary: ClassVar[str] = "the characters of a folder of text files, Baidu's 5 layers of GRU"
+    warmup_share: ClassVar[float] = 0.1
+
+    epochs: int = 1
+    global_batch: int = 16
+    micro_batch: int = 8
+    optimizer: allstep.optim.OptimizerName = "adamw"
+    lr: float = 3e-3
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+
+    folder: Path = Path("texts")
+    """Folder with .txt files in UTF-8, in sub-folders or not."""
+
+    held_out: float = 0.1
+    """Share of each text, at its end, that is held out for testing."""
+
+    layers: int = 5
+    """GRU layers, one above the other."""
+
+    width: int = 256
+    """Units of each layer; the talk has 3,000."""
+
+    sequence_length: int = 100
+    """Characters of a sample: time steps of the net."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("layers", "width", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+        if not 0 < self.held_out < 1:
+            raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
+
+    @property
+    def num_weights(self) -> int:
+        """Those of the GRU's matrices, as the talk counts: layers x (2 width) x (3 width).
+
+        >>> Gru(width=3000).num_weights
+        270000000
+        """
+        return self.layers * 2 * self.width * 3 * self.width
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations of a micro-batch's products with them; a step makes three times as many.
+
+        2 x weights x sequence_length x micro_batch
+
+        >>> Gru(width=3000, micro_batch=16).forward_flops
+        864000000000
+        """
+        return 2 * self.num_weights * self.sequence_length * self.micro_batch
+
+    def describe(self) -> str:
+        """The net's size, as the talk gives it."""
+        return (
+            f"{self.layers} layers x {self.width:,} units x {self.sequence_length} steps, batch"
+            f" {self.micro_batch}: {self.num_weights / 1e6:,.1f} M weights of the GRU"
+            f" ({4 * self.num_weights / 1e9:.3g} GB in float32),"
+            f" {self.forward_flops / 1e12:.3g} TFLOP forward and"
+            f" {3 * self.forward_flops / 1e12:.3g} with backward"
+        )
+
+    def check(self) -> None:
+        """Looks for tokenizers, whose room reads texts, the folder and enough text in it."""
+        self.need_package("tokenizers", "tokenizers")
+        paths = allstep.data.text_folder.find_texts(self.folder)
+        num_bytes = sum(path.stat().st_size for path in paths)
+        self._check_enough(round(self.held_out * num_bytes))
+
+    def build(self, comm: Communicator) -> Task:
+        """The task on the folder's texts."""
+        train, test = self._characters()
+        self._check_enough(len(test))
+        sequences = allstep.data.text_folder.CausalSequences
+        return self.make_task(
+            CharacterGru(self.width, self.layers),
+            sequences(train, self.sequence_length),
+            sequences(test, self.sequence_length),
+            LanguageModelling(log_frequencies(train, _NUM_CHARACTERS)),
+        )
+
+    def _characters(self) -> tuple[Tensor, Tensor]:
+        """The bytes to train on and those held out, uint8; each text's end is a 0."""
+        reader = allstep.data.text_folder
+        texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
+        parts = zip(*(reader.split_text(text, self.held_out) for text in texts), strict=True)
+        train, test = (
+            torch.frombuffer(
+                bytearray("".join(f"{text}\0" for text in part).encode()), dtype=torch.uint8
+            )
+            for part in parts
+        )
+        return train, test
+
+    def _check_enough(self, num_held_out: int) -> None:
+        if num_held_out <= self.sequence_length:
+            raise UsageError(
+                f"`folder` (={self.folder}) has too little text: {num_held_out} bytes held out are"
+                f" less than one sequence of `sequence_length` (={self.sequence_length})"
+                " characters and the next one. Add text, or lower it."
+            )
+
+
+class CharacterGru(nn.Module):
+    """An embedding, GRU layers of the same width, and a score for each next character.
+
+    Args:
+        width: units of each layer.
+        layers: how many.
+    """
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_NUM_CHARACTERS, width)
+        self.gru = nn.GRU(width, width, layers, batch_first=True)
+        self.scores = nn.Linear(width, _NUM_CHARACTERS)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Larger weights than torch's, of which five layers let next to nothing through.
+
+        With those the loss stays at the characters' frequencies for hundreds of steps.
+        """
+        for name, weight in self.gru.named_parameters():
+            for gate in weight.chunk(3) if weight.ndim == 2 else ():
+                if "_hh_" in name:
+                    nn.init.orthogonal_(gate)
+                else:
+                    nn.init.xavier_normal_(gate, gain=1.4)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """int64 [batch, step] -> logits [batch, step, character]."""
+        hidden, _ = self.gru(self.embedding(characters))
+        logits: Tensor = self.scores(hidden)
+        return logits

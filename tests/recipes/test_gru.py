@@ -1,0 +1,143 @@
+"""The net of Baidu's talk: its size as on the slides, the same on any number of workers."""
+
+import math
+import shutil
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.recipes.gru import CharacterGru, Gru
+from allstep.train.flops import count_flops
+from tests.helpers.compare import state_difference
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in sorted(topics)[:3]:
+        (texts / f"{name}.txt").write_text(topics[name][:700], encoding="utf-8")
+    return texts
+
+
+def small(folder: Path, **changes: Any) -> Gru:
+    arguments: dict[str, Any] = {
+        "folder": folder,
+        "epochs": 1,
+        "global_batch": 24,
+        "micro_batch": 4,
+        "layers": 2,
+        "width": 6,
+        "sequence_length": 10,
+        "precision": "float64",
+    }
+    return Gru(**arguments | changes)
+
+
+def train(comm: Communicator, recipe: Gru, run_dir: Path, initial: dict[str, Tensor]) -> Any:
+    task = recipe.task(comm)
+    task.model.load_state_dict(initial)  # threads share the random state
+    allstep.fit(task, recipe, comm, run_dir)
+    return task.model.state_dict()
+
+
+def test_gru_is_the_same_on_any_number_of_workers(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder)
+    comm = Communicator.single_process()
+    initial = recipe.task(comm).model.state_dict()
+    lone = train(comm, recipe, tmp_path / "1", initial)
+    for n in (2, 3):
+        run_dir = tmp_path / str(n)
+        for state in run_ranks(
+            n, lambda comm, run_dir=run_dir: train(comm, recipe, run_dir, initial), timeout_s=100
+        ):
+            assert state_difference(state, lone) < 1e-10
+    assert any(not torch.equal(initial[name].double(), lone[name]) for name in lone)
+
+
+def test_gru_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    comm = Communicator.single_process()
+    recipe = small(folder, checkpoint_every_steps=3, keep_checkpoints=100)
+    whole, resumed = recipe.task(comm), recipe.task(comm)
+    report = allstep.fit(whole, recipe, comm, tmp_path / "run")
+    newest_first = sorted((tmp_path / "run" / "checkpoints").glob("step-*"), reverse=True)
+    assert len(newest_first) >= 3 and report.num_steps > 6
+    for checkpoint in newest_first[:-1]:
+        shutil.rmtree(checkpoint)
+    allstep.fit(resumed, recipe, comm, tmp_path / "run", resume=True)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("layers", "width", "batch"), [(5, 3000, 16), (3, 32, 2)])
+def test_gru_size_is_what_is_counted(layers: int, width: int, batch: int) -> None:
+    """The talk's numbers, which leave out embedding and scores: on torch's "meta" device."""
+    recipe = Gru(layers=layers, width=width, micro_batch=batch, sequence_length=6)
+    with torch.device("meta"):
+        model = CharacterGru(width, layers)
+        characters = torch.zeros(batch, 6, dtype=torch.int64)
+    matrices = sum(p.numel() for p in model.gru.parameters() if p.ndim == 2)
+    assert recipe.num_weights == matrices
+    scores = 2 * batch * 6 * width * 256
+    assert count_flops(lambda: model(characters)) == recipe.forward_flops + scores
+    step = count_flops(lambda: model(characters).sum().backward())
+    first_hidden_states = 2 * (matrices / 2) * batch  # their gradient is not computed
+    assert step == 3 * (recipe.forward_flops + scores) - first_hidden_states
+
+
+def test_gru_of_the_talk_has_the_numbers_of_its_slides() -> None:
+    recipe = Gru(width=3000, micro_batch=16)
+    assert (recipe.layers, recipe.sequence_length) == (5, 100)
+    assert recipe.num_weights == 5 * 6000 * 9000
+    assert 4 * recipe.num_weights == 1.08e9
+    assert recipe.forward_flops == 0.864e12  # "~1 TFLOPs"
+    assert "270.0 M weights of the GRU (1.08 GB in float32), 0.864 TFLOP" in recipe.describe()
+    assert "and 2.59 with backward" in recipe.describe()
+
+
+def test_gru_learns_more_than_how_often_characters_occur(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder, epochs=4, layers=1, width=24, lr=2e-2, global_batch=8)
+
+    def learn(comm: Communicator) -> dict[str, float]:
+        return dict(allstep.fit(recipe.task(comm), recipe, comm, tmp_path / "run").metrics)
+
+    first, second = run_ranks(2, learn, timeout_s=100)
+    assert first == second
+    assert first["loss"] < first["unigram"] - 0.3 < math.log(256)
+
+
+def test_gru_knows_bytes_and_where_texts_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("é " * 80 + "z " * 20, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("x " * 200)
+    task = small(tmp_path, sequence_length=10).task(Communicator.single_process())
+    shown = torch.cat([task.train_set[i][0] for i in range(len(task.train_set))])  # type: ignore[arg-type]
+    assert set(shown.tolist()) == {0, 0xC3, 0xA9, *b" zx"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, r"`layers` \(=0\) must be at least 1"),
+        ({"width": 0}, r"`width` \(=0\) must be at least 1"),
+        ({"sequence_length": 0}, r"`sequence_length` \(=0\) must be at least 1"),
+        ({"held_out": 1.0}, r"`held_out` \(=1.0\) must be between 0 and 1"),
+    ],
+)
+def test_gru_refuses_wrong_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Gru(**changes)
+
+
+def test_gru_refuses_folders_with_too_little_text(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\) is no folder"):
+        small(tmp_path / "nowhere").check()
+    (tmp_path / "x.txt").write_text("short " * 10)
+    with pytest.raises(UsageError, match=r"too little text: 6 bytes .* `sequence_length` \(=10\)"):
+        small(tmp_path).check()
