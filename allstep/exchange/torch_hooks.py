@@ -128,6 +128,7 @@ class DDPCommHook:
         self._step: Gradients = {}  # of the backward pass under way
         self._works: list[Work[None]] = []
         self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
+        self._resolving: list[torch.futures.Future[Tensor]] = []  # of this pass
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[Tensor, str] = {}
         self._loaded: Mapping[str, Any] = {}  # a state that waits for the first bucket
@@ -148,6 +149,11 @@ class DDPCommHook:
         if not self._policy.staleness:
             flat.mul_(scale)
             reducer.start(Bucket(layout, flat), then=partial(_resolve, future, flat))
+            self._resolving.append(future)
+            if bucket.is_last():
+                futures, self._resolving = self._resolving, []
+                # Before DDP's own end of the pass, which knows no errors but its own.
+                Variable._execution_engine.queue_callback(partial(_wait, futures))
             return future
         own = flat * scale
         self._step |= zip(names, layout.views(own), strict=True)
@@ -384,6 +390,11 @@ def _resolve(
         future.set_result(result)
     else:
         future.set_exception(error)  # type: ignore[arg-type]
+
+
+def _wait(futures: list[torch.futures.Future[Tensor]]) -> None:
+    for future in futures:
+        future.wait()
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

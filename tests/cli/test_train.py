@@ -15,7 +15,7 @@ from tests.helpers.launched import Launched
 pytestmark = pytest.mark.process
 
 STOP_S = 20.0  # less than what hangs on purpose, or is given time to end, takes
-RUN_S = 100.0
+RUN_S = 200.0
 SHORT = ["--epochs", "1", "--warmup-epochs", "0"]
 LONG = ["--epochs", "12", "--log-every-steps", "1", "--width", "8"]
 NUM_LONG_STEPS = 12 * 15

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-START_S = 60.0
+START_S = 120.0
 
 
 class Launched:

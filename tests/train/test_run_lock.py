@@ -28,10 +28,10 @@ from allstep.train.run_lock import run_lock
 with run_lock(Path(sys.argv[1]), Communicator.single_process()):
     if os.fork() == 0:  # as a loader's process, which may live longer
         os.close(1)
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
