@@ -223,10 +223,11 @@ class Training:
         self.follow_schedule(mean_loss)
 
     def follow_schedule(self, mean_loss: float | None) -> None:
+        num_steps = 100 if "long_epochs" in self.does else _STEPS_A_PASS
         if self.case.schedule in ("cosine", "linear"):
             for _ in range(self.comm.size if "steps_schedule_often" in self.does else 1):
                 self.scheduler.step()
-        elif self.case.schedule == "epoch" and self.step % _STEPS_A_PASS == 0:
+        elif self.case.schedule == "epoch" and self.step % num_steps == 0:
             self.scheduler.step()
         elif self.case.schedule == "plateau":
             self.scheduler.step(1.0 if mean_loss is None else mean_loss)
