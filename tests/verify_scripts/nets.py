@@ -1,11 +1,15 @@
 """Small models in the forms of PyTorch's examples, and data for them."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import allstep
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's dataset-fashion-mnist
 NUM_SAMPLES = 96
 
 
@@ -24,11 +28,12 @@ def bnnet() -> nn.Module:
 class Mnist(nn.Module):
     """Two convolutions, two layers; dropout after each pair, unless there is to be none."""
 
-    def __init__(self, dropout: float = 0.25) -> None:
+    def __init__(self, dropout: float = 0.25, width: int = 8, side: int = 8) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 16, 3)
+        self.conv1, self.conv2 = nn.Conv2d(1, width, 3), nn.Conv2d(width, 2 * width, 3)
         self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(2 * dropout)
-        self.fc1, self.fc2 = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.fc1 = nn.Linear(2 * width * ((side - 4) // 2) ** 2, 4 * width)
+        self.fc2 = nn.Linear(4 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
@@ -113,6 +118,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dropnet": dropnet,
     "bnnet": bnnet,
     "mnist": Mnist,
+    "fashion": lambda: Mnist(width=32, side=28),
     "cnn": lambda: Mnist(0.0),
     "lstm": lambda: Recurrent("LSTM"),
     "gru": lambda: Recurrent("GRU"),
@@ -136,6 +142,8 @@ def make_samples(net: str) -> tuple[Tensor, ...]:
 
     if net in ("mnist", "cnn", "siamese", "super_resolution"):
         return _images(net)
+    if net == "fashion":
+        return _fashion()
     if net in ("lstm", "gru"):
         text = labels(12, 65)[:24]
         return text[:, :-1], text[:, 1:]
@@ -161,4 +169,13 @@ def _images(net: str) -> tuple[Tensor, ...]:
         return few, images[NUM_SAMPLES:], same.float()
     if net == "super_resolution":
         return F.avg_pool2d(few, 2), few
-    return few, y[:NUM_SAMPLES]
+    return (few - 0.13) / 0.31, y[:NUM_SAMPLES]
+
+
+def _fashion() -> tuple[Tensor, ...]:
+    """The first of Fashion-MNIST's, as PyTorch's example scales MNIST's."""
+    x, y = (
+        torch.as_tensor(allstep.data.read_idx(FASHION / f"train-{name}.gz"))[:1536]
+        for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    )
+    return (x[:, None].float() / 255 - 0.1307) / 0.3081, y.long()

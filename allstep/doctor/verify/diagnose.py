@@ -27,7 +27,12 @@ from allstep.doctor.verify.rounding import (
 )
 from allstep.errors import UsageError
 
-_CAUSES_OF_GRADIENTS = ("data not sharded", "workers apart", "number format")
+_CAUSES_OF_GRADIENTS = (
+    "data not sharded",
+    "workers apart",
+    "number format",
+    "seed depends on rank",
+)
 _CAUSES_OF_OPTIONS = ("learning rate scaled", "scheduler", "optimizer options")
 _LARGE = 0.01  # relative difference of the first step that is no rounding of one unit
 _RANDOM_DATA: tuple[Factor, ...] = ("random data", "random loader")
@@ -102,15 +107,15 @@ def _signatures(one: RunRecord, other: RunRecord, divergence: Divergence | None)
     causes = option_causes(one, other) + format_causes(one, other)
     if not other.first.policies:
         causes += peer_causes(other)
-    causes += data_causes(one, other)
+    is_of_gradient = divergence is not None and divergence.quantity == "gradient"
+    streams = stream_causes(one, other, divergence.step) if divergence and is_of_gradient else []
+    causes += streams or data_causes(one, other)
     if divergence is not None and divergence.quantity == "initial parameters":
         evidence = f"`{divergence.name}` is another one before the first step"
         causes.append(Cause("initial parameters", evidence))
     is_open = not any(cause.name in _CAUSES_OF_GRADIENTS for cause in causes)
-    if divergence is not None and divergence.quantity == "gradient" and is_open:
+    if divergence is not None and is_of_gradient and is_open:
         causes += gradient_causes(one, other, divergence.step)
-        if not _explains(divergence, causes):
-            causes += stream_causes(one, other, divergence.step)
     return causes
 
 

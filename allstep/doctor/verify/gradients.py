@@ -1,7 +1,6 @@
 """Signatures of causes in the samples and the gradients of two runs."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,9 +34,7 @@ def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
 
 def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     """Whether workers ran some samples of others, though no sample was due twice."""
-    few = sum((one.all_samples(step) for step in steps), Counter[int]())
-    if len(few) != few.total():
-        return []
+    steps = _first_pass(one, steps)
     parts = [
         {sample for step in steps for sample in worker.steps[step].samples}
         for worker in other.workers
@@ -47,6 +44,17 @@ def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
         return []
     evidence = f"{num_shared} samples were run by several of the {other.size} workers"
     return [Cause("data not sharded", f"{evidence}, before any was due again")]
+
+
+def _first_pass(run: RunRecord, steps: range) -> range:
+    """The first steps, before a sample comes again."""
+    seen: set[int] = set()
+    for step in steps:
+        samples = run.all_samples(step)
+        if len(samples) < samples.total() or seen & set(samples):
+            return range(step)
+        seen |= set(samples)
+    return steps
 
 
 def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
