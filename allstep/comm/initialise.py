@@ -245,11 +245,15 @@ def choose_device(
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"`device` (={device!r}) is no device; pass 'cpu' or 'cuda'.") from error
+        raise UsageError(
+            f"`device` (={device!r}) is no device; pass 'cpu' or torch's name of a GPU."
+        ) from error
     if chosen.type == "cpu":
         return torch.device("cpu")
     if backend_name(chosen) is None:
-        raise UsageError(f"`device` (={device!r}) is not supported; pass 'cpu' or 'cuda'.")
+        raise UsageError(
+            f"`device` (={device!r}) is not supported; torch has no backend for it; pass 'cpu'."
+        )
     num_devices = count_devices()
     if not num_devices:
         raise UsageError(
