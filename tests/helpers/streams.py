@@ -190,6 +190,9 @@ class StreamsAsNames(device.Driver):
     def is_accelerator(self, device: torch.device) -> bool:
         return hasattr(self._own, "rank")
 
+    def has_streams(self, device: torch.device) -> bool:
+        return self.is_accelerator(device)
+
     def default(self) -> torch.device:
         return torch.device("cpu")
 
