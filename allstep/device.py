@@ -59,6 +59,10 @@ class Driver:
         """Whether its kernels run later than they are called. [Note: accelerator]"""
         return device.type != "cpu"
 
+    def has_streams(self, device: torch.device) -> bool:
+        """Whether there is something to wait for."""
+        return device.type not in ("cpu", "meta")
+
     def default(self) -> torch.device:
         """This machine's accelerator, without a number; the CPU if it has none."""
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -154,6 +158,11 @@ def is_accelerator(device: torch.device) -> bool:
     return _driver.is_accelerator(device)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether it is an accelerator with something to wait for, which "meta" is not."""
+    return _driver.has_streams(device)
+
+
 def default_device() -> torch.device:
     """This machine's accelerator, without a number; the CPU if it has none."""
     return _driver.default()
@@ -176,7 +185,7 @@ def set_current_device(device: torch.device) -> None:
 
 def device_id(device: torch.device) -> str:
     """What tells an accelerator from all others, also of other machines; empty for a CPU."""
-    return _driver.identity(device) if is_accelerator(device) else ""
+    return _driver.identity(device) if has_streams(device) else ""
 
 
 def current_stream(device: torch.device) -> Stream:
@@ -196,7 +205,7 @@ def new_stream(device: torch.device, *, is_urgent: bool = False) -> Stream:
 
 def synchronize(device: torch.device) -> None:
     """Makes the host wait for all that the device was given; at once on a CPU."""
-    if is_accelerator(device):
+    if has_streams(device):
         _driver.synchronize(device)
 
 
@@ -207,7 +216,7 @@ def wait_until(event: Event, timeout_s: float) -> bool:
 
 def lend_to_current_stream(tensor: Tensor) -> None:
     """Keeps the memory of a tensor of another stream until the current one is done with it."""
-    if is_accelerator(tensor.device):
+    if has_streams(tensor.device):
         _driver.record_stream(tensor, _driver.current_stream(tensor.device))
 
 
@@ -220,7 +229,7 @@ def copy_to_host(tensor: Tensor) -> tuple[Tensor, Event | None]:
     Returns:
         The copy, and the event after which it may be read; None if it may be at once.
     """
-    if not is_accelerator(tensor.device):
+    if not has_streams(tensor.device):
         return tensor, None
     on_host = _driver.new_pinned(tensor)
     on_host.copy_(tensor, non_blocking=True)
@@ -229,20 +238,21 @@ def copy_to_host(tensor: Tensor) -> tuple[Tensor, Event | None]:
 
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
     """A future of a tensor there; who waits for it waits for the stream that completed it."""
-    return _driver.new_future(device) if is_accelerator(device) else torch.futures.Future()
+    return _driver.new_future(device) if has_streams(device) else torch.futures.Future()
 
 
 def seed(device: torch.device, seed: int) -> None:
     """Sets an accelerator's random state; a CPU's is torch's default generator."""
-    if is_accelerator(device):
+    if has_streams(device):
         _driver.seed(device, seed)
 
 
 def preserved_random_state(device: torch.device) -> AbstractContextManager[None]:
     """Puts an accelerator's random state back as it was; leaves a CPU's alone."""
-    return _driver.preserved_random_state(device) if is_accelerator(device) else nullcontext()
+    return _driver.preserved_random_state(device) if has_streams(device) else nullcontext()
 
 
 def _index(driver: Driver, device: torch.device) -> int:
-    found = driver.current(device.type).index if device.index is None else device.index
-    return cast(int, found)
+    index: int | None = driver.current(device.type).index if device.index is None else device.index
+    assert index is not None
+    return index

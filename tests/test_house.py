@@ -136,6 +136,38 @@ def test_public_names_are_those_that_were_reviewed() -> None:
     assert found == reviewed, "write them anew (python -m tests.public_names) and read the diff"
 
 
+NAMES_A_DEVICE = re.compile(r"\btorch\.cuda\b|\bis_cuda\b|\.type [!=]= [\"']cuda|[\"']cuda[\"':]")
+
+
+def test_only_the_device_module_names_a_kind_of_accelerator() -> None:
+    """One path for CUDA, ROCm, XPU and what comes later; see `allstep.device`."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "allstep").rglob("*.py"))
+        if path.name != "device.py"
+        for number, line in enumerate(_without_docstrings(path), 1)
+        if NAMES_A_DEVICE.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.cuda.synchronize()", "if x.is_cuda:", 'device.type == "cuda"', 'device("cuda")']
+)
+def test_a_kind_of_accelerator_is_seen(line: str) -> None:
+    assert NAMES_A_DEVICE.search(line)
+
+
+def _without_docstrings(path: Path) -> list[str]:
+    """The lines of a file; those of docstrings, which may name one as an example, are empty."""
+    lines = path.read_text().splitlines()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = ""
+    return lines
+
+
 def test_layers_hold() -> None:
     done = subprocess.run(
         [Path(sys.executable).parent / "lint-imports", "--no-cache"],

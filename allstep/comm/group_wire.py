@@ -129,7 +129,8 @@ class GroupWire:
         if self.group is not None:
             for kind in self._device_types - {"cpu"}:
                 backend = self.group._get_backend(torch.device(kind))
-                backend.set_timeout(backend_timeout(timeout_s))
+                if backend.name() in _CLASSES:
+                    backend.set_timeout(backend_timeout(timeout_s))
 
     def transport_device(self, device: torch.device) -> torch.device:
         if device.type in self._device_types:

@@ -104,7 +104,8 @@ def _join_group(
     if own is not None:
         # Else all ranks of a group without Gloo would tell their places by accelerator 0.
         set_current_device(own)
-        device = own if device is None else device
+        if device is None or str(device) == own.type:
+            device = own
     wire = GroupWire(group, timeout_s)
     probe = Communicator(wire, unknown, torch.device("cpu"))
     places = [Place(*place) for place in probe.all_gather_object(astuple(Place.own()))]
@@ -162,7 +163,9 @@ def _join_launch(
     topology = Topology(launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
     if launch.launcher not in ("torchrun", "slurm") and launch.num_nodes > 1:
         topology = Topology.from_nodes([place.host for place in names.places], launch.rank)
-    comm = Communicator(GroupWire(group, timeout_s, _destroy, names), topology, device)
+    wire = GroupWire(group, timeout_s, _destroy, names)
+    wire.timeout_s = timeout_s  # told to an accelerator's backend, too; see `backend_timeout`
+    comm = Communicator(wire, topology, device)
     _check_devices(comm)
     return comm
 
@@ -245,11 +248,15 @@ def choose_device(
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"`device` (={device!r}) is no device; pass 'cpu' or 'cuda'.") from error
+        raise UsageError(
+            f"`device` (={device!r}) is no device; pass 'cpu' or torch's name of a GPU."
+        ) from error
     if chosen.type == "cpu":
         return torch.device("cpu")
     if backend_name(chosen) is None:
-        raise UsageError(f"`device` (={device!r}) is not supported; pass 'cpu' or 'cuda'.")
+        raise UsageError(
+            f"`device` (={device!r}) is not supported; torch has no backend for it; pass 'cpu'."
+        )
     num_devices = count_devices()
     if not num_devices:
         raise UsageError(

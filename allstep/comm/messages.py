@@ -82,14 +82,11 @@ class Messages:
         headers = self._wire.all_to_all(sealed, [_HEADER_BYTES] * size, verb)
         opened = [self._open(header, code, rank) for rank, header in enumerate(headers)]
         rests = [self._empty(num_bytes - len(start)) for num_bytes, start in opened]
+        # Both at once: where a send waits for its receiver, two that send first wait forever.
         posted = [
-            call
+            self._wire.exchange(self._rest(bodies[rank]), rank, rests[rank], rank, _REST_TAG, verb)
             for rank in range(size)
             if rank != self._wire.rank
-            for call in (
-                self._wire.send(self._rest(bodies[rank]), rank, _REST_TAG, verb),
-                self._wire.recv(rests[rank], rank, _REST_TAG, verb),
-            )
         ]
         rests[self._wire.rank] = self._rest(bodies[self._wire.rank])
         for call in posted:

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from allstep.comm import Communicator
-from allstep.device import is_accelerator, new_stream
+from allstep.device import has_streams, new_stream
 from allstep.doctor.machine import make_product
 from allstep.doctor.timing import slowest_s
 
@@ -62,7 +62,7 @@ def measure_contention(
 
 def _stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
     """On an accelerator work inside goes on beside that of the main thread's stream."""
-    return new_stream(device) if is_accelerator(device) else nullcontext()
+    return new_stream(device) if has_streams(device) else nullcontext()
 
 
 def _loop_s(product: Callable[[], None], goes_on: Callable[[float], bool]) -> float:

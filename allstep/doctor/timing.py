@@ -8,7 +8,7 @@ from time import perf_counter, process_time
 import torch
 
 from allstep.comm import Communicator
-from allstep.device import current_stream, is_accelerator
+from allstep.device import current_stream, has_streams
 
 _MOST_REPEATS = 256
 _THREADS = Path("/proc/self/task")
@@ -43,7 +43,7 @@ USUAL_EFFORT = Effort()
 
 def synchronize(device: torch.device) -> None:
     """Waits until a GPU has done what it was told on the present stream."""
-    if is_accelerator(device):
+    if has_streams(device):
         current_stream(device).synchronize()
 
 

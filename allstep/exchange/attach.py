@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from allstep.comm import Communicator
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_arguments, check_same_tensors
 from allstep.exchange.attachable import check_module
@@ -72,6 +73,7 @@ def attach(
         raise UsageError(
             f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
         )
+    _check_device(model, comm)
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
     policy = policy or Synchronous()
@@ -110,6 +112,16 @@ def _in_words(
     if policy.wire_format.name == "exact" and device.type == "cpu":  # which change a product's bits
         words["torch.get_num_threads()"] = str(torch.get_num_threads())
     return words
+
+
+def _check_device(model: nn.Module, comm: Communicator) -> None:
+    """A CPU communicator has neither the streams nor the backend for an accelerator's gradients."""
+    for name, p in model.named_parameters():
+        if is_accelerator(p.device) and not is_accelerator(comm.device):
+            raise UsageError(
+                f"`model` has `{name}` on {p.device}, and `comm` computes on {comm.device}: pass"
+                f" device='{p.device.type}' to `allstep.init`, or call `model.to(comm.device)`."
+            )
 
 
 def _refuse_attached(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.comm.failures import wait_for_event
-from allstep.device import Event, copy_to_host, is_accelerator
+from allstep.device import Event, copy_to_host, has_streams
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
@@ -90,7 +90,7 @@ def disagreeing_ranks(check: Tensor) -> Sequence[int]:
 
 def reads_late(device: torch.device) -> bool:
     """Whether the host reads the comparison only when the next exchange starts."""
-    return is_accelerator(device)
+    return has_streams(device)
 
 
 @dataclass(frozen=True)

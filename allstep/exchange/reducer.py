@@ -92,12 +92,13 @@ class Reducer:
 
     @property
     def usual_bucket_bytes(self) -> int:
-        """Large where sums are taken in place in memory, since workers meet for each; else small,
-        so that the network has work early.
+        """Large where sums are taken in place in memory, since workers meet for each, and on an
+        accelerator, where each is many launches; else small, so that the network has work early.
         """
         algorithm = self.transport.algorithm
         in_memory = isinstance(algorithm, SharedMemory) and algorithm.fallback is None
-        return 32 << 20 if in_memory and self._as_they_are else 8 << 20
+        is_large = is_accelerator(self.comm.device) or (in_memory and self._as_they_are)
+        return 32 << 20 if is_large else 8 << 20
 
     @property
     def busy_s(self) -> float:

@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from allstep.comm.work import StreamWork, ThreadWork, Work
-from allstep.device import current_stream, is_accelerator, new_stream
+from allstep.device import current_stream, has_streams, new_stream
 from allstep.errors import UsageError
 
 
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
 def make_runner(device: torch.device) -> Runner:
     """The runner for tensors on a device."""
-    return StreamRunner(device) if is_accelerator(device) else ThreadRunner()
+    return StreamRunner(device) if has_streams(device) else ThreadRunner()
 
 
 class ThreadRunner:
@@ -140,7 +140,7 @@ def job_span(name: str, device: torch.device, staleness: int) -> AbstractContext
         device: of the job: on an accelerator whoever hands it over does it at once, in a stream.
         staleness: steps that the job may take.
     """
-    return _JobSpan(name) if not is_accelerator(device) and not staleness else record_function(name)
+    return _JobSpan(name) if not has_streams(device) and not staleness else record_function(name)
 
 
 class _JobSpan(AbstractContextManager[None]):

@@ -85,9 +85,14 @@ class WireStates:
     def gather(self, comm: Communicator, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
         """All workers' states of these buckets; residuals only on rank 0. Collective."""
         residuals, tensors = self._tensors_of(layouts)
-        gathered = comm.gather(tuple(residuals), root=0) if residuals else None
+        # Each goes to the host before the next comes: all workers' together are many models.
+        columns: list[list[Tensor]] = []
+        for residual in residuals:
+            gathered = comm.gather(residual, root=0)
+            if gathered is not None:
+                columns.append([worker.cpu() for worker in gathered])
         return {
-            "residuals": None if gathered is None else [list(worker) for worker in gathered],
+            "residuals": [list(row) for row in zip(*columns, strict=True)] if columns else None,
             "tensors": [tensor.clone() for tensor in tensors],
         }
 

@@ -52,7 +52,7 @@ def _statistics(comm: Communicator, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = exact.new_zeros(comm.size, 2 * channels + 1)
     if count:
         var, mean = torch.var_mean(exact, dims, correction=0)
-        rows[comm.rank] = torch.cat([mean, var * count, mean.new_tensor([count])])
+        rows[comm.rank] = torch.cat([mean, var * count, mean.new_full((1,), count)])
     comm.all_reduce(rows)  # one row a worker: the sum gathers them
     means, squares, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum()

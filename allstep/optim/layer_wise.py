@@ -10,7 +10,7 @@ is needed in between, and all layers are measured first.
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -190,12 +190,12 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         if not batch.directions:
             return
         if is_accelerator(batch.device):
-            factors = list(scales.to(batch.weights[0].dtype))
-            steps: Sequence[Tensor] = batch.directions
+            factors: list[Tensor] = list(scales.to(batch.weights[0].dtype))
+            steps = batch.directions
             if batch.owns_directions:
                 torch._foreach_mul_(steps, factors)
             else:
-                steps = torch._foreach_mul(steps, factors)
+                steps = list(torch._foreach_mul(steps, factors))
             torch._foreach_sub_(batch.weights, steps)
             return
         for weight, direction, scale in zip(

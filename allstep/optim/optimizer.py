@@ -272,9 +272,11 @@ class LargeBatchOptimizer(Optimizer, ABC):
         if self.nonfinite == "propagate" or not seen:
             return [False] * len(leaves)
         bad = find_nonfinite([leaf.gradient for leaf in seen])
-        found = torch.tensor([bad], dtype=torch.float64, device=seen[0].weight.device)
-        reduce_over_shards(found, seen, "max")
-        flags = iter(found[0].tolist())
+        if any(leaf.is_sharded for leaf in seen):
+            found = torch.tensor([bad], dtype=torch.float64, device=seen[0].weight.device)
+            reduce_over_shards(found, seen, "max")
+            bad = found[0].tolist()
+        flags = iter(bad)
         return [is_early and next(flags) > 0 for is_early in early]
 
     def _tolerates(self, leaves: list[Leaf], bad: list[bool]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from allstep.device import is_accelerator
+from allstep.device import has_streams
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -39,7 +39,7 @@ def to_device(data: Any, device: torch.device) -> Any:
         data: tensors in dicts, lists and tuples; anything else is left as it is.
         device: where the tensors shall be.
     """
-    non_blocking = is_accelerator(device)  # towards the CPU one could read before the copy is done
+    non_blocking = has_streams(device)  # towards the CPU one could read before the copy is done
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 

@@ -16,7 +16,7 @@ from allstep.data.processes import LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.same_data import check_same_arguments, check_same_samples
 from allstep.data.sampler import check_integer, local_part
-from allstep.device import is_accelerator
+from allstep.device import has_streams
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.hooks import Hook
@@ -81,7 +81,7 @@ class Evaluator:
         self._metrics = metrics
         self._comm = comm
         self._processes = LoaderProcesses(
-            num_workers=num_workers, pin_memory=is_accelerator(comm.device)
+            num_workers=num_workers, pin_memory=has_streams(comm.device)
         )
         self._seed = seed
         self._fetch = FetchMicroBatch(dataset, derive_seed(seed, _SAMPLE), collate_fn)

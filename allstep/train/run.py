@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
-from allstep.device import is_accelerator
+from allstep.device import has_streams
 from allstep.exchange import attach
 from allstep.train.batch import seed_update, steps
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
@@ -97,7 +97,7 @@ class Run:
             drop_last=options.drop_last,
             num_workers=options.loader_workers,
             collate_fn=self._task.collate_fn,
-            pin_memory=is_accelerator(self._comm.device),
+            pin_memory=has_streams(self._comm.device),
         )
         self._evaluator = Evaluator(
             lambda model, data: self._task.metrics(model, self.precision.prepare_data(data)),

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import allstep
+from allstep import device
 from allstep.cli import run_folder, workers
 from allstep.cli.main import main
 from allstep.cli.train import read_command_line
 from allstep.comm import Communicator
 from allstep.train.run_lock import run_lock
+from tests.helpers.gpus import Gpus
 
 
 @pytest.fixture(autouse=True)
@@ -141,17 +143,17 @@ def test_a_short_run_gets_a_short_warmup(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_more_workers_than_gpus_are_refused(said, monkeypatch):
-    monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 2)
-    message = said("train", "digits", "--workers", "3")
+def test_more_workers_than_gpus_are_refused(said):
+    with device.replaced(Gpus(2)):
+        message = said("train", "digits", "--workers", "3")
     assert message == "error: `workers` (=3) exceeds this machine's GPUs (2)."
 
 
 @pytest.mark.parametrize(("requested", "is_warned"), [(2, False), (3, True)])
 def test_more_workers_than_cores_are_warned_of(monkeypatch, capsys, requested, is_warned):
-    monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(workers, "num_cores", lambda: 2)
-    assert workers.num_workers_to_start(requested) == requested
+    with device.replaced(Gpus(0)):
+        assert workers.num_workers_to_start(requested) == requested
     warning = "warning: `workers` (=3) exceeds this machine's cores (2)"
     assert capsys.readouterr().err.startswith(warning) == is_warned
 

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from allstep.comm import Communicator, init
-from allstep.comm.initialise import check_descriptors, choose_device
-from allstep.comm.places import Place
+from allstep.comm.initialise import check_descriptors, choose_device, device_of_group
+from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
 from allstep.comm.roll_call import call_roll
+from allstep.device import replaced as device_replaced
 from allstep.env import Launch
 from allstep.errors import (
     AllstepError,
@@ -36,6 +37,7 @@ from allstep.errors import (
     UsageError,
 )
 from tests.helpers import mpi
+from tests.helpers.gpus import Gpus
 from tests.helpers.processes import RemoteError, run_processes, start_processes
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -113,23 +115,48 @@ def test_init_refuses_bad_devices(device, message):
         (0, "cuda", r"`device` \(='cuda'\): .* sees no GPU; leave `device` out, or pass 'cpu'"),
     ],
 )
-def test_init_refuses_missing_gpus(num_gpus, device, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    with pytest.raises(UsageError, match=message):
+def test_init_refuses_missing_gpus(num_gpus, device, message):
+    with device_replaced(Gpus(num_gpus)), pytest.raises(UsageError, match=message):
         init(device=device)
 
 
-def test_init_takes_the_gpu_of_the_local_rank(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert choose_device(None, 1, 2) == torch.device("cuda:1")
-    assert choose_device("cuda:0", 1, 2) == torch.device("cuda:0")
-    assert choose_device("cpu:0", 1, 2) == torch.device("cpu")
-    assert chosen == [torch.device("cuda:1"), torch.device("cuda:0")]
-    with pytest.raises(UsageError, match=r"needs GPU 2, .* sees 2; start at most 2 workers"):
-        choose_device(None, 2, 3)
+def test_init_takes_the_gpu_of_the_local_rank():
+    gpus = Gpus(2)
+    with device_replaced(gpus):
+        assert choose_device(None, 1, 2) == torch.device("cuda:1")
+        assert choose_device("cuda:0", 1, 2) == torch.device("cuda:0")
+        assert choose_device("cpu:0", 1, 2) == torch.device("cpu")
+        assert gpus.chosen == [torch.device("cuda:1"), torch.device("cuda:0")]
+        with pytest.raises(UsageError, match=r"needs GPU 2, .* sees 2; start at most 2 workers"):
+            choose_device(None, 2, 3)
+
+
+def test_init_takes_the_only_gpu_that_a_process_sees():
+    """As with Slurm's `--gpus-per-task=1`; whether it is its own, workers find out together."""
+    with device_replaced(Gpus(1)):
+        assert choose_device(None, 3, 4) == torch.device("cuda:0")
+        assert choose_device("cuda", 3, 4) == torch.device("cuda:0")
+        with pytest.raises(UsageError, match="needs GPU 1, but this process sees 1"):
+            choose_device("cuda:1", 1, 4)
+
+
+def test_two_workers_on_one_gpu_are_refused():
+    places = [Place("a", 1, accelerator="x"), Place("a", 2, accelerator="y"), Place("b", 3)]
+    check_own_devices([*places, Place("b", 4)])
+    with pytest.raises(UsageError, match=r"ranks 1 and 3 both compute on accelerator y of a"):
+        check_own_devices([*places, Place("a", 4, accelerator="y")])
+
+
+def test_gpu_of_a_frameworks_group_is_known_before_the_ranks_meet():
+    class Group:
+        bound_device_id = torch.device("cuda:3")
+
+    assert device_of_group(Group(), None) == torch.device("cuda:3")
+    assert device_of_group(Group(), "cuda") == torch.device("cuda:3")
+    assert device_of_group(Group(), "cuda:2") == torch.device("cuda:2")
+    Group.bound_device_id = None
+    assert device_of_group(Group(), None) is device_of_group(Group(), "cpu") is None
+    assert device_of_group(Group(), 3.5) is None
 
 
 def test_bad_timeout():

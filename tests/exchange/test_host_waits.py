@@ -63,6 +63,12 @@ def test_host_waits_for_nothing_in_a_step(optimizer: str, policy: str) -> None:
         assert steps == [[], [], []]
 
 
+def test_host_waits_once_for_an_optimizer_that_stops_before_a_bad_gradient() -> None:
+    for steps in waits_of_steps(POLICIES["fp32"], lambda p: LAMB(p, 0.1, nonfinite="raise")):
+        assert [len(waits) for waits in steps] == [1, 1, 1]
+        assert {site.function for waits in steps for site in waits} == {"_nonfinite_norms"}
+
+
 def test_host_waits_are_found() -> None:
     """The control: each way to look at numbers, or to write one, is seen."""
     driver = StreamsAsNames()

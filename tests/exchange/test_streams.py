@@ -19,7 +19,7 @@ from allstep.exchange import Exchange, ExchangePolicy, make_policy
 from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
-from tests.helpers.streams import Rank, Site, StreamsAsNames
+from tests.helpers.streams import Rank, Site, StreamsAsNames, waits_of_package
 
 POLICIES = {
     name: make_policy(bucket_bytes=64, **options)
@@ -151,13 +151,22 @@ def test_streams_have_no_races(name: str, case: Train) -> None:
         assert rank.handler.seq_num > 20
 
 
-# Each call of the package that orders streams, keeps memory or lets the host wait, and how its loss
-# shows: as a race in these cases, as memory that nobody lent, or as a clock that is read too early.
+# Each call of the package that orders streams, keeps memory or lets the host wait, and the training
+# in which its loss shows: as a race, or as memory that nobody lent.
 SITES = {
     Site("exchange/runner.py", "StreamRunner.submit", "wait_stream"): ("fp32", train),
     Site("comm/work.py", "StreamWork.wait", "wait_event"): ("fp32", train),
     Site("comm/failures.py", "wait_for_event", "wait_until"): ("fp32", train),
     Site("exchange/torch_hooks.py", "FSDPCommHook.reduce_", "record_stream"): ("fp32", with_fsdp),
+}
+
+# Those that only keep a clock from being read too early, or a group from being left too early.
+CLOCKS = {
+    Site("comm/algorithms/auto.py", "Auto._time_sum", "synchronize"),
+    Site("comm/group_wire.py", "_shut_down", "synchronize"),
+    Site("doctor/timing.py", "synchronize", "synchronize"),
+    Site("exchange/tuning.py", "_wait", "synchronize"),
+    Site("train/probe.py", "_seconds", "synchronize"),
 }
 
 
@@ -170,3 +179,17 @@ def test_a_wait_that_is_left_out_is_found(site: Site) -> None:
         assert all(rank.lent for rank in run(case, POLICIES[name], StreamsAsNames()))
     else:
         assert all(rank.races for rank in ranks)
+
+
+def test_every_wait_has_a_mutant() -> None:
+    """A new one goes into `SITES`, with a training that needs it."""
+    assert waits_of_package() == SITES.keys() | CLOCKS
+
+
+def test_times_of_exchanges_are_those_of_the_device() -> None:
+    """Choices by measured times wait for the device; without, they would time launches."""
+    driver = StreamsAsNames()
+    policy = allstep.Synchronous(algorithm="auto", bucket_bytes="auto")
+    for rank in run(train, policy, driver):
+        files = {site.file for site in rank.clocked}
+        assert files == {"comm/algorithms/auto.py", "exchange/tuning.py"}

@@ -8,6 +8,7 @@ stream. A `Site` names a call in the package; a driver can leave out the calls o
 Not modelled: streams of the backend itself, which starts and ends in the current one.
 """
 
+import ast
 import itertools
 import sys
 import threading
@@ -188,6 +189,9 @@ class StreamsAsNames(device.Driver):
 
     def is_accelerator(self, device: torch.device) -> bool:
         return hasattr(self._own, "rank")
+
+    def has_streams(self, device: torch.device) -> bool:
+        return self.is_accelerator(device)
 
     def default(self) -> torch.device:
         return torch.device("cpu")
@@ -374,3 +378,48 @@ def _memory(tensor: Tensor) -> int:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()
+
+
+_CALLED = {
+    "synchronize": "synchronize",
+    "wait_until": "wait_until",
+    "lend_to_current_stream": "record_stream",
+}
+
+
+def waits_of_package() -> set[Site]:
+    """Every call in the package, but for the device module's own, that orders anything."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "device.py":
+            continue
+        tree = ast.parse(path.read_text())
+        names = {
+            alias.asname or alias.name: _CALLED[alias.name]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == "allstep.device"
+            for alias in node.names
+            if alias.name in _CALLED
+        }
+        file = str(path.relative_to(PACKAGE))
+        found |= {Site(file, function, verb) for function, verb in _waits_in(tree, names)}
+    return found
+
+
+def _waits_in(node: ast.AST, names: dict[str, str], function: str = "") -> set[tuple[str, str]]:
+    found = set()
+    for child in ast.iter_child_nodes(node):
+        within = function
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            within = f"{function}.{child.name}".removeprefix(".")
+        if isinstance(child, ast.Call):
+            called = child.func
+            if isinstance(called, ast.Name) and called.id in names:
+                found.add((within, names[called.id]))
+            elif isinstance(called, ast.Attribute) and (
+                called.attr in ("wait_stream", "wait_event")
+                or (called.attr == "synchronize" and "stream" in ast.unparse(called.value))
+            ):
+                found.add((within, called.attr))
+        found |= _waits_in(child, names, within)
+    return found

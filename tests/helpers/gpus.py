@@ -1,0 +1,22 @@
+"""Accelerators that are not there."""
+
+import torch
+
+from allstep.device import Driver
+
+
+class Gpus(Driver):
+    """A machine whose accelerators need not be there."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self.chosen: list[torch.device] = []
+
+    def default(self) -> torch.device:
+        return torch.device("cuda" if self.num else "cpu")
+
+    def count(self) -> int:
+        return self.num
+
+    def set_current(self, device: torch.device) -> None:
+        self.chosen.append(device)
