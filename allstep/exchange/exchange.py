@@ -32,6 +32,7 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
+from allstep.exchange.weighing import Weighing
 
 
 class Exchange(ABC):
@@ -48,6 +49,7 @@ class Exchange(ABC):
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
         awaits_update: whether a global batch has been run whose turn in `steps` is not over.
+        weighing: of this worker's losses of the global batch; see [Note: weights].
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class Exchange(ABC):
         self.has_gradients = True
         self._global_step: int | None = None
         self._samples = ""  # of the global batch
+        self.weighing = Weighing.of_means()
+        self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
@@ -157,7 +161,13 @@ class Exchange(ABC):
 
     @contextmanager
     def global_batch(
-        self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
+        self,
+        step: int,
+        samples: str = "",
+        *,
+        num_micro_batches: int = 1,
+        num_passes: int = 1,
+        sum_factor: float = 1.0,
     ) -> Iterator[None]:
         """Around the backward passes of one global batch, whose losses are weighed by samples.
 
@@ -169,16 +179,44 @@ class Exchange(ABC):
             samples: which these are, in words; compared with the other workers'.
             num_micro_batches: of all workers together, for exact sums.
             num_passes: the most backward passes that a micro-batch takes, as a rule.
+            sum_factor: by which losses with a weight are multiplied. [Note: weights]
         """
         if not self._is_active and self._parameters.has_changed():
             self._follow_model()
         self._global_step, self._samples = step, samples
+        self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
         try:
             yield
         finally:
             self._global_step = None
+        if self.weighing.has_sums and not self._is_active:
+            self._divide(self._parameters.trained.values(), self._local_divisor())
+        self.weighing = Weighing.of_means()
         self.awaits_update = True
+
+    def total_weight(self) -> float:
+        """All workers' weights of the global batch, after its exchange; 1 where losses are means.
+
+        On CUDA the host waits for it.
+        """
+        if self.weighing.has_sums and not self._is_active:
+            return self.weighing.total()
+        return 1.0 if self._total_weight is None else float(self._total_weight)
+
+    def _local_divisor(self) -> Tensor:
+        """Where a worker is left to itself."""
+        total, factor = self.weighing.total(), self.weighing.factor
+        return torch.tensor(total * factor, dtype=torch.float64)
+
+    @torch.no_grad()
+    def _divide(self, parameters: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
+        """Makes sums the weighted mean; as they are where `divisor` is None."""
+        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        if divisor is not None:
+            on_cpu = divisor.device.type == "cpu"
+            for gradient in gradients:
+                gradient.div_(float(divisor) if on_cpu else divisor)
 
     def begin_micro_batch(self) -> None:  # noqa: B027 (few exchanges need to know)
         """The backward passes that follow are of another micro-batch of the global batch."""
@@ -424,6 +462,11 @@ class Exchange(ABC):
     def _take_own_for_all(self) -> None:
         """In a local step: makes `p.grad` the sum as if all workers had this gradient."""
         factor = self.gradient_scale * self.comm.size
+        if self.weighing.has_sums:
+            factor = 1.0
+            total = self.weighing.total() * self.comm.size
+            self._total_weight = torch.tensor(total, dtype=torch.float64)
+            self._divide(self._parameters.trained.values(), self._local_divisor() if total else None)
         for p in self._parameters.trained.values():
             if factor != 1 and p.grad is not None:
                 p.grad.mul_(factor)

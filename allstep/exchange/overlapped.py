@@ -129,7 +129,10 @@ class OverlappedExchange(Exchange):
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
             "grid": None if self._grid is None else self._grid.state_dict(),
-            "in_flight": [buckets.state_dict(self._parameters.trained) for buckets in in_flight],
+            "in_flight": [
+                buckets.state_dict(self._parameters.trained, self._divisor(buckets))
+                for buckets in in_flight
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,6 +235,7 @@ class OverlappedExchange(Exchange):
             buckets.meeting = self.comm.announced.begin_exchange()
             state = self._next_state(buckets.flats[0].device)
             buckets.write_check(self.comm.rank, self._describe(), self._signature, state)
+            buckets.write_note(self.comm.rank, self.weighing)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
@@ -258,9 +262,15 @@ class OverlappedExchange(Exchange):
 
     @contextmanager
     def global_batch(
-        self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
+        self,
+        step: int,
+        samples: str = "",
+        *,
+        num_micro_batches: int = 1,
+        num_passes: int = 1,
+        sum_factor: float = 1.0,
     ) -> Iterator[None]:
-        with super().global_batch(step, samples):
+        with super().global_batch(step, samples, sum_factor=sum_factor):
             if self._grid is None or not self._is_on_grid:
                 yield
                 return
@@ -397,9 +407,18 @@ class OverlappedExchange(Exchange):
                 buckets.deliver(name, p)
             if self._grid is not None and self._is_on_grid:
                 self._follow_sums(self._grid, summed, off_grid)
+            self._divide(summed.values(), self._divisor(buckets))
         if buckets.plan is self._plan:
             self._idle.append(buckets)
         return summed
+
+    def _divisor(self, buckets: BucketSet) -> Tensor | None:
+        """Of sums that have come, once; None for gradients of means. [Note: weights]"""
+        if buckets.divisor is not None:
+            return buckets.divisor
+        self._total_weight = buckets.total_weight(adds_up=self._reducer.adds_up)
+        total, factor = self._total_weight, buckets.weighing.factor
+        return None if total is None else total * factor
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""

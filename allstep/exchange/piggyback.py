@@ -33,9 +33,17 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
 from allstep.exchange.state_sweep import StatePart, checksum
+from allstep.exchange.weighing import (
+    NUM_WEIGHT_DIGITS,
+    Weighing,
+    digits_of_units,
+    mixed_message,
+    total_of,
+)
 
 _NUM_DIGITS = 4
 _BASE = 128
+_NUM_NOTE = 2 + NUM_WEIGHT_DIGITS
 
 
 def check_size(size: int) -> int:
@@ -86,6 +94,55 @@ def disagreeing_ranks(check: Tensor) -> Sequence[int]:
     return [k for k, block in enumerate(check.view(-1, _NUM_DIGITS)) if block.any()]
 
 
+def note_size(size: int) -> int:
+    """Elements of what `size` workers tell each other in an exchange."""
+    return _NUM_NOTE * size if size > 1 else 0
+
+
+def write_note(notes: Tensor, rank: int, weighing: Weighing) -> None:
+    """What this worker tells the others, in its own place; theirs stay zero.
+
+    Args:
+        notes: [note_size(size)]; overwritten.
+        rank: this worker.
+        weighing: of its losses.
+    """
+    notes.zero_()
+    if notes.numel():
+        own = [weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units)]
+        mine = torch.tensor(own, dtype=notes.dtype).to(notes.device, non_blocking=True)
+        notes.view(-1, _NUM_NOTE)[rank] = mine
+
+
+def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
+    """The weights' sum over the workers; None where losses were means.
+
+    Args:
+        notes: [note_size(size)], summed; empty if nobody else's are there.
+        weighing: of this worker's losses.
+    """
+    if weighing.has_means:
+        return None
+    if not notes.numel():
+        total = torch.tensor(weighing.total(), dtype=torch.float64)
+        return total if weighing.has_sums else None
+    rows = notes.view(-1, _NUM_NOTE)
+    has_sums = rows[:, 1].any()
+    if notes.device.type == "cpu" and not has_sums:
+        return None
+    total = total_of(rows[:, 2 : 2 + NUM_WEIGHT_DIGITS])
+    # A worker without a micro-batch learns from the others; on CUDA without a look.
+    return total if weighing.has_sums else torch.where(has_sums, total, 1 / weighing.factor)
+
+
+def refuse_mixed_weights(notes: Tensor) -> None:
+    """Raises UsageError where some workers weighed sums and others means; on all alike."""
+    if notes.numel():
+        has_means, has_sums = zip(*notes.view(-1, _NUM_NOTE)[:, :2].tolist(), strict=True)
+        if message := mixed_message(has_means, has_sums):
+            raise UsageError(message)
+
+
 def reads_late(device: torch.device) -> bool:
     """Whether the host reads the comparison only when the next exchange starts."""
     return device.type == "cuda"
@@ -103,6 +160,7 @@ class AgreementResult:
         described: the tensors it did it with.
         failure: why this worker could not take part, if it could not.
         state: what it compared of its model.
+        notes: what the workers told each other, on the CPU when `numbers` are.
     """
 
     numbers: Tensor
@@ -112,6 +170,7 @@ class AgreementResult:
     described: Signature
     failure: str | None
     state: StatePart | None = None
+    notes: Tensor | None = None
 
     @classmethod
     def read(
@@ -123,9 +182,11 @@ class AgreementResult:
         described: Signature,
         failure: str | None,
         state: StatePart | None = None,
+        notes: Tensor | None = None,
     ) -> "AgreementResult":
-        """Starts the way of a summed check and a failure mark to the host."""
-        numbers = torch.cat([check, mark.to(check)])
+        """Starts the way of a summed check, a failure mark and notes to the host."""
+        num_compared = len(check) + len(mark)
+        numbers = torch.cat([check, mark.to(check), *([] if notes is None else [notes])])
         event = None
         if numbers.is_cuda:
             on_host = torch.empty_like(numbers, device="cpu", pin_memory=True)
@@ -133,7 +194,8 @@ class AgreementResult:
             numbers = on_host
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return cls(numbers, event, len(check), action, described, failure, state)
+        compared, told = numbers[:num_compared], numbers[num_compared:]
+        return cls(compared, event, len(check), action, described, failure, state, told)
 
     @property
     def is_good(self) -> bool:
@@ -147,9 +209,12 @@ class AgreementResult:
 
         Raises:
             DisagreementError: naming who wants what.
-            UsageError: on a worker that failed, where the others came for the same.
+            UsageError: on a worker that failed, where the others came for the same; on all of
+                them, where some weighed sums and others means.
         """
         if self.is_good:
+            if self.notes is not None:
+                refuse_mixed_weights(self.notes)
             return
         details = (*self.described, *(self.state.entries() if self.state else ()))
         words = explain(comm, self.failure or self.action, details)

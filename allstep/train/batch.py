@@ -1,5 +1,6 @@
 """A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -14,6 +15,7 @@ from allstep.data import GlobalBatch, MicroBatch
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
+from allstep.exchange.weighing import mixed_message
 from allstep.train.devices import to_device
 
 # Keep random numbers apart from those that the data room derives from the same seed: of what comes
@@ -36,7 +38,8 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
     """The rest of the epoch, one item a global batch.
 
     Iterating an item yields this worker's micro-batches, each with its random state set;
-    `item.backward(loss)` weighs the micro-batch's mean loss by its samples, so that
+    `item.backward(loss)` weighs the micro-batch's mean loss by its samples (or, given
+    `weight=`, a sum by that), so that
     `p.grad` ends as the gradient of the mean over the global batch,
 
         grad = sum_k num_samples_k / num_samples * grad_k
@@ -138,7 +141,10 @@ class Batch:
         self._num_passes = 0
         self._exchanged = False
         self._is_open = False
-        self._losses: list[tuple[Tensor, float]] = []  # with their shares, of this pass
+        self._losses: list[tuple[Tensor, float, float]] = []  # of this pass: factor, weight
+        self._weight: float | None = None  # that the micro-batch was given
+        self._num_losses_before = 0  # the micro-batch
+        self._weighs_sums: bool | None = None  # whether losses have weights
         self._gradients = _Gradients(exchanges)
 
     def __iter__(self) -> Iterator[Any]:
@@ -149,19 +155,29 @@ class Batch:
             )
         self._exchanged, self._is_open = False, True
         self._losses.clear()
+        self._weighs_sums = None
         samples = f"{self.num_samples} samples after {self._position} others"
         num_passes = 1 if len(self._exchanges) == 1 else _MOST_PASSES
         num = self._num_micro_batches
         with _all(
-            exchange.global_batch(self.step, samples, num_micro_batches=num, num_passes=num_passes)
+            exchange.global_batch(
+                self.step,
+                samples,
+                num_micro_batches=num,
+                num_passes=num_passes,
+                sum_factor=self._sum_factor,
+            )
             for exchange in self._exchanges
         ):
-            with _all(exchange.statistics.step() for exchange in self._exchanges):
+            totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
+            with _all(statistics.step(total) for statistics, total in totals):
                 self._gradients.note()
                 for micro_batch in self._fetch():
                     with self._running(micro_batch):
                         yield micro_batch.data
                         self._gradients.check(self.step)
+                        if len(self._losses) == self._num_losses_before:
+                            self._note_kind(is_sum=False)
                     self.micro_batch = None
                 if not self._exchanged:
                     self._gradients.check(self.step)
@@ -171,19 +187,28 @@ class Batch:
         self._num_passes += 1
         self._is_open = False
 
-    def backward(self, loss: Tensor, *, exchange: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, exchange: bool = True
+    ) -> None:
         """Adds this micro-batch's share of the global gradient; exchanges on the last.
 
+            grad = sum_k num_samples_k / num_samples * grad_k        without `weight`
+            grad = sum_k grad_k / sum_k weight_k                     with it
+
         Args:
-            loss: scalar; the mean over the micro-batch's samples (a GradScaler's scaled
-                loss is fine).
+            loss: scalar; the mean over the micro-batch's samples, or with `weight` the sum over
+                its tokens, frames or boxes (a GradScaler's scaled loss is fine).
+            weight: how many these are, 0 or more; for every micro-batch of the global batch, or
+                for none. A tensor on a GPU makes the host wait. Where all weights are 0 the
+                gradient is NaN, as the mean over nothing.
             exchange: False leaves the exchange to the end of the loop over the batch, so that
                 gradients can be looked at before, by `exchange.local_gradients()`, or changed in
                 `p.grad`; exact sums refuse a change.
 
         Raises:
-            UsageError: outside of the loop over the batch, or for a second loss of the last
-                micro-batch with a single exchange.
+            UsageError: outside of the loop over the batch; for a second loss of the last
+                micro-batch with a single exchange, or of any with `weight`; if only some
+                micro-batches have a weight, on all workers alike.
         """
         micro_batch = self.micro_batch
         if micro_batch is None:
@@ -194,10 +219,14 @@ class Batch:
                 " exchanged. Add the losses and call it once."
             )
         self._gradients.check(self.step)
-        share = micro_batch.num_samples / self.num_samples
-        self._losses.append((loss.detach(), share))
-        if share != 1:
-            loss = loss * share
+        factor = micro_batch.num_samples / self.num_samples
+        if weight is not None:
+            factor = self._weigh(float(weight))
+        else:
+            self._note_kind(is_sum=False)
+        self._losses.append((loss.detach(), factor, self._weight or 0.0))
+        if factor != 1:
+            loss = loss * factor
         if exchange and micro_batch.is_last and len(self._exchanges) == 1:
             self._backward_and_exchange(loss)
         else:
@@ -211,15 +240,21 @@ class Batch:
     def global_loss(self) -> float:
         """The mean loss over the global batch, the same on every worker. Collective.
 
-        For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
+        With weights it is the sum of sums over the sum of weights. For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
         what `backward` was given, weighed as its gradients are; call it after the loop over the
         batch, on every worker.
         """
         comm = self._exchanges[0].comm
-        total = digits_of(torch.zeros((), device=comm.device))
-        for loss, share in self._losses:
-            total += digits_of(loss.double() * share).to(total)
-        return float(sum_of_digits(comm.all_reduce(total)))
+        total = digits_of(torch.zeros(3, device=comm.device))
+        for loss, factor, weight in self._losses:
+            factor = 1.0 if self._weighs_sums else factor
+            numbers = (weight, float(self._weighs_sums or False))
+            total[0] += digits_of(loss.double() * factor).to(total)
+            total[1:] += digits_of(torch.tensor(numbers, dtype=torch.float64)).to(total)
+        loss_sum, weights, num_weighed = sum_of_digits(comm.all_reduce(total)).tolist()
+        if not num_weighed:
+            return float(loss_sum)
+        return loss_sum / weights if weights else math.nan
 
     def check_finished(self) -> None:
         """Raises if the loop over the micro-batches was left before its end."""
@@ -228,6 +263,51 @@ class Batch:
                 f"The loop over global batch {self.step} was left before its last micro-batch,"
                 " so that its gradients were never exchanged. Iterate it to the end."
             )
+
+    @property
+    def _sum_factor(self) -> float:
+        """About 1 / num_samples, in whose multiplication nothing is rounded. [Note: weights]"""
+        return 2.0 ** (1 - self.num_samples.bit_length())
+
+    def _weigh(self, weight: float) -> float:
+        """Takes note of a sum's weight; returns what to multiply the sum by."""
+        if len(self._exchanges) > 1:
+            raise UsageError(
+                f"`weight` (={weight}) needs a single exchange; {len(self._exchanges)} were given"
+                " to `steps`. Put the models in one `torch.nn.ModuleList` and attach that, or give"
+                " means."
+            )
+        (exchange,) = self._exchanges
+        if exchange.policy.staleness and exchange.statistics.has_modules:
+            raise UsageError(
+                f"`weight` (={weight}) weighs batch norm's running statistics, too, by a total that"
+                " comes with the gradients, which"
+                f" `Stale(steps={exchange.policy.staleness})` gives steps later. Use another"
+                " policy, or layer norm."
+            )
+        if self._weight is not None:
+            raise UsageError(
+                f"`backward` was called twice with `weight` (={weight}) for one micro-batch. Add"
+                " the losses and call it once."
+            )
+        self._note_kind(is_sum=True)
+        exchange.weighing.add(weight)
+        self._weight = weight
+        return self._sum_factor
+
+    def _note_kind(self, *, is_sum: bool) -> None:
+        """A loss is a sum with a weight or a mean, like the others of the global batch."""
+        if self._weighs_sums is None:
+            self._weighs_sums = is_sum
+            if is_sum:
+                self._gradients.refuse_earlier(self.step)
+        if self._weighs_sums != is_sum:
+            rank = self._exchanges[0].comm.rank
+            has_both = [rank == other for other in range(self._exchanges[0].comm.size)]
+            raise UsageError(mixed_message(has_both, has_both))
+        if not is_sum:
+            for exchange in self._exchanges:
+                exchange.weighing.add_mean()
 
     def _backward_and_exchange(self, loss: Tensor) -> None:
         exchange = self._exchanges[0]
@@ -263,13 +343,21 @@ class Batch:
 
     def _running(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Sets what a micro-batch depends on: its random state and its statistics' share."""
-        self.micro_batch = micro_batch
+        self.micro_batch, self._weight = micro_batch, None
+        self._num_losses_before = len(self._losses)
         parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
         seed_all(derive_seed(*parts), self._device)
-        share = micro_batch.num_samples / self.num_samples
         for exchange in self._exchanges:
             exchange.begin_micro_batch()
+        share = self._statistics_share
         return _all(exchange.statistics.micro_batch(share) for exchange in self._exchanges)
+
+    def _statistics_share(self) -> float:
+        """How much the micro-batch's statistics count, once its loss is known."""
+        assert self.micro_batch is not None
+        if self._weight is not None:
+            return self._weight
+        return self.micro_batch.num_samples / self.num_samples
 
 
 class _Gradients:
@@ -293,6 +381,19 @@ class _Gradients:
         self._parameters = [p for parameters in trained for p in parameters.values()]
         self._seen = [p.grad for p in self._parameters]
         self._versions = [-1 if g is None else g._version for g in self._seen]
+
+    def refuse_earlier(self, step: int) -> None:
+        """What `p.grad` held before must not be divided by the weights of this batch.
+
+        Raises:
+            UsageError: if it held anything.
+        """
+        for p, name in zip(self._parameters, self._names, strict=False):
+            if p.grad is not None and p.grad.any():
+                raise UsageError(
+                    f"The gradient of `{name}` was not zero before global batch {step}, whose losses"
+                    " have a `weight`: call `optimizer.zero_grad()` after each step."
+                )
 
     def forget(self) -> None:
         """From now on they may be changed."""
