@@ -265,6 +265,14 @@ class Batch:
             )
 
     @property
+    def gradient_share(self) -> float:
+        """How much of `p.grad`, before the exchange, the micro-batch's mean gradient is."""
+        assert self.micro_batch is not None
+        if self._weight is not None:
+            return self._sum_factor * self._weight
+        return self.micro_batch.num_samples / self.num_samples
+
+    @property
     def _sum_factor(self) -> float:
         """About 1 / num_samples, in whose multiplication nothing is rounded. [Note: weights]"""
         return 2.0 ** (1 - self.num_samples.bit_length())

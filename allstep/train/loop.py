@@ -114,8 +114,8 @@ class Training(Protocol):
     def updates(self) -> Iterator[Update]:
         """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
 
-    def sum_losses(self, loss: Tensor) -> float:
-        """The sum over the workers of a scalar."""
+    def mean_loss(self, loss: Tensor, num_steps: int) -> float:
+        """The mean over all workers and `num_steps` steps, of whose updates `loss` is the sum."""
 
     def scalars(self, loss: float) -> Mapping[str, float]:
         """What to log beside the mean loss since the last line."""
@@ -259,7 +259,7 @@ class Loop:
 
     def _mean_loss(self) -> float:
         """Since the last line; the one wait for the device in the loop."""
-        loss = self._training.sum_losses(self._losses) / self._num_losses
+        loss = self._training.mean_loss(self._losses, self._num_losses)
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         return loss

@@ -62,7 +62,7 @@ def _measure(task: Task, precision: Precision, data: Any) -> tuple[float | None,
 
     def compute() -> None:
         with precision.autocast():
-            loss = task.loss(model, precision.prepare_data(data))
+            loss = task.mean_loss(model, precision.prepare_data(data))
         loss.backward()  # type: ignore[no-untyped-call]
 
     num_threads = torch.get_num_threads()

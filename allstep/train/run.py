@@ -149,9 +149,14 @@ class Run:
         """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
         return map(self.train_step, steps(self.loader, self.exchange))
 
-    def sum_losses(self, loss: Tensor) -> float:
-        """The sum over the workers; carries what was measured of the gradients' noise along."""
-        return float(sum_of_digits(self.noise.all_reduce(self._comm, loss)))
+    def mean_loss(self, loss: Tensor, num_steps: int) -> float:
+        """Over the steps since the last call; of sums with weights, over all these.
+
+        Carries what was measured of the gradients' noise along.
+        """
+        summed = self.noise.all_reduce(self._comm, loss.flatten()).view_as(loss)
+        total, weight = sum_of_digits(summed).tolist()
+        return float(total / (weight or num_steps))
 
     def scalars(self, loss: float) -> dict[str, float]:
         """What to log of the last step beside the loss."""
