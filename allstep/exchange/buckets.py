@@ -26,6 +26,7 @@ from allstep.exchange.piggyback import (
 )
 from allstep.exchange.reducer import Bucket
 from allstep.exchange.state_sweep import StatePart
+from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import Weighing
 
 _LARGE = 1 << 14  # elements; below, a call costs more than another pass
@@ -206,10 +207,10 @@ class BucketSet:
         words = state.words if state else None
         write_check(self.plan.check(self.flats), rank, mine, words)
 
-    def write_note(self, rank: int, weighing: Weighing) -> None:
-        """Tells the others how this worker's losses are weighed."""
+    def write_note(self, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
+        """Tells the others how this worker's losses are weighed, and its last step's times."""
         self.weighing = weighing
-        write_note(self.plan.notes(self.flats), rank, weighing)
+        write_note(self.plan.notes(self.flats), rank, weighing, times)
 
     def total_weight(self, *, adds_up: bool) -> Tensor | None:
         """The weights' sum over the workers, after the exchange; None where losses were means.

@@ -1,7 +1,8 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
+from allstep.exchange.stragglers import Stragglers, WorkerTimes
 from allstep.exchange.weighing import Weighing
 
 
@@ -50,6 +52,8 @@ class Exchange(ABC):
         averaging: of the parameters, with local SGD.
         awaits_update: whether a global batch has been run whose turn in `steps` is not over.
         weighing: of this worker's losses of the global batch; see [Note: weights].
+        own_times: of this worker's last step, for the others to know.
+        worker_times: of all workers, by rank, as they were told last; () until then.
     """
 
     def __init__(
@@ -78,6 +82,9 @@ class Exchange(ABC):
         self._global_step: int | None = None
         self._samples = ""  # of the global batch
         self.weighing = Weighing.of_means()
+        self.own_times = WorkerTimes()
+        self.worker_times: Sequence[WorkerTimes] = ()
+        self._stragglers = Stragglers()
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
@@ -203,6 +210,13 @@ class Exchange(ABC):
         if self.weighing.has_sums and not self._is_active:
             return self.weighing.total()
         return 1.0 if self._total_weight is None else float(self._total_weight)
+
+    def _see_times(self, times: Sequence[WorkerTimes]) -> None:
+        """What the workers told each other; rank 0 says who keeps the others waiting."""
+        self.worker_times = times
+        words = self._stragglers.see(times)
+        if words and self.comm.rank == 0:
+            logging.getLogger("allstep").warning(words)
 
     def _local_divisor(self) -> Tensor:
         """Where a worker is left to itself."""

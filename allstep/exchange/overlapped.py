@@ -18,7 +18,7 @@ from allstep.exchange.grid import Grid
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
-from allstep.exchange.piggyback import AgreementResult, reads_late
+from allstep.exchange.piggyback import AgreementResult, reads_late, times_of
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
@@ -235,7 +235,7 @@ class OverlappedExchange(Exchange):
             buckets.meeting = self.comm.announced.begin_exchange()
             state = self._next_state(buckets.flats[0].device)
             buckets.write_check(self.comm.rank, self._describe(), self._signature, state)
-            buckets.write_note(self.comm.rank, self.weighing)
+            buckets.write_note(self.comm.rank, self.weighing, self.own_times)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
@@ -473,6 +473,8 @@ class OverlappedExchange(Exchange):
         result, self._agreement = self._agreement, None
         if result is not None:
             result.raise_if_bad(self.comm)
+            if result.notes is not None:
+                self._see_times(times_of(result.notes))
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Sends what looks like the first bucket of an exchange, but is only its comparison.

@@ -1,4 +1,4 @@
-"""Numbers that ride behind gradients, with which workers compare what they came for.
+"""Numbers that ride behind gradients: what workers compare, and what they tell each other.
 
 [Note: agreement in the tail] An exchange sends no message of its own to find out whether the
 workers mean the same one. Behind the gradients of the first bucket each worker writes the
@@ -13,6 +13,10 @@ checksum, which may lie on a device, are added to them: [Note: state sweep]. Beh
 ride a mark for a worker that failed, and for each parameter whether this worker has a gradient for
 it: their sum is positive where any has.
 
+[Note: notes] Behind the comparison each worker has a place of its own, of digits up to 127, that
+stays zero with the others; so the sum is what all have written. There stand the weights of its
+losses ([Note: weights]) and where the time of its last step went (`stragglers.py`).
+
 [Note: late reading] On the CPU a worker looks at the sums as soon as it has them, and stops
 before it sends what others don't expect. On CUDA looking would make the host wait for the
 device in every step. There the few numbers are copied behind the exchange, and the host reads
@@ -22,6 +26,7 @@ point, and after one update that is not to be used. All buckets are sent in any 
 next collective would meet them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +38,7 @@ from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
 from allstep.exchange.state_sweep import StatePart, checksum
+from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import (
     NUM_WEIGHT_DIGITS,
     Weighing,
@@ -43,7 +49,11 @@ from allstep.exchange.weighing import (
 
 _NUM_DIGITS = 4
 _BASE = 128
-_NUM_NOTE = 2 + NUM_WEIGHT_DIGITS
+_NUM_SECONDS = 3  # digits of a duration: two of its mantissa, one of its exponent
+_EXPONENT = 64
+_WEIGHTS = slice(2, 2 + NUM_WEIGHT_DIGITS)
+_TIMES = slice(_WEIGHTS.stop, _WEIGHTS.stop + 3 * _NUM_SECONDS)
+_NUM_NOTE = _TIMES.stop + 2
 
 
 def check_size(size: int) -> int:
@@ -99,17 +109,22 @@ def note_size(size: int) -> int:
     return _NUM_NOTE * size if size > 1 else 0
 
 
-def write_note(notes: Tensor, rank: int, weighing: Weighing) -> None:
+def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
     """What this worker tells the others, in its own place; theirs stay zero.
 
     Args:
         notes: [note_size(size)]; overwritten.
         rank: this worker.
         weighing: of its losses.
+        times: of its last step.
     """
     notes.zero_()
     if notes.numel():
         own = [weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units)]
+        for seconds in (times.data_s, times.compute_s, times.wait_s):
+            own += _digits_of_seconds(seconds)
+        num = min(times.num_micro_batches, _BASE**2 - 1)
+        own += [num % _BASE, num // _BASE]
         mine = torch.tensor(own, dtype=notes.dtype).to(notes.device, non_blocking=True)
         notes.view(-1, _NUM_NOTE)[rank] = mine
 
@@ -130,17 +145,41 @@ def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
     has_sums = rows[:, 1].any()
     if notes.device.type == "cpu" and not has_sums:
         return None
-    total = total_of(rows[:, 2 : 2 + NUM_WEIGHT_DIGITS])
+    total = total_of(rows[:, _WEIGHTS])
     # A worker without a micro-batch learns from the others; on CUDA without a look.
     return total if weighing.has_sums else torch.where(has_sums, total, 1 / weighing.factor)
 
 
 def refuse_mixed_weights(notes: Tensor) -> None:
     """Raises UsageError where some workers weighed sums and others means; on all alike."""
-    if notes.numel():
-        has_means, has_sums = zip(*notes.view(-1, _NUM_NOTE)[:, :2].tolist(), strict=True)
-        if message := mixed_message(has_means, has_sums):
-            raise UsageError(message)
+    kinds = notes.view(-1, _NUM_NOTE)[:, :2] > 0
+    if notes.numel() and kinds.any(0).all():
+        raise UsageError(mixed_message(*kinds.T.tolist()))
+
+
+def times_of(notes: Tensor) -> list[WorkerTimes]:
+    """Of each worker's step before; [] where nobody else's are there.
+
+    >>> told = torch.zeros(2, note_size(2))
+    >>> write_note(told[0], 0, Weighing.of_means(), WorkerTimes(0.25, 0.5, 0.0, 300))
+    >>> write_note(told[1], 1, Weighing.of_means(), WorkerTimes(0.0, 1.0, 2.0, 1))
+    >>> times_of(told.sum(0))[0]
+    WorkerTimes(data_s=0.25, compute_s=0.5, wait_s=0.0, num_micro_batches=300)
+    """
+    rows = notes.view(-1, _NUM_NOTE).double()
+    low, high, exponent = rows[:, _TIMES].view(len(rows), 3, _NUM_SECONDS).unbind(-1)
+    seconds = torch.ldexp(low + _BASE * high, exponent - _EXPONENT - 14).tolist()
+    nums = (rows[:, _TIMES.stop] + _BASE * rows[:, _TIMES.stop + 1]).tolist()
+    return [WorkerTimes(*row, int(num)) for row, num in zip(seconds, nums, strict=True)]
+
+
+def _digits_of_seconds(seconds: float) -> list[int]:
+    """Rounded down to 14 binary digits."""
+    if not seconds > 0:
+        return [0, 0, 0]
+    mantissa, exponent = math.frexp(seconds)
+    whole = int(mantissa * 2**14)
+    return [whole % _BASE, whole // _BASE, min(max(exponent + _EXPONENT, 0), _BASE - 1)]
 
 
 def reads_late(device: torch.device) -> bool:

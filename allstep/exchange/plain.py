@@ -10,7 +10,13 @@ from allstep.comm.agreement import digest
 from allstep.exchange.agreement import agree
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.parameters import sparse_gradient_message
-from allstep.exchange.piggyback import note_size, refuse_mixed_weights, total_weight, write_note
+from allstep.exchange.piggyback import (
+    note_size,
+    refuse_mixed_weights,
+    times_of,
+    total_weight,
+    write_note,
+)
 from allstep.exchange.policy import ExchangeStats
 
 
@@ -55,9 +61,10 @@ class PlainExchange(Exchange):
             return None
         size = note_size(self.comm.size)
         notes = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
-        write_note(notes, self.comm.rank, self.weighing)
+        write_note(notes, self.comm.rank, self.weighing, self.own_times)
         self.comm.all_reduce(notes)
         refuse_mixed_weights(notes)
+        self._see_times(times_of(notes))
         self._total_weight = total = total_weight(notes, self.weighing)
         return None if total is None else total * self.weighing.factor
 

@@ -1,9 +1,10 @@
 """A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
 
+import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 
 from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data import GlobalBatch, MicroBatch
+from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.shares import Shares
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
+from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import mixed_message
 from allstep.train.devices import to_device
 
@@ -34,7 +38,12 @@ class Loader(Protocol):
     def global_batches(self) -> Iterator[GlobalBatch]: ...
 
 
-def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterator["Batch"]:
+def steps(
+    loader: Loader,
+    *exchanges: Exchange,
+    replay: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator["Batch"]:
     """The rest of the epoch, one item a global batch.
 
     Iterating an item yields this worker's micro-batches, each with its random state set;
@@ -57,6 +66,7 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
             micro-batch, in the given order, and `backward` may be called several times.
         replay: keep this worker's part of a global batch, so that it can be iterated again
             (a second pass draws other random numbers).
+        clock: seconds that pass, by which shares are measured and slow workers found.
 
     Yields:
         A `Batch` for each global batch.
@@ -88,14 +98,28 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
             " make it with `allstep.data.loader`."
         )
-    return _steps(loader, exchanges, replay)
+    shares = getattr(loader, "shares", None)
+    if shares is not None and not shares.is_equal:
+        for exchange in exchanges:
+            _refuse_shares(shares, exchange)
+    return _steps(loader, exchanges, replay, clock)
 
 
-def _steps(loader: Loader, exchanges: tuple[Exchange, ...], replay: bool) -> Iterator["Batch"]:
+def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
+    if exchange.averaging is not None:
+        raise UsageError(
+            f"`shares` (={shares.how!r}) would have a worker with more micro-batches count for more"
+            " in a local step; leave them equal with `LocalSGD`."
+        )
+
+
+def _steps(
+    loader: Loader, exchanges: tuple[Exchange, ...], replay: bool, clock: Callable[[], float]
+) -> Iterator["Batch"]:
     device = exchanges[0].comm.device
     with preserved_random_state(device):
         for global_batch in loader.global_batches():
-            batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay)
+            batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
             seed_all(derive_seed(loader.seed, _BEGIN, batch.step), device)
             try:
                 yield batch
@@ -103,8 +127,21 @@ def _steps(loader: Loader, exchanges: tuple[Exchange, ...], replay: bool) -> Ite
                 for exchange in exchanges:
                     exchange.awaits_update = False
             batch.check_finished()
+            exchanges[0].own_times = batch.times
+            _follow_shares(loader, exchanges[0])
     for exchange in exchanges:
         exchange.sync_buffers()
+
+
+def _follow_shares(loader: Loader, exchange: Exchange) -> None:
+    """Cuts the next global batches by what workers told of the times in their last one."""
+    shares = getattr(loader, "shares", None)
+    if shares is None or not shares.is_measured or not isinstance(loader, GlobalBatchLoader):
+        return
+    has_moved = loader.follow_shares([times.micro_batch_s for times in exchange.worker_times])
+    if has_moved and exchange.comm.rank == 0:
+        words = shares.in_words(loader.num_micro_batches) or "all workers are as fast again"
+        logging.getLogger("allstep").info(f"shares from step {loader.step} on: {words}")
 
 
 def seed_update(seed: int, step: int, device: torch.device, num_passes: int = 0) -> None:
@@ -124,13 +161,22 @@ class Batch:
     """
 
     def __init__(
-        self, batch: GlobalBatch, exchanges: tuple[Exchange, ...], *, seed: int, replay: bool
+        self,
+        batch: GlobalBatch,
+        exchanges: tuple[Exchange, ...],
+        *,
+        seed: int,
+        replay: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.step = batch.step
         self.epoch = batch.epoch
         self.num_samples = batch.num_samples
         self.micro_batch: MicroBatch | None = None
         self.data_wait_s = 0.0
+        self._compute_s = self._exchange_wait_s = 0.0
+        self._num_run = 0
+        self._clock = clock
         self._position = batch.position
         self._source = batch.micro_batches
         self._num_micro_batches = batch.num_micro_batches
@@ -173,7 +219,7 @@ class Batch:
             with _all(statistics.step(total) for statistics, total in totals):
                 self._gradients.note()
                 for micro_batch in self._fetch():
-                    with self._running(micro_batch):
+                    with self._running(micro_batch), self._timing():
                         yield micro_batch.data
                         self._gradients.check(self.step)
                         if len(self._losses) == self._num_losses_before:
@@ -337,9 +383,9 @@ class Batch:
             return
         source = iter(self._source)
         while True:
-            start_s = time.perf_counter()
+            start_s = self._clock()
             micro_batch = next(source, None)
-            self.data_wait_s += time.perf_counter() - start_s
+            self.data_wait_s += self._clock() - start_s
             if micro_batch is None:
                 return
             if self._device.type != "cpu":
@@ -348,6 +394,29 @@ class Batch:
             if self._kept is not None:
                 self._kept.append(micro_batch)
             yield micro_batch
+
+    @property
+    def times(self) -> WorkerTimes:
+        """Where this worker's time went so far."""
+        return WorkerTimes(
+            self.data_wait_s, self._compute_s, self._exchange_wait_s, self._num_run
+        )
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        """Around one micro-batch, whose exchange is no compute."""
+        start_s, waited_s = self._clock(), self._waited_s
+        yield
+        wait_s = self._waited_s - waited_s
+        self._exchange_wait_s += wait_s
+        self._compute_s += max(0.0, self._clock() - start_s - wait_s)
+        self._num_run += 1
+
+    @property
+    def _waited_s(self) -> float:
+        if self._clock is not time.perf_counter:
+            return 0.0  # the exchange knows no other
+        return sum(exchange.stats().exposed_s for exchange in self._exchanges)
 
     def _running(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Sets what a micro-batch depends on: its random state and its statistics' share."""

@@ -268,7 +268,10 @@ class Loop:
         step, samples_per_s = self._training.step, self.meter.samples_per_s
         scalars = self._training.scalars(loss)
         self._log.write(step, update.epoch, loss=loss, samples_per_s=samples_per_s, **scalars)
-        progress.update(step, update.epoch, loss, samples_per_s, scalars.get("noise_scale"))
+        counts = [n for name, n in scalars.items() if name.startswith("micro_batches/")]
+        progress.update(
+            step, update.epoch, loss, samples_per_s, scalars.get("noise_scale"), micro_batches=counts
+        )
 
     def _save(self) -> None:
         step = self._training.step
@@ -319,6 +322,7 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
         mean_noise_scale=run.noise.mean_scale.value,
         useful_batch=run.noise.summary,
         num_skipped=run.train_step.num_skipped,
+        shares=run.shares,
         checkpoint=loop.checkpoint,
         interrupted=loop.interrupted,
     )

@@ -93,6 +93,7 @@ class Run:
             seed=options.seed,
             drop_last=options.drop_last,
             num_workers=options.loader_workers,
+            shares=options.loader_shares,
             collate_fn=self._task.collate_fn,
             pin_memory=self._comm.device.type == "cuda",
         )
@@ -104,6 +105,7 @@ class Run:
             num_workers=options.loader_workers,
             collate_fn=self._task.collate_fn,
             seed=options.seed,
+            shares=self.loader.shares,
         )
         self.noise.begin_stage(stage.micro_batch)
         self.train_step.begin_stage()
@@ -160,7 +162,20 @@ class Run:
 
     def scalars(self, loss: float) -> dict[str, float]:
         """What to log of the last step beside the loss."""
-        return self.train_step.scalars | self.noise.scalars
+        return self.train_step.scalars | self.noise.scalars | self._micro_batches
+
+    @property
+    def _micro_batches(self) -> dict[str, float]:
+        """How many each worker has of a whole global batch, if not all the same."""
+        if self.loader.shares.is_equal:
+            return {}
+        parts = self.loader.shares.parts(self.loader.num_micro_batches)
+        return {f"micro_batches/rank_{rank}": len(part) for rank, part in enumerate(parts)}
+
+    @property
+    def shares(self) -> str | None:
+        """Who has fewer micro-batches and why, in words; None if all workers are alike."""
+        return self.loader.shares.in_words(self.loader.num_micro_batches)
 
     def flush(self) -> None:
         """Makes the updates whose gradients are still in flight. All workers call it."""
