@@ -135,9 +135,7 @@ class MapLoader(GlobalBatchLoader):
         return not self._drop_last and left % self.global_batch != 0
 
 
-def _keys(
-    sampler: GlobalBatchSampler, position: int, shares: Shares, rank: int
-) -> Iterator[Key]:
+def _keys(sampler: GlobalBatchSampler, position: int, shares: Shares, rank: int) -> Iterator[Key]:
     """What a worker fetches from `position` on; see [Note: reading ahead]."""
     while True:
         plan = sampler.plan(position)

@@ -151,7 +151,5 @@ def _longest(counts: Sequence[int], seconds: Sequence[float]) -> float:
 
 def _is_positive(number: object) -> bool:
     return (
-        isinstance(number, (int, float))
-        and not isinstance(number, bool)
-        and 0 < number < math.inf
+        isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
     )

@@ -79,10 +79,10 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
 
 
 def split_paragraphs(text: str) -> list[str]:
-    """The parts of a text between empty lines, in order.
+    r"""The parts of a text between empty lines, in order.
 
-    >>> split_paragraphs("one\\ntwo\\n\\n\\nthree\\n")
-    ['one\\ntwo', 'three']
+    >>> split_paragraphs("one\ntwo\n\n\nthree\n")
+    ['one\ntwo', 'three']
     """
     parts = re.split(r"\n\s*\n", text)
     return [part.strip() for part in parts if part.strip()]
@@ -209,8 +209,8 @@ def collate_padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     """
     inputs, targets = zip(*samples, strict=True)
     return (
-        pad_sequence(inputs, batch_first=True),
-        pad_sequence(targets, batch_first=True, padding_value=PADDING),
+        pad_sequence(list(inputs), batch_first=True),
+        pad_sequence(list(targets), batch_first=True, padding_value=PADDING),
     )
 
 

@@ -38,8 +38,8 @@ class BucketPlan:
 
     Attributes:
         layouts: of the buckets, in the order in which they are sent. The tail of the first
-            begins with the comparison of the workers and their notes, the tail of the last ends with the
-            failure mark and a flag for each parameter, in the plan's order.
+            begins with the comparison of the workers and their notes, the tail of the last ends
+            with the failure mark and a flag for each parameter, in the plan's order.
         size: the number of workers.
     """
 

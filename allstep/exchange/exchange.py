@@ -480,7 +480,9 @@ class Exchange(ABC):
             factor = 1.0
             total = self.weighing.total() * self.comm.size
             self._total_weight = torch.tensor(total, dtype=torch.float64)
-            self._divide(self._parameters.trained.values(), self._local_divisor() if total else None)
+            self._divide(
+                self._parameters.trained.values(), self._local_divisor() if total else None
+            )
         for p in self._parameters.trained.values():
             if factor != 1 and p.grad is not None:
                 p.grad.mul_(factor)

@@ -170,7 +170,7 @@ def times_of(notes: Tensor) -> list[WorkerTimes]:
     low, high, exponent = rows[:, _TIMES].view(len(rows), 3, _NUM_SECONDS).unbind(-1)
     seconds = torch.ldexp(low + _BASE * high, exponent - _EXPONENT - 14).tolist()
     nums = (rows[:, _TIMES.stop] + _BASE * rows[:, _TIMES.stop + 1]).tolist()
-    return [WorkerTimes(*row, int(num)) for row, num in zip(seconds, nums, strict=True)]
+    return [WorkerTimes(a, b, c, int(n)) for (a, b, c), n in zip(seconds, nums, strict=True)]
 
 
 def _digits_of_seconds(seconds: float) -> list[int]:

@@ -26,8 +26,8 @@ class PlainExchange(Exchange):
     grad = sum_r scale * grad_r
 
     with `gradient_scale`, which is 1/size for a mean. A worker without a gradient counts as zero.
-    A parameter that no worker has a gradient for keeps `p.grad` as it is. Sums of losses with weights
-    are divided by the weights' total, which is one more all-reduce.
+    A parameter that no worker has a gradient for keeps `p.grad` as it is. Sums of losses with
+    weights are divided by the weights' total, which is one more all-reduce.
     """
 
     _sent_bytes = 0

@@ -43,8 +43,8 @@ class Text(Recipe):
     """Predict 15 % hidden tokens from all others, or each token from those before it."""
 
     samples: Literal["pieces", "paragraphs"] = "pieces"
-    """Cut the running text in equal pieces; or take each paragraph (up to an empty line) for itself,
-    padded in its micro-batch, and average over the tokens of a global batch."""
+    """Cut the running text in equal pieces; or take each paragraph (up to an empty line) for
+    itself, padded in its micro-batch, and average over the tokens of a global batch."""
 
     held_out: float = 0.1
     """Share of each text, at its end, that is held out for testing."""
@@ -259,8 +259,8 @@ class Text(Recipe):
 class LanguageModelling:
     """Cross-entropy of predicted tokens, and that of a guess which sees no others.
 
-    A micro-batch is (inputs, targets) or (inputs, targets, positions). Targets that are `PADDING` of
-    `data.text_folder` don't count.
+    A micro-batch is (inputs, targets) or (inputs, targets, positions). Targets that are `PADDING`
+    of `data.text_folder` don't count.
 
     Args:
         unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].

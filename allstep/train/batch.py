@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data import GlobalBatch, MicroBatch
@@ -21,6 +21,7 @@ from allstep.exchange import Exchange
 from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import mixed_message
 from allstep.train.devices import to_device
+from allstep.train.gradient_guard import GradientGuard
 
 # Keep random numbers apart from those that the data room derives from the same seed: of what comes
 # before the micro-batches, of dropout and its like, and of optimizers that draw some in a step.
@@ -191,7 +192,7 @@ class Batch:
         self._weight: float | None = None  # that the micro-batch was given
         self._num_losses_before = 0  # the micro-batch
         self._weighs_sums: bool | None = None  # whether losses have weights
-        self._gradients = _Gradients(exchanges)
+        self._gradients = GradientGuard(exchanges)
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches on its device, each with its random state set."""
@@ -286,9 +287,9 @@ class Batch:
     def global_loss(self) -> float:
         """The mean loss over the global batch, the same on every worker. Collective.
 
-        With weights it is the sum of sums over the sum of weights. For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
-        what `backward` was given, weighed as its gradients are; call it after the loop over the
-        batch, on every worker.
+        For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
+        what `backward` was given, weighed as its gradients are (of sums, over the sum of weights);
+        call it after the loop over the batch, on every worker.
         """
         comm = self._exchanges[0].comm
         total = digits_of(torch.zeros(3, device=comm.device))
@@ -398,9 +399,7 @@ class Batch:
     @property
     def times(self) -> WorkerTimes:
         """Where this worker's time went so far."""
-        return WorkerTimes(
-            self.data_wait_s, self._compute_s, self._exchange_wait_s, self._num_run
-        )
+        return WorkerTimes(self.data_wait_s, self._compute_s, self._exchange_wait_s, self._num_run)
 
     @contextmanager
     def _timing(self) -> Iterator[None]:
@@ -435,71 +434,6 @@ class Batch:
         if self._weight is not None:
             return self._weight
         return self.micro_batch.num_samples / self.num_samples
-
-
-class _Gradients:
-    """Makes sure that gradients change by `batch.backward` only, while they are being summed.
-
-    Args:
-        exchanges: whose gradients are looked at.
-    """
-
-    def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
-        self._exchanges = exchanges
-        self._names: list[str] = []
-        self._parameters: list[nn.Parameter] = []
-        self._seen: list[Tensor | None] = []
-        self._versions: list[int] = []
-
-    def note(self) -> None:
-        """They are right as they are now."""
-        trained = [exchange.trained for exchange in self._exchanges]
-        self._names = [name for parameters in trained for name in parameters]
-        self._parameters = [p for parameters in trained for p in parameters.values()]
-        self._seen = [p.grad for p in self._parameters]
-        self._versions = [-1 if g is None else g._version for g in self._seen]
-
-    def refuse_earlier(self, step: int) -> None:
-        """What `p.grad` held before must not be divided by the weights of this batch.
-
-        Raises:
-            UsageError: if it held anything.
-        """
-        for p, name in zip(self._parameters, self._names, strict=False):
-            if p.grad is not None and p.grad.any():
-                raise UsageError(
-                    f"The gradient of `{name}` was not zero before global batch {step}, whose losses"
-                    " have a `weight`: call `optimizer.zero_grad()` after each step."
-                )
-
-    def forget(self) -> None:
-        """From now on they may be changed."""
-        self._parameters, self._seen = [], []
-
-    def check(self, step: int) -> None:
-        """Checks that nobody has changed them since `note`.
-
-        Raises:
-            UsageError: names what may have done it, and the cure.
-        """
-        for p, seen, version, name in zip(
-            self._parameters, self._seen, self._versions, self._names, strict=False
-        ):
-            gradient = p.grad
-            if gradient is seen and (gradient is None or gradient._version == version):
-                continue
-            how = (
-                "dropped, as by `zero_grad()`"
-                if gradient is None
-                else "changed, as by `loss.backward()`, by `zero_grad(set_to_none=False)` or by"
-                " clipping"
-            )
-            raise UsageError(
-                f"The gradient of `{name}` was {how}, in the loop over global batch {step}'s"
-                " micro-batches: the sum would depend on the number of workers. In that loop call"
-                " `batch.backward(loss)` and nothing else that changes gradients; zero, clip and"
-                " step when it has ended."
-            )
 
 
 def _all(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

@@ -270,7 +270,12 @@ class Loop:
         self._log.write(step, update.epoch, loss=loss, samples_per_s=samples_per_s, **scalars)
         counts = [n for name, n in scalars.items() if name.startswith("micro_batches/")]
         progress.update(
-            step, update.epoch, loss, samples_per_s, scalars.get("noise_scale"), micro_batches=counts
+            step,
+            update.epoch,
+            loss,
+            samples_per_s,
+            scalars.get("noise_scale"),
+            micro_batches=counts,
         )
 
     def _save(self) -> None:

@@ -86,7 +86,9 @@ class NoiseProbe:
         """Takes the norm of the gradient, which is only the current micro-batch's share."""
         norm = self._squared_norm(self._exchange.local_gradients().values())
         share = batch.gradient_share
-        self._micro = norm / share**2 if share else norm * math.nan  # without weight it says nothing
+        self._micro = (
+            norm / share**2 if share else norm * math.nan
+        )  # without weight it says nothing
 
     def see_global(self, batch: Batch) -> None:
         """Takes the norm of `p.grad`, which holds the global gradient, if the step is measured."""

@@ -77,8 +77,8 @@ class TrainOptions:
     suits."""
 
     shares: str = "equal"
-    """Which part of a global batch's micro-batches each worker runs: equal; measured, by the seconds
-    that one takes; or numbers, such as 3,1 where the first is three times as fast."""
+    """Which part of a global batch's micro-batches each worker runs: equal; measured, by the
+    seconds that one takes; or numbers, such as 3,1 where the first is three times as fast."""
 
     loader_workers: int = 0
     """Processes per worker that read and augment samples; 0 reads in the worker itself."""

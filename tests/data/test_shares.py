@@ -248,11 +248,11 @@ def test_unequal_shares_are_refused_where_they_would_be_wrong() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = allstep.LocalSGD(sync_every=2)
         exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
-        with pytest.raises(UsageError, match="`shares`.*LocalSGD"):
+        with pytest.raises(UsageError, match=r"`shares`.*LocalSGD"):
             allstep.steps(loader, exchange)
 
     run_ranks(2, run)
-    with pytest.raises(UsageError, match="`shares`.*`sync_every`"):
+    with pytest.raises(UsageError, match=r"`shares`.*`sync_every`"):
         allstep.TrainOptions(shares="3,1", sync_every=4)
     with pytest.raises(UsageError, match="number for each worker"):
         allstep.TrainOptions(shares="3:1")

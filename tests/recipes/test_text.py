@@ -109,7 +109,7 @@ def test_text_averages_paragraphs_over_all_tokens_of_a_global_batch(
 
 
 def test_text_paragraphs_are_for_the_causal_objective(folder: Path) -> None:
-    with pytest.raises(UsageError, match="`samples` .*'causal'"):
+    with pytest.raises(UsageError, match=r"`samples` .*'causal'"):
         small(folder, samples="paragraphs", objective="masked")
 
 
