@@ -264,7 +264,7 @@ def recipe_training(
 
     def loss_of(model: nn.Module) -> Tensor:
         with precision.autocast():
-            loss: Tensor = task.loss(model, micro_batch)
+            loss: Tensor = task.mean_loss(model, micro_batch)
         return loss
 
     def make() -> Training:

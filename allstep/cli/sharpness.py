@@ -120,7 +120,7 @@ def _measure(
 
             def loss(model: nn.Module, micro_batch: Any) -> Tensor:
                 progress.advance(next(num_passes))
-                return task.loss(model, precision.prepare_data(micro_batch))
+                return task.mean_loss(model, precision.prepare_data(micro_batch))
 
             measured = sharpness(
                 task.model,

@@ -74,6 +74,8 @@ def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
     if report.samples_per_s:
         waits = f"{report.data_share:.1%} for data, {report.exchange_share:.1%} for the exchange"
         rows.append(("waiting", waits))
+    if report.shares is not None:
+        rows.append(("shares", report.shares))
     if report.useful_batch is not None:
         rows.append(("batch", report.useful_batch))
     if report.num_skipped:

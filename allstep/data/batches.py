@@ -1,13 +1,14 @@
 """Global batches, this worker's micro-batches of them, and what all their loaders share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from allstep.comm import Communicator
 from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.sampler import check_batches, check_integer
+from allstep.data.shares import Shares
 from allstep.errors import UsageError
 
 
@@ -59,6 +60,7 @@ class GlobalBatchLoader(ABC):
         global_batch, micro_batch: samples of a step, and of a pass through the model.
         seed: start of all random states.
         step: global batches handed out so far, over all epochs.
+        shares: which worker runs which micro-batches.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class GlobalBatchLoader(ABC):
         seed: int,
         drop_last: bool,
         processes: LoaderProcesses,
+        shares: Shares | None = None,
     ) -> None:
         check_batches(global_batch, micro_batch)
         check_integer("seed", seed, -(1 << 63))
@@ -78,6 +81,7 @@ class GlobalBatchLoader(ABC):
         self.micro_batch = micro_batch
         self.seed = seed
         self.step = 0
+        self.shares = shares or Shares("equal", comm.size)
         self._drop_last = drop_last
         self._processes = processes
         self._items: Items | None = None  # what is being read
@@ -108,6 +112,11 @@ class GlobalBatchLoader(ABC):
             UsageError: if the workers' shares of a global batch would be unequal.
         """
         size = self.comm.size
+        if not self.shares.is_equal:
+            raise UsageError(
+                f"`shares` (={self.shares.how!r}) are for `allstep.steps`: in a plain loop each"
+                " worker has one micro-batch a step."
+            )
         if self.global_batch != size * self.micro_batch:
             raise UsageError(
                 f"`global_batch` (={self.global_batch}) must be {size} workers x `micro_batch`"
@@ -120,6 +129,28 @@ class GlobalBatchLoader(ABC):
                 f" {size} workers wrongly; use `allstep.steps`, or `drop_last=True`."
             )
         return (micro.data for batch in self.global_batches() for micro in batch.micro_batches)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a whole global batch, over all workers."""
+        return self.global_batch // self.micro_batch
+
+    def follow_shares(self, seconds: Sequence[float]) -> bool:
+        """Cuts the next global batches by what a micro-batch took each worker, if that is worth it.
+
+        Between two global batches, on all workers alike. Loader processes that have read ahead are
+        started anew.
+
+        Args:
+            seconds: [workers], the same on all of them.
+
+        Returns:
+            Whether the cut is another now.
+        """
+        has_moved = self.shares.follow(seconds, self.num_micro_batches)
+        if has_moved and self._processes.num_workers:
+            self.close()
+        return has_moved
 
     @abstractmethod
     def state_dict(self) -> dict[str, int]:

@@ -10,7 +10,9 @@ from allstep.data.fetch import Collate
 from allstep.data.map_loader import MapLoader
 from allstep.data.processes import LoaderProcesses
 from allstep.data.same_data import check_same_arguments, check_same_samples
+from allstep.data.shares import Shares, SharesArgument
 from allstep.data.streams import StreamLoader
+from allstep.device import is_accelerator
 from allstep.errors import UsageError, nearest_names
 
 _STREAMS = ("replicated", "sharded")
@@ -26,6 +28,7 @@ def loader(
     shuffle: bool | None = None,
     drop_last: bool = False,
     stream: Literal["replicated", "sharded"] = "replicated",
+    shares: SharesArgument = "equal",
     collate_fn: Collate | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -50,6 +53,10 @@ def loader(
         drop_last: skip an epoch's last incomplete global batch.
         stream: "replicated" if every worker reads the same stream, which gives the same model
             on any number of workers; "sharded" if each reads a part of its own, of any length.
+        shares: which part of a global batch's micro-batches each worker runs, which changes nothing
+            in the result: "equal"; a number for each worker, as [3, 1] for one that is three times
+            as fast; or "measured": by the seconds that a micro-batch takes, while it runs. The last
+            needs CPU workers and a map-style data set.
         collate_fn: list of samples -> micro-batch; torch's default when None.
         num_workers, pin_memory, prefetch_factor, multiprocessing_context, worker_init_fn:
             as in torch.utils.data.DataLoader, for each worker.
@@ -75,7 +82,10 @@ def loader(
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed}
     ways = {"shuffle": not is_stream if shuffle is None else shuffle, "drop_last": drop_last}
     kinds = {"stream": stream if is_stream else None}
-    check_same_arguments(comm, "make a loader", dataset, {**numbers, **ways, **kinds})
+    given = shares if isinstance(shares, str) else [float(share) for share in shares]
+    shown = {**numbers, **ways, **kinds, "shares": given}
+    check_same_arguments(comm, "make a loader", dataset, shown)
+    cut = Shares(given, comm.size)
     processes = LoaderProcesses(
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -85,6 +95,11 @@ def loader(
     )
     if stream not in _STREAMS:
         raise UsageError(f"`stream` (={stream!r}): {nearest_names(str(stream), _STREAMS)}")
+    if cut.is_measured and is_accelerator(comm.device):
+        raise UsageError(
+            f"`shares` (='measured') measures by the host's clock, which on {comm.device.type} does"
+            " not tell how long a micro-batch takes. Give numbers, such as [3, 1]."
+        )
     if not isinstance(dataset, IterableDataset):
         made = MapLoader(
             dataset,
@@ -96,9 +111,15 @@ def loader(
             drop_last=drop_last,
             collate_fn=collate_fn,
             processes=processes,
+            shares=cut,
         )
         check_same_samples(comm, "make a loader", dataset, processes, seed)
         return made
+    if cut.is_measured:
+        raise UsageError(
+            "`shares` (='measured') needs a map-style `dataset`: a stream would have to be read"
+            " again from its start. Give numbers, such as [3, 1]."
+        )
     if shuffle:
         raise UsageError(
             "`shuffle` (=True) needs a map-style `dataset`; shuffle inside the stream instead."
@@ -111,6 +132,7 @@ def loader(
         seed=seed,
         drop_last=drop_last,
         is_sharded=stream == "sharded",
+        shares=cut,
         collate_fn=collate_fn,
         processes=processes,
     )

@@ -9,7 +9,8 @@ from allstep.comm import Communicator
 from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import Collate, FetchMicroBatch, Key
 from allstep.data.processes import Items, LoaderProcesses
-from allstep.data.sampler import GlobalBatchPlan, GlobalBatchSampler, local_part
+from allstep.data.sampler import GlobalBatchPlan, GlobalBatchSampler
+from allstep.data.shares import Shares
 from allstep.errors import UsageError
 
 
@@ -36,6 +37,7 @@ class MapLoader(GlobalBatchLoader):
         drop_last: bool,
         collate_fn: Collate | None,
         processes: LoaderProcesses,
+        shares: Shares | None = None,
     ) -> None:
         super().__init__(
             comm,
@@ -44,6 +46,7 @@ class MapLoader(GlobalBatchLoader):
             seed=seed,
             drop_last=drop_last,
             processes=processes,
+            shares=shares,
         )
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
@@ -95,9 +98,9 @@ class MapLoader(GlobalBatchLoader):
         for _ in self._rest:  # what was not asked for, so that the order is kept
             pass
         plan = self._sampler.plan(self.position)
-        part = local_part(plan.num_micro_batches, self.comm.rank, self.comm.size)
+        part = self.shares.parts(plan.num_micro_batches)[self.comm.rank]
         if part and self._items is None:
-            keys = _keys(self._sampler, self.position, self.comm.rank, self.comm.size)
+            keys = _keys(self._sampler, self.position, self.shares, self.comm.rank)
             self._items = self._processes.start(self._fetch, keys, seed=self.seed)
         self._rest = self._micro_batches(plan, part, self._items)
         step, position = self.step, self.position
@@ -132,10 +135,10 @@ class MapLoader(GlobalBatchLoader):
         return not self._drop_last and left % self.global_batch != 0
 
 
-def _keys(sampler: GlobalBatchSampler, position: int, rank: int, size: int) -> Iterator[Key]:
+def _keys(sampler: GlobalBatchSampler, position: int, shares: Shares, rank: int) -> Iterator[Key]:
     """What a worker fetches from `position` on; see [Note: reading ahead]."""
     while True:
         plan = sampler.plan(position)
-        for index in local_part(plan.num_micro_batches, rank, size):
+        for index in shares.parts(plan.num_micro_batches)[rank]:
             yield plan.epoch, sampler.indices(plan, index)
         position = plan.next_position

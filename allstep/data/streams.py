@@ -22,7 +22,7 @@ from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import RANDOM_STATE_LOCK, Collate
 from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
-from allstep.data.sampler import local_part
+from allstep.data.shares import Shares
 from allstep.errors import DisagreementError, UsageError
 
 
@@ -61,6 +61,7 @@ class StreamLoader(GlobalBatchLoader):
         is_sharded: bool,
         collate_fn: Collate | None,
         processes: LoaderProcesses,
+        shares: Shares | None = None,
     ) -> None:
         super().__init__(
             comm,
@@ -69,6 +70,7 @@ class StreamLoader(GlobalBatchLoader):
             seed=seed,
             drop_last=drop_last,
             processes=processes,
+            shares=shares,
         )
         num_slots = global_batch // micro_batch
         if is_sharded and num_slots < comm.size:
@@ -77,10 +79,17 @@ class StreamLoader(GlobalBatchLoader):
                 " workers, each with a stream of its own; use"
                 f" {comm.size * micro_batch} or more."
             )
+        parts = self.shares.parts(num_slots)
+        if is_sharded and not all(parts):
+            raise UsageError(
+                f"`shares` (={self.shares.how!r}) leave a worker without any of the {num_slots}"
+                " micro-batches, but each has a stream of its own; raise `global_batch`"
+                f" (={global_batch})."
+            )
         self._is_sharded = is_sharded
         self._parts = _StreamParts(
             dataset=dataset,
-            slots=local_part(num_slots, comm.rank, comm.size),
+            slots=parts[comm.rank],
             num_slots=num_slots,
             micro_batch=micro_batch,
             is_sharded=is_sharded,

@@ -1,11 +1,13 @@
 """Text files as sequences of tokens, for models that predict tokens."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from allstep.errors import DataError, UsageError
@@ -13,14 +15,18 @@ from allstep.errors import DataError, UsageError
 __all__ = [
     "CausalSequences",
     "MaskedSequences",
+    "Paragraphs",
+    "collate_padded",
     "encode",
     "find_texts",
     "num_masked",
     "read_text",
+    "split_paragraphs",
     "split_text",
     "train_tokenizer",
 ]
 
+PADDING = -100  # a target that doesn't count, as in torch's losses
 _NUM_BYTES = 256
 _NUM_SPECIAL = 2  # the two highest tokens: the end of a text, and what hides a token
 
@@ -70,6 +76,16 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     while 0 < cut < len(text) and not text[cut].isspace():
         cut -= 1
     return text[:cut], text[cut:]
+
+
+def split_paragraphs(text: str) -> list[str]:
+    r"""The parts of a text between empty lines, in order.
+
+    >>> split_paragraphs("one\ntwo\n\n\nthree\n")
+    ['one\ntwo', 'three']
+    """
+    parts = re.split(r"\n\s*\n", text)
+    return [part.strip() for part in parts if part.strip()]
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> str:
@@ -148,6 +164,54 @@ class CausalSequences(Dataset[tuple[Tensor, Tensor]]):
         start = index * self._sequence_length
         tokens = self._tokens[start : start + self._sequence_length + 1].long()
         return tokens[:-1], tokens[1:]
+
+
+class Paragraphs(Dataset[tuple[Tensor, Tensor]]):
+    """Texts of unequal lengths, in which each token is to be predicted from those before it.
+
+    Args:
+        tokens: [token], from `encode`, of one paragraph after the other.
+        sequence_length: the most tokens of a sample; what is longer is cut in several.
+        end: the token that ends a paragraph, which is to be predicted, too.
+
+    Each sample is (inputs, targets), int64 [n] both, n <= `sequence_length`.
+
+    >>> paragraphs = Paragraphs(torch.tensor([5, 6, 7, 8, 9, 1, 3, 1]), 3, end=1)
+    >>> [inputs.tolist() for inputs, _ in map(paragraphs.__getitem__, range(len(paragraphs)))]
+    [[5, 6, 7], [8, 9], [3]]
+    """
+
+    def __init__(self, tokens: Tensor, sequence_length: int, end: int) -> None:
+        self._tokens = tokens
+        ends = (tokens == end).nonzero().flatten().tolist()
+        starts = [0, *(last + 1 for last in ends[:-1])]
+        self._pieces = [
+            (first, min(first + sequence_length, last))
+            for start, last in zip(starts, ends, strict=False)
+            for first in range(start, last, sequence_length)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        first, last = self._pieces[index]
+        tokens = self._tokens[first : last + 1].long()
+        return tokens[:-1], tokens[1:]
+
+
+def collate_padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(inputs, targets), [samples, longest]; inputs end with 0, targets with `PADDING`.
+
+    >>> collate_padded([(torch.tensor([3, 4]), torch.tensor([4, 1])), (torch.tensor([5]),) * 2])[1]
+    tensor([[   4,    1],
+            [   5, -100]])
+    """
+    inputs, targets = zip(*samples, strict=True)
+    return (
+        pad_sequence(list(inputs), batch_first=True),
+        pad_sequence(list(targets), batch_first=True, padding_value=PADDING),
+    )
 
 
 def num_masked(sequence_length: int) -> int:

@@ -109,7 +109,9 @@ def _in_words(
     words = policy.in_words | {
         name: "None" if value is None else "given" for name, value in others.items()
     }
-    if policy.wire_format.name == "exact" and device.type == "cpu":  # which change a product's bits
+    if policy.wire_format.name == "exact" and not is_accelerator(
+        device
+    ):  # which change a product's bits
         words["torch.get_num_threads()"] = str(torch.get_num_threads())
     return words
 

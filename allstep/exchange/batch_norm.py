@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -62,11 +62,17 @@ class RunningStatistics:
         self._step_sum: ReproducibleSum | None = None
         self._tracked: tuple[TrackedModule, ...] = ()
         self._is_in_step = False
+        self._total = 1.0  # of the step's weights
         self._is_active = False  # in a micro-batch
         self._is_local = False  # the buffers differ between workers
         self._has_warned = False
         self._leaves_out_nonfinite = False
         self.refresh()
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether there is anything to keep."""
+        return bool(self._tracked)
 
     def leave_out_nonfinite(self) -> None:
         """From now on a micro-batch whose statistics hold NaN or infinity has no say.
@@ -95,8 +101,12 @@ class RunningStatistics:
         self._tracked = ()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the micro-batches of one optimizer step; at its end the buffers take it in."""
+    def step(self, total: Callable[[], float] | None = None) -> Iterator[None]:
+        """Around the micro-batches of one optimizer step; at its end the buffers take it in.
+
+        Args:
+            total: asked at the end for the sum of all workers' weights; 1 if None.
+        """
         for tracked in self._tracked:
             tracked.start_step()
         self._step_sum = None
@@ -105,6 +115,9 @@ class RunningStatistics:
             yield
         finally:
             self._is_in_step = False
+        self._total = 1.0
+        if total is not None and self._tracked:
+            self._total = total() or 1.0  # without any weight there is nothing to divide
         if self._leaves_out_nonfinite and not self._is_exact:
             self._leave_out_nonfinite()
         if self._is_exact:
@@ -112,18 +125,19 @@ class RunningStatistics:
         else:
             self._take_in()
 
-    def micro_batch(self, weight: float) -> AbstractContextManager[None]:
+    def micro_batch(self, weight: float | Callable[[], float]) -> AbstractContextManager[None]:
         """Around the forward (and backward) of one micro-batch.
 
         Args:
-            weight: samples of the micro-batch / samples of the global batch.
+            weight: samples of the micro-batch / samples of the global batch; or what tells its
+                weight when it ends, of the total that `step` is given.
 
         Raises:
             UsageError: outside of `step`.
         """
         if not self._is_in_step:
             raise UsageError("`micro_batch` belongs inside `with statistics.step():`.")
-        return _MicroBatch(self, weight if self._is_exact else self._comm.size * weight)
+        return _MicroBatch(self, weight, 1.0 if self._is_exact else self._comm.size)
 
     def enter(self) -> None:
         """A micro-batch begins."""
@@ -219,6 +233,7 @@ class RunningStatistics:
         )
         own = self._step_sum or ReproducibleSum(like)
         (flat,) = reproducible_all_reduce(self._comm, [own])
+        flat = flat / self._total
         *statistics, called = torch.split(flat, [*sizes, len(self._tracked)])
         pairs = zip(statistics[::2], statistics[1::2], strict=True)
         for tracked, pair, used in zip(self._tracked, pairs, called.tolist(), strict=True):
@@ -241,6 +256,7 @@ class RunningStatistics:
         for tracked in self._tracked:
             momentum = tracked.momentum()
             kept = (1 - momentum) * tracked.weight
+            tracked.shares = [share / self._total for share in tracked.shares]
             tracked.weight = kept + momentum * sum(tracked.shares)
             tracked.num_steps += 1
             if tracked.shares and tracked.weight:
@@ -308,12 +324,18 @@ class RunningStatistics:
 class _MicroBatch(AbstractContextManager[None]):
     """What `micro_batch` returns; it runs so often that a generator would be felt."""
 
-    def __init__(self, statistics: RunningStatistics, share: float) -> None:
+    def __init__(
+        self, statistics: RunningStatistics, weight: float | Callable[[], float], factor: float
+    ) -> None:
         self._statistics = statistics
-        self._share = share
+        self._weight, self._factor = weight, factor
 
     def __enter__(self) -> None:
         self._statistics.enter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._statistics.leave(self._share if kind is None else None)
+        if kind is not None:
+            self._statistics.leave(None)
+            return
+        weight = self._weight() if callable(self._weight) else self._weight
+        self._statistics.leave(self._factor * weight or None)  # without weight it has no say

@@ -17,9 +17,18 @@ from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.parameters import Signature, sparse_gradient_message
-from allstep.exchange.piggyback import AgreementResult, check_size, write_check
+from allstep.exchange.piggyback import (
+    AgreementResult,
+    check_size,
+    note_size,
+    total_weight,
+    write_check,
+    write_note,
+)
 from allstep.exchange.reducer import Bucket
 from allstep.exchange.state_sweep import StatePart
+from allstep.exchange.stragglers import WorkerTimes
+from allstep.exchange.weighing import Weighing
 
 _LARGE = 1 << 14  # elements; below, a call costs more than another pass
 
@@ -30,8 +39,8 @@ class BucketPlan:
 
     Attributes:
         layouts: of the buckets, in the order in which they are sent. The tail of the first
-            begins with the comparison of the workers, the tail of the last ends with the
-            failure mark and a flag for each parameter, in the plan's order.
+            begins with the comparison of the workers and their notes, the tail of the last ends
+            with the failure mark and a flag for each parameter, in the plan's order.
         size: the number of workers.
     """
 
@@ -46,7 +55,7 @@ class BucketPlan:
         num_flags = 1 + sum(map(len, buckets))
         layouts = []
         for index, names in enumerate(buckets):
-            num_tail = check_size(size) if index == 0 else 0
+            num_tail = check_size(size) + note_size(size) if index == 0 else 0
             num_tail += num_flags if index == len(buckets) - 1 else 0
             members = [(name, parameters[name]) for name in names]
             layouts.append(BucketLayout.of(members, num_tail))
@@ -100,6 +109,11 @@ class BucketPlan:
         start = self.layouts[0].num_elements
         return flats[0][start : start + check_size(self.size)]
 
+    def notes(self, flats: Sequence[Tensor]) -> Tensor:
+        """What the workers tell each other, behind their comparison."""
+        start = self.layouts[0].num_elements + check_size(self.size)
+        return flats[0][start : start + note_size(self.size)]
+
     def flags(self, flats: Sequence[Tensor]) -> Tensor:
         """The failure mark and the parameters' flags, in the last bucket's tail."""
         return flats[-1][-(1 + len(self.names)) :]
@@ -149,6 +163,8 @@ class BucketSet:
         scaled: parameters whose `p.grad` lies in a bucket that is not full yet, already scaled.
         off_grid: name -> gradients that `flats` are without, for they did not fit. [Note: grid]
         is_complete: whether what was off the grid is in the sums by now.
+        weighing: of this worker's losses.
+        divisor: of the sums, as in a checkpoint; None for what the notes say.
     """
 
     plan: BucketPlan
@@ -167,6 +183,8 @@ class BucketSet:
     scaled: set[str] = field(default_factory=set)
     off_grid: dict[str, ReproducibleSum] = field(default_factory=dict)
     is_complete: bool = False
+    weighing: Weighing = field(default_factory=Weighing.of_means)
+    divisor: Tensor | None = None
 
     @classmethod
     def new(cls, plan: BucketPlan, block: Block | None = None) -> "BucketSet":
@@ -192,6 +210,20 @@ class BucketSet:
         words = state.words if state else None
         write_check(self.plan.check(self.flats), rank, mine, words)
 
+    def write_note(self, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
+        """Tells the others how this worker's losses are weighed, and its last step's times."""
+        self.weighing = weighing
+        write_note(self.plan.notes(self.flats), rank, weighing, times)
+
+    def total_weight(self, *, adds_up: bool) -> Tensor | None:
+        """The weights' sum over the workers, after the exchange; None where losses were means.
+
+        Args:
+            adds_up: whether workers' numbers come together at all.
+        """
+        notes = self.plan.notes(self.flats)
+        return total_weight(notes if adds_up else notes[:0], self.weighing)
+
     def read_agreement(self, *, compares: bool = True, marks: bool = True) -> AgreementResult:
         """What the summed tails say of the workers' agreement.
 
@@ -207,6 +239,7 @@ class BucketSet:
             described=self.described,
             failure=self.failure,
             state=self.state,
+            notes=self.plan.notes(self.flats) if compares else None,
         )
 
     def recycle(self) -> None:
@@ -215,6 +248,7 @@ class BucketSet:
         self.scaled.clear()
         self.off_grid.clear()
         self.is_complete = False
+        self.weighing, self.divisor = Weighing.of_means(), None
 
     def bucket(self, index: int) -> Bucket:
         """One of the buckets, to be summed."""
@@ -366,11 +400,13 @@ class BucketSet:
         self.off_grid.clear()
         return names
 
-    def state_dict(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    def state_dict(
+        self, parameters: Mapping[str, nn.Parameter], divisor: Tensor | None = None
+    ) -> dict[str, Any]:
         """Sums that have not been used yet, by the names that `parameters` have by now."""
         summed = {self.parameters[n]: n for n in self.summed_names() if n in self.parameters}
         sums = {n: self.views[summed[p]].clone() for n, p in parameters.items() if p in summed}
-        return {"step": self.step, "scale": self.amp_scale, "sums": sums}
+        return {"step": self.step, "scale": self.amp_scale, "sums": sums, "divisor": divisor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the sums of a checkpoint, under any plan.
@@ -378,6 +414,7 @@ class BucketSet:
         Parameters that were frozen after they were sent are in no bucket, and get no gradient.
         """
         self.step, self.amp_scale = state["step"], state["scale"]
+        self.weighing, self.divisor = Weighing.of_means(), state.get("divisor")
         sums = {name: saved for name, saved in state["sums"].items() if name in self.views}
         self.write_flags(sums.keys())
         self.is_complete = True

@@ -1,7 +1,8 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import digest
+from allstep.device import is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import optimizer_watch
 from allstep.exchange.agreement import agree
@@ -32,6 +34,8 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
+from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.weighing import Weighing
 
 
 class Exchange(ABC):
@@ -48,6 +52,9 @@ class Exchange(ABC):
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
         awaits_update: whether a global batch has been run whose turn in `steps` is not over.
+        weighing: of this worker's losses of the global batch; see [Note: weights].
+        own_times: of this worker's last step, for the others to know.
+        worker_times: of all workers, by rank, as they were told last; () until then.
     """
 
     def __init__(
@@ -75,6 +82,11 @@ class Exchange(ABC):
         self.has_gradients = True
         self._global_step: int | None = None
         self._samples = ""  # of the global batch
+        self.weighing = Weighing.of_means()
+        self.own_times = WorkerTimes()
+        self.worker_times: Sequence[WorkerTimes] = ()
+        self._stragglers = Stragglers()
+        self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
@@ -157,7 +169,13 @@ class Exchange(ABC):
 
     @contextmanager
     def global_batch(
-        self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
+        self,
+        step: int,
+        samples: str = "",
+        *,
+        num_micro_batches: int = 1,
+        num_passes: int = 1,
+        sum_factor: float = 1.0,
     ) -> Iterator[None]:
         """Around the backward passes of one global batch, whose losses are weighed by samples.
 
@@ -169,10 +187,12 @@ class Exchange(ABC):
             samples: which these are, in words; compared with the other workers'.
             num_micro_batches: of all workers together, for exact sums.
             num_passes: the most backward passes that a micro-batch takes, as a rule.
+            sum_factor: by which losses with a weight are multiplied. [Note: weights]
         """
         if not self._is_active and self._parameters.has_changed():
             self._follow_model()
         self._global_step, self._samples = step, samples
+        self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
         rates = optimizer_watch.learning_rates()
         try:
@@ -180,7 +200,40 @@ class Exchange(ABC):
             optimizer_watch.check_learning_rates(rates, step)
         finally:
             self._global_step = None
+        if self.weighing.has_sums and not self._is_active:
+            self._divide(self._parameters.trained.values(), self._local_divisor())
+        self.weighing = Weighing.of_means()
         self.awaits_update = True
+
+    def total_weight(self) -> float:
+        """All workers' weights of the global batch, after its exchange; 1 where losses are means.
+
+        On CUDA the host waits for it.
+        """
+        if self.weighing.has_sums and not self._is_active:
+            return self.weighing.total()
+        return 1.0 if self._total_weight is None else float(self._total_weight)
+
+    def _see_times(self, times: Sequence[WorkerTimes]) -> None:
+        """What the workers told each other; rank 0 says who keeps the others waiting."""
+        self.worker_times = times
+        words = self._stragglers.see(times)
+        if words and self.comm.rank == 0:
+            logging.getLogger("allstep").warning(words)
+
+    def _local_divisor(self) -> Tensor:
+        """Where a worker is left to itself."""
+        total, factor = self.weighing.total(), self.weighing.factor
+        return torch.tensor(total * factor, dtype=torch.float64)
+
+    @torch.no_grad()
+    def _divide(self, parameters: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
+        """Makes sums the weighted mean; as they are where `divisor` is None."""
+        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        if divisor is not None:
+            on_cpu = not is_accelerator(divisor.device)
+            for gradient in gradients:
+                gradient.div_(float(divisor) if on_cpu else divisor)
 
     def begin_micro_batch(self) -> None:  # noqa: B027 (few exchanges need to know)
         """The backward passes that follow are of another micro-batch of the global batch."""
@@ -426,6 +479,13 @@ class Exchange(ABC):
     def _take_own_for_all(self) -> None:
         """In a local step: makes `p.grad` the sum as if all workers had this gradient."""
         factor = self.gradient_scale * self.comm.size
+        if self.weighing.has_sums:
+            factor = 1.0
+            total = self.weighing.total() * self.comm.size
+            self._total_weight = torch.tensor(total, dtype=torch.float64)
+            self._divide(
+                self._parameters.trained.values(), self._local_divisor() if total else None
+            )
         for p in self._parameters.trained.values():
             if factor != 1 and p.grad is not None:
                 p.grad.mul_(factor)

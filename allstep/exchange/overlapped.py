@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator, Work
 from allstep.comm.reproducible import ReproducibleSum
+from allstep.device import is_accelerator
 from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet, has_form_of
@@ -19,7 +20,7 @@ from allstep.exchange.grid import Grid
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
-from allstep.exchange.piggyback import AgreementResult, reads_late
+from allstep.exchange.piggyback import AgreementResult, reads_late, times_of
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
@@ -136,7 +137,10 @@ class OverlappedExchange(Exchange):
             "scale": self._last_amp_scale,
             "grid": None if self._grid is None else self._grid.state_dict(),
             "num_threads": self._num_threads,
-            "in_flight": [buckets.state_dict(self._parameters.trained) for buckets in in_flight],
+            "in_flight": [
+                buckets.state_dict(self._parameters.trained, self._divisor(buckets))
+                for buckets in in_flight
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -242,6 +246,7 @@ class OverlappedExchange(Exchange):
             buckets.meeting = self.comm.announced.begin_exchange()
             state = self._next_state(buckets.flats[0].device)
             buckets.write_check(self.comm.rank, self._describe(), self._signature, state)
+            buckets.write_note(self.comm.rank, self.weighing, self.own_times)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
@@ -269,7 +274,7 @@ class OverlappedExchange(Exchange):
     @property
     def _num_threads(self) -> int | None:
         """What the bits of a worker's own products depend on; None where nobody asks for them."""
-        matters = self._grid is not None and self.comm.device.type == "cpu"
+        matters = self._grid is not None and not is_accelerator(self.comm.device)
         return torch.get_num_threads() if matters else None
 
     def _warn_of_other_threads(self, saved: int | None) -> None:
@@ -284,9 +289,15 @@ class OverlappedExchange(Exchange):
 
     @contextmanager
     def global_batch(
-        self, step: int, samples: str = "", *, num_micro_batches: int = 1, num_passes: int = 1
+        self,
+        step: int,
+        samples: str = "",
+        *,
+        num_micro_batches: int = 1,
+        num_passes: int = 1,
+        sum_factor: float = 1.0,
     ) -> Iterator[None]:
-        with super().global_batch(step, samples):
+        with super().global_batch(step, samples, sum_factor=sum_factor):
             if self._grid is None or not self._is_on_grid:
                 yield
                 return
@@ -427,9 +438,18 @@ class OverlappedExchange(Exchange):
                     buckets.deliver(name, p)
             if self._grid is not None and self._is_on_grid:
                 self._follow_sums(self._grid, summed, off_grid)
+            self._divide(summed.values(), self._divisor(buckets))
         if buckets.plan is self._plan:
             self._idle.append(buckets)
         return summed
+
+    def _divisor(self, buckets: BucketSet) -> Tensor | None:
+        """Of sums that have come, once; None for gradients of means. [Note: weights]"""
+        if buckets.divisor is not None:
+            return buckets.divisor
+        self._total_weight = buckets.total_weight(adds_up=self._reducer.adds_up)
+        total, factor = self._total_weight, buckets.weighing.factor
+        return None if total is None else total * factor
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
@@ -484,6 +504,8 @@ class OverlappedExchange(Exchange):
         result, self._agreement = self._agreement, None
         if result is not None:
             result.raise_if_bad(self.comm)
+            if result.notes is not None:
+                self._see_times(times_of(result.notes))
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Sends what looks like the first bucket of an exchange, but is only its comparison.

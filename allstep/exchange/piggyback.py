@@ -1,4 +1,4 @@
-"""Numbers that ride behind gradients, with which workers compare what they came for.
+"""Numbers that ride behind gradients: what workers compare, and what they tell each other.
 
 [Note: agreement in the tail] An exchange sends no message of its own to find out whether the
 workers mean the same one. Behind the gradients of the first bucket each worker writes the
@@ -13,6 +13,10 @@ checksum, which may lie on a device, are added to them: [Note: state sweep]. Beh
 ride a mark for a worker that failed, and for each parameter whether this worker has a gradient for
 it: their sum is positive where any has.
 
+[Note: notes] Behind the comparison each worker has a place of its own, of digits up to 127, that
+stays zero with the others; so the sum is what all have written. There stand the weights of its
+losses ([Note: weights]) and where the time of its last step went (`stragglers.py`).
+
 [Note: late reading] On the CPU a worker looks at the sums as soon as it has them, and stops
 before it sends what others don't expect. On an accelerator looking would make the host wait for the
 device in every step. There the few numbers are copied behind the exchange, and the host reads
@@ -22,6 +26,7 @@ point, and after one update that is not to be used. All buckets are sent in any 
 next collective would meet them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,14 +35,27 @@ from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.comm.failures import wait_for_event
-from allstep.device import Event, copy_to_host, has_streams
+from allstep.device import Event, copy_to_host, has_streams, is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import explain
 from allstep.exchange.parameters import Signature
 from allstep.exchange.state_sweep import StatePart, checksum
+from allstep.exchange.stragglers import WorkerTimes
+from allstep.exchange.weighing import (
+    NUM_WEIGHT_DIGITS,
+    Weighing,
+    digits_of_units,
+    mixed_message,
+    total_of,
+)
 
 _NUM_DIGITS = 4
 _BASE = 128
+_NUM_SECONDS = 3  # digits of a duration: two of its mantissa, one of its exponent
+_EXPONENT = 64
+_WEIGHTS = slice(2, 2 + NUM_WEIGHT_DIGITS)
+_TIMES = slice(_WEIGHTS.stop, _WEIGHTS.stop + 3 * _NUM_SECONDS)
+_NUM_NOTE = _TIMES.stop + 2
 
 
 def check_size(size: int) -> int:
@@ -88,6 +106,84 @@ def disagreeing_ranks(check: Tensor) -> Sequence[int]:
     return [k for k, block in enumerate(check.view(-1, _NUM_DIGITS)) if block.any()]
 
 
+def note_size(size: int) -> int:
+    """Elements of what `size` workers tell each other in an exchange."""
+    return _NUM_NOTE * size if size > 1 else 0
+
+
+def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
+    """What this worker tells the others, in its own place; theirs stay zero.
+
+    Args:
+        notes: [note_size(size)]; overwritten.
+        rank: this worker.
+        weighing: of its losses.
+        times: of its last step.
+    """
+    notes.zero_()
+    if notes.numel():
+        own = [weighing.has_means, weighing.has_sums, *digits_of_units(weighing.units)]
+        for seconds in (times.data_s, times.compute_s, times.wait_s):
+            own += _digits_of_seconds(seconds)
+        num = min(times.num_micro_batches, _BASE**2 - 1)
+        own += [num % _BASE, num // _BASE]
+        mine = torch.tensor(own, dtype=notes.dtype).to(notes.device, non_blocking=True)
+        notes.view(-1, _NUM_NOTE)[rank] = mine
+
+
+def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
+    """The weights' sum over the workers; None where losses were means.
+
+    Args:
+        notes: [note_size(size)], summed; empty if nobody else's are there.
+        weighing: of this worker's losses.
+    """
+    if weighing.has_means:
+        return None
+    if not notes.numel():
+        total = torch.tensor(weighing.total(), dtype=torch.float64)
+        return total if weighing.has_sums else None
+    rows = notes.view(-1, _NUM_NOTE)
+    has_sums = rows[:, 1].any()
+    if not is_accelerator(notes.device) and not has_sums:
+        return None
+    total = total_of(rows[:, _WEIGHTS])
+    # A worker without a micro-batch learns from the others; on CUDA without a look.
+    return total if weighing.has_sums else torch.where(has_sums, total, 1 / weighing.factor)
+
+
+def refuse_mixed_weights(notes: Tensor) -> None:
+    """Raises UsageError where some workers weighed sums and others means; on all alike."""
+    kinds = notes.view(-1, _NUM_NOTE)[:, :2] > 0
+    if notes.numel() and kinds.any(0).all():
+        raise UsageError(mixed_message(*kinds.T.tolist()))
+
+
+def times_of(notes: Tensor) -> list[WorkerTimes]:
+    """Of each worker's step before; [] where nobody else's are there.
+
+    >>> told = torch.zeros(2, note_size(2))
+    >>> write_note(told[0], 0, Weighing.of_means(), WorkerTimes(0.25, 0.5, 0.0, 300))
+    >>> write_note(told[1], 1, Weighing.of_means(), WorkerTimes(0.0, 1.0, 2.0, 1))
+    >>> times_of(told.sum(0))[0]
+    WorkerTimes(data_s=0.25, compute_s=0.5, wait_s=0.0, num_micro_batches=300)
+    """
+    rows = notes.view(-1, _NUM_NOTE).double()
+    low, high, exponent = rows[:, _TIMES].view(len(rows), 3, _NUM_SECONDS).unbind(-1)
+    seconds = torch.ldexp(low + _BASE * high, exponent - _EXPONENT - 14).tolist()
+    nums = (rows[:, _TIMES.stop] + _BASE * rows[:, _TIMES.stop + 1]).tolist()
+    return [WorkerTimes(a, b, c, int(n)) for (a, b, c), n in zip(seconds, nums, strict=True)]
+
+
+def _digits_of_seconds(seconds: float) -> list[int]:
+    """Rounded down to 14 binary digits."""
+    if not seconds > 0:
+        return [0, 0, 0]
+    mantissa, exponent = math.frexp(seconds)
+    whole = int(mantissa * 2**14)
+    return [whole % _BASE, whole // _BASE, min(max(exponent + _EXPONENT, 0), _BASE - 1)]
+
+
 def reads_late(device: torch.device) -> bool:
     """Whether the host reads the comparison only when the next exchange starts."""
     return has_streams(device)
@@ -105,6 +201,7 @@ class AgreementResult:
         described: the tensors it did it with.
         failure: why this worker could not take part, if it could not.
         state: what it compared of its model.
+        notes: what the workers told each other, on the CPU when `numbers` are.
     """
 
     numbers: Tensor
@@ -114,6 +211,7 @@ class AgreementResult:
     described: Signature
     failure: str | None
     state: StatePart | None = None
+    notes: Tensor | None = None
 
     @classmethod
     def read(
@@ -125,10 +223,14 @@ class AgreementResult:
         described: Signature,
         failure: str | None,
         state: StatePart | None = None,
+        notes: Tensor | None = None,
     ) -> "AgreementResult":
-        """Starts the way of a summed check and a failure mark to the host."""
-        numbers, event = copy_to_host(torch.cat([check, mark.to(check)]))
-        return cls(numbers, event, len(check), action, described, failure, state)
+        """Starts the way of a summed check, a failure mark and notes to the host."""
+        num_compared = len(check) + len(mark)
+        parts = [check, mark.to(check), *([] if notes is None else [notes])]
+        numbers, event = copy_to_host(torch.cat(parts))
+        compared, told = numbers[:num_compared], numbers[num_compared:]
+        return cls(compared, event, len(check), action, described, failure, state, told)
 
     def is_good(self, comm: Communicator) -> bool:
         """Whether all workers came for the same thing and none failed; waits for the numbers.
@@ -146,9 +248,12 @@ class AgreementResult:
         Raises:
             CollectiveTimeoutError: if the numbers have not come in time.
             DisagreementError: naming who wants what.
-            UsageError: on a worker that failed, where the others came for the same.
+            UsageError: on a worker that failed, where the others came for the same; on all of
+                them, where some weighed sums and others means.
         """
         if self.is_good(comm):
+            if self.notes is not None:
+                refuse_mixed_weights(self.notes)
             return
         details = (*self.described, *(self.state.entries() if self.state else ()))
         words = explain(comm, self.failure or self.action, details)

@@ -20,7 +20,7 @@ from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
 class Objective(Protocol):
     """What a model is trained for and measured by; see `allstep.Task`."""
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, float | Tensor]: ...
 
     def metrics(self, model: nn.Module, batch: Any) -> Metrics: ...
 
@@ -179,6 +179,7 @@ class Recipe(_Named, TrainOptions, ABC):
         test_set: Dataset[Any],
         objective: Objective,
         later_stages: Sequence[allstep.Stage] = (),
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Task:
         """The task with the recipe's optimizer and schedule; `train_set` must have a length."""
         assert isinstance(train_set, Sized)
@@ -192,6 +193,7 @@ class Recipe(_Named, TrainOptions, ABC):
             metrics=objective.metrics,
             optimizer=self.make_optimizer,
             schedule=self.make_schedule(len(train_set), num_second),
+            collate_fn=collate_fn,
             later_stages=later_stages,
         )
 

@@ -95,9 +95,9 @@ class GreedyTraining:
                 is_logged=done in (0, self._steps - 1),
             )
 
-    def sum_losses(self, loss: Tensor) -> float:
-        """The sum over the workers."""
-        return float(self._comm.all_reduce(loss))
+    def mean_loss(self, loss: Tensor, num_steps: int) -> float:
+        """The sum over the workers, the mean over the steps."""
+        return float(self._comm.all_reduce(loss)) / num_steps
 
     def scalars(self, loss: float) -> dict[str, float]:
         """The stage, counted from 1.

@@ -14,6 +14,7 @@ from allstep.recipes.base import Recipe
 from allstep.recipes.transformer import Transformer
 
 _MIN_VOCAB_SIZE = 258
+PADDING = -100  # of `data.text_folder`, whose import needs tokenizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class Text(Recipe):
     objective: Literal["masked", "causal"] = "causal"
     """Predict 15 % hidden tokens from all others, or each token from those before it."""
 
+    samples: Literal["pieces", "paragraphs"] = "pieces"
+    """Cut the running text in equal pieces; or take each paragraph (up to an empty line) for
+    itself, padded in its micro-batch, and average over the tokens of a global batch."""
+
     held_out: float = 0.1
     """Share of each text, at its end, that is held out for testing."""
 
@@ -48,7 +53,7 @@ class Text(Recipe):
     """Number of different tokens, learned from the training texts."""
 
     sequence_length: int = 64
-    """Tokens of a sample."""
+    """Tokens of a sample; of paragraphs at most."""
 
     width: int = 128
     """Features of a token."""
@@ -85,6 +90,10 @@ class Text(Recipe):
             raise UsageError(
                 f"`vocab_size` (={self.vocab_size}) must be at least {_MIN_VOCAB_SIZE}: a token for"
                 " each byte and two special ones."
+            )
+        if self.samples == "paragraphs" and self.objective != "causal":
+            raise UsageError(
+                f"`samples` (={self.samples!r}) needs `objective` 'causal', not {self.objective!r}."
             )
         if not 0 < self.held_out < 1:
             raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
@@ -190,8 +199,11 @@ class Text(Recipe):
             model,
             self._sequences(train_tokens, self.sequence_length),
             self._sequences(test_tokens, self.sequence_length),
-            LanguageModelling(log_frequencies(train_tokens, self.vocab_size)),
+            LanguageModelling(
+                log_frequencies(train_tokens, self.vocab_size), self.samples == "paragraphs"
+            ),
             self._later_stages(train_tokens, test_tokens),
+            allstep.data.text_folder.collate_padded if self.samples == "paragraphs" else None,
         )
 
     def _later_stages(self, train_tokens: Tensor, test_tokens: Tensor) -> list[allstep.Stage]:
@@ -213,6 +225,10 @@ class Text(Recipe):
         texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
         parts = [reader.split_text(text, self.held_out) for text in texts]
         train_texts, test_texts = zip(*parts, strict=True)
+        if self.samples == "paragraphs":
+            split = reader.split_paragraphs
+            train_texts = tuple(part for text in train_texts for part in split(text))
+            test_texts = tuple(part for text in test_texts for part in split(text))
         trained = reader.train_tokenizer(train_texts, self.vocab_size) if comm.rank == 0 else None
         tokenizer = comm.broadcast_object(trained)
         train_tokens = reader.encode(tokenizer, train_texts, self.vocab_size)
@@ -223,6 +239,8 @@ class Text(Recipe):
 
     def _sequences(self, tokens: Tensor, sequence_length: int) -> Any:
         reader = allstep.data.text_folder
+        if self.samples == "paragraphs":
+            return reader.Paragraphs(tokens, sequence_length, end=self.vocab_size - 2)
         if self.objective == "causal":
             return reader.CausalSequences(tokens, sequence_length)
         return reader.MaskedSequences(tokens, sequence_length, self.vocab_size)
@@ -241,26 +259,31 @@ class Text(Recipe):
 class LanguageModelling:
     """Cross-entropy of predicted tokens, and that of a guess which sees no others.
 
-    A micro-batch is (inputs, targets) or (inputs, targets, positions); each of its samples has as
-    many targets.
+    A micro-batch is (inputs, targets) or (inputs, targets, positions). Targets that are `PADDING`
+    of `data.text_folder` don't count.
 
     Args:
         unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].
+        is_padded: whether some targets are padding.
     """
 
     unigram_log_probs: Tensor
+    is_padded: bool = False
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Mean cross-entropy of the targets, nats."""
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+        """Sum of the targets' cross-entropies, nats, and their number."""
         inputs, targets, *positions = batch
         logits = model(inputs, *positions)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return total, float((targets != PADDING).sum()) if self.is_padded else targets.numel()
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
         """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`."""
         inputs, targets, *positions = batch
         logits = model(inputs, *positions).flatten(0, 1)
         targets = targets.flatten()
+        if self.is_padded:
+            logits, targets = logits[targets != PADDING], targets[targets != PADDING]
         count = len(targets)
         unigram = self.unigram_log_probs.to(targets.device)[targets]
         return {

@@ -1,21 +1,28 @@
 """A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
 
+import logging
+import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data import GlobalBatch, MicroBatch
+from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.shares import Shares
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
+from allstep.exchange.stragglers import WorkerTimes
+from allstep.exchange.weighing import mixed_message
 from allstep.train.devices import to_device
+from allstep.train.gradient_guard import GradientGuard
 
 # Keep random numbers apart from those that the data room derives from the same seed: of what comes
 # before the micro-batches, of dropout and its like, and of optimizers that draw some in a step.
@@ -33,11 +40,17 @@ class Loader(Protocol):
     def global_batches(self) -> Iterator[GlobalBatch]: ...
 
 
-def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterator["Batch"]:
+def steps(
+    loader: Loader,
+    *exchanges: Exchange,
+    replay: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator["Batch"]:
     """The rest of the epoch, one item a global batch.
 
     Iterating an item yields this worker's micro-batches, each with its random state set;
-    `item.backward(loss)` weighs the micro-batch's mean loss by its samples, so that
+    `item.backward(loss)` weighs the micro-batch's mean loss by its samples (or, given
+    `weight=`, a sum by that), so that
     `p.grad` ends as the gradient of the mean over the global batch,
 
         grad = sum_k num_samples_k / num_samples * grad_k
@@ -55,6 +68,7 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
             micro-batch, in the given order, and `backward` may be called several times.
         replay: keep this worker's part of a global batch, so that it can be iterated again
             (a second pass draws other random numbers).
+        clock: seconds that pass, by which shares are measured and slow workers found.
 
     Yields:
         A `Batch` for each global batch.
@@ -86,14 +100,28 @@ def steps(loader: Loader, *exchanges: Exchange, replay: bool = False) -> Iterato
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
             " make it with `allstep.data.loader`."
         )
-    return _steps(loader, exchanges, replay)
+    shares = getattr(loader, "shares", None)
+    if shares is not None and not shares.is_equal:
+        for exchange in exchanges:
+            _refuse_shares(shares, exchange)
+    return _steps(loader, exchanges, replay, clock)
 
 
-def _steps(loader: Loader, exchanges: tuple[Exchange, ...], replay: bool) -> Iterator["Batch"]:
+def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
+    if exchange.averaging is not None:
+        raise UsageError(
+            f"`shares` (={shares.how!r}) would have a worker with more micro-batches count for more"
+            " in a local step; leave them equal with `LocalSGD`."
+        )
+
+
+def _steps(
+    loader: Loader, exchanges: tuple[Exchange, ...], replay: bool, clock: Callable[[], float]
+) -> Iterator["Batch"]:
     device = exchanges[0].comm.device
     with preserved_random_state(device):
         for global_batch in loader.global_batches():
-            batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay)
+            batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
             seed_all(derive_seed(loader.seed, _BEGIN, batch.step), device)
             try:
                 yield batch
@@ -101,8 +129,21 @@ def _steps(loader: Loader, exchanges: tuple[Exchange, ...], replay: bool) -> Ite
                 for exchange in exchanges:
                     exchange.awaits_update = False
             batch.check_finished()
+            exchanges[0].own_times = batch.times
+            _follow_shares(loader, exchanges[0])
     for exchange in exchanges:
         exchange.sync_buffers()
+
+
+def _follow_shares(loader: Loader, exchange: Exchange) -> None:
+    """Cuts the next global batches by what workers told of the times in their last one."""
+    shares = getattr(loader, "shares", None)
+    if shares is None or not shares.is_measured or not isinstance(loader, GlobalBatchLoader):
+        return
+    has_moved = loader.follow_shares([times.micro_batch_s for times in exchange.worker_times])
+    if has_moved and exchange.comm.rank == 0:
+        words = shares.in_words(loader.num_micro_batches) or "all workers are as fast again"
+        logging.getLogger("allstep").info(f"shares from step {loader.step} on: {words}")
 
 
 def seed_update(seed: int, step: int, device: torch.device, num_passes: int = 0) -> None:
@@ -122,13 +163,22 @@ class Batch:
     """
 
     def __init__(
-        self, batch: GlobalBatch, exchanges: tuple[Exchange, ...], *, seed: int, replay: bool
+        self,
+        batch: GlobalBatch,
+        exchanges: tuple[Exchange, ...],
+        *,
+        seed: int,
+        replay: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.step = batch.step
         self.epoch = batch.epoch
         self.num_samples = batch.num_samples
         self.micro_batch: MicroBatch | None = None
         self.data_wait_s = 0.0
+        self._compute_s = self._exchange_wait_s = 0.0
+        self._num_run = 0
+        self._clock = clock
         self._position = batch.position
         self._source = batch.micro_batches
         self._num_micro_batches = batch.num_micro_batches
@@ -139,8 +189,11 @@ class Batch:
         self._num_passes = 0
         self._exchanged = False
         self._is_open = False
-        self._losses: list[tuple[Tensor, float]] = []  # with their shares, of this pass
-        self._gradients = _Gradients(exchanges)
+        self._losses: list[tuple[Tensor, float, float]] = []  # of this pass: factor, weight
+        self._weight: float | None = None  # that the micro-batch was given
+        self._num_losses_before = 0  # the micro-batch
+        self._weighs_sums: bool | None = None  # whether losses have weights
+        self._gradients = GradientGuard(exchanges)
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches on its device, each with its random state set."""
@@ -150,19 +203,29 @@ class Batch:
             )
         self._exchanged, self._is_open = False, True
         self._losses.clear()
+        self._weighs_sums = None
         samples = f"{self.num_samples} samples after {self._position} others"
         num_passes = 1 if len(self._exchanges) == 1 else _MOST_PASSES
         num = self._num_micro_batches
         with _all(
-            exchange.global_batch(self.step, samples, num_micro_batches=num, num_passes=num_passes)
+            exchange.global_batch(
+                self.step,
+                samples,
+                num_micro_batches=num,
+                num_passes=num_passes,
+                sum_factor=self._sum_factor,
+            )
             for exchange in self._exchanges
         ):
-            with _all(exchange.statistics.step() for exchange in self._exchanges):
+            totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
+            with _all(statistics.step(total) for statistics, total in totals):
                 self._gradients.note()
                 for micro_batch in self._fetch():
-                    with self._running(micro_batch):
+                    with self._running(micro_batch), self._timing():
                         yield micro_batch.data
                         self._gradients.check(self.step)
+                        if len(self._losses) == self._num_losses_before:
+                            self._note_kind(is_sum=False)
                     self.micro_batch = None
                 if not self._exchanged:
                     self._gradients.check(self.step)
@@ -172,19 +235,28 @@ class Batch:
         self._num_passes += 1
         self._is_open = False
 
-    def backward(self, loss: Tensor, *, exchange: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, exchange: bool = True
+    ) -> None:
         """Adds this micro-batch's share of the global gradient; exchanges on the last.
 
+            grad = sum_k num_samples_k / num_samples * grad_k        without `weight`
+            grad = sum_k grad_k / sum_k weight_k                     with it
+
         Args:
-            loss: scalar; the mean over the micro-batch's samples (a GradScaler's scaled
-                loss is fine).
+            loss: scalar; the mean over the micro-batch's samples, or with `weight` the sum over
+                its tokens, frames or boxes (a GradScaler's scaled loss is fine).
+            weight: how many these are, 0 or more; for every micro-batch of the global batch, or
+                for none. A tensor on a GPU makes the host wait. Where all weights are 0 the
+                gradient is NaN, as the mean over nothing.
             exchange: False leaves the exchange to the end of the loop over the batch, so that
                 gradients can be looked at before, by `exchange.local_gradients()`, or changed in
                 `p.grad`; exact sums refuse a change.
 
         Raises:
-            UsageError: outside of the loop over the batch, or for a second loss of the last
-                micro-batch with a single exchange.
+            UsageError: outside of the loop over the batch; for a second loss of the last
+                micro-batch with a single exchange, or of any with `weight`; if only some
+                micro-batches have a weight, on all workers alike.
         """
         micro_batch = self.micro_batch
         if micro_batch is None:
@@ -195,10 +267,14 @@ class Batch:
                 " exchanged. Add the losses and call it once."
             )
         self._gradients.check(self.step)
-        share = micro_batch.num_samples / self.num_samples
-        self._losses.append((loss.detach(), share))
-        if share != 1:
-            loss = loss * share
+        factor = micro_batch.num_samples / self.num_samples
+        if weight is not None:
+            factor = self._weigh(float(weight))
+        else:
+            self._note_kind(is_sum=False)
+        self._losses.append((loss.detach(), factor, self._weight or 0.0))
+        if factor != 1:
+            loss = loss * factor
         if exchange and micro_batch.is_last and len(self._exchanges) == 1:
             self._backward_and_exchange(loss)
         else:
@@ -213,14 +289,20 @@ class Batch:
         """The mean loss over the global batch, the same on every worker. Collective.
 
         For what decides by it: a log, `ReduceLROnPlateau`, the closure of LBFGS. It is the sum over
-        what `backward` was given, weighed as its gradients are; call it after the loop over the
-        batch, on every worker.
+        what `backward` was given, weighed as its gradients are (of sums, over the sum of weights);
+        call it after the loop over the batch, on every worker.
         """
         comm = self._exchanges[0].comm
-        total = digits_of(torch.zeros((), device=comm.device))
-        for loss, share in self._losses:
-            total += digits_of(loss.double() * share).to(total)
-        return float(sum_of_digits(comm.all_reduce(total)))
+        total = digits_of(torch.zeros(3, device=comm.device))
+        for loss, factor, weight in self._losses:
+            factor = 1.0 if self._weighs_sums else factor
+            numbers = (weight, float(self._weighs_sums or False))
+            total[0] += digits_of(loss.double() * factor).to(total)
+            total[1:] += digits_of(torch.tensor(numbers, dtype=torch.float64)).to(total)
+        loss_sum, weights, num_weighed = sum_of_digits(comm.all_reduce(total)).tolist()
+        if not num_weighed:
+            return float(loss_sum)
+        return loss_sum / weights if weights else math.nan
 
     def check_finished(self) -> None:
         """Raises if the loop over the micro-batches was left before its end."""
@@ -229,6 +311,59 @@ class Batch:
                 f"The loop over global batch {self.step} was left before its last micro-batch,"
                 " so that its gradients were never exchanged. Iterate it to the end."
             )
+
+    @property
+    def gradient_share(self) -> float:
+        """How much of `p.grad`, before the exchange, the micro-batch's mean gradient is."""
+        assert self.micro_batch is not None
+        if self._weight is not None:
+            return self._sum_factor * self._weight
+        return self.micro_batch.num_samples / self.num_samples
+
+    @property
+    def _sum_factor(self) -> float:
+        """About 1 / num_samples, in whose multiplication nothing is rounded. [Note: weights]"""
+        return 2.0 ** (1 - self.num_samples.bit_length())
+
+    def _weigh(self, weight: float) -> float:
+        """Takes note of a sum's weight; returns what to multiply the sum by."""
+        if len(self._exchanges) > 1:
+            raise UsageError(
+                f"`weight` (={weight}) needs a single exchange; {len(self._exchanges)} were given"
+                " to `steps`. Put the models in one `torch.nn.ModuleList` and attach that, or give"
+                " means."
+            )
+        (exchange,) = self._exchanges
+        if exchange.policy.staleness and exchange.statistics.has_modules:
+            raise UsageError(
+                f"`weight` (={weight}) weighs batch norm's running statistics, too, by a total that"
+                " comes with the gradients, which"
+                f" `Stale(steps={exchange.policy.staleness})` gives steps later. Use another"
+                " policy, or layer norm."
+            )
+        if self._weight is not None:
+            raise UsageError(
+                f"`backward` was called twice with `weight` (={weight}) for one micro-batch. Add"
+                " the losses and call it once."
+            )
+        self._note_kind(is_sum=True)
+        exchange.weighing.add(weight)
+        self._weight = weight
+        return self._sum_factor
+
+    def _note_kind(self, *, is_sum: bool) -> None:
+        """A loss is a sum with a weight or a mean, like the others of the global batch."""
+        if self._weighs_sums is None:
+            self._weighs_sums = is_sum
+            if is_sum:
+                self._gradients.refuse_earlier(self.step)
+        if self._weighs_sums != is_sum:
+            rank = self._exchanges[0].comm.rank
+            has_both = [rank == other for other in range(self._exchanges[0].comm.size)]
+            raise UsageError(mixed_message(has_both, has_both))
+        if not is_sum:
+            for exchange in self._exchanges:
+                exchange.weighing.add_mean()
 
     def _backward_and_exchange(self, loss: Tensor) -> None:
         exchange = self._exchanges[0]
@@ -250,9 +385,9 @@ class Batch:
             return
         source = iter(self._source)
         while True:
-            start_s = time.perf_counter()
+            start_s = self._clock()
             micro_batch = next(source, None)
-            self.data_wait_s += time.perf_counter() - start_s
+            self.data_wait_s += self._clock() - start_s
             if micro_batch is None:
                 return
             if is_accelerator(self._device):
@@ -262,67 +397,44 @@ class Batch:
                 self._kept.append(micro_batch)
             yield micro_batch
 
+    @property
+    def times(self) -> WorkerTimes:
+        """Where this worker's time went so far."""
+        return WorkerTimes(self.data_wait_s, self._compute_s, self._exchange_wait_s, self._num_run)
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        """Around one micro-batch, whose exchange is no compute."""
+        start_s, waited_s = self._clock(), self._waited_s
+        yield
+        wait_s = self._waited_s - waited_s
+        self._exchange_wait_s += wait_s
+        self._compute_s += max(0.0, self._clock() - start_s - wait_s)
+        self._num_run += 1
+
+    @property
+    def _waited_s(self) -> float:
+        if self._clock is not time.perf_counter:
+            return 0.0  # the exchange knows no other
+        return sum(exchange.stats().exposed_s for exchange in self._exchanges)
+
     def _running(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Sets what a micro-batch depends on: its random state and its statistics' share."""
-        self.micro_batch = micro_batch
+        self.micro_batch, self._weight = micro_batch, None
+        self._num_losses_before = len(self._losses)
         parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
         seed_all(derive_seed(*parts), self._device)
-        share = micro_batch.num_samples / self.num_samples
         for exchange in self._exchanges:
             exchange.begin_micro_batch()
+        share = self._statistics_share
         return _all(exchange.statistics.micro_batch(share) for exchange in self._exchanges)
 
-
-class _Gradients:
-    """Makes sure that gradients change by `batch.backward` only, while they are being summed.
-
-    Args:
-        exchanges: whose gradients are looked at.
-    """
-
-    def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
-        self._exchanges = exchanges
-        self._names: list[str] = []
-        self._parameters: list[nn.Parameter] = []
-        self._seen: list[Tensor | None] = []
-        self._versions: list[int] = []
-
-    def note(self) -> None:
-        """They are right as they are now."""
-        trained = [exchange.trained for exchange in self._exchanges]
-        self._names = [name for parameters in trained for name in parameters]
-        self._parameters = [p for parameters in trained for p in parameters.values()]
-        self._seen = [p.grad for p in self._parameters]
-        self._versions = [-1 if g is None else g._version for g in self._seen]
-
-    def forget(self) -> None:
-        """From now on they may be changed."""
-        self._parameters, self._seen = [], []
-
-    def check(self, step: int) -> None:
-        """Checks that nobody has changed them since `note`.
-
-        Raises:
-            UsageError: names what may have done it, and the cure.
-        """
-        for p, seen, version, name in zip(
-            self._parameters, self._seen, self._versions, self._names, strict=False
-        ):
-            gradient = p.grad
-            if gradient is seen and (gradient is None or gradient._version == version):
-                continue
-            how = (
-                "dropped, as by `zero_grad()`"
-                if gradient is None
-                else "changed, as by `loss.backward()`, by `zero_grad(set_to_none=False)` or by"
-                " clipping"
-            )
-            raise UsageError(
-                f"The gradient of `{name}` was {how}, in the loop over global batch {step}'s"
-                " micro-batches: the sum would depend on the number of workers. In that loop call"
-                " `batch.backward(loss)` and nothing else that changes gradients; zero, clip and"
-                " step when it has ended."
-            )
+    def _statistics_share(self) -> float:
+        """How much the micro-batch's statistics count, once its loss is known."""
+        assert self.micro_batch is not None
+        if self._weight is not None:
+            return self._weight
+        return self.micro_batch.num_samples / self.num_samples
 
 
 def _all(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:

@@ -15,7 +15,8 @@ from allstep.data.fetch import FetchMicroBatch
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.same_data import check_same_arguments, check_same_samples
-from allstep.data.sampler import check_integer, local_part
+from allstep.data.sampler import check_integer
+from allstep.data.shares import Shares
 from allstep.device import has_streams
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import Exchange
@@ -47,6 +48,7 @@ class Evaluator:
         num_workers: processes per worker that read samples; 0 reads in the worker itself.
         collate_fn: samples -> micro-batch; torch's default when None.
         seed: start of every random state.
+        shares: which part each worker measures, as `loader.shares`; equal ones when None.
 
     Attributes:
         totals: (sum, count) of each metric at the last call.
@@ -75,6 +77,7 @@ class Evaluator:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
+        shares: Shares | None = None,
     ) -> None:
         check_integer("micro_batch", micro_batch, 1)
         self.totals: dict[str, tuple[float, float]] = {}
@@ -84,6 +87,7 @@ class Evaluator:
             num_workers=num_workers, pin_memory=has_streams(comm.device)
         )
         self._seed = seed
+        self._shares = shares or Shares("equal", comm.size)
         self._fetch = FetchMicroBatch(dataset, derive_seed(seed, _SAMPLE), collate_fn)
         self._cut = _cut(_length(dataset), micro_batch)
         self._dataset, self._arguments = dataset, {"micro_batch": micro_batch, "seed": seed}
@@ -132,7 +136,7 @@ class Evaluator:
 
     def _micro_batches(self) -> Generator[tuple[int, Any], None, None]:
         """This worker's contiguous block of micro-batches, with their index in the whole set."""
-        part = local_part(len(self._cut), self._comm.rank, self._comm.size)
+        part = self._shares.parts(len(self._cut))[self._comm.rank]
         if not part:
             return
         keys = [(0, list(self._cut[index])) for index in part]

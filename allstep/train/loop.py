@@ -114,8 +114,8 @@ class Training(Protocol):
     def updates(self) -> Iterator[Update]:
         """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
 
-    def sum_losses(self, loss: Tensor) -> float:
-        """The sum over the workers of a scalar."""
+    def mean_loss(self, loss: Tensor, num_steps: int) -> float:
+        """The mean over all workers and `num_steps` steps, of whose updates `loss` is the sum."""
 
     def scalars(self, loss: float) -> Mapping[str, float]:
         """What to log beside the mean loss since the last line."""
@@ -267,7 +267,7 @@ class Loop:
 
     def _mean_loss(self) -> float:
         """Since the last line; the one wait for the device in the loop."""
-        loss = self._training.sum_losses(self._losses) / self._num_losses
+        loss = self._training.mean_loss(self._losses, self._num_losses)
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         return loss
@@ -276,7 +276,15 @@ class Loop:
         step, samples_per_s = self._training.step, self.meter.samples_per_s
         scalars = self._training.scalars(loss)
         self._log.write(step, update.epoch, loss=loss, samples_per_s=samples_per_s, **scalars)
-        progress.update(step, update.epoch, loss, samples_per_s, scalars.get("noise_scale"))
+        counts = [n for name, n in scalars.items() if name.startswith("micro_batches/")]
+        progress.update(
+            step,
+            update.epoch,
+            loss,
+            samples_per_s,
+            scalars.get("noise_scale"),
+            micro_batches=counts,
+        )
 
     def _save(self) -> None:
         step = self._training.step
@@ -327,6 +335,7 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
         mean_noise_scale=run.noise.mean_scale.value,
         useful_batch=run.noise.summary,
         num_skipped=run.train_step.num_skipped,
+        shares=run.shares,
         checkpoint=loop.checkpoint,
         interrupted=loop.interrupted,
     )

@@ -84,9 +84,11 @@ class NoiseProbe:
 
     def see_micro_batch(self, batch: Batch) -> None:
         """Takes the norm of the gradient, which is only the current micro-batch's share."""
-        assert batch.micro_batch is not None
-        share = batch.micro_batch.num_samples / batch.num_samples
-        self._micro = self._squared_norm(self._exchange.local_gradients().values()) / share**2
+        norm = self._squared_norm(self._exchange.local_gradients().values())
+        share = batch.gradient_share
+        self._micro = (
+            norm / share**2 if share else norm * math.nan
+        )  # without weight it says nothing
 
     def see_global(self, batch: Batch) -> None:
         """Takes the norm of `p.grad`, which holds the global gradient, if the step is measured."""

@@ -1,8 +1,9 @@
 """What the loop can be told, whatever the recipe; every field is a flag of `allstep train`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
+from allstep.data.shares import SharesArgument
 from allstep.errors import UsageError, nearest_multiples
 from allstep.exchange import ExchangePolicy, make_policy
 
@@ -80,6 +81,10 @@ class TrainOptions:
     OMP_NUM_THREADS, else one with exact sums on CPUs, the same on any number of workers, else an
     equal share of the cores."""
 
+    shares: str = "equal"
+    """Which part of a global batch's micro-batches each worker runs: equal; measured, by the
+    seconds that one takes; or numbers, such as 3,1 where the first is three times as fast."""
+
     loader_workers: int = 0
     """Processes per worker that read and augment samples; 0 reads in the worker itself."""
 
@@ -116,8 +121,30 @@ class TrainOptions:
             bucket_bytes=self.bucket_bytes,
         )
 
+    @property
+    def loader_shares(self) -> SharesArgument:
+        """`shares` as `allstep.data.loader` takes it.
+
+        Raises:
+            UsageError: if it is no list of numbers.
+        """
+        if self.shares in ("equal", "measured"):
+            return cast(SharesArgument, self.shares)
+        try:
+            return [float(share) for share in self.shares.split(",")]
+        except ValueError:
+            raise UsageError(
+                f"`shares` (={self.shares!r}) must be 'equal', 'measured', or a number for each"
+                " worker, such as 3,1."
+            ) from None
+
     def __post_init__(self) -> None:
         _ = self.exchange_policy  # checks its own
+        if self.loader_shares != "equal" and self.sync_every is not None:
+            raise UsageError(
+                f"`shares` (={self.shares!r}) would have a worker with more micro-batches count for"
+                f" more in a local step; leave them equal with `sync_every` (={self.sync_every})."
+            )
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")

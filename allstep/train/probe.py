@@ -72,7 +72,7 @@ def _measure(
 
     def compute() -> None:
         with precision.autocast():
-            loss = task.loss(model, precision.prepare_data(data))
+            loss = task.mean_loss(model, precision.prepare_data(data))
         loss.backward()  # type: ignore[no-untyped-call]
 
     own = torch.get_num_threads()

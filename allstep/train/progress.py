@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -16,6 +16,7 @@ from rich.table import Column
 from allstep.comm import Communicator
 
 _LINE_EVERY_S = 10.0
+_MOST_SHARES = 8  # that a line has room for
 
 
 class Progress:
@@ -76,6 +77,8 @@ class Progress:
         loss: float,
         samples_per_s: float,
         noise_scale: float | None = None,
+        *,
+        micro_batches: Sequence[float] = (),
     ) -> None:
         """Moves the bar and shows new numbers.
 
@@ -85,11 +88,14 @@ class Progress:
             loss: mean training loss since the last update.
             samples_per_s: of all workers together.
             noise_scale: of the gradients, if it is measured.
+            micro_batches: of each worker in a global batch, if not all the same.
         """
         shown_epoch = f"epoch {epoch + 1}" + (f"/{self._epochs}" if self._epochs else "")
         numbers = f"loss {loss:.4f}  {samples_per_s:,.0f} samples/s"
         if noise_scale is not None:
             numbers += f"  noise scale {noise_scale:,.0f}"
+        if 1 < len(micro_batches) <= _MOST_SHARES:
+            numbers += "  micro-batches " + "+".join(f"{n:.0f}" for n in micro_batches)
         self._display.update(num_steps, shown_epoch, numbers)
 
     def note(self, text: str) -> None:

@@ -33,6 +33,7 @@ class RunReport:
         mean_noise_scale: the same over the whole run (its last stage), as `Target` wants it.
         checkpoint: the newest checkpoint.
         num_skipped: steps left out because their gradient was not finite.
+        shares: who has fewer micro-batches of a global batch and why; None if all are alike.
         interrupted: number of the signal that ended the run early, or None.
     """
 
@@ -52,6 +53,7 @@ class RunReport:
     useful_batch: str | None
     checkpoint: Path | None
     num_skipped: int
+    shares: str | None
     interrupted: int | None
 
 

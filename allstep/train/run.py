@@ -96,6 +96,7 @@ class Run:
             seed=options.seed,
             drop_last=options.drop_last,
             num_workers=options.loader_workers,
+            shares=options.loader_shares,
             collate_fn=self._task.collate_fn,
             pin_memory=has_streams(self._comm.device),
         )
@@ -107,6 +108,7 @@ class Run:
             num_workers=options.loader_workers,
             collate_fn=self._task.collate_fn,
             seed=options.seed,
+            shares=self.loader.shares,
         )
         self.noise.begin_stage(stage.micro_batch)
         self.train_step.begin_stage()
@@ -152,13 +154,31 @@ class Run:
         """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
         return map(self.train_step, steps(self.loader, self.exchange))
 
-    def sum_losses(self, loss: Tensor) -> float:
-        """The sum over the workers; carries what was measured of the gradients' noise along."""
-        return float(sum_of_digits(self.noise.all_reduce(self._comm, loss)))
+    def mean_loss(self, loss: Tensor, num_steps: int) -> float:
+        """Over the steps since the last call; of sums with weights, over all these.
+
+        Carries what was measured of the gradients' noise along.
+        """
+        summed = self.noise.all_reduce(self._comm, loss.flatten()).view_as(loss)
+        total, weight = sum_of_digits(summed).tolist()
+        return float(total / (weight or num_steps))
 
     def scalars(self, loss: float) -> dict[str, float]:
         """What to log of the last step beside the loss."""
-        return self.train_step.scalars | self.noise.scalars
+        return self.train_step.scalars | self.noise.scalars | self._micro_batches
+
+    @property
+    def _micro_batches(self) -> dict[str, float]:
+        """How many each worker has of a whole global batch, if not all the same."""
+        if self.loader.shares.is_equal:
+            return {}
+        parts = self.loader.shares.parts(self.loader.num_micro_batches)
+        return {f"micro_batches/rank_{rank}": len(part) for rank, part in enumerate(parts)}
+
+    @property
+    def shares(self) -> str | None:
+        """Who has fewer micro-batches and why, in words; None if all workers are alike."""
+        return self.loader.shares.in_words(self.loader.num_micro_batches)
 
     def flush(self) -> None:
         """Makes the updates whose gradients are still in flight. All workers call it."""

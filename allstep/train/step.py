@@ -23,8 +23,9 @@ class Update:
     """One optimizer step that has been made.
 
     Attributes:
-        loss: this worker's part of the mean loss, as `Training.sum_losses` takes it: a scalar, or
-            its digits, [digits], whose sum over workers and steps does not depend on the order.
+        loss: this worker's part of the mean loss, as `Training.mean_loss` takes it: a scalar, or
+            the digits of it, or of its sum over tokens, and of the sum's weight, [2, digits],
+            whose sums over workers and steps do not depend on the order.
         epoch: whole passes over the data before the step.
         num_samples: of all workers together.
         data_wait_s, exchange_s: seconds that this worker waited for data and for the exchange.
@@ -111,7 +112,7 @@ class TrainStep:
         """
         exposed_before_s = self._exchange.stats().exposed_s
         device = self._exchange.comm.device  # also where this worker has no micro-batch
-        local_loss = digits_of(torch.zeros((), device=device))
+        local_loss = digits_of(torch.zeros(2, device=device))
         for data in batch:
             if self.first_data is None:
                 self.first_data = data
@@ -156,16 +157,21 @@ class TrainStep:
         raise NonfiniteGradientError(bad, step)
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:
-        """Adds one micro-batch's share to `p.grad`; returns that of the mean loss, as digits."""
+        """Adds one micro-batch's share to `p.grad`; returns that of the loss, and its weight."""
         assert batch.micro_batch is not None
         with self._precision.autocast():
-            loss = self._task.loss(self._model, self._precision.prepare_data(data))
+            found = self._task.loss(self._model, self._precision.prepare_data(data))
+        loss, weight = (found, None) if isinstance(found, Tensor) else found
         is_measured = self._noise.wants_micro_batch(batch)
-        batch.backward(self._precision.scaler.scale(loss), exchange=not is_measured)
+        scaled = self._precision.scaler.scale(loss)
+        batch.backward(scaled, weight=weight, exchange=not is_measured)
         if is_measured:
             self._noise.see_micro_batch(batch)
-        share = batch.micro_batch.num_samples / batch.num_samples
-        return digits_of(loss.detach().double() * share)
+        part = loss.detach().double()
+        if weight is None:
+            part = part * (batch.micro_batch.num_samples / batch.num_samples)
+        weights = torch.as_tensor(0.0 if weight is None else weight, device=part.device)
+        return digits_of(torch.stack([part, weights.double()]))
 
     def _set_learning_rate(self, multiplier: float) -> None:
         for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):

@@ -15,6 +15,9 @@ from allstep.train.options import TrainOptions
 Metrics = Mapping[str, tuple[float | Tensor, float | Tensor]]
 """Name -> (sum, count) over a micro-batch's samples; both are added up over the test set."""
 
+Loss = Tensor | tuple[Tensor, float | Tensor]
+"""The mean over a micro-batch's samples; or a sum and its weight, as the number of tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -48,7 +51,9 @@ class Task:
         model: the module to train.
         train_set: map-style or iterable data set of samples.
         test_set: map-style data set; each of its samples is counted exactly once.
-        loss: `(model, micro_batch) -> scalar`, the mean over the micro-batch's samples.
+        loss: `(model, micro_batch) -> scalar`, the mean over the micro-batch's samples; or
+            `-> (scalar, weight)`, a sum over its tokens, frames or boxes and how many they are:
+            each of them then counts the same in a global batch.
         metrics: `(model, micro_batch) -> {name: (sum, count)}`, for the evaluation.
         optimizer: `(model) -> Optimizer`, made after the model is on its device.
         schedule: `step -> multiplier` of every group's learning rate.
@@ -59,12 +64,17 @@ class Task:
     model: nn.Module
     train_set: Dataset[Any]
     test_set: Dataset[Any]
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[nn.Module, Any], Loss]
     metrics: Callable[[nn.Module, Any], Metrics]
     optimizer: Callable[[nn.Module], Optimizer]
     schedule: Callable[[int], float] = lambda step: 1.0
     collate_fn: Callable[[list[Any]], Any] | None = None
     later_stages: Sequence[Stage] = ()
+
+    def mean_loss(self, model: nn.Module, micro_batch: Any) -> Tensor:
+        """The mean over the micro-batch's samples, or over its tokens, frames or boxes."""
+        loss = self.loss(model, micro_batch)
+        return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def all_stages(task: Task, options: TrainOptions) -> list[Stage]:

@@ -68,6 +68,51 @@ def test_text_on_two_threads_gives_the_same(folder: Path, tmp_path: Path) -> Non
     assert any(not torch.equal(initial[name].double(), lone[name]) for name in lone)
 
 
+def test_text_averages_paragraphs_over_all_tokens_of_a_global_batch(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Unequal samples, padded in their micro-batch: as one process with the sum over all."""
+    recipe = small(folder, samples="paragraphs", sequence_length=40, lr_schedule="constant")
+    alone = Communicator.single_process()
+    task = recipe.task(alone)
+    initial = {name: value.clone() for name, value in task.model.state_dict().items()}
+
+    def train_whole(weighs: bool) -> dict[str, torch.Tensor]:
+        """torch alone; with `weighs` False the mean of the micro-batches' means."""
+        model = task.model.double()
+        model.load_state_dict(initial)
+        optimizer = task.optimizer(model)
+        loader = allstep.data.loader(
+            task.train_set, alone, global_batch=24, micro_batch=6, collate_fn=task.collate_fn
+        )
+        for step, batch in enumerate(loader.global_batches()):
+            parts = [(task.loss(model, m.data), m.num_samples) for m in batch.micro_batches]
+            if weighs:
+                loss = sum(total for (total, _), _ in parts) / sum(n for (_, n), _ in parts)
+            else:
+                loss = sum(total / n * k for (total, n), k in parts) / batch.num_samples
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.lr * task.schedule(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    lengths = {len(task.train_set[i][0]) for i in range(len(task.train_set))}
+    assert min(lengths) < 20 and max(lengths) == 40
+    whole, means = train_whole(True), train_whole(False)
+    both = run_ranks(2, lambda comm: train(comm, recipe, tmp_path / "both", initial), timeout_s=100)
+    for state in both:
+        assert state_difference(state, whole) < 1e-10
+        assert state_difference(state, means) > 1e-4
+
+
+def test_text_paragraphs_are_for_the_causal_objective(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"`samples` .*'causal'"):
+        small(folder, samples="paragraphs", objective="masked")
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_text_on_two_processes_gives_the_same(folder: Path, tmp_path: Path, dropout: float) -> None:
@@ -118,7 +163,7 @@ def test_text_metrics_are_sums_over_the_targets(folder: Path, objective: str) ->
     targets = batch[1].flatten()
     assert {count for _, count in metrics.values()} == {len(targets)}
     loss, count = metrics["loss"]
-    torch.testing.assert_close(loss / count, task.loss(model, batch))
+    torch.testing.assert_close(loss / count, task.mean_loss(model, batch))
 
     counts = torch.ones(300, dtype=torch.float64)  # one of each token is added
     for _, train_targets in _causal_samples(folder):

@@ -61,7 +61,7 @@ def train_as_usual(comm: Communicator, folder: str) -> str:
         sampler.set_epoch(epoch)
         for batch in batches:
             optimizer.zero_grad()
-            task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            task.mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     path = Path(folder) / "last"

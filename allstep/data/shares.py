@@ -1,0 +1,155 @@
+"""How a global batch's micro-batches are shared out over workers of unequal speed."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from statistics import median
+from typing import Literal
+
+from allstep.data.sampler import local_part
+from allstep.errors import UsageError
+
+SharesArgument = Literal["equal", "measured"] | Sequence[float]
+
+_NUM_REPORTS = 7  # steps behind a cut, odd, so that one slow step moves nothing
+_GAIN = 0.9  # of the present step's time, above which another cut is not worth it
+
+
+class Shares:
+    """A contiguous cut of each global batch's micro-batches.
+
+    [Note: shares] A worker's step takes as long as its micro-batches, and all wait for the slowest.
+    With s_r seconds a micro-batch on worker r, the cut n_0, n_1, ... minimises
+
+        max_r n_r s_r        sum_r n_r = number of micro-batches
+
+    Which worker runs a micro-batch changes nothing in the result, so a cut may change after any
+    step. All workers see the same seconds (they ride behind the gradients), so all make the same
+    cut at the same step without a word. It changes only where the step gets a tenth shorter by the
+    medians of seven steps; each worker keeps a micro-batch, to be measured on.
+
+    Args:
+        how: "equal"; "measured"; or a number for each worker, in proportion to its speed.
+        num_workers: that share.
+
+    Raises:
+        UsageError: if `how` is none of these.
+
+    >>> Shares([3, 1], 2).parts(8)
+    (range(0, 6), range(6, 8))
+    """
+
+    def __init__(self, how: SharesArgument, num_workers: int) -> None:
+        self.how = how if isinstance(how, str) else tuple(how)
+        self._num_workers = num_workers
+        self._seconds: tuple[float, ...] | None = None  # a micro-batch; None if all are alike
+        self._reports: deque[tuple[float, ...]] = deque(maxlen=_NUM_REPORTS)
+        self._parts = lru_cache(maxsize=16)(self._cut)
+        if isinstance(self.how, str):
+            if self.how not in ("equal", "measured"):
+                raise UsageError(f"`shares` (={how!r}) must be 'equal', 'measured' or numbers.")
+            return
+        if len(self.how) != num_workers:
+            raise UsageError(
+                f"`shares` (={list(self.how)}) has {len(self.how)} numbers for {num_workers}"
+                " workers; give one for each."
+            )
+        if not all(_is_positive(share) for share in self.how):
+            raise UsageError(f"`shares` (={list(self.how)}) must be positive numbers.")
+        self._seconds = tuple(1 / share for share in self.how)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the cut follows the workers' seconds."""
+        return self.how == "measured" and self._num_workers > 1
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every worker counts the same, always."""
+        return self.how == "equal" or self._num_workers == 1
+
+    def parts(self, num_micro_batches: int) -> tuple[range, ...]:
+        """The micro-batches of each worker, by their index in the global batch."""
+        return self._parts(num_micro_batches)
+
+    def follow(self, seconds: Sequence[float], num_micro_batches: int) -> bool:
+        """Takes in what a micro-batch took each worker in a step; all workers give the same.
+
+        Args:
+            seconds: [workers]; 0 for one that had none.
+            num_micro_batches: of a global batch.
+
+        Returns:
+            Whether the cut is another now.
+        """
+        if not self.is_measured or not all(map(_is_positive, seconds)):
+            return False
+        self._reports.append(tuple(seconds))
+        if len(self._reports) < _NUM_REPORTS:
+            return False
+        medians = tuple(map(median, zip(*self._reports, strict=True)))
+        best = _best_cut(num_micro_batches, medians, keeps_one=True)
+        present = [len(part) for part in self.parts(num_micro_batches)]
+        if not _longest(best, medians) < _GAIN * _longest(present, medians):
+            return False
+        self._seconds = medians
+        self._parts.cache_clear()
+        self._reports.clear()
+        return True
+
+    def in_words(self, num_micro_batches: int) -> str | None:
+        """Who has fewer and why; None if all are alike.
+
+        >>> shares = Shares("measured", 2)
+        >>> any(shares.follow([0.1, 0.29], 4) for _ in range(9))
+        True
+        >>> shares.in_words(4)
+        'rank 1 is 2.9x slower: 1 of 4 micro-batches'
+        """
+        if self._seconds is None or self._num_workers == 1:
+            return None
+        counts = [len(part) for part in self.parts(num_micro_batches)]
+        fastest = min(self._seconds)
+        slower = sorted(
+            (-s / fastest, rank) for rank, s in enumerate(self._seconds) if s > 1.05 * fastest
+        )
+        told = [
+            f"rank {rank} is {-factor:.1f}x slower: {counts[rank]} of {num_micro_batches}"
+            " micro-batches"
+            for factor, rank in slower[:3]
+        ]
+        rest = f"; and {len(slower) - 3} others" if len(slower) > 3 else ""
+        return "; ".join(told) + rest if told else None
+
+    def _cut(self, num_micro_batches: int) -> tuple[range, ...]:
+        size = self._num_workers
+        if self._seconds is None:
+            return tuple(local_part(num_micro_batches, rank, size) for rank in range(size))
+        counts = _best_cut(num_micro_batches, self._seconds, keeps_one=self.is_measured)
+        ends = [sum(counts[: rank + 1]) for rank in range(size)]
+        return tuple(range(end - n, end) for end, n in zip(ends, counts, strict=True))
+
+
+def _best_cut(num: int, seconds: Sequence[float], *, keeps_one: bool) -> list[int]:
+    """How many of `num` equal pieces each worker gets, so that the last is done earliest."""
+    first = int(keeps_one and num >= len(seconds))
+    counts = [first] * len(seconds)
+    ends = [((first + 1) * s, rank) for rank, s in enumerate(seconds)]
+    heapify(ends)
+    for _ in range(num - sum(counts)):
+        _, rank = ends[0]
+        counts[rank] += 1
+        heapreplace(ends, ((counts[rank] + 1) * seconds[rank], rank))
+    return counts
+
+
+def _longest(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    return max(n * s for n, s in zip(counts, seconds, strict=True))
+
+
+def _is_positive(number: object) -> bool:
+    return (
+        isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
+    )

@@ -1,0 +1,107 @@
+"""Names workers that keep the others waiting, while they run."""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+_NUM_STEPS = 10  # behind a word
+_SLOWER = 1.25  # times the median of the others
+_LEAST_S = 0.002  # and by so much a step
+_FEW_TIMES = 0.7  # of the steps, at least: one pause is nobody's fault
+
+_CURES = {
+    "data": "try more loader processes or a faster disk",
+    "compute": 'try `shares="measured"`',
+}
+
+
+class WorkerTimes(NamedTuple):
+    """Where a worker's time went in one step; seconds.
+
+    Attributes:
+        data_s: waiting for samples.
+        compute_s: in its micro-batches, without waiting for workers.
+        wait_s: waiting for the exchange.
+        num_micro_batches: that it ran.
+    """
+
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    num_micro_batches: int = 0
+
+    @property
+    def busy_s(self) -> float:
+        """What the others wait for."""
+        return self.data_s + self.compute_s
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Of one micro-batch; 0 if there was none."""
+        return self.compute_s / self.num_micro_batches if self.num_micro_batches else 0.0
+
+
+class Stragglers:
+    """Looks at the workers' times, and says once who is slow and why.
+
+    >>> usual, slow = WorkerTimes(0.01, 0.1), WorkerTimes(0.01, 0.15)
+    >>> stragglers = Stragglers()
+    >>> said = [stragglers.see([usual, slow, usual]) for _ in range(20)]
+    >>> print(*filter(None, said))
+    rank 1 is 1.5x slower than the median: compute, 150 ms a step, not 100 (try `shares="measured"`)
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[WorkerTimes]] = deque(maxlen=_NUM_STEPS)
+        self._named: tuple[int, str] | None = None
+
+    def see(self, times: Sequence[WorkerTimes]) -> str | None:
+        """Takes in one step's times, by rank; words if there is something new to say."""
+        if len(times) < 2:
+            return None
+        self._steps.append(times)
+        if len(self._steps) < _NUM_STEPS:
+            return None
+        found = self._slowest()
+        if found is None:
+            self._named = None
+            return None
+        rank, cause, words = found
+        if (rank, cause) == self._named:
+            return None
+        self._named = rank, cause
+        return words
+
+    def _slowest(self) -> tuple[int, str, str] | None:
+        busy_s = [median(step[r].busy_s for step in self._steps) for r in self._ranks]
+        rank = max(self._ranks, key=lambda r: busy_s[r])
+        others = [r for r in self._ranks if r != rank]
+        usual_s = median(busy_s[r] for r in others)
+        num_slow = sum(
+            step[rank].busy_s > _SLOWER * median(step[r].busy_s for r in others)
+            for step in self._steps
+        )
+        excess_s = busy_s[rank] - usual_s
+        if not (busy_s[rank] > _SLOWER * usual_s and excess_s > _LEAST_S):
+            return None
+        if num_slow < _FEW_TIMES * len(self._steps):
+            return None
+        spent = {kind: self._medians(kind) for kind in _CURES}
+        usual = {kind: median(s[r] for r in others) for kind, s in spent.items()}
+        cause = max(_CURES, key=lambda kind: spent[kind][rank] - usual[kind])
+        factor = busy_s[rank] / usual_s if usual_s else float("inf")
+        return (
+            rank,
+            cause,
+            f"rank {rank} is {factor:.1f}x slower than the median: {cause},"
+            f" {1000 * spent[cause][rank]:.0f} ms a step, not {1000 * usual[cause]:.0f}"
+            f" ({_CURES[cause]})",
+        )
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self._steps[0]))
+
+    def _medians(self, kind: str) -> list[float]:
+        return [median(getattr(step[r], f"{kind}_s") for step in self._steps) for r in self._ranks]

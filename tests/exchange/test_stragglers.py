@@ -1,0 +1,106 @@
+"""Workers that keep the others waiting are named, and nobody else is."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator
+from allstep.exchange.overlapped import OverlappedExchange
+from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from tests.helpers.ranks import run_ranks
+
+USUAL = WorkerTimes(data_s=0.01, compute_s=0.1, wait_s=0.02, num_micro_batches=2)
+
+
+def said(times_of_step: Callable[[int], list[WorkerTimes]], num_steps: int = 60) -> dict[int, str]:
+    """Step -> what was said after it."""
+    stragglers = Stragglers()
+    words = {step: stragglers.see(times_of_step(step)) for step in range(num_steps)}
+    return {step: word for step, word in words.items() if word}
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("cause", ["data", "compute"])
+def test_a_slow_worker_is_named_once_within_twenty_steps(size: int, cause: str) -> None:
+    slow = {"data": USUAL._replace(data_s=0.054), "compute": USUAL._replace(compute_s=0.144)}[cause]
+    found = said(lambda step: [*[USUAL] * (size - 1), slow])
+    assert len(found) == 1
+    ((step, words),) = found.items()
+    assert step < 20
+    assert words.startswith(f"rank {size - 1} is 1.4x slower than the median: {cause}, ")
+    assert ("loader processes" in words) == (cause == "data")
+    assert ("shares" in words) == (cause == "compute")
+
+
+def test_no_word_when_all_is_well() -> None:
+    """Noise of a tenth, a pause now and then, waits for each other, short steps, one worker."""
+    drawn = torch.Generator().manual_seed(1)
+
+    def noisy(step: int) -> list[WorkerTimes]:
+        factors = (1 + 0.1 * torch.rand(4, generator=drawn)).tolist()
+        times = [USUAL._replace(compute_s=0.1 * factor, wait_s=0.1) for factor in factors]
+        if step % 6 == 0:
+            times[step % 4] = USUAL._replace(data_s=0.9)
+        return times
+
+    assert not said(noisy, 200)
+    assert not said(lambda step: [WorkerTimes(0.0, 1e-4), WorkerTimes(0.0, 9e-4)])
+    assert not said(lambda step: [WorkerTimes(), WorkerTimes()])
+    assert not said(lambda step: [USUAL])
+
+
+def test_another_worker_and_a_relapse_are_new_words() -> None:
+    slow = USUAL._replace(compute_s=0.3)
+    by_phase = [[slow, USUAL, USUAL], [USUAL, slow, USUAL], [USUAL] * 3, [USUAL, slow, USUAL]]
+    found = said(lambda step: by_phase[step // 30], 120)
+    assert [words[:6] for words in found.values()] == ["rank 0", "rank 1", "rank 1"]
+
+
+@pytest.mark.parametrize("is_read_late", [False, True])
+@pytest.mark.parametrize("kind", ["", "plain", "fp16", "stale"])
+def test_times_ride_behind_the_gradients(
+    kind: str, is_read_late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every worker learns all others' times, and rank 0 says who is slow; by a clock handed in."""
+    policy: allstep.ExchangePolicy = {
+        "": allstep.Synchronous(),
+        "plain": allstep.Synchronous(plain=True),
+        "fp16": allstep.Synchronous(compression="fp16"),
+        "stale": allstep.Stale(steps=1),
+    }[kind]
+    samples = TensorDataset(torch.randn(96, 3, generator=torch.Generator().manual_seed(2)))
+
+    def run(comm: Communicator) -> list[WorkerTimes]:
+        now_s = [0.0]
+        model = nn.Linear(3, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        exchange = (
+            OverlappedExchange(model, comm, policy, is_read_late=True)
+            if is_read_late and kind != "plain"
+            else allstep.attach(model, comm, policy)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = allstep.data.loader(samples, comm, global_batch=6, micro_batch=1)
+        for batch in allstep.steps(loader, exchange, clock=lambda: now_s[0]):
+            for (x,) in batch:
+                now_s[0] += 0.5 if comm.rank == 2 else 0.125
+                batch.backward(model(x).square().mean())
+            if exchange.has_gradients:
+                optimizer.step()
+            optimizer.zero_grad()
+        return list(exchange.worker_times)
+
+    with caplog.at_level(logging.WARNING, "allstep"):
+        for times in run_ranks(3, run):
+            assert [t.compute_s for t in times] == [0.25, 0.25, 1.0]
+            assert [t.num_micro_batches for t in times] == [2, 2, 2]
+            assert [t.micro_batch_s for t in times] == [0.125, 0.125, 0.5]
+    named = [record.message for record in caplog.records if "slower" in record.message]
+    assert len(named) == 1
+    assert named[0].startswith("rank 2 is 4.0x slower than the median: compute, 1000 ms a step")
