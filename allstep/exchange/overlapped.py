@@ -504,8 +504,7 @@ class OverlappedExchange(Exchange):
         result, self._agreement = self._agreement, None
         if result is not None:
             result.raise_if_bad(self.comm)
-            if result.notes is not None:
-                self._see_times(times_of(result.notes))
+            self._see_times(times_of(result.notes))
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Sends what looks like the first bucket of an exchange, but is only its comparison.

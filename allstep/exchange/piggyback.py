@@ -194,24 +194,24 @@ class AgreementResult:
     """The numbers of a comparison on their way to the host, and what this worker came for.
 
     Attributes:
-        numbers: the summed check and failure mark, on the CPU.
+        numbers: the summed check and failure mark, then the notes, on the CPU.
         event: when they are there; None if they are.
         num_check: how many of them are the check.
+        num_compared: how many are the check and the mark.
         action: what this worker believed it did, in words.
         described: the tensors it did it with.
         failure: why this worker could not take part, if it could not.
         state: what it compared of its model.
-        notes: what the workers told each other, on the CPU when `numbers` are.
     """
 
     numbers: Tensor
     event: Event | None
     num_check: int
+    num_compared: int
     action: str
     described: Signature
     failure: str | None
     state: StatePart | None = None
-    notes: Tensor | None = None
 
     @classmethod
     def read(
@@ -226,11 +226,15 @@ class AgreementResult:
         notes: Tensor | None = None,
     ) -> "AgreementResult":
         """Starts the way of a summed check, a failure mark and notes to the host."""
-        num_compared = len(check) + len(mark)
         parts = [check, mark.to(check), *([] if notes is None else [notes])]
         numbers, event = copy_to_host(torch.cat(parts))
-        compared, told = numbers[:num_compared], numbers[num_compared:]
-        return cls(compared, event, len(check), action, described, failure, state, told)
+        num_compared = len(check) + len(mark)
+        return cls(numbers, event, len(check), num_compared, action, described, failure, state)
+
+    @property
+    def notes(self) -> Tensor:
+        """What the workers told each other, once `is_good`; empty if nothing came together."""
+        return self.numbers[self.num_compared :]
 
     def is_good(self, comm: Communicator) -> bool:
         """Whether all workers came for the same thing and none failed; waits for the numbers.
@@ -240,7 +244,7 @@ class AgreementResult:
         """
         if self.event is not None:
             wait_for_event(self.event, self.action, comm.wire.names, comm.timeout_s)
-        return not self.numbers.any()
+        return not self.numbers[: self.num_compared].any()
 
     def raise_if_bad(self, comm: Communicator) -> None:
         """Raises on every worker unless `is_good`. Collective if so.
@@ -252,8 +256,7 @@ class AgreementResult:
                 them, where some weighed sums and others means.
         """
         if self.is_good(comm):
-            if self.notes is not None:
-                refuse_mixed_weights(self.notes)
+            refuse_mixed_weights(self.notes)
             return
         details = (*self.described, *(self.state.entries() if self.state else ()))
         words = explain(comm, self.failure or self.action, details)
