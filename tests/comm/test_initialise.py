@@ -287,13 +287,13 @@ def test_a_port_that_is_taken_is_named():
 def test_a_host_that_nobody_knows_is_named():
     message = r"MASTER_ADDR \(='nowhere.invalid'\), .* is no host that .* knows \(.+\)"
     with pytest.raises(UsageError, match=message):
-        connect(by_hand(1, 2, 1, master_addr="nowhere.invalid"), 0.1)
+        connect(by_hand(1, 2, 1, master_addr="nowhere.invalid"), 20)
 
 
 def test_a_port_where_nobody_listens_is_named(free_port):
     message = rf"rank 0 can't be reached at 127.0.0.1:{free_port} \(Connection refused\)"
     with pytest.raises(CollectiveTimeoutError, match=message):
-        connect(by_hand(1, 2, free_port), 0.1)
+        connect(by_hand(1, 2, free_port), 1)
 
 
 def test_init_ends_in_time_where_a_port_accepts_and_says_nothing(monkeypatch):
@@ -302,9 +302,9 @@ def test_init_ends_in_time_where_a_port_accepts_and_says_nothing(monkeypatch):
             monkeypatch.setenv(name, value)
         with pytest.raises(
             CollectiveTimeoutError,
-            match=rf"`init` on rank 1 of 2 .* within 0.2 s: 127.0.0.1:{port} accepts .* not answer",
+            match=rf"`init` on rank 1 of 2 .* within 1 s: 127.0.0.1:{port} accepts .* not answer",
         ):
-            init(device="cpu", timeout_s=0.2)
+            init(device="cpu", timeout_s=1)
 
 
 def test_strangers_on_the_port_of_rank_0_are_no_workers(free_port):
@@ -410,7 +410,7 @@ def run(*command: str) -> list[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

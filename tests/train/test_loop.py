@@ -1,9 +1,11 @@
 """The loop: precision, clipping, compilation, what it logs, reports and leaves behind."""
 
+import itertools
 import json
 import os
 import signal
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,24 @@ def test_interrupted_run_has_a_checkpoint_and_goes_on(tmp_path: Path) -> None:
     for name, value in whole.model.state_dict().items():
         if name.endswith(("weight", "bias")):
             assert torch.equal(value, again.model.state_dict()[name]), name
+
+
+def test_a_clock_that_jumps_changes_nothing_but_what_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        comm = Communicator.single_process()
+        state = train(comm, tmp_path / name, checkpoint_every_steps=1, keep_checkpoints=1)
+        records = read_metrics(tmp_path / name)
+        return state, [{k: v for k, v in r.items() if k in ("step", "train/loss")} for r in records]
+
+    expected, records = run("steady")
+    jumps, clock = itertools.cycle([-1e9, -86_400, 1, 86_400, 1e9]), time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + next(jumps))
+    state, found = run("jumping")
+    assert found == records
+    assert state_difference(state, expected) == 0
+    assert len(list((tmp_path / "jumping" / "checkpoints").iterdir())) == 1
 
 
 def test_metrics_whose_names_differ_between_ranks(tmp_path: Path) -> None:
