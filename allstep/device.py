@@ -64,13 +64,16 @@ class Driver:
         return device.type not in ("cpu", "meta")
 
     def default(self) -> torch.device:
-        """This machine's accelerator, without a number; the CPU if it has none."""
+        """This machine's accelerator, without a number; the CPU if it has none.
+
+        torch has nothing that sums over several of "mps": there a worker computes on the CPU.
+        """
         found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cpu") if found is None else torch.device(found.type)
+        return torch.device("cpu" if found is None or found.type == "mps" else found.type)
 
     def count(self) -> int:
         """Accelerators that this process sees."""
-        return torch.accelerator.device_count()
+        return 0 if self.default().type == "cpu" else torch.accelerator.device_count()
 
     def current(self, kind: str) -> torch.device:
         """The accelerator of a kind on which a tensor without a number would be."""

@@ -43,7 +43,7 @@ def waits_of_steps(
             optimizer = make(model.parameters())
             exchange = allstep.attach(model, comm, policy)
             found = []
-            for _ in range(6):
+            for _ in range(5):
                 rank.waits.clear()
                 model(torch.ones(2, 5)).square().mean().backward()
                 optimizer.step()
@@ -60,12 +60,12 @@ def waits_of_steps(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_host_waits_for_nothing_in_a_step(optimizer: str, policy: str) -> None:
     for steps in waits_of_steps(POLICIES[policy], OPTIMIZERS[optimizer]):
-        assert steps == [[], [], []]
+        assert steps == [[], []]
 
 
 def test_host_waits_once_for_an_optimizer_that_stops_before_a_bad_gradient() -> None:
     for steps in waits_of_steps(POLICIES["fp32"], lambda p: LAMB(p, 0.1, nonfinite="raise")):
-        assert [len(waits) for waits in steps] == [1, 1, 1]
+        assert [len(waits) for waits in steps] == [1, 1]
         assert {site.function for waits in steps for site in waits} == {"_nonfinite_norms"}
 
 

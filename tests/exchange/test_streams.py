@@ -6,6 +6,7 @@ wait in the package is left out, one at a time, and must be found.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def attached(comm: Communicator, policy: ExchangePolicy) -> tuple[nn.Module, Exc
     return model, allstep.attach(model, comm, policy, **given), optimizer
 
 
-def train(comm: Communicator, policy: ExchangePolicy, num_steps: int = 4) -> None:
+def train(comm: Communicator, policy: ExchangePolicy, num_steps: int = 3) -> None:
     """Steps with clipping, a checkpoint in between, then the gradients that are under way."""
     model, exchange, optimizer = attached(comm, policy)
     for step in range(num_steps):
@@ -190,6 +191,6 @@ def test_times_of_exchanges_are_those_of_the_device() -> None:
     """Choices by measured times wait for the device; without, they would time launches."""
     driver = StreamsAsNames()
     policy = allstep.Synchronous(algorithm="auto", bucket_bytes="auto")
-    for rank in run(train, policy, driver):
+    for rank in run(partial(train, num_steps=4), policy, driver):
         files = {site.file for site in rank.clocked}
         assert files == {"comm/algorithms/auto.py", "exchange/tuning.py"}

@@ -70,6 +70,7 @@ class Rank:
     """
 
     driver: "StreamsAsNames"
+    finds_races: bool = True
     handler: _sanitizer.EventHandler = field(default_factory=_sanitizer.EventHandler)
     races: list[str] = field(default_factory=list)
     waits: list[Site] = field(default_factory=list)
@@ -169,9 +170,9 @@ class StreamsAsNames(device.Driver):
         """This thread's device, as long as this lasts.
 
         Args:
-            lints: note waits of the host as well.
+            lints: note waits of the host, instead of races.
         """
-        rank = Rank(self)
+        rank = Rank(self, finds_races=not lints)  # which takes longer
         self._own.rank = rank
         try:
             with _Watch(rank), ExitStack() as stack:
@@ -294,7 +295,7 @@ class _Watch(TorchDispatchMode):
         self._forget_fresh(arguments)
         written = arguments.dataptrs_written - rank.host
         read = arguments.dataptrs_read - written - rank.host
-        if read or written:
+        if rank.finds_races and (read or written):
             for race in rank.handler._handle_kernel_launch(
                 rank.current.id, read, written, arguments.outputs, name, arguments.tensor_aliases
             ):
