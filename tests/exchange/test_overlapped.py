@@ -23,6 +23,7 @@ from allstep.errors import (
     UsageError,
 )
 from allstep.exchange import Exchange, ExchangePolicy, Synchronous, attach, make_policy
+from allstep.exchange.piggyback import check_size, note_size
 from allstep.exchange.reducer import NUM_AT_ONCE, Reducer
 from allstep.exchange.tuning import NUM_PROBES, probe_s
 from allstep.exchange.wires import WIRES, PowerSGD, TopK
@@ -688,7 +689,7 @@ def test_stats_sent_bytes_of_the_ring() -> None:
         return exchange.stats().sent_bytes, exchange.stats().num_exchanges
 
     size = 4
-    payload_bytes = 8 * (1000 + 4 * size + 1 + 1)
+    payload_bytes = 8 * (1000 + check_size(size) + note_size(size) + 1 + 1)
     for sent_bytes, num_exchanges in run_ranks(size, worker):
         assert num_exchanges == 2
         assert abs(sent_bytes - 2 * 2 * (size - 1) / size * payload_bytes) <= 8 * 2 * 2 * size

@@ -249,3 +249,27 @@ def test_noise_of_late_updates_does_not_depend_on_the_process(tmp_path: Path) ->
         return task.model.state_dict()
 
     assert state_difference(train(1), train(2)) == 0
+
+
+def test_shares_are_told_in_log_and_report_and_change_nothing(tmp_path: Path) -> None:
+    """Training and evaluation; equal shares say nothing."""
+
+    def run(comm: Communicator, shares: str) -> tuple[dict[str, Tensor], str | None]:
+        task = same_model.make_task("sgd", augment=False)
+        for module in task.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        options = options_for(shares=shares, log_every_steps=1)
+        report = allstep.fit(task, options, comm, tmp_path / shares)
+        return task.model.state_dict(), report.shares
+
+    (equal, nothing), _ = run_ranks(2, lambda comm: run(comm, "equal"))
+    for state, words in run_ranks(2, lambda comm: run(comm, "3,1")):
+        assert state_difference(state, equal) < 1e-10
+        assert words is not None and words.startswith("rank 1 is 3.0x slower: ")
+    assert nothing is None
+    lines = [line for line in read_metrics(tmp_path / "3,1") if "loss" in line]
+    assert lines and all(
+        line["micro_batches/rank_0"] > line["micro_batches/rank_1"] for line in lines
+    )
+    assert not any("micro_batches/rank_0" in line for line in read_metrics(tmp_path / "equal"))

@@ -53,6 +53,12 @@ def test_progress_shows_the_noise_scale(capsys: pytest.CaptureFixture[str]) -> N
     assert "samples/s  noise scale 1,234  1 worker" in capsys.readouterr().err
 
 
+def test_progress_shows_unequal_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(9, Communicator.single_process(), epochs=1) as progress:
+        progress.update(1, 0, 0.5, 1.0, micro_batches=[3, 1])
+    assert "samples/s  micro-batches 3+1  1 worker" in capsys.readouterr().err
+
+
 def test_progress_shows_the_last_numbers_once(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(None, Communicator.single_process()) as progress:
         progress.update(10, 0, 0.5, 1.0)
