@@ -25,7 +25,7 @@ import allstep
 class Options:
     """The flags and what is fixed."""
 
-    updates: int = 150
+    updates: int = 70
     global_batch: int = 16  # episodes
     micro_batch: int = 8  # one for each of two workers
     width: int = 64

@@ -82,7 +82,7 @@ def shortest_s(
 ) -> float:
     """Seconds of the shortest of five calls, or of as many as begin within the budget."""
     start_s = clock()
-    found = []
+    found: list[float] = []
     while len(found) < _NUM_REPEATS and (not found or clock() - start_s < _BUDGET_S):
         begin_s = clock()
         function()
