@@ -25,14 +25,14 @@ import allstep
 class Options:
     """The flags and what is fixed."""
 
-    updates: int = 100
+    updates: int = 70
     global_batch: int = 16  # episodes
     micro_batch: int = 8  # one for each of two workers
     width: int = 64
     lr: float = 1e-2
-    discount: float = 0.99
-    smoothing: float = 0.95  # of advantages over steps, the lambda of GAE
-    entropy_weight: float = 0.001
+    discount: float = 0.995
+    smoothing: float = 0.98  # of advantages over steps, the lambda of GAE
+    entropy_weight: float = 0.0005
     seed: int = 0
     test_episodes: int = 100
     max_steps: int = 500

@@ -27,10 +27,10 @@ class Options:
 
     epochs: int = 15
     global_batch: int = 96
-    micro_batch: int = 16
+    micro_batch: int = 8
     width: int = 32
     blocks: int = 4
-    sure: float = 0.95  # probability of the best class from which a sample leaves
+    sure: float = 0.9  # probability of the best class from which a sample leaves
     lr: float = 3e-3
     seed: int = 0
 
