@@ -125,7 +125,8 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
     limit = limit_of(one, other)
     if not np.linalg.norm(many - factor * few) <= limit * np.linalg.norm(many):
         return []
-    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in (times, 1 / times)):
+    factors = () if times == 1 else (times, 1 / times)
+    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in factors):
         return []
     ratio = f"the gradient on {other.size} workers is {factor:.4g} times that on {one.size}"
     return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
