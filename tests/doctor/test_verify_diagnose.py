@@ -8,6 +8,7 @@ import pytest
 from allstep.doctor import RunRecord, WorkerRecord, diagnose
 from allstep.doctor.verify.causes import option_causes
 from allstep.doctor.verify.gradients import gradient_causes
+from allstep.errors import UsageError
 from tests.doctor.trainings import options, steps_with
 
 
@@ -109,3 +110,81 @@ def test_gradient_causes_with_samples_along_the_second_dimension(shapes, gradien
     """As `nn.LSTM` takes them: seven steps of time, sixteen samples."""
     found = gradient_causes(inputs([[7, 16, 3]], [1.0]), inputs(shapes, gradients), 0)
     assert [cause.name for cause in found] == causes
+
+
+def growing(first: float, growth: float, num_steps: int = 6) -> RunRecord:
+    """Steps that are apart from ones by a difference that grows."""
+    return steps_with([1 + first * growth**step for step in range(num_steps)])
+
+
+def test_a_difference_that_is_gone_without_rounding_is_no_cause():
+    asked = []
+
+    def rerun(factors, steps):
+        asked.append(list(factors))
+        return steps_with([1] * steps), steps_with([1] * steps)
+
+    found = diagnose(steps_with([1] * 6), growing(1e-7, 10), rerun)
+    assert asked == [["order of sums"]]
+    assert found.is_same
+    assert (found.divergence, found.causes, found.is_explained) == (None, [], True)
+    rounding = found.rounding
+    assert (rounding.vanishes_without, rounding.divergence.step) == ("order of sums", 4)
+    assert rounding.at_first == pytest.approx(1e-7, rel=0.2)
+    assert rounding.growth == pytest.approx(10, rel=0.1)
+    assert rounding.unrelated_at in (7, 8)  # products estimate norms
+
+
+def test_float64_is_asked_where_sums_cannot_be_exact():
+    """In plain loops; also if the script fails with exact sums."""
+    asked = []
+
+    def rerun(factors, steps):
+        asked.append(list(factors))
+        if factors == ["order of sums"]:
+            raise UsageError("on purpose")
+        return steps_with([1] * steps), steps_with([1] * steps)
+
+    one, other = steps_with([1] * 6), growing(1e-7, 10)
+    assert diagnose(one, other, rerun).rounding.vanishes_without == "float32"
+    assert asked == [["order of sums"], ["float32"]]
+    asked.clear()
+    other.first.is_in_steps = False
+    assert diagnose(one, other, rerun).rounding.vanishes_without == "float32"
+    assert asked == [["float32"]]
+
+
+def test_a_mistake_behind_rounding_is_named():
+    """Without rounding the runs agree up to the step at which a batch grows."""
+
+    def rerun(factors, steps):
+        assert factors == ["order of sums"]
+        other = steps_with([1] * 5 + [1.2])
+        larger = steps_with([1], samples=2).first.steps[0]
+        other.first.steps[5] = replace(other.first.steps[5], samples=larger.samples)
+        return steps_with([1] * 6), other
+
+    found = diagnose(steps_with([1] * 6), growing(1e-7, 10), rerun)
+    assert not found.is_same
+    assert found.rounding.divergence.step == 4
+    assert found.divergence.step == 5
+    assert [cause.name for cause in found.causes] == ["global batch"]
+
+
+def test_a_mistake_that_stays_without_rounding_is_not_excused():
+    def rerun(factors, steps):
+        return steps_with([1] * steps), growing(1e-7, 10, steps)
+
+    found = diagnose(steps_with([1] * 6), growing(1e-7, 10), rerun)
+    assert (found.is_same, found.rounding, found.is_explained) == (False, None, False)
+
+
+def test_a_large_difference_of_the_first_step_is_not_looked_for_in_rounding():
+    asked = []
+
+    def rerun(factors, steps):
+        asked.append(list(factors))
+        return steps_with([1] * steps), steps_with([1.5] * steps)
+
+    assert not diagnose(steps_with([1] * 3), steps_with([1.5] * 3), rerun).is_same
+    assert asked == [["random state"]]

@@ -66,7 +66,7 @@ class Ablation:
             make_float64(model)
             if self._float64 is None:
                 self._float64 = Float64()
-                self._float64.__enter__()
+                self._float64.__enter__()  # type: ignore[no-untyped-call]
 
     def apply(self, exchange: Exchange) -> None:
         """Takes up a model that was just attached."""
@@ -90,7 +90,7 @@ class Ablation:
             self._constant.__exit__(None, None, None)
             self._constant = None
         if self._float64 is not None:
-            self._float64.__exit__(None, None, None)
+            self._float64.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._float64 = None
         DataLoader.__iter__ = _ITERATE  # type: ignore[method-assign]
 

@@ -106,10 +106,10 @@ def seed_words(run: RunRecord) -> str | None:
 def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     """What is wrong with the learning rate and the other options of the optimizer."""
     causes: dict[str, Cause] = {}
-    mine, theirs = (_options_of_first_steps(run) for run in (one, other))
-    if mine and theirs and (odd := sorted(mine ^ theirs)):
-        sizes = one.size if odd[0] in mine else other.size
-        evidence = f"`{odd[0]}` is an option only on {sizes} worker{'s' * (sizes > 1)}"
+    kinds = [_options_of_first_step(run) for run in (one, other)]
+    if all(kinds) and (odd := sorted(kinds[0] ^ kinds[1])):
+        size = one.size if odd[0] in kinds[0] else other.size
+        evidence = f"`{odd[0]}` is an option only on {size} worker{'s' * (size > 1)}"
         return [Cause("optimizer options", f"the optimizer is another one: {evidence}")]
     few, many = _option_series(one), _option_series(other)
     for key in few:
@@ -125,7 +125,7 @@ def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     return list(causes.values())
 
 
-def _options_of_first_steps(run: RunRecord) -> set[str]:
+def _options_of_first_step(run: RunRecord) -> set[str]:
     """Names of the options of the first optimizer's first step."""
     if not run.num_steps:
         return set()

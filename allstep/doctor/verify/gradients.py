@@ -34,7 +34,7 @@ def _are_equal(one: RunRecord, other: RunRecord, step: int) -> bool:
 
 def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     """Whether workers ran some samples of others, though no sample was due twice."""
-    steps = _first_pass(one, steps)
+    steps = _first_pass(one, other, steps)
     parts = [
         {sample for step in steps for sample in worker.steps[step].samples}
         for worker in other.workers
@@ -46,14 +46,14 @@ def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     return [Cause("data not sharded", f"{evidence}, before any was due again")]
 
 
-def _first_pass(run: RunRecord, steps: range) -> range:
-    """The first steps, before a sample comes again."""
-    seen: set[int] = set()
+def _first_pass(one: RunRecord, other: RunRecord, steps: range) -> range:
+    """The first steps, before the run or a worker of the other has a sample again."""
+    seen: list[set[int]] = [set() for _ in range(1 + other.size)]
     for step in steps:
-        samples = run.all_samples(step)
-        if len(samples) < samples.total() or seen & set(samples):
-            return range(step)
-        seen |= set(samples)
+        for known, samples in zip(seen, [one.all_samples(step), *other.samples(step)], strict=True):
+            if len(samples) < samples.total() or known & set(samples):
+                return range(step)
+            known |= set(samples)
     return steps
 
 
@@ -125,7 +125,8 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
     limit = limit_of(one, other)
     if not np.linalg.norm(many - factor * few) <= limit * np.linalg.norm(many):
         return []
-    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in (times, 1 / times)):
+    factors = () if times == 1 else (times, 1 / times)
+    if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in factors):
         return []
     ratio = f"the gradient on {other.size} workers is {factor:.4g} times that on {one.size}"
     return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
