@@ -54,7 +54,7 @@ def test_mesh_that_workers_name_otherwise():
     def work(comm: Communicator) -> None:
         comm.mesh(data=2, model=1) if comm.rank else comm.mesh(data=1, model=2)
 
-    with pytest.raises(DisagreementError, match="rank 0 wants: make a mesh of .*'model': 2"):
+    with pytest.raises(DisagreementError, match=r"rank 0 wants: make a mesh of .*'model': 2"):
         run_ranks(2, work)
 
 
