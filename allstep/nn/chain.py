@@ -92,8 +92,10 @@ class Chain(nn.Module):
         seeded: Callable[[int, torch.device], AbstractContextManager[None]] = seeded,
     ) -> None:
         super().__init__()
-        details = [(part.name, part.rank, part.inputs, part.outputs) for part in parts]
-        details += [("the chain", "takes", tuple(inputs), tuple(outputs))]
+        details: list[tuple[Any, ...]] = [
+            (part.name, part.rank, part.inputs, part.outputs) for part in parts
+        ]
+        details.append(("the chain", tuple(inputs), tuple(outputs)))
         fault = _fault(parts, inputs, outputs, comm.size)
         agree(comm, "make a Chain", details, fault=fault)
         self._comm = comm

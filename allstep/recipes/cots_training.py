@@ -156,6 +156,7 @@ class GreedyTraining:
         )
         if self._exchange is not None:
             self._exchange.detach()
-        self._exchange = allstep.attach(training.autoencoder, self._data)
+        if self._data.size > 1:
+            self._exchange = allstep.attach(training.autoencoder, self._data)
         self._rates = [group["lr"] for group in training.optimizer.param_groups]
         return training
