@@ -6,10 +6,11 @@
 from allstep.comm.communicator import Communicator
 from allstep.comm.group import Topology as Topology
 from allstep.comm.initialise import init
+from allstep.comm.mesh import Mesh
 from allstep.comm.reduce_ops import ReduceOp
 from allstep.comm.wire import Wire as Wire
 from allstep.comm.work import CompletedWork as CompletedWork
 from allstep.comm.work import JoinedWork as JoinedWork
 from allstep.comm.work import Work
 
-__all__ = ["Communicator", "ReduceOp", "Work", "init"]
+__all__ = ["Communicator", "Mesh", "ReduceOp", "Work", "init"]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from allstep.comm.codec import decode, encode
 from allstep.comm.collectives import TensorCollectives
 from allstep.comm.group import Topology
+from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
@@ -81,6 +82,28 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         new.barrier()  # one that left at once would break off the others' connecting
         new.wire.names.last_call = "split"
         return new
+
+    def mesh(self, **axes: int) -> "Mesh[Communicator]":
+        """Names axes over the workers; all of them must call it.
+
+        Train over the axis of data, `attach(model, mesh["data"])`, a model that is divided over
+        the others: each parameter's gradient is the mean over the workers that have it.
+
+        Args:
+            axes: name -> length, from the slowest; their product is `size`.
+
+        Returns:
+            The mesh; `mesh[name]` is the communicator along an axis.
+
+        Raises:
+            UsageError: if the axes don't multiply to the number of workers.
+            DisagreementError: if workers name other axes.
+
+        >>> mesh = Communicator.single_process().mesh(data=1, model=1)
+        >>> mesh["data"].size, mesh.coordinates
+        (1, {'data': 0, 'model': 0})
+        """
+        return Mesh(self, axes, self.split)
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long calls may take from now on, here and in the groups that were split off.

@@ -6,6 +6,7 @@ Windows are laid over the global array; layers are single-worker code on windows
 from allstep.nn import windows
 from allstep.nn.batch_norm import GroupedBatchNorm, convert_batch_norm
 from allstep.nn.batch_norm_statistics import keep_last_statistics, precise_batch_norm
+from allstep.nn.chain import Chain, ChainPart
 from allstep.nn.contrast import DivisiveNorm, LocalContrastNorm, SubtractiveNorm
 from allstep.nn.convolution import Conv2d
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
@@ -16,6 +17,8 @@ from allstep.nn.windows import Grid, Layout, Window
 
 __all__ = [
     "AvgPool2d",
+    "Chain",
+    "ChainPart",
     "Conv2d",
     "DivisiveNorm",
     "Grid",

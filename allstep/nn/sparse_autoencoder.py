@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn.contrast import LocalContrastNorm
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
@@ -154,11 +155,17 @@ class SparseAutoencoder(nn.Module):
         return cost / len(x)
 
     @torch.no_grad()
-    def fit_scale(self, x: Tensor) -> None:
-        """Sets the scale to the best one for these samples; all workers call it."""
+    def fit_scale(self, x: Tensor, data: Communicator | None = None) -> None:
+        """Sets the scale to the best one for these samples; all workers call it.
+
+        Args:
+            x: this worker's part of the samples.
+            data: workers with this part of other samples, which count as well.
+        """
         decoded = self.decoder(self.stage.responses(x))
         sums = torch.stack([(decoded * x).sum(), decoded.square().sum()])
-        above, below = self.stage.grid.comm.all_reduce(sums)
+        self.stage.grid.comm.all_reduce(sums)
+        above, below = sums if data is None else data.all_reduce(sums)
         self.scale.copy_(above / below.clamp_min(torch.finfo(below.dtype).tiny))
 
     def project(self) -> None:
@@ -178,6 +185,8 @@ class StageTraining:
             lr / fan_in, the scale lr / num_neurons, as their curvatures grow with these.
         momentum: of both.
         sparsity, tied: as `SparseAutoencoder`'s.
+        data: workers that have this one's filters and other samples; attach `autoencoder` to them.
+        batch: samples of an update, over all of `data`; both or neither are given.
 
     Attributes:
         autoencoder: the stage's cost.
@@ -204,7 +213,13 @@ class StageTraining:
         momentum: float = 0.9,
         sparsity: float = 0.1,
         tied: bool = True,
+        data: Communicator | None = None,
+        batch: int | None = None,
     ) -> None:
+        if (data is None) != (batch is None):
+            raise UsageError(f"`data` and `batch` (={batch}) go together: pass both or neither.")
+        self._data = data
+        self._batch = batch
         self._below = below.requires_grad_(False)
         self.autoencoder = SparseAutoencoder(stage, sparsity=sparsity, tied=tied)
         stage.requires_grad_(True)
@@ -224,15 +239,19 @@ class StageTraining:
             x: this worker's part of the samples.
 
         Returns:
-            This worker's part of the cost before the update.
+            This worker's part of the cost before the update; the sum over all workers is the whole.
         """
         with torch.no_grad():
             x = self._below(x)
         if not self._has_scale:
-            self.autoencoder.fit_scale(x)
+            self.autoencoder.fit_scale(x, self._data)
             self._has_scale = True
         cost: Tensor = self.autoencoder(x)
-        cost.backward()  # type: ignore[no-untyped-call]
+        if self._data is None or self._batch is None:
+            cost.backward()  # type: ignore[no-untyped-call]
+        else:  # the sum over workers is the mean over samples, and they take the gradients' mean
+            cost = cost * (len(x) / self._batch)
+            (cost * self._data.size).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.autoencoder.project()

@@ -26,6 +26,14 @@ from allstep.recipes.cots_report import show, table_of_neurons
 from allstep.recipes.cots_training import GreedyTraining
 
 _UNTRAINED_SEED, _STIMULI_SEED = 500_000, 600_000
+_COUNTS = (
+    "steps",
+    "batch",
+    "data_parallel",
+    "patches",
+    "log_every_steps",
+    "checkpoint_every_steps",
+)
 # The paper's test has 48,000 distractors for 13,152 faces.
 _DISTRACTORS_PER_FACE = 48_000 / 13_152
 
@@ -58,7 +66,10 @@ class Cots(DividedRecipe):
     """Updates of each stage."""
 
     batch: int = 96
-    """Pictures of an update; every worker sees all of them, a part of each."""
+    """Pictures of an update; workers that share a net see a part of each."""
+
+    data_parallel: int = 1
+    """Nets, each divided over workers / nets workers, that share out the pictures of an update."""
 
     lr: float | None = None
     """Learning rate of filters that see one number with a variance of 1; falls to 0. By default
@@ -106,9 +117,14 @@ class Cots(DividedRecipe):
             raise UsageError(f"`pixels` (={self.pixels}) must be one of {known}.")
         if self.channels not in (1, 3):
             raise UsageError(f"`channels` (={self.channels}) must be 1 or 3.")
-        for name in ("steps", "batch", "patches", "log_every_steps", "checkpoint_every_steps"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+        if self.data_parallel > self.batch:
+            raise UsageError(
+                f"`data_parallel` (={self.data_parallel}) must be at most `batch` (={self.batch}):"
+                " each net has pictures of every update."
+            )
         if not self.learning_rate > 0:
             raise UsageError(f"`lr` (={self.lr}) must be positive.")
         if not 0 <= self.momentum < 1:
@@ -126,12 +142,13 @@ class Cots(DividedRecipe):
 
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
         """Trains the stages, tests the neurons, writes pictures and `report.json`."""
-        grid = allstep.nn.Grid(comm)
+        mesh = self._mesh(comm)
+        grid = allstep.nn.Grid(mesh["model"])
         paths, portraits = find_photographs(self.photos, self.folder), read_portraits(self.faces)
         photographs = self._read(paths[::2], self.channels, self.pixels)
         stages = self.stages(grid, self.seed)
         pictures = self.pictures(grid, photographs, portraits)
-        training = self._training(stages, pictures, comm)
+        training = self._training(stages, pictures, mesh)
         with allstep.train.Interrupts() as interrupts:
             loop = allstep.train.Loop(
                 training,
@@ -150,7 +167,7 @@ class Cots(DividedRecipe):
             table = table_of_neurons(stages, untrained, test, photographs, run_dir, self.seed)
         report = {
             "workers": comm.size,
-            "num_parameters": self._num_parameters(stages, comm),
+            "num_parameters": self._num_parameters(stages, mesh["model"]),
             "num_steps": training.step,
             "samples_per_s": loop.meter.samples_per_s,
             "costs": training.costs,
@@ -161,6 +178,15 @@ class Cots(DividedRecipe):
             (run_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             show(report, run_dir)
         return 128 + loop.interrupted if loop.interrupted else 0
+
+    def _mesh(self, comm: Communicator) -> "allstep.comm.Mesh[Communicator]":
+        """An axis of nets, and one of the workers that share one."""
+        if comm.size % self.data_parallel:
+            raise UsageError(
+                f"`data_parallel` (={self.data_parallel}) must divide the workers ({comm.size});"
+                f" start a multiple of {self.data_parallel}."
+            )
+        return comm.mesh(data=self.data_parallel, model=comm.size // self.data_parallel)
 
     @property
     def learning_rate(self) -> float:
@@ -224,14 +250,15 @@ class Cots(DividedRecipe):
         self,
         stages: "list[allstep.nn.AutoencoderStage]",
         pictures: TrainingPictures,
-        comm: Communicator,
+        mesh: "allstep.comm.Mesh[Communicator]",
     ) -> GreedyTraining:
-        names = [field.name for field in fields(self) if not field.name.endswith("_every_steps")]
+        free = ("data_parallel", "log_every_steps", "checkpoint_every_steps")
+        names = [field.name for field in fields(self) if field.name not in free]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return GreedyTraining(
             stages,
             pictures.draw,
-            comm,
+            mesh,
             batch=self.batch,
             steps=self.steps,
             seed=self.seed,

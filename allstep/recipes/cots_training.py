@@ -17,14 +17,14 @@ class GreedyTraining:
     """Trains stage after stage, `steps` updates each, with a rate that falls linearly to zero.
 
     It is an `allstep.train.Training` in which a stage is an epoch. Every worker draws the same
-    samples and takes its part of them. An update depends only on the seed, its number and the
-    state, which is of whole arrays: any number of workers goes on from it.
+    samples; a net takes its share of them, a worker its part of each. An update depends only on the
+    seed, its number and the state, which is of whole arrays: any number of workers goes on from it.
 
     Args:
         stages: the net.
         draw: a batch, this worker's part of it, from a generator.
-        comm: the workers.
-        batch: samples of an update.
+        mesh: the workers, along `data` nets with other samples, along `model` those of one net.
+        batch: samples of an update, of all nets together.
         steps: updates of a stage.
         seed: of the samples.
         training: `lr`, `momentum`, `sparsity` and `tied` of `allstep.nn.StageTraining`.
@@ -39,7 +39,7 @@ class GreedyTraining:
         self,
         stages: "list[allstep.nn.AutoencoderStage]",
         draw: Callable[[torch.Generator], Tensor],
-        comm: Communicator,
+        mesh: "allstep.comm.Mesh[Communicator]",
         *,
         batch: int,
         steps: int,
@@ -49,13 +49,16 @@ class GreedyTraining:
     ) -> None:
         self._stages = stages
         self._draw = draw
-        self._comm = comm
+        self._comm, self._data = mesh.comm, mesh["data"]
+        first, end = (batch * (self._data.rank + i) // self._data.size for i in (0, 1))
+        self._share = slice(first, end)
         self._batch = batch
         self._steps = steps
         self._seed = seed
         self._training_options = training
         self._options = options
         self._training: allstep.nn.StageTraining | None = None  # of the stage that is under way
+        self._exchange: allstep.Exchange | None = None
         self._rates: list[float] = []
         self._first_cost = math.inf
         self.step = 0
@@ -86,7 +89,7 @@ class GreedyTraining:
             for group, rate in zip(training.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * (1 - done / self._steps)
             generator = torch.Generator().manual_seed(self._seed + 7919 * (self.step + 1))
-            cost = training.step(self._draw(generator))
+            cost = training.step(self._draw(generator)[self._share])
             self.step += 1
             yield allstep.train.Update(
                 loss=cost.double().cpu(),
@@ -148,6 +151,12 @@ class GreedyTraining:
 
     def _start_stage(self) -> "allstep.nn.StageTraining":
         below, stage = nn.Sequential(*self._stages[: self.epoch]), self._stages[self.epoch]
-        training = allstep.nn.StageTraining(below, stage, **self._training_options)
+        training = allstep.nn.StageTraining(
+            below, stage, data=self._data, batch=self._batch, **self._training_options
+        )
+        if self._exchange is not None:
+            self._exchange.detach()
+        if self._data.size > 1:
+            self._exchange = allstep.attach(training.autoencoder, self._data)
         self._rates = [group["lr"] for group in training.optimizer.param_groups]
         return training

@@ -10,12 +10,13 @@ import torch
 
 from allstep.cli import run_folder
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError, UsageError
+from allstep.errors import CheckpointError, DisagreementError, UsageError
 from allstep.nn import Grid
 from allstep.recipes import DividedRecipe
 from allstep.recipes.cots import Cots
 from allstep.recipes.cots_net import NETS
 from allstep.recipes.cots_pictures import TrainingPictures
+from allstep.train import Checkpoints
 from tests.helpers.launched import Launched
 from tests.helpers.ranks import run_ranks
 from tests.nn.grids import on_grid
@@ -73,6 +74,54 @@ def test_cots_on_two_workers_gives_the_same(alone, tmp_path):
         assert (found["auc"], found["accuracy"]) == pytest.approx((row["auc"], row["accuracy"]))
 
 
+def filters_of(run_dir) -> list[torch.Tensor]:
+    """All stages' filters, whole, as the last checkpoint has them."""
+    found = Checkpoints(run_dir / "checkpoints", Communicator.single_process()).load_latest()
+    assert found is not None
+    return found[1]["below"]
+
+
+@pytest.mark.parametrize(("num_workers", "data_parallel"), [(4, 2), (3, 3)])
+def test_cots_divided_net_on_divided_data_is_that_of_one_worker(
+    alone, tmp_path, num_workers, data_parallel
+):
+    """Three nets have 2, 3 and 3 of the 8 pictures."""
+    run(Cots(**TINY, data_parallel=data_parallel), tmp_path / "run", num_workers)
+    found, wanted = filters_of(tmp_path / "run"), filters_of(alone[0])
+    assert len(found) == 3
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+
+
+class OwnSamplesOnly(Cots):
+    """The control: the nets' gradients are not exchanged."""
+
+    def _training(self, *arguments):
+        training = super()._training(*arguments)
+        begin_epoch = training.begin_epoch
+
+        def begin_and_detach() -> bool:
+            is_new = begin_epoch()
+            training._exchange.detach()
+            return is_new
+
+        training.begin_epoch = begin_and_detach
+        return training
+
+
+def test_cots_nets_that_do_not_exchange_are_others(alone, tmp_path):
+    recipe = OwnSamplesOnly(**TINY | {"log_every_steps": 100}, data_parallel=2)
+    with pytest.raises(DisagreementError, match="`values of below/0` is checksum"):
+        run(recipe, tmp_path / "run", 2)
+
+
+def test_cots_with_nets_that_do_not_divide_the_workers(tmp_path):
+    with pytest.raises(UsageError, match=r"`data_parallel` \(=2\) must divide the workers \(3\)"):
+        run(Cots(**TINY, data_parallel=2), tmp_path / "run", 3)
+    with pytest.raises(UsageError, match=r"`data_parallel` \(=9\) must be at most `batch` \(=8\)"):
+        Cots(**TINY, data_parallel=9)
+
+
 class Interrupted(Cots):
     """Gets a signal while it draws the pictures of an update."""
 
@@ -101,6 +150,16 @@ def test_cots_resumes_bit_for_bit(alone, tmp_path, num_done):
     report = run(Cots(**TINY), tmp_path, resume=True)
     assert report["costs"] == alone[1]["costs"]
     assert report["neurons"] == alone[1]["neurons"]
+
+
+def test_cots_resumes_on_another_mesh(alone, tmp_path):
+    Interrupted.signal_at = 3 * 2 - 1  # every worker of both draws its pictures
+    recipe = Interrupted(**TINY, data_parallel=2)
+    codes = run_ranks(2, lambda comm: recipe.run(comm, tmp_path, resume=False))
+    assert codes == [128 + signal.SIGTERM] * 2
+    run(Cots(**TINY), tmp_path, resume=True)
+    for x, y in zip(filters_of(tmp_path), filters_of(alone[0]), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
 
 
 def test_cots_refuses_a_folder_that_does_not_fit(alone, tmp_path):

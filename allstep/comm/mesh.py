@@ -1,0 +1,132 @@
+"""Named axes over a group of workers, such as one for data and one for the parts of a model."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from allstep.comm.agreement import agree
+from allstep.comm.group import WorkerGroup
+from allstep.errors import UsageError
+
+C = TypeVar("C", bound=WorkerGroup)
+
+
+class Mesh(Generic[C]):
+    """Workers in a box of named axes; `Communicator.mesh` makes it.
+
+    The last axis varies fastest, as in torch's DeviceMesh: with `data=2, model=2` ranks 0 and 1
+    share one model, and ranks 0 and 2 have the same part of it.
+
+    Args:
+        comm: the workers.
+        axes: name -> length, from the slowest.
+        split: color, key -> the communicator of this worker's group.
+
+    Attributes:
+        comm: the workers.
+        shape: name -> length.
+        coordinates: name -> this worker's place on the axis, which is its rank in `mesh[name]`.
+
+    Raises:
+        UsageError: if the axes don't multiply to the number of workers.
+        DisagreementError: if workers name other axes.
+    """
+
+    def __init__(
+        self, comm: C, axes: Mapping[str, int], split: Callable[[int, int], C | None]
+    ) -> None:
+        agree(comm, f"make a mesh of {dict(axes)}", fault=_fault(axes, comm.size))
+        self.comm = comm
+        self.shape = dict(axes)
+        self.coordinates = dict(zip(axes, _place(comm.rank, axes), strict=True))
+        self._axes: dict[str, C] = {}
+        for name, length in self.shape.items():
+            if length == comm.size:
+                self._axes[name] = comm  # its connections are there already
+                continue
+            stride = _stride(axes, name)
+            place = self.coordinates[name]
+            axis = split(comm.rank - place * stride, place)
+            assert axis is not None
+            self._axes[name] = axis
+        self._device_mesh: DeviceMesh | None = None
+
+    def __getitem__(self, name: str) -> C:
+        """The communicator of the workers along an axis, this one among them.
+
+        Raises:
+            UsageError: if there is no such axis.
+        """
+        if name not in self._axes:
+            listed = ", ".join(map(repr, self._axes))
+            raise UsageError(f"`name` (={name!r}) is no axis of the mesh; choose one of {listed}.")
+        return self._axes[name]
+
+    def device_mesh(self) -> DeviceMesh:
+        """The same axes for torch's own engines: `mesh.device_mesh()["model"]`. Collective.
+
+        Its groups are torch's, with connections of their own; they are made in the first call.
+
+        Raises:
+            UsageError: if the workers are not all those of torch.distributed's default group.
+        """
+        if self._device_mesh is None:
+            size = dist.get_world_size() if dist.is_initialized() else 0
+            if size != self.comm.size:
+                raise UsageError(
+                    f"`device_mesh` needs torch.distributed's default group to be these"
+                    f" {self.comm.size} workers, and it has {size}; make the mesh of what"
+                    " `allstep.init()` returned under a launcher."
+                )
+            ranks = torch.arange(self.comm.size).view(*self.shape.values())
+            kind = self.comm.device.type
+            self._device_mesh = DeviceMesh(kind, ranks, mesh_dim_names=tuple(self.shape))
+        return self._device_mesh
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Mesh[C]":
+        return self  # a copy of what holds it is on the same workers
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={length}" for name, length in self.shape.items())
+        return f"Mesh({axes}, rank={self.comm.rank})"
+
+
+def _fault(axes: Mapping[str, int], size: int) -> str | None:
+    """Why the axes are not of so many workers.
+
+    >>> _fault({"data": 2, "model": 3}, 4)
+    'data=2 x model=3 are 6 workers, and there are 4; choose lengths whose product is 4.'
+    """
+    cure = f"choose lengths whose product is {size}."
+    if not axes:
+        return f"`axes` is empty: {cure}"
+    for name, length in axes.items():
+        if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            return f"`{name}` (={length!r}) must be an int of at least 1; {cure}"
+    if prod(axes.values()) == size:
+        return None
+    product = " x ".join(f"{name}={length}" for name, length in axes.items())
+    return f"{product} are {prod(axes.values())} workers, and there are {size}; {cure}"
+
+
+def _stride(axes: Mapping[str, int], name: str) -> int:
+    """Ranks from one place on the axis to the next.
+
+    >>> _stride({"data": 2, "model": 3}, "data")
+    3
+    """
+    names = list(axes)
+    return prod(axes[after] for after in names[names.index(name) + 1 :])
+
+
+def _place(rank: int, axes: Mapping[str, int]) -> list[int]:
+    """A rank's place on each axis.
+
+    >>> _place(5, {"data": 2, "model": 3})
+    [1, 2]
+    """
+    return [rank // _stride(axes, name) % length for name, length in axes.items()]

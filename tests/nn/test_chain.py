@@ -1,0 +1,199 @@
+"""Modules on several ranks are one model, with its gradients and its dropout, wherever they lie."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError, UsageError
+from allstep.nn import Chain, ChainPart
+from tests.helpers import generators
+from tests.helpers.generators import ThreadGenerator
+from tests.helpers.ranks import run_ranks
+
+
+def values(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def with_weights(module: nn.Module, seed: int) -> nn.Module:
+    """In float64, whichever thread makes it."""
+    module = module.double()
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(0.3 * values(*p.shape, seed=100 * seed + i))
+    return module
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.rnn(nn.functional.dropout(x, 0.3))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, y: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.dropout(self.rnn(y, state)[0], 0.3)
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(a).tanh() + self.linear(b), b.mean((1, 2))
+
+
+PLACES = [(0, 0, 0), (0, 1, 0), (1, 0, 2), (2, 1, 0), (0, 1, 7)]
+
+
+def parts(places: tuple[int, ...]) -> list[ChainPart]:
+    """An RNN whose state crosses ranks, two ways that join again, and two outputs."""
+    made = [lambda: with_weights(Encoder(), 1), lambda: with_weights(Decoder(), 2)]
+    return [
+        ChainPart("join", lambda: with_weights(Join(), 3), places[2], ("h", "d"), ("y", "z")),
+        ChainPart("encoder", made[0], places[0], ("x",), ("h", "state")),
+        ChainPart("decoder", made[1], places[1], ("y0", "state"), ("d",)),
+    ]
+
+
+@contextmanager
+def seeded_thread(seed: int, device: torch.device):
+    """As `seeded`, of the thread's own random state."""
+    before = generators._own.generator
+    generators.seed_this_thread(seed)
+    try:
+        with ThreadGenerator():
+            yield
+    finally:
+        generators._own.generator = before
+
+
+@contextmanager
+def not_seeded(seed: int, device: torch.device):
+    with ThreadGenerator():
+        yield
+
+
+def train(comm: Communicator, places: tuple[int, ...], seeded=seeded_thread) -> dict[str, Tensor]:
+    chain = Chain(comm, parts(places), inputs=("x", "y0"), outputs=("y", "z"), seeded=seeded)
+    own = list(chain.parameters())
+    optimizer = torch.optim.SGD(own, lr=0.05, momentum=0.9) if own else None
+    for step in range(20):
+        generators.seed_this_thread(step)
+        found, delegate = chain(x=values(5, 6, 3, seed=step), y0=values(5, 6, 3, seed=-step))
+        assert list(found) == (["y", "z"] if comm.rank == places[2] else [])
+        loss = delegate
+        if found:
+            loss = loss + found["y"].square().mean() + (found["z"] - 1).square().mean()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: p.detach() for name, p in chain.named_parameters()}
+
+
+def merged(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: p for own in found for name, p in own.items()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return merged(run_ranks(1, lambda comm: train(comm, PLACES[0])))
+
+
+@pytest.mark.parametrize("places", PLACES[1:])
+def test_chain_is_the_same_model_wherever_its_parts_lie(alone, places):
+    found = merged(run_ranks(max(places) + 1, lambda comm: train(comm, places)))
+    assert largest_difference(found, alone) < 1e-10
+
+
+def test_chain_whose_dropout_belongs_to_ranks_is_another(alone):
+    found = merged(run_ranks(2, lambda comm: train(comm, PLACES[1], not_seeded)))
+    assert largest_difference(found, alone) > 1e-3
+
+
+def test_chain_backward_reaches_values_that_are_not_used():
+    """The sender waits for a gradient, and gets zeros."""
+
+    def work(comm: Communicator) -> Tensor | None:
+        encoder = with_weights(nn.Linear(3, 2), 1)
+        chain = Chain(
+            comm,
+            [
+                ChainPart("a", encoder, 0, ("x",), ("h",)),
+                ChainPart("b", nn.Identity(), 1, ("h",), ("y",)),
+            ],
+            inputs=("x",),
+            outputs=("y",),
+        )
+        _, delegate = chain(x=values(4, 3, seed=0))
+        delegate.backward()
+        return encoder.weight.grad
+
+    grad, none = run_ranks(2, work)
+    assert grad is not None and not grad.any() and none is None
+
+
+def graph(*parts: tuple[str, int, tuple[str, ...], tuple[str, ...]], outputs=("y",)) -> Chain:
+    made = [
+        ChainPart(name, nn.Identity(), rank, inputs, outs) for name, rank, inputs, outs in parts
+    ]
+    return Chain(Communicator.single_process(), made, inputs=("x",), outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            [("a", 0, ("x", "v"), ("u",)), ("b", 0, ("u",), ("v", "y"))],
+            "Parts wait for each other in a circle: `a` -> `b` -> `a`",
+        ),
+        ([("a", 0, ("x",), ("y", "u"))], "Value `u` is made and never taken"),
+        ([("a", 0, (), ("y",))], "Value `x` is made and never taken"),
+        ([("a", 0, ("x", "u"), ("y",))], "Value `u` is taken and never made"),
+        ([("a", 0, ("x",), ("u",)), ("b", 0, ("u",), ())], "Value `y` is taken and never made"),
+        ([("a", 0, ("x",), ("y",)), ("b", 0, ("x",), ("y",))], "Value `y` is made twice"),
+        ([("a", 1, ("x",), ("y",))], "Part `a` is on rank 1; choose one of 0 to 0"),
+        ([("a.b", 0, ("x",), ("y",))], "`parts` has the name 'a.b'"),
+    ],
+)
+def test_chain_refuses_a_graph_before_anything_runs(parts, message):
+    with pytest.raises(UsageError, match=message):
+        graph(*parts)
+
+
+def test_chain_input_that_is_not_given():
+    with pytest.raises(UsageError, match="`x` is not given, and a part on rank 0 takes it"):
+        graph(("a", 0, ("x",), ("y",)))()
+
+
+def test_chain_part_that_returns_too_little():
+    chain = graph(("a", 0, ("x",), ("y", "z")), outputs=("y", "z"))
+    with pytest.raises(UsageError, match=r"Part `a` returned a Tensor; it has outputs \('y', 'z'"):
+        chain(x=torch.ones(2))
+
+
+def test_chain_that_workers_describe_otherwise():
+    def work(comm: Communicator) -> None:
+        part = ChainPart("a", nn.Identity(), comm.rank, ("x",), ("y",))
+        Chain(comm, [part], inputs=("x",), outputs=("y",))
+
+    with pytest.raises(DisagreementError, match=r"`a` is 0 .* on rank 0; 1 .* on rank 1"):
+        run_ranks(2, work)
