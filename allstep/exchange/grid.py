@@ -118,7 +118,7 @@ class Grid:
         target = rows if out is None else _in_rows(out, order)
         is_in_place = out is not None and _lie_together(target, out)
         if not is_in_place:
-            target = torch.empty_like(rows)
+            target = torch.empty_like(rows, memory_format=torch.contiguous_format)
         if not self._round(rows, unit, target, adds=adds and is_in_place):
             return None
         if is_in_place:
@@ -243,23 +243,27 @@ def _num_rows(x: Tensor) -> int:
     return x.shape[0] if is_large else 1
 
 
-def _order_in_memory(x: Tensor) -> list[int]:
-    """Its dimensions as its memory has them, from the slowest on, where rows are whole there."""
-    plain = list(range(x.dim()))
+def _order_in_memory(x: Tensor) -> list[int] | None:
+    """Its dimensions as its memory has them, from the slowest on, where rows are whole there.
+
+    None for the dimensions as they are.
+    """
     if x.is_contiguous():
-        return plain
-    order = sorted(plain, key=x.stride, reverse=True)
+        return None
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
     is_dense = x.permute(order).is_contiguous()
-    return order if is_dense and (order[0] == 0 or _num_rows(x) == 1) else plain
+    return order if is_dense and (order[0] == 0 or _num_rows(x) == 1) else None
 
 
-def _in_rows(x: Tensor, order: Sequence[int]) -> Tensor:
+def _in_rows(x: Tensor, order: list[int] | None) -> Tensor:
     """The elements as [rows, n], the dimensions in this order: a view where memory allows it."""
-    return x.permute(order).reshape(_num_rows(x), -1)
+    return (x if order is None else x.permute(order)).reshape(_num_rows(x), -1)
 
 
-def _from_rows(rows: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+def _from_rows(rows: Tensor, shape: torch.Size, order: list[int] | None) -> Tensor:
     """The inverse of `_in_rows`."""
+    if order is None:
+        return rows.view(shape)
     back = [order.index(dim) for dim in range(len(order))]
     return rows.view([shape[dim] for dim in order]).permute(back)
 
