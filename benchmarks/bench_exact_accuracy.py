@@ -5,8 +5,8 @@
 
 Each run is a whole training on one worker of one thread: with exact sums the same bits come out on
 any number of them. Prints a table, writes benchmarks/results/bench_exact_accuracy.json, ends with
-one line of JSON: `difference_<recipe>_<optimizer>`, the mean over the seeds of the metric with exact
-sums less that with float32's, and `completed_share`, of all exact runs' steps after the first ten
+one line of JSON: `difference_<recipe>_<optimizer>`, the mean metric with exact sums less that with
+float32's, and `completed_share`: of all exact runs' steps after the first ten
 those in which a gradient did not fit, so that a second message was needed.
 """
 

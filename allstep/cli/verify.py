@@ -10,6 +10,7 @@ from rich.console import Console
 
 from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_counts
+from allstep.cli.verify_machines import run_machines
 from allstep.cli.verify_output import Comparison, show, show_json
 from allstep.cli.verify_runs import Runs
 from allstep.doctor import Factor, RunRecord, diagnose, nonfinite_step
@@ -25,6 +26,8 @@ def run(arguments: list[str], *, launch: Callable[..., int] = launch_workers) ->
         arguments: what follows `allstep verify`.
         launch: starts workers.
     """
+    if "--machines" in arguments[:1]:
+        return run_machines(arguments)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     known = _make_parser().parse_args(arguments[:split])
     sizes = _check(known)

@@ -14,6 +14,7 @@ from allstep.doctor.measurements import (
     read_measurements,
 )
 from allstep.doctor.profile import NUM_UPDATES, ScriptProfile, profile_script, read_profile
+from allstep.doctor.same_machine import compare_machines
 from allstep.doctor.script import Failure
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
@@ -54,6 +55,7 @@ __all__ = [
     "Training",
     "UnavailableError",
     "WorkerRecord",
+    "compare_machines",
     "diagnose",
     "largest_difference",
     "limit_of",

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from allstep.device import is_accelerator
 
-_MARGIN = 16.0  # of a global gradient's largest element, before it leaves the grid
+_MARGIN = 32.0  # of a global gradient's largest element, before it leaves the grid
 _KEPT = 0.9  # share of the largest element that is left when it is looked at again
-_FALLEN = 2.0**-8  # of the largest element, below which it is forgotten at once
+_FALLEN = 2.0**-12  # of the largest element, below which it is forgotten at once
+_FALLEN_OFF = 2.0**-8  # the same where something left the grid
 _GROWTH = 64.0  # largest factor from one look to the next: one wild step spoils few others
 _UNKNOWN_ROW = 2.0**-4  # of the parameter's largest element, for a row that had none
 _QUIET_ROW = 2.0**-20  # and for others at least
 _ROW_SIZE = 64  # elements below which rows share one unit
 _LOOK_EVERY = 16  # exchanges
 _LOOK_ALWAYS = 16  # first exchanges, in which gradients change fast
-_SMALLEST = 2.0**-19  # of the limit, that the largest element must reach, and a unit at least
 _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
 
@@ -59,12 +59,12 @@ class Grid:
 
     since a sum of K noisy terms is about sqrt(K) times as large as one of them. T is looked at in
     every 16th exchange, in the first 16, and after a step in which something left the grid. It
-    falls by a tenth at most then, or all the way if the sums are 256 times smaller: a sudden
-    fall costs digits for 16 steps. (Of a training of `digits`, whose gradients fall to a
-    thousandth, a sum's largest element has 15 digits, 10 in the worst of a hundred.)
+    falls by a tenth at most then, or all the way if the sums are 4,096 times smaller; until then a
+    sudden fall costs digits. In a training of `digits`, whose gradients fall to a thousandth and
+    vary by as much, a sum's largest element has 14 digits, 9 in the worst of a hundred.
 
     A gradient that does not fit is too large, or so small that its largest element would be left
-    with few digits (below 2^-19 L, or below u); or nothing is known yet; or it has 16 bits. It is
+    with no digit; or nothing is known yet; or it has 16 bits. It is
     added to a `comm.reproducible.ReproducibleSum` instead. The flags behind the gradients tell all
     workers of it, and the sums of such parameters are completed in a second exchange. Whether a
     gradient fits depends on it alone, so the result is the same bits still. NaN and infinity don't
@@ -120,7 +120,7 @@ class Grid:
         target = rows if out is None else _in_rows(out, order)
         is_in_place = out is not None and _lie_together(target, out)
         if not is_in_place:
-            target = torch.empty_like(rows)
+            target = torch.empty_like(rows, memory_format=torch.contiguous_format)
         if not self._round(rows, unit, target, adds=adds and is_in_place):
             return None
         if is_in_place:
@@ -183,12 +183,13 @@ class Grid:
         always = num_exchanges < _LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
         return [name for name in summed if always or name in off_grid]
 
-    def look_at(self, name: str, total: Tensor) -> None:
+    def look_at(self, name: str, total: Tensor, *, is_off: bool = False) -> None:
         """Lets the unit follow a global gradient.
 
         Args:
             name: of the parameter.
             total: its global gradient, the same on all workers.
+            is_off: whether a part of it did not fit.
         """
         if total.dtype not in _DIGITS or not total.numel():
             return
@@ -200,7 +201,8 @@ class Grid:
             top = new
         else:
             largest = float(old.amax())
-            has_fallen = float(new.amax()) < _FALLEN * largest
+            fallen = _FALLEN_OFF if is_off else _FALLEN
+            has_fallen = float(new.amax()) < fallen * largest
             top = new if has_fallen else torch.maximum(_KEPT * old, new)
             top = torch.where(new == 0, old, top)  # zeros tell nothing of the next ones
             if largest > 0:
@@ -230,7 +232,7 @@ class Grid:
         return _Unit(
             shift=(1.5 * 2.0 ** (digits - 1) * unit).to(dtype)[:, None],
             limit=((limit_in_units - 1) * unit).to(dtype),  # one less, for what is rounded up
-            smallest=max(_SMALLEST, 1 / limit_in_units),
+            smallest=1 / limit_in_units,
         )
 
 
@@ -243,23 +245,27 @@ def _num_rows(x: Tensor) -> int:
     return x.shape[0] if is_large else 1
 
 
-def _order_in_memory(x: Tensor) -> list[int]:
-    """Its dimensions as its memory has them, from the slowest on, where rows are whole there."""
-    plain = list(range(x.dim()))
+def _order_in_memory(x: Tensor) -> list[int] | None:
+    """Its dimensions as its memory has them, from the slowest on, where rows are whole there.
+
+    None for the dimensions as they are.
+    """
     if x.is_contiguous():
-        return plain
-    order = sorted(plain, key=x.stride, reverse=True)
+        return None
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
     is_dense = x.permute(order).is_contiguous()
-    return order if is_dense and (order[0] == 0 or _num_rows(x) == 1) else plain
+    return order if is_dense and (order[0] == 0 or _num_rows(x) == 1) else None
 
 
-def _in_rows(x: Tensor, order: Sequence[int]) -> Tensor:
+def _in_rows(x: Tensor, order: list[int] | None) -> Tensor:
     """The elements as [rows, n], the dimensions in this order: a view where memory allows it."""
-    return x.permute(order).reshape(_num_rows(x), -1)
+    return (x if order is None else x.permute(order)).reshape(_num_rows(x), -1)
 
 
-def _from_rows(rows: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
+def _from_rows(rows: Tensor, shape: torch.Size, order: list[int] | None) -> Tensor:
     """The inverse of `_in_rows`."""
+    if order is None:
+        return rows.view(shape)
     back = [order.index(dim) for dim in range(len(order))]
     return rows.view([shape[dim] for dim in order]).permute(back)
 

@@ -380,7 +380,7 @@ class OverlappedExchange(Exchange):
         for name in grid.names_to_look_at(self._num_exchanges, summed, off_grid):
             total = summed[name].grad
             assert total is not None
-            grid.look_at(name, total)
+            grid.look_at(name, total, is_off=name in off_grid)
 
     def _complete(self, buckets: BucketSet) -> list[str]:
         """Adds what was off the grid to sums that have come. Collective."""

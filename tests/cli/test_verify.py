@@ -432,3 +432,10 @@ def test_an_interrupt_ends_it(verify, launched):
     with pytest.raises(SystemExit) as stop:
         verify(write_script(""))
     assert stop.value.code == 130
+
+
+def test_machines_that_compute_alike(verify, capsys):
+    assert verify("--machines") == 0
+    out = capsys.readouterr().out
+    assert "convolutions: the same on all" in out
+    assert "1 worker computes alike" in out

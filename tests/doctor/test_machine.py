@@ -7,6 +7,7 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.doctor.machine import measure_copy_s_per_byte, measure_gemm_flops
+from allstep.doctor.same_machine import compare_machines
 from allstep.doctor.timing import Effort
 from tests.helpers.ranks import run_ranks
 
@@ -38,3 +39,24 @@ def test_copy_rate_is_the_same_on_all_workers():
     effort = Effort(copy_bytes=1 << 16, batch_s=0.001)
     first, second = run_ranks(2, lambda comm: measure_copy_s_per_byte(comm, effort))
     assert first == second > 0
+
+
+def test_workers_of_one_machine_compute_alike() -> None:
+    for found in run_ranks(2, compare_machines):
+        assert len(found) == 5
+        assert all(len(set(hashes)) == 1 for hashes in found.values()), found
+
+
+def test_numbers_of_threads_are_told_apart() -> None:
+    """Some machines' kernels don't depend on it, but convolutions' gradients do on every CPU."""
+
+    def worker(comm: Communicator) -> dict[str, list[str]]:
+        torch.set_num_threads(1 + 2 * comm.rank)
+        return compare_machines(comm)
+
+    before = torch.get_num_threads()
+    try:
+        found = run_ranks(2, worker)[0]
+    finally:
+        torch.set_num_threads(before)
+    assert any(len(set(hashes)) > 1 for hashes in found.values())

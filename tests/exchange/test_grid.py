@@ -178,7 +178,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize(("num_micro_batches", "digits"), [(1, 17), (5, 14), (64, 12), (1024, 9)])
+@pytest.mark.parametrize(("num_micro_batches", "digits"), [(1, 16), (5, 13), (64, 11), (1024, 8)])
 def test_error_is_small_beside_the_largest_of_the_row(num_micro_batches: int, digits: int) -> None:
     """The more terms, the more of the 24 digits a sum needs for itself."""
     steps = 0.3 + noise(4, num_micro_batches, 3, 80)
@@ -193,10 +193,10 @@ def test_float64_keeps_its_digits() -> None:
 def test_gradients_that_jump_by_a_million() -> None:
     steps = 0.3 + noise(6, 5, 2, 80)
     steps[2:4] *= 1e6  # what does not fit is summed apart; then units are coarser, for a while
-    assert_sums(steps, {4: 2.0**-4, 5: 2.0**-4}, 2.0**-14)
+    assert_sums(steps, {4: 2.0**-3, 5: 2.0**-3}, 2.0**-13)
 
 
-@pytest.mark.parametrize(("fall", "digits"), [(1e-2, 9), (1e-3, 6), (1e-4, 3), (1e-6, 14)])
+@pytest.mark.parametrize(("fall", "digits"), [(1e-2, 8), (1e-3, 5), (1e-4, 2), (1e-6, 13)])
 def test_gradients_that_fall(fall: float, digits: int) -> None:
     """From a look at the sums on digits are lost at most; what falls far is summed apart."""
     steps = 0.3 + noise(6, 5, 2, 80)
