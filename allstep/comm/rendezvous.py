@@ -13,7 +13,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.comm.agreement import digest
-from allstep.env import Launch
+from allstep.env import Launch, address_towards, is_loopback
 from allstep.errors import CollectiveTimeoutError, UsageError
 
 _POLL_S = 0.01
@@ -93,6 +93,7 @@ class Rendezvous:
                     f"{served} can't be reached at {host}:{port} ({error.strerror or error}); see "
                     "whether it failed, and whether MASTER_ADDR and MASTER_PORT are its address"
                 )
+                self._refuse_loopback(host, port, error)
             time.sleep(_RETRY_S)
         self.doing = (
             f"{host}:{port} accepts connections but does not answer as {served}: it was stopped, "
@@ -103,6 +104,20 @@ class Rendezvous:
             return self._store(host, port, is_server=False)
         except RuntimeError as error:
             raise self.late() from error
+
+    def _refuse_loopback(self, host: str, port: int, error: OSError) -> None:
+        """The launcher's store was there before the workers; another node's is not at loopback."""
+        launch = self._launch
+        if not launch.has_store or launch.node_rank == 0:
+            return
+        own = address_towards(host, port)
+        if is_loopback(own):
+            raise UsageError(
+                f"MASTER_ADDR (={host!r}) is {own} on {socket.gethostname()}, its own loopback "
+                f"interface, but rank 0 is on another of {launch.num_nodes} nodes "
+                f"({error.strerror}). Start torchrun on the first node with --local-addr ADDRESS, "
+                "one that the other nodes reach, or on all with --master-addr ADDRESS."
+            ) from error
 
     def _store(self, host: str, port: int, *, is_server: bool) -> TCPStore:
         return TCPStore(

@@ -1,5 +1,11 @@
 """What the launcher says in the environment; the only room that touches os.environ."""
 
+from allstep.env.addresses import address_towards as address_towards
+from allstep.env.addresses import interface_of as interface_of
+from allstep.env.addresses import is_loopback as is_loopback
+from allstep.env.addresses import own_addresses as own_addresses
+from allstep.env.addresses import read_gloo_interface as read_gloo_interface
+from allstep.env.addresses import set_gloo_interface as set_gloo_interface
 from allstep.env.descriptors import make_room as make_room
 from allstep.env.launch import Launch as Launch
 from allstep.env.launchers import read_launch as read_launch
