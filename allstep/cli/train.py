@@ -10,6 +10,8 @@ from typing import Any
 
 from allstep.cli import run_folder
 from allstep.cli.flags import read_flags
+from allstep.cli.hosts import HELP, HostOptions, split_host_options
+from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
 from allstep.comm import Communicator
 from allstep.env import read_launch
@@ -28,8 +30,12 @@ _USAGE = """\
 usage: allstep train RECIPE [--workers N] [--run-dir DIR] [--large-batch NAME] [flags of the recipe]
        allstep train RECIPE --help
        allstep train --resume RUN [--workers N]
+       allstep train ... --hosts HOST:N,HOST:N [flags of hosts]
 
-recipes: {recipes}"""
+recipes: {recipes}
+
+flags of hosts:
+{hosts}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +56,17 @@ class LaunchOptions:
 
 def run(arguments: list[str]) -> int:
     """Trains the named recipe, or continues the run given with `--resume`."""
+    hosts, arguments = split_host_options(arguments)
+    if hosts is not None:
+        return _train_on_hosts(hosts, arguments)
     if any(a == "--resume" or a.startswith("--resume=") for a in arguments):
         return _resume(arguments)
     if not arguments or arguments[0].startswith("-"):
         is_help = bool(arguments) and arguments[0] in ("-h", "--help")
-        print(_USAGE.format(recipes=", ".join(REGISTRY)), file=None if is_help else sys.stderr)
+        print(
+            _USAGE.format(recipes=", ".join(REGISTRY), hosts=HELP),
+            file=None if is_help else sys.stderr,
+        )
         return 0 if is_help else 2
     options, recipe = read_command_line(*arguments)
     recipe.check()
@@ -64,6 +76,18 @@ def run(arguments: list[str]) -> int:
         run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
         run_folder.write_recipe(run_dir, recipe)
     return _train_on(num_workers, run_dir, resume=False)
+
+
+def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
+    """Trains on workers of other hosts, which read the command line again."""
+    if not arguments:
+        raise UsageError("Name the recipe: allstep train digits --hosts alpha:2,beta:1.")
+    paths: list[str] = []
+    if not arguments[0].startswith("-"):
+        _, recipe = read_command_line(*arguments)  # a mistake is told before anything starts
+        values = (getattr(recipe, field.name) for field in fields(recipe))
+        paths = [str(value) for value in values if isinstance(value, Path)]
+    return run_on_hosts(hosts, ["-m", "allstep", "train", *arguments], paths=paths)
 
 
 def read_command_line(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
