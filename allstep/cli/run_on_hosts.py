@@ -127,7 +127,8 @@ def _outer(link: HostLink) -> str | None:
 def _num_threads(options: HostOptions, facts: Sequence[Any]) -> int:
     """The same for all workers: with other numbers of threads sums may be rounded otherwise."""
     shares = [
-        own["num_cores"] // host.num_workers for own, host in zip(facts, options.hosts, strict=True)
+        int(own["num_cores"]) // host.num_workers
+        for own, host in zip(facts, options.hosts, strict=True)
     ]
     return max(1, min(shares))
 
