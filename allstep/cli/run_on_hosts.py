@@ -157,7 +157,7 @@ def _watch(links: Sequence[HostLink], events: "queue.Queue[Event]", came: Sequen
             elif number in running:
                 running.discard(number)
                 failure = _failure(link, kind, content)
-                if failure and not came:
+                if failure and not came and not has_failed:
                     print(f"[{link.name}] {failure}", file=sys.stderr, flush=True)
                 if failure and not has_failed:
                     has_failed, due_s = True, time.monotonic() + stages[0][0]

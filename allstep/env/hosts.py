@@ -30,9 +30,7 @@ def read_carried(wanted: Sequence[str], environ: Mapping[str, str] | None = None
     for item in wanted:
         name, is_given, value = item.partition("=")
         if not is_given and name not in variables:
-            raise UsageError(
-                f"`env` (={item}): {name} is not set here; set it, or give {name}=VALUE."
-            )
+            raise UsageError(f"`env` (={item}) is not set here; set it, or give {name}=VALUE.")
         found[name] = value if is_given else variables[name]
     return found
 

@@ -129,7 +129,7 @@ class TestServers:
                 ["ip", "netns", "pids", servers.hosts.namespaces[1]], capture_output=True, text=True
             )
             for pid in map(int, listed.stdout.split()):
-                if "-D" not in psutil.Process(pid).cmdline()[0].split():
+                if "sshd -D" not in " ".join(psutil.Process(pid).cmdline()):
                     os.kill(pid, signal.SIGKILL)
 
         code, text = end_by(servers, tmp_path, kill_beta, "--env", "EXTRA=7")
@@ -176,7 +176,8 @@ def end_by(
         )
         files = [folder / str(rank) for rank in range(3)]
         try:
-            wait_until(lambda: all(f.exists() and f.read_text() for f in files), process)
+            printed = folder / "output"
+            wait_until(lambda: printed.read_text().count(" waits; ") == 3, process)
             pids = [int(file.read_text()) for file in files]
             end(process)
             process.wait(120)
