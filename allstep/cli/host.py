@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import allstep
+from allstep.cli.probe_network import EchoServer, probe
 from allstep.env import address_towards, environment_of_agent, is_loopback, read_ssh_address
 
 _SILENCE_S = 30.0
@@ -79,6 +80,7 @@ class _Host:
         self._command: subprocess.Popen[str] | None = None
         self._pump: threading.Thread | None = None
         self._server: socket.socket | None = None
+        self._echo: EchoServer | None = None
         self._lock = threading.Lock()
 
     def serve(self) -> int:
@@ -133,15 +135,35 @@ class _Host:
 
     def _ask_listen(self, towards: str | None, port: int) -> dict[str, Any]:
         """Opens a port for a moment; says by which address others may reach it."""
-        address = read_ssh_address() or "127.0.0.1"
-        if is_loopback(address) and towards is not None:
-            address = address_towards(towards)
         self._server = socket.create_server(("", port))
-        return {"address": address, "port": self._server.getsockname()[1]}
+        return {"address": self._address(towards), "port": self._server.getsockname()[1]}
+
+    def _address(self, towards: str | None) -> str:
+        """By which others may reach this host, another of which has an address."""
+        address = read_ssh_address() or "127.0.0.1"
+        return address_towards(towards) if is_loopback(address) and towards else address
 
     def _ask_connect(self, address: str, port: int) -> dict[str, Any]:
         socket.create_connection((address, port), _CONNECT_S).close()
         return {"own": address_towards(address)}
+
+    def _ask_machine(self, **details: Any) -> dict[str, Any]:
+        from allstep.cli.probe_machine import probe_machine  # imports NumPy
+
+        return probe_machine(**details)
+
+    def _ask_time(self) -> dict[str, Any]:
+        return {"time_s": time.time()}
+
+    def _ask_serve(self, towards: str | None) -> dict[str, Any]:
+        """Opens ports of echoes, for `probe` elsewhere."""
+        self._echo = self._echo or EchoServer()
+        stream_port, datagram_port = self._echo.ports
+        address = self._address(towards)
+        return {"address": address, "stream_port": stream_port, "datagram_port": datagram_port}
+
+    def _ask_probe(self, **where: Any) -> dict[str, Any]:
+        return probe(**where)
 
     def _start(self, command: list[str], environ: dict[str, str], folder: str) -> None:
         if self._server is not None:

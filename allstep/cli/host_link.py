@@ -15,6 +15,7 @@ from allstep.errors import UsageError
 
 _BEAT_S = 5.0
 _ASK_S = 60.0
+_CLOSE_S = 2.0
 _LAST_LINES = 5
 # No questions to a person; an end within about 20 s where the host or the network is gone.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
@@ -61,8 +62,9 @@ class HostLink:
             start_new_session=True,  # Ctrl-C is handed on in order
         )
         self._error_thread = threading.Thread(target=self._read_errors, daemon=True)
-        self._error_thread.start()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._threads = [self._error_thread, threading.Thread(target=self._read, daemon=True)]
+        for thread in self._threads:
+            thread.start()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def ask(self, question: str, **details: Any) -> dict[str, Any]:
@@ -103,10 +105,16 @@ class HostLink:
             assert self._process.stdin is not None
             self._process.stdin.close()
         try:
-            self._process.wait(1.0)
+            self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
+        for thread, stream in zip(
+            self._threads, (self._process.stderr, self._process.stdout), strict=True
+        ):
+            thread.join(_CLOSE_S)  # longer only if something that ssh left holds the pipe
+            if stream is not None and not thread.is_alive():
+                stream.close()
 
     def _beat(self) -> None:
         while self._process.poll() is None:

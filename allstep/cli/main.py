@@ -20,6 +20,7 @@ _COMMANDS = {
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
     "sharpness": "measure how sharp the minimum is that a run is in",
     "advise": "say whether scaling pays, how, and up to how many workers",
+    "doctor": "say what is wrong with hosts and their network, and the cure",
     "demo": "measure large batches, the same model, a slow wire and scaling on this machine",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
