@@ -9,12 +9,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from allstep.cli.host import facts_of
 from allstep.cli.host_link import HostLink
 from allstep.cli.hosts import split_host_options
 from allstep.cli.probe_machine import is_own_name_loopback, probe_machine
+from allstep.cli.probe_network import EchoServer, probe
+from allstep.cli.workers import run_here
+from allstep.comm import Communicator
+from allstep.env import own_addresses, read_gloo_interface, read_launch
 
 FOUND = 2
 _SLOW = 3.0  # times slower than the usual is a fault
@@ -48,7 +53,7 @@ def run(arguments: list[str]) -> int:
     options, rest = split_host_options(arguments)
     parser = argparse.ArgumentParser(
         prog="allstep doctor",
-        description="Says what is wrong with this host, or with --hosts A,B and their network.",
+        description="Says what is wrong with this host, or with those of --hosts or a launcher.",
         allow_abbrev=False,
     )
     parser.add_argument("--hosts", metavar="A,B,...", help="hosts that ssh reaches")
@@ -58,6 +63,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--model-bytes", type=int, default=0, help="of parameters, for /dev/shm")
     known = parser.parse_args(rest)
     machine = {"num_descriptors": 4 * known.workers + 96, "port": known.port, "folder": "."}
+    if options is None and read_launch().size > 1:
+        return run_here(partial(_look_together, known=known, machine=machine))
     if options is None:
         here = os.uname().nodename
         readings = {here: facts_of([], []) | probe_machine(**machine) | {"skew_s": 0.0}}
@@ -73,9 +80,53 @@ def run(arguments: list[str]) -> int:
                 opened.append(link)
             readings = {link.name: _read_host(link, machine) for link in opened}
             links = _read_links(opened)
+    return _judge(readings, links, known)
+
+
+def _judge(
+    readings: Mapping[str, Mapping[str, Any]],
+    links: Mapping[tuple[str, str], Mapping[str, Any]],
+    known: argparse.Namespace,
+) -> int:
+    """Prints what is wrong; returns the exit code."""
     found = find_faults(readings, links, known.workers, known.model_bytes)
     _show(found, readings, links, is_json=known.json)
     return FOUND if any(finding.cure for finding in found) else 0
+
+
+def _look_together(
+    comm: Communicator, known: argparse.Namespace, machine: Mapping[str, Any]
+) -> int:
+    """The same by a launcher's workers, one of each node; the exit code is rank 0's."""
+    interface = read_gloo_interface()
+    address = next((own for name, own in own_addresses() if name == interface), "127.0.0.1")
+    times_s = []
+    for _ in range(3):
+        comm.barrier()
+        times_s.append(time.time())
+    with ExitStack() as stack:
+        own = None
+        if comm.local_rank == 0:
+            server = EchoServer()
+            stack.callback(server.close)
+            name = f"{os.uname().nodename} (rank {comm.rank})"
+            own = name, (address, *server.ports), facts_of([], []) | probe_machine(**machine)
+        every = comm.all_gather_object((own, times_s))
+        leaders = {rank: them[0] for rank, them in enumerate(every) if them[0] is not None}
+        links = {}
+        for rank, one in leaders.items():
+            for other in leaders.values():
+                if rank == comm.rank and other[0] != one[0]:
+                    links[one[0], other[0]] = probe(*other[1])
+            comm.barrier()
+        seen = comm.all_gather_object([[*pair, found] for pair, found in links.items()])
+    if comm.rank != 0:
+        return 0
+    readings = {}
+    for rank, (name, _, reading) in leaders.items():
+        pairs = zip(every[rank][1], every[0][1], strict=True)
+        readings[name] = reading | {"skew_s": min(abs(there - here) for there, here in pairs)}
+    return _judge(readings, {(one, other): f for part in seen for one, other, f in part}, known)
 
 
 def _read_host(link: HostLink, machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from allstep.cli.doctor import find_faults
 from allstep.cli.main import main
-from tests.helpers.named_hosts import NamedHosts, named_hosts
+from tests.helpers.named_hosts import NamedHosts, named_hosts, torchrun
 
 ROOT = Path(__file__).parents[2]
 CORES = {str(core): [1e-3, "a1"] for core in range(4)}
@@ -158,8 +158,7 @@ def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
     hosts: NamedHosts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loopback = {("name is loopback", name) for name in hosts.names}
-    code, found = examine(hosts, tmp_path, capsys)
-    assert found == loopback
+    assert examine(hosts, tmp_path, capsys) == (0, loopback)
     alpha, beta, gamma = hosts.addresses
     rules = {
         0: f"ip saddr {gamma} meta l4proto udp numgen random mod 5 == 0 drop",
@@ -183,3 +182,24 @@ def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
         ("MTU", "beta to gamma"),
         ("slow port", "gamma"),
     }
+
+
+@pytest.mark.net
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_workers_of_torchrun_look_at_their_hosts(hosts: NamedHosts) -> None:
+    shape = ("rate", "20mbit", "burst", 32768, "latency", "100ms")
+    hosts.run(1, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+    flags = ("--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "alpha")
+    lines = [
+        torchrun(*flags, "--node-rank", host, "-m", "allstep", "doctor", "--json")
+        for host in (0, 1)
+    ]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (_, text), _ = hosts.outputs(lines, timeout_s=500, env=environ)
+    start, end = text.index('{\n  "findings"'), text.index("\n}\n") + 3
+    read = json.loads(text[start:end])
+    assert ("slow port", "beta (rank 2)") in {(f["fault"], f["where"]) for f in read["findings"]}
+    assert list(read["hosts"]) == ["alpha (rank 0)", "beta (rank 2)"]
+    assert len(read["links"]) == 2
