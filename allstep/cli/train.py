@@ -85,9 +85,10 @@ def run(arguments: list[str]) -> int:
 
 def _resumed(arguments: Sequence[str]) -> str | None:
     """The value of `--resume`, if it is given; empty if it has none."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for number, word in enumerate(arguments):
         name, has_value, value = word.partition("=")
         if name == "--resume":
+            following = "".join(arguments[number + 1 : number + 2])
             return value if has_value else following
     return None
 
