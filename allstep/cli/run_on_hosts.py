@@ -60,9 +60,9 @@ def run_on_hosts(
         environ = dict(options.carried)
         environ.setdefault("OMP_NUM_THREADS", str(_num_threads(options, facts)))
         _tell(links, facts[0], address, port, environ)
+        if came:
+            return 128 + came[0]
         for number, link in enumerate(links):
-            if came:
-                break
             arguments = agent_arguments(options, number, address, port, command)
             logs = ["--tee", "3", "--log-dir", "LOG_FOLDER"]
             link.send(start=[*arguments[:2], *logs, *arguments[2:]], environ=environ)
