@@ -226,7 +226,7 @@ def launch_workers(
         0; the exit code of the worker that failed first; 128 + the signal that this process got.
     """
     with (
-        _signals_noted() as came,
+        signals_noted() as came,
         Workers(num_workers, function, folder, arguments, has_logs=has_logs) as workers,
     ):
         failed = _watch(workers, came)
@@ -283,7 +283,7 @@ def _root_cause(workers: Workers, failed: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[int]]:
+def signals_noted() -> Iterator[list[int]]:
     """SIGINT and SIGTERM, in the order in which they come; nothing else happens on them."""
     came: list[int] = []
 
@@ -301,7 +301,7 @@ def _signals_noted() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """SIGINT and SIGTERM come at the end; processes that are started meanwhile block them."""
-    with _signals_noted() as came:
+    with signals_noted() as came:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield

@@ -15,14 +15,17 @@ from allstep.errors import AllstepError, UsageError, nearest_names
 
 _COMMANDS = {
     "train": "train a recipe on any number of workers, or continue a run",
+    "launch": "start a script of your own on several hosts",
     "recipes": "list the recipes, or show one with all its fields",
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
     "sharpness": "measure how sharp the minimum is that a run is in",
     "advise": "say whether scaling pays, how, and up to how many workers",
+    "doctor": "say what is wrong with hosts and their network, and the cure",
     "demo": "measure large batches, the same model, a slow wire and scaling on this machine",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
-_WORKER = "worker"  # what the others start; not for people
+_HIDDEN = ("worker", "host")  # what the others start; not for people
+_MODULES = {"launch": "launch_script"}  # where a command's module has another name
 
 
 def main(argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
@@ -54,9 +57,10 @@ def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:
     if command == "--version":
         print(f"allstep {__version__}")
         return 0
-    if command not in (*_COMMANDS, _WORKER):
+    if command not in (*_COMMANDS, *_HIDDEN):
         raise UsageError(f"There is no command `{command}`; {nearest_names(command, _COMMANDS)}")
-    code: int = import_module(f"allstep.cli.{command}").run(rest, **stand_ins)
+    module = import_module(f"allstep.cli.{_MODULES.get(command, command)}")
+    code: int = module.run(rest, **stand_ins)
     return code
 
 

@@ -10,12 +10,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from allstep import __version__
 from allstep.comm import Communicator
+from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
 from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
 from allstep.train import taken_by, trainer_of, writing
 
 _RECIPE = "recipe.json"
 _REPORT = "report.json"
+_STARTER = ".started-by"  # torchrun's agent, whose restarts go on with the run
 
 
 def find_recipe(name: str) -> type[AnyRecipe]:
@@ -55,7 +57,8 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
         if (run_dir / _RECIPE).exists():
             raise UsageError(
                 f"`run_dir` (={run_dir}) holds a run already: continue it with"
-                f" `allstep train --resume {run_dir}`, or choose another folder."
+                f" `allstep train --resume {run_dir}`, or choose another folder; `--resume auto`"
+                " does whichever fits."
             )
         _mkdir(run_dir, exist_ok=True)
         return run_dir
@@ -68,7 +71,46 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
         except FileExistsError:
             attempt += 1
         else:
+            starter = read_agent_id()
+            if starter is not None:
+                (path / _STARTER).write_text(starter, encoding="utf-8")
             return path
+
+
+def find_run(recipe: AnyRecipe, run_dir: Path | None) -> Path | None:
+    """The folder of a run of this recipe that was begun before; None if there is none.
+
+    Args:
+        recipe: with all its fields.
+        run_dir: the run's folder; None for the one that this launch has made in an earlier attempt.
+
+    Raises:
+        UsageError: if another training was begun there, or a process trains there now.
+    """
+    if run_dir is None:
+        starter = read_agent_id()
+        files = Path("runs").glob(f"{recipe.name}-*/{_STARTER}")
+        same = [file.parent for file in files if file.read_text(encoding="utf-8") == starter]
+        run_dir = max(same, default=None)
+    if run_dir is None or not (run_dir / _RECIPE).exists():
+        return None
+    check_not_in_training(run_dir)
+    before = read_recipe(run_dir, argument="run_dir")
+    if before != recipe:
+        raise UsageError(
+            f"`run_dir` (={run_dir}) holds another training ({_difference(before, recipe)}): give"
+            f" the same flags, continue it with `allstep train --resume {run_dir}`, or choose"
+            " another folder."
+        )
+    return run_dir
+
+
+def _difference(before: AnyRecipe, recipe: AnyRecipe) -> str:
+    """The first field in which two recipes differ."""
+    if before.name != recipe.name:
+        return f"recipe {before.name}, not {recipe.name}"
+    values = ((f.name, getattr(before, f.name), getattr(recipe, f.name)) for f in fields(recipe))
+    return next(f"{name} {old}, not {new}" for name, old, new in values if old != new)
 
 
 def _mkdir(path: Path, *, exist_ok: bool) -> None:

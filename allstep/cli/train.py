@@ -6,10 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from allstep.cli import run_folder
 from allstep.cli.flags import read_flags
+from allstep.cli.hosts import HELP, HostOptions, split_host_options
+from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
 from allstep.comm import Communicator
 from allstep.env import read_launch
@@ -27,9 +29,14 @@ from allstep.recipes import (
 _USAGE = """\
 usage: allstep train RECIPE [--workers N] [--run-dir DIR] [--large-batch NAME] [flags of the recipe]
        allstep train RECIPE --help
+       allstep train RECIPE --run-dir DIR --resume auto ...
        allstep train --resume RUN [--workers N]
+       allstep train ... --hosts HOST:N,HOST:N [flags of hosts]
 
-recipes: {recipes}"""
+recipes: {recipes}
+
+flags of hosts:
+{hosts}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,10 @@ class LaunchOptions:
     run_dir: Path | None = None
     """Folder for checkpoints and metrics; by default runs/RECIPE-DATE-TIME."""
 
+    resume: Literal["auto"] | None = None
+    """auto: go on with the run in `run_dir` if there is one, else begin it there. torchrun's
+    restarts do so by themselves."""
+
     large_batch: str | None = None
     """A published large-batch recipe, rescaled to this batch and these epochs: goyal_1h,
     akiba_15min, lars_32k, lamb_imagenet, lamb_bert_76min or lamb_fashion. Flags that you give
@@ -50,11 +61,18 @@ class LaunchOptions:
 
 def run(arguments: list[str]) -> int:
     """Trains the named recipe, or continues the run given with `--resume`."""
-    if any(a == "--resume" or a.startswith("--resume=") for a in arguments):
+    hosts, arguments = split_host_options(arguments)
+    if hosts is not None:
+        return _train_on_hosts(hosts, arguments)
+    resumed = _resumed(arguments)
+    if resumed is not None and (resumed != "auto" or arguments[0].startswith("-")):
         return _resume(arguments)
     if not arguments or arguments[0].startswith("-"):
         is_help = bool(arguments) and arguments[0] in ("-h", "--help")
-        print(_USAGE.format(recipes=", ".join(REGISTRY)), file=None if is_help else sys.stderr)
+        print(
+            _USAGE.format(recipes=", ".join(REGISTRY), hosts=HELP),
+            file=None if is_help else sys.stderr,
+        )
         return 0 if is_help else 2
     options, recipe = read_command_line(*arguments)
     recipe.check()
@@ -62,11 +80,50 @@ def run(arguments: list[str]) -> int:
         with speaking_once():
             print(description)
     num_workers = num_workers_to_start(options.workers)
-    run_dir = None
+    run_dir, resume = None, False
     if read_launch().rank == 0:  # which alone touches the disk
-        run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
-        run_folder.write_recipe(run_dir, recipe)
-    return _train_on(num_workers, run_dir, resume=False)
+        run_dir, resume = _open_run(options, recipe)
+    return _train_on(num_workers, run_dir, resume=resume)
+
+
+def _resumed(arguments: Sequence[str]) -> str | None:
+    """The value of `--resume`, if it is given; empty if it has none."""
+    for number, word in enumerate(arguments):
+        name, has_value, value = word.partition("=")
+        if name == "--resume":
+            following = "".join(arguments[number + 1 : number + 2])
+            return value if has_value else following
+    return None
+
+
+def _open_run(options: LaunchOptions, recipe: AnyRecipe) -> tuple[Path, bool]:
+    """The run's folder, and whether to go on with what is there."""
+    launch = read_launch()
+    if options.resume is not None and options.run_dir is None:
+        raise UsageError(
+            f"`resume` (={options.resume}) needs the run's folder: give `--run-dir DIR`, the same"
+            " each time."
+        )
+    if options.resume is not None or launch.attempt:
+        found = run_folder.find_run(recipe, options.run_dir)
+        if found is not None:
+            print(f"{found} is continued", flush=True)
+            return found, True
+    run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
+    run_folder.write_recipe(run_dir, recipe)
+    return run_dir, False
+
+
+def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
+    """Trains on workers of other hosts, which read the command line again."""
+    if not arguments:
+        raise UsageError("Name the recipe: allstep train digits --hosts alpha:2,beta:1.")
+    paths: list[str] = []
+    if not arguments[0].startswith("-"):
+        _, recipe = read_command_line(*arguments)  # a mistake is told before anything starts
+        values = (getattr(recipe, field.name) for field in fields(recipe))
+        paths = [str(value) for value in values if isinstance(value, Path)]
+    return run_on_hosts(hosts, ["-m", "allstep", "train", *arguments], paths=paths)
 
 
 def read_command_line(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
@@ -138,17 +195,25 @@ def _resume(arguments: list[str]) -> int:
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
             f" {known.resume}/recipe.json. Only `--workers` may differ."
         )
+    if str(known.resume) == "auto":
+        raise UsageError(
+            "`resume` (=auto) needs a recipe and the run's folder: allstep train digits --run-dir"
+            " DIR --resume auto."
+        )
+    num_workers = num_workers_to_start(known.workers)
+    if read_launch().rank > 0:  # the folder is rank 0's, which locks it for all
+        return _train_on(num_workers, None, resume=True)
     recipe = run_folder.read_recipe(known.resume, argument="resume")
-    if read_launch().rank == 0:  # which locks the folder for all
-        run_folder.check_not_in_training(known.resume)
-    if isinstance(recipe, Recipe) and _tell_that_it_is_finished(known.resume, recipe):
-        return 0
+    run_folder.check_not_in_training(known.resume)
     recipe.check()
-    return _train_on(num_workers_to_start(known.workers), known.resume, resume=True)
+    return _train_on(num_workers, known.resume, resume=True)
 
 
-def _tell_that_it_is_finished(run_dir: Path, recipe: Recipe) -> bool:
+def _tell_that_it_is_finished(run_dir: Path) -> bool:
     """Prints what can be done with a run that has no step left; whether it is one."""
+    recipe = run_folder.read_recipe(run_dir, argument="resume")
+    if not isinstance(recipe, Recipe):
+        return False
     step = run_folder.finished_step(run_dir, recipe)
     if step is None:
         return False
@@ -166,16 +231,24 @@ def _tell_that_it_is_finished(run_dir: Path, recipe: Recipe) -> bool:
 def _train_on(num_workers: int | None, run_dir: Path | None, *, resume: bool) -> int:
     """Trains; says how to continue if workers that were started didn't come to their end."""
     folder = None if run_dir is None else str(run_dir)
+    is_over = resume and run_dir is not None and _tell_that_it_is_finished(run_dir)
     if num_workers is None:
-        return _join_workers(folder, resume)
+        return _join_workers(folder, resume, is_over)
+    if is_over:
+        return 0
     code = run_on_workers(num_workers, train_worker, folder=folder, resume=resume)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
         print(_advice(run_dir, num_workers), file=sys.stderr)
     return code
 
 
-def _join_workers(folder: str | None, resume: bool) -> int:
-    """Trains as one of another launcher's workers, which does not know how to continue."""
+def _join_workers(folder: str | None, resume: bool, is_over: bool) -> int:
+    """Trains as one of another launcher's workers, which does not know how to continue.
+
+    Args:
+        folder, resume, is_over: what rank 0 says counts: the run's folder, whether to go on with
+            it, and whether there is nothing left to do.
+    """
     launcher = read_launch().launcher
     known: list[str] = []
 
@@ -184,8 +257,11 @@ def _join_workers(folder: str | None, resume: bool) -> int:
         return f"{_advice(Path(known[0]), 1)} (with {launcher}, as before)" if known else ""
 
     def work(comm: Communicator) -> int:
-        known.append(comm.broadcast_object(folder))
-        code = train_worker(comm, folder, resume)
+        shared, goes_on, has_ended = comm.broadcast_object((folder, resume, is_over))
+        if has_ended:
+            return 0
+        known.append(shared)
+        code = train_worker(comm, folder, goes_on)
         if comm.rank == 0 and code not in (0, 2) and not run_folder.has_report(Path(known[0])):
             print(advice(), file=sys.stderr)
         return code

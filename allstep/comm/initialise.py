@@ -21,6 +21,7 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.failures import explained, translated
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire, backend_name
+from allstep.comm.interfaces import choose_interface
 from allstep.comm.missing import RankNames
 from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
@@ -151,8 +152,8 @@ def _join_launch(
     meeting = ThreadWork.start(partial(_meet, launch, device, timeout_s, rendezvous), "`init`")
     try:
         names = meeting.wait(timeout_s + _GRACE_S)
-    except CommunicationError:
-        if not meeting.is_completed():
+    except (CommunicationError, UsageError) as error:
+        if isinstance(error, CommunicationError) and not meeting.is_completed():
             raise rendezvous.late() from None
         if launch.rank == 0:
             time.sleep(_GRACE_S)  # the others hear of it from the store that is served here
@@ -206,6 +207,8 @@ def _meet(
         store = PrefixStore(f"allstep/init/{launch.attempt}/{next(_meetings)}", served)
         rendezvous.doing = "the store of the workers does not answer; rank 0 may have stopped"
         places = call_roll(store, launch, Place.own(device), rendezvous.deadline_s, timeout_s)
+        rendezvous.doing = "all workers came, but not all said by which address they are reached"
+        choose_interface(store, launch, places, rendezvous.deadline_s)
     names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
     check_own_devices(places)
     backend = backend_name(device)

@@ -1,5 +1,7 @@
 """Where workers that a launcher has started find each other."""
 
+import logging
+import math
 import os
 import re
 import socket
@@ -13,9 +15,11 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.comm.agreement import digest
-from allstep.env import Launch
+from allstep.comm.roll_call import NOTICE_S
+from allstep.env import Launch, address_towards, is_loopback
 from allstep.errors import CollectiveTimeoutError, UsageError
 
+_logger = logging.getLogger("allstep")
 _POLL_S = 0.01
 _RETRY_S = 0.1
 _RESOLVE_S = 10.0  # a name server may learn a new host's name only now
@@ -28,16 +32,24 @@ class Rendezvous:
         launch: says who this worker is.
         timeout_s: how long to wait for the others.
         folder: for files, on one node; None for the system's folder of temporary files.
+        notice_s: after how long it says once that it can't reach the store.
 
     Attributes:
         doing: what it waits for, in words; another thread may read it.
         deadline_s: of `time.monotonic()`.
     """
 
-    def __init__(self, launch: Launch, timeout_s: float, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        timeout_s: float,
+        folder: Path | None = None,
+        notice_s: float = NOTICE_S,
+    ) -> None:
         self._launch = launch
         self._timeout_s = timeout_s
         self._folder = folder or Path(tempfile.gettempdir())
+        self._notice_s = notice_s
         self._file: Path | None = None
         self.doing = "it had not begun"
         self.deadline_s = time.monotonic() + timeout_s
@@ -81,6 +93,7 @@ class Rendezvous:
         """Joins the store at a known address, as soon as somebody listens there."""
         self._resolve(host, port)
         served = "the launcher's store" if self._launch.has_store else "rank 0"
+        notice_at_s = time.monotonic() + self._notice_s
         while True:
             left_s = self.deadline_s - time.monotonic()
             if left_s <= 0:
@@ -93,6 +106,11 @@ class Rendezvous:
                     f"{served} can't be reached at {host}:{port} ({error.strerror or error}); see "
                     "whether it failed, and whether MASTER_ADDR and MASTER_PORT are its address"
                 )
+                self._refuse_loopback(host, port, error)
+                if time.monotonic() >= notice_at_s:
+                    notice_at_s = math.inf
+                    rank = self._launch.rank
+                    _logger.warning("`init` on rank %d still waits: %s", rank, self.doing)
             time.sleep(_RETRY_S)
         self.doing = (
             f"{host}:{port} accepts connections but does not answer as {served}: it was stopped, "
@@ -103,6 +121,20 @@ class Rendezvous:
             return self._store(host, port, is_server=False)
         except RuntimeError as error:
             raise self.late() from error
+
+    def _refuse_loopback(self, host: str, port: int, error: OSError) -> None:
+        """The launcher's store was there before the workers; another node's is not at loopback."""
+        launch = self._launch
+        if not launch.has_store or launch.node_rank == 0:
+            return
+        own = address_towards(host, port)
+        if is_loopback(own):
+            raise UsageError(
+                f"MASTER_ADDR (={host!r}) is {own} on {socket.gethostname()}, its own loopback "
+                f"interface, but rank 0 is on another of {launch.num_nodes} nodes "
+                f"({error.strerror}). Start torchrun on the first node with --local-addr ADDRESS, "
+                "one that the other nodes reach, or on all with --master-addr ADDRESS."
+            ) from error
 
     def _store(self, host: str, port: int, *, is_server: bool) -> TCPStore:
         return TCPStore(

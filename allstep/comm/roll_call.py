@@ -7,6 +7,7 @@ on with too few, with one too many or with another job's workers.
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
@@ -22,10 +23,12 @@ from allstep.comm.places import Place
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 
+NOTICE_S = 10.0  # after which a wait is spoken of
 _POLL_S = 0.02
 _NUM_WRITTEN = "num_written"
 _VERDICT = "verdict"
 _MOST = 8  # workers that an error names
+_logger = logging.getLogger("allstep")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,12 @@ class _Verdict:
 
 
 def call_roll(
-    store: Store, launch: Launch, place: Place, deadline_s: float, timeout_s: float
+    store: Store,
+    launch: Launch,
+    place: Place,
+    deadline_s: float,
+    timeout_s: float,
+    notice_s: float = NOTICE_S,
 ) -> list[Place]:
     """Waits for all workers of a launch; returns where they run, by rank. [Note: roll call]
 
@@ -82,6 +90,7 @@ def call_roll(
         place: where it runs.
         deadline_s: of `time.monotonic()`.
         timeout_s: what was allowed, for errors.
+        notice_s: how often rank 0 says for whom it waits.
 
     Raises:
         CollectiveTimeoutError: if not all have come by then; names them.
@@ -95,7 +104,7 @@ def call_roll(
     else:
         store.set(_key(launch.rank), json.dumps(asdict(own)))
         store.add(_NUM_WRITTEN, 1)
-        verdict = _wait_for_verdict(store, launch, own, deadline_s, timeout_s)
+        verdict = _wait_for_verdict(store, launch, own, deadline_s, timeout_s, notice_s)
     if not verdict.error:
         verdict = replace(verdict, error=_difference(_Claim.read(store, 0), own))
     if verdict.error:
@@ -105,11 +114,16 @@ def call_roll(
 
 
 def _wait_for_verdict(
-    store: Store, launch: Launch, own: _Claim, deadline_s: float, timeout_s: float
+    store: Store,
+    launch: Launch,
+    own: _Claim,
+    deadline_s: float,
+    timeout_s: float,
+    notice_s: float,
 ) -> _Verdict:
     """What came of the roll call, or this worker's own word if that is the first."""
     if launch.rank == 0:
-        verdict = _judge(store, launch.size, own, deadline_s)
+        verdict = _judge(store, launch.size, own, deadline_s, notice_s)
     else:
         verdict = None
         if _has_come(store, _VERDICT, deadline_s):
@@ -123,10 +137,13 @@ def _publish(store: Store, verdict: _Verdict) -> _Verdict:
     return _Verdict(**json.loads(text))
 
 
-def _judge(store: Store, size: int, own: _Claim, deadline_s: float) -> _Verdict | None:
+def _judge(
+    store: Store, size: int, own: _Claim, deadline_s: float, notice_s: float
+) -> _Verdict | None:
     """Rank 0's part; None if it is over because of the time, or by another's word."""
     claims = {0: own}
-    num_seen = 0
+    num_seen = num_notices = 0
+    start_s = time.monotonic()
     while len(claims) < size:
         num_written = store.add(_NUM_WRITTEN, 0)
         for rank in (
@@ -148,6 +165,18 @@ def _judge(store: Store, size: int, own: _Claim, deadline_s: float) -> _Verdict 
                     "See what it failed at, and start all again.",
                     kind=PeerLostError.__name__,
                 )
+        if time.monotonic() - start_s >= (num_notices + 1) * notice_s:
+            num_notices += 1
+            missing = listed([rank for rank in range(size) if rank not in claims])
+            hosts = sorted({claim.place.host for claim in claims.values()})
+            _logger.warning(
+                "`init` has waited %g s for %s; %d of %d workers came, on %s",
+                num_notices * notice_s,
+                missing,
+                len(claims),
+                size,
+                ", ".join(hosts[:_MOST]),
+            )
         time.sleep(_POLL_S)  # a wait would print a warning each time that it ends
     return _Verdict(places=[astuple(claims[rank].place) for rank in range(size)])
 

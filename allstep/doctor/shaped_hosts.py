@@ -46,6 +46,11 @@ class ShapedHosts:
         self._switch = f"allstep-{os.getpid()}-switch"
         self._hosts = [f"allstep-{os.getpid()}-{i}" for i in range(num_hosts)]
 
+    @property
+    def namespaces(self) -> list[str]:
+        """The names of the hosts' network namespaces."""
+        return list(self._hosts)
+
     def commands(self, command: Sequence[str], variables: Mapping[str, object]) -> list[list[str]]:
         """A command for each host, as rank i of as many, as torchrun would start it."""
         size = len(self._hosts)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -38,6 +39,26 @@ def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where torchrun's agent looks for what made this worker fail; None without an agent."""
     path = Variables(os.environ if environ is None else environ).text("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path is not None else None
+
+
+def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """What is the same each time that torchrun's agent starts this worker again, and only then.
+
+    Returns:
+        A text for comparing; None if no agent has started this process.
+
+    >>> read_agent_id({}) is None
+    True
+    """
+    run_id = Variables(os.environ if environ is None else environ).text("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    pid = os.getppid()
+    try:
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # it may be someone else's, or gone
+        start = "?"
+    return f"{run_id} {socket.gethostname()} {pid} {start}"
 
 
 def environment_of_worker(

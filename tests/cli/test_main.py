@@ -191,7 +191,8 @@ def test_a_run_folder_that_is_taken(said):
     message = said("train", "digits", "--run-dir", str(run_dir), "--workers", "2")
     assert message == (
         "error: `run_dir` (=runs/a) holds a run already: continue it with"
-        " `allstep train --resume runs/a`, or choose another folder."
+        " `allstep train --resume runs/a`, or choose another folder; `--resume auto` does"
+        " whichever fits."
     )
 
 

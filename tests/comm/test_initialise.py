@@ -296,6 +296,23 @@ def test_a_port_where_nobody_listens_is_named(free_port):
         connect(by_hand(1, 2, free_port), 1)
 
 
+def test_a_wait_for_a_store_is_spoken_of(free_port, caplog):
+    meeting = Rendezvous(by_hand(1, 2, free_port), 0.5, notice_s=0.05)
+    with pytest.raises(CollectiveTimeoutError):
+        meeting.connect()
+    [warning] = caplog.messages
+    assert warning.startswith("`init` on rank 1 still waits: rank 0 can't be reached at 127.0.0.1")
+
+
+def test_a_wait_for_a_worker_is_spoken_of(caplog):
+    soon_s = time.monotonic() + 0.5
+    with pytest.raises(CollectiveTimeoutError):
+        call_roll(dist.HashStore(), launch(0, 3), Place.own(), soon_s, 0.5, notice_s=0.05)
+    assert re.fullmatch(
+        r"`init` has waited 0.05 s for ranks 1, 2; 1 of 3 workers came, on .+", caplog.messages[0]
+    )
+
+
 def test_init_ends_in_time_where_a_port_accepts_and_says_nothing(monkeypatch):
     with listener() as port:
         for name, value in HAND.items() | {("MASTER_PORT", str(port))}:

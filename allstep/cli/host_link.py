@@ -1,0 +1,147 @@
+"""A connection by the system's ssh to `allstep host` on a host."""
+
+import contextlib
+import json
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from allstep.errors import UsageError
+
+_BEAT_S = 5.0
+_ASK_S = 60.0
+_CLOSE_S = 2.0
+_LAST_LINES = 5
+# No questions to a person; an end within about 20 s where the host or the network is gone.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+
+# What comes of a host: its number, and a line, its command's exit code, or what ssh said last.
+Event = tuple[int, str, Any]
+
+
+class HostLink:
+    """One host, over ssh; see [Note: host protocol].
+
+    Args:
+        number, name: of the host.
+        ssh: the ssh command and its options.
+        folder: to be in there.
+        python: the interpreter there.
+        events: takes what the host's command prints, and its end.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        ssh: Sequence[str],
+        folder: str,
+        python: str,
+        events: "queue.Queue[Event]",
+    ) -> None:
+        self.name = name
+        self._number = number
+        self._events = events
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._errors: list[str] = []
+        self._lock = threading.Lock()
+        command = f"cd {shlex.quote(folder)} && exec {shlex.quote(python)} -m allstep host"
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        self._process = subprocess.Popen(
+            [*ssh, *options, "-T", name, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is handed on in order
+        )
+        self._error_thread = threading.Thread(target=self._read_errors, daemon=True)
+        self._threads = [self._error_thread, threading.Thread(target=self._read, daemon=True)]
+        for thread in self._threads:
+            thread.start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def ask(self, question: str, **details: Any) -> dict[str, Any]:
+        """What the host answers.
+
+        Raises:
+            UsageError: if it can't be reached; with what ssh or the host's shell said.
+        """
+        self.send(ask=question, **details)
+        try:
+            answer = self._answers.get(timeout=_ASK_S)
+        except queue.Empty:
+            answer = None
+        if answer is None:
+            raise UsageError(
+                f"`hosts`: {self.name} can't be used ({self.last_words()}); see whether "
+                f"`ssh {self.name} true` works without a password, and whether the same folder and "
+                "Python are there (`--remote-dir`, `--python`)."
+            )
+        found: dict[str, Any] = answer
+        return found
+
+    def send(self, **message: Any) -> None:
+        """Sends a message, if anybody is there."""
+        assert self._process.stdin is not None
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def last_words(self) -> str:
+        """What ssh or the host's shell has said last."""
+        self._error_thread.join(1.0)
+        return "; ".join(self._errors[-_LAST_LINES:]) or "it does not answer"
+
+    def close(self) -> None:
+        """Ends the connection, and so what runs there."""
+        with contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        for thread, stream in zip(
+            self._threads, (self._process.stderr, self._process.stdout), strict=True
+        ):
+            thread.join(_CLOSE_S)  # longer only if something that ssh left holds the pipe
+            if stream is not None and not thread.is_alive():
+                stream.close()
+
+    def _beat(self) -> None:
+        while self._process.poll() is None:
+            self.send()
+            time.sleep(_BEAT_S)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if line.strip():
+                self._errors.append(line.strip())
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            try:
+                message = json.loads(text)
+            except ValueError:  # what a shell's start-up file prints
+                message = {"line": text.rstrip("\n")}
+            if not isinstance(message, dict):
+                message = {"line": text.rstrip("\n")}
+            if "answer" in message:
+                self._answers.put(message["answer"])
+            elif "line" in message:
+                self._events.put((self._number, "line", message["line"]))
+            elif "ended" in message:
+                self._events.put((self._number, "ended", message["ended"]))
+        self._process.wait()
+        self._answers.put(None)
+        self._events.put((self._number, "lost", self._process.returncode))

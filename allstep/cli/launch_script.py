@@ -1,0 +1,34 @@
+"""`allstep launch --hosts alpha:2,beta:1 -- script.py ...`: a user's script on several hosts."""
+
+import sys
+
+from allstep.cli.hosts import HELP, split_host_options
+from allstep.cli.run_on_hosts import run_on_hosts
+from allstep.errors import UsageError
+
+_USAGE = f"""\
+usage: allstep launch --hosts HOST:N,HOST:N [options] -- SCRIPT.py [arguments]
+
+Runs a script, which calls allstep.init or torch.distributed itself, as torchrun would.
+
+{HELP}"""
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a script as one worker of each rank on the hosts."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE, file=None if arguments else sys.stderr)
+        return 0 if arguments else 2
+    options, rest = split_host_options(arguments)
+    if options is None:
+        raise UsageError(
+            "`hosts` is missing: allstep launch --hosts alpha:2,beta:1 -- script.py; on one machine"
+            " torchrun --nproc-per-node N script.py starts it."
+        )
+    command = rest[1:]
+    if not rest or rest[0] != "--" or not command:
+        raise UsageError(
+            f"`launch` (={' '.join(rest)}): give the script behind `--`: allstep launch --hosts"
+            " alpha:2,beta:1 -- script.py --its-own flags"
+        )
+    return run_on_hosts(options, command, files=command[:1])

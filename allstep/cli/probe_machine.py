@@ -1,0 +1,108 @@
+"""What a host has and how fast it is, for `allstep doctor`; without torch."""
+
+import hashlib
+import os
+import resource
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from allstep.env import is_loopback, make_room
+
+_SIDE = 192
+_REPEATS = 7
+_DISK_BYTES = 16 << 20
+_SHARED = Path("/dev/shm")
+
+
+def probe_machine(num_descriptors: int, port: int | None, folder: str) -> dict[str, Any]:
+    """Readings of this host, as plain data.
+
+    Args:
+        num_descriptors: open files and connections that a worker will need.
+        port: that rank 0 shall listen on; None for any.
+        folder: in which the run is written.
+    """
+    return {
+        "name_address": _address_of_own_name(),
+        "time_s": time.time(),
+        "num_descriptors": make_room(num_descriptors),
+        "stack_bytes": _soft_limit(resource.RLIMIT_STACK),
+        "num_processes": _soft_limit(resource.RLIMIT_NPROC),
+        "shared_bytes": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
+        "is_port_taken": port is not None and is_port_taken(port),
+        "disk_bytes_per_s": measure_disk(Path(folder)),
+        "cores": measure_cores(),
+    }
+
+
+def _address_of_own_name() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def is_own_name_loopback(address: str) -> bool:
+    """Whether a host's name leads to itself only; an unknown name does not."""
+    return bool(address) and is_loopback(address)
+
+
+def _soft_limit(kind: int) -> int | None:
+    """None where there is no limit."""
+    limit, _ = resource.getrlimit(kind)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def is_port_taken(port: int) -> bool:
+    """Whether nobody else may listen there.
+
+    >>> with socket.create_server(("", 0)) as server:
+    ...     is_port_taken(server.getsockname()[1])
+    True
+    """
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return True
+    return False
+
+
+def measure_disk(folder: Path) -> float:
+    """Bytes a second that reach the disk under a folder."""
+    path = folder / f".allstep-doctor-{os.getpid()}"
+    start_s = time.monotonic()
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_DISK_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+    return _DISK_BYTES / (time.monotonic() - start_s)
+
+
+def measure_cores() -> dict[int, tuple[float, str]]:
+    """Core -> the shortest time of a matrix product there, and the digest of what came out."""
+    before = os.sched_getaffinity(0)
+    random = np.random.default_rng(0)
+    left, right = (random.standard_normal((_SIDE, _SIDE)) for _ in range(2))
+    found = {}
+    try:
+        for core in sorted(before):
+            os.sched_setaffinity(0, {core})
+            times_s, digests = [], set()
+            for _ in range(_REPEATS):
+                start_s = time.thread_time()
+                # No library of its own threads: each core does the same operations.
+                product = np.einsum("ij,jk->ik", left, right)
+                times_s.append(time.thread_time() - start_s)
+                digests.add(hashlib.sha256(product.tobytes()).hexdigest()[:12])
+            found[core] = (min(times_s), "/".join(sorted(digests)))
+    finally:
+        os.sched_setaffinity(0, before)
+    return found

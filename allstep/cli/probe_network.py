@@ -1,0 +1,123 @@
+"""What the network between two hosts does to messages; one serves, the other asks.
+
+Runs in `allstep host` and does not import torch.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+_CONNECT_S = 5.0
+_ECHO_S = 5.0
+_LARGE_BYTES = 64 << 10
+_STREAM_BYTES = 16 << 20
+_STREAM_S = 3.0
+_NUM_DATAGRAMS = 400
+_DATAGRAM_S = 3.0  # of silence, on a busy machine too
+
+
+class EchoServer:
+    """Sends back what it gets, on a port for streams and one for datagrams, until it is closed."""
+
+    def __init__(self) -> None:
+        self._streams = socket.create_server(("", 0))
+        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._datagrams.bind(("", 0))
+        self.ports = (self._streams.getsockname()[1], self._datagrams.getsockname()[1])
+        for work in (self._accept, self._return_datagrams):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                stream, _ = self._streams.accept()
+                threading.Thread(target=_answer, args=(stream,), daemon=True).start()
+
+    def _return_datagrams(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                content, sender = self._datagrams.recvfrom(2048)
+                self._datagrams.sendto(content, sender)
+
+    def close(self) -> None:
+        self._streams.close()
+        self._datagrams.close()
+
+
+def _answer(stream: socket.socket) -> None:
+    """Says after each message of a length, which comes first, that all of it has come."""
+    with contextlib.suppress(OSError), stream:
+        while head := stream.recv(8, socket.MSG_WAITALL):
+            left = int.from_bytes(head, "big")
+            while left:
+                left -= len(stream.recv(min(left, 1 << 20))) or left
+            stream.sendall(b"\1")
+
+
+def probe(address: str, stream_port: int, datagram_port: int) -> dict[str, Any]:
+    """What this host finds of another that serves.
+
+    Returns:
+        error: why no connection comes about, else empty; is_large_lost: small messages arrive and
+        large ones don't; latency_s, rate_bps: of a stream; loss: share of datagrams, there or back.
+    """
+    found: dict[str, Any] = {"error": "", "is_large_lost": False, "latency_s": None}
+    found |= {"rate_bps": None, "loss": None}
+    try:
+        stream = socket.create_connection((address, stream_port), _CONNECT_S)
+    except OSError as error:
+        return found | {"error": error.strerror or str(error)}
+    with stream:
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.settimeout(_ECHO_S)
+        try:
+            found["latency_s"] = min(_send(stream, 8) for _ in range(20))
+        except OSError as error:
+            return found | {"error": str(error)}
+        try:
+            _send(stream, _LARGE_BYTES)
+        except OSError:
+            return found | {"is_large_lost": True}
+        found["rate_bps"] = _measure_rate_bps(stream)
+    found["loss"] = _measure_loss(address, datagram_port)
+    return found
+
+
+def _send(stream: socket.socket, num_bytes: int) -> float:
+    """Seconds until the other end has all of a message."""
+    start_s = time.monotonic()
+    stream.sendall(num_bytes.to_bytes(8, "big") + bytes(num_bytes))
+    if not stream.recv(1):
+        raise OSError("the other end closed the connection")
+    return time.monotonic() - start_s
+
+
+def _measure_rate_bps(stream: socket.socket) -> float:
+    """Bits a second that arrive; of messages that take long enough to tell."""
+    stream.settimeout(20 * _STREAM_S)
+    num_bytes = 1 << 18
+    while True:
+        time_s = _send(stream, num_bytes)
+        if time_s > _STREAM_S / 10 or num_bytes >= _STREAM_BYTES:
+            return 8 * num_bytes / time_s
+        num_bytes *= 4
+
+
+def _measure_loss(address: str, port: int) -> float:
+    """The share of datagrams that don't come back, sent slowly enough for any link."""
+    missing = {os.urandom(8) for _ in range(_NUM_DATAGRAMS)}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
+        probing.connect((address, port))
+        for token in list(missing):
+            probing.send(token)
+            probing.settimeout(0.002)
+            with contextlib.suppress(OSError):
+                missing.discard(probing.recv(64))
+        probing.settimeout(_DATAGRAM_S)
+        with contextlib.suppress(OSError):
+            while missing:
+                missing.discard(probing.recv(64))
+    return len(missing) / _NUM_DATAGRAMS

@@ -1,0 +1,53 @@
+"""What is told to, and known of, the workers of another host."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from allstep.env.variables import Variables
+from allstep.env.worker import forget_launch
+from allstep.errors import UsageError
+
+# Carried to other hosts without being asked, where they are set.
+CARRIED = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG")
+_LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+
+
+def read_carried(wanted: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that all hosts' workers get from here.
+
+    Args:
+        wanted: `NAME`, or `NAME=VALUE`, beyond `CARRIED`.
+        environ: variables to read; the process's own if None.
+
+    Raises:
+        UsageError: if one of `wanted` has no value.
+
+    >>> read_carried(["A", "B=2"], {"A": "1", "C": "3"})
+    {'A': '1', 'B': '2'}
+    """
+    variables = os.environ if environ is None else environ
+    found = {name: variables[name] for name in CARRIED if name in variables}
+    for item in wanted:
+        name, is_given, value = item.partition("=")
+        if not is_given and name not in variables:
+            raise UsageError(f"`env` (={item}) is not set here; set it, or give {name}=VALUE.")
+        found[name] = value if is_given else variables[name]
+    return found
+
+
+def environment_of_agent(carried: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables for torchrun's agent, whose workers mark lines with their ranks."""
+    environ = dict(os.environ)
+    forget_launch(environ)
+    return environ | {"PYTHONUNBUFFERED": "1", _LINE_PREFIX: "[rank ${rank}] "} | dict(carried)
+
+
+def read_ssh_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """This host's address as whoever came by ssh has reached it; None if nobody did.
+
+    >>> read_ssh_address({"SSH_CONNECTION": "10.0.0.9 51234 10.0.0.1 22"})
+    '10.0.0.1'
+    """
+    text = Variables(os.environ if environ is None else environ).text("SSH_CONNECTION")
+    words = (text or "").split()
+    return words[2] if len(words) == 4 else None

@@ -1,0 +1,205 @@
+"""`allstep doctor`: faults that are planted are named, and nothing else."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allstep.cli.doctor import find_faults
+from allstep.cli.main import main
+from tests.helpers.named_hosts import NamedHosts, named_hosts, torchrun
+
+ROOT = Path(__file__).parents[2]
+CORES = {str(core): [1e-3, "a1"] for core in range(4)}
+SOUND: dict[str, Any] = {
+    "python": "3.11.7",
+    "torch": "2.13.0",
+    "allstep": "0.1.0",
+    "code": "abc",
+    "name_address": "10.0.0.1",
+    "skew_s": 0.01,
+    "num_descriptors": 1000,
+    "stack_bytes": 8 << 20,
+    "num_processes": None,
+    "shared_bytes": 8 << 30,
+    "is_port_taken": False,
+    "disk_bytes_per_s": 1e8,
+    "cores": CORES,
+}
+LINK = {"error": "", "is_large_lost": False, "latency_s": 1e-4, "rate_bps": 9e8, "loss": 0.0}
+HOSTS = ("alpha", "beta", "gamma")
+
+
+def faults(
+    beta: dict[str, Any] | None = None, links: dict[tuple[str, str], dict[str, Any]] | None = None
+) -> list[tuple[str, str]]:
+    """What is found if beta, or some links, differ from sound ones."""
+    readings = {host: SOUND | ((beta or {}) if host == "beta" else {}) for host in HOSTS}
+    pairs = {(one, other): LINK for one in HOSTS for other in HOSTS if one != other}
+    pairs |= {pair: LINK | changed for pair, changed in (links or {}).items()}
+    return [(f.fault, f.where) for f in find_faults(readings, pairs, num_workers=16)]
+
+
+def test_sound_hosts_have_no_faults() -> None:
+    assert faults() == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"name_address": "127.0.1.1"}, "name is loopback"),
+        ({"num_descriptors": 100}, "limit of open files"),
+        ({"stack_bytes": 64 << 10}, "limit of stacks"),
+        ({"num_processes": 100}, "limit of processes"),
+        ({"shared_bytes": 64 << 20}, "shared memory"),
+        ({"skew_s": 30.0}, "clock"),
+        ({"disk_bytes_per_s": 1e6}, "slow disk"),
+        ({"torch": "2.12.0"}, "versions"),
+        ({"code": "abd"}, "versions"),
+        ({"cores": CORES | {"2": [4e-3, "a1"]}}, "slow core"),
+        ({"cores": CORES | {"3": [1e-3, "ff"]}}, "lying core"),
+        ({"cores": {"0": [9e-3, "a1"], "1": [1e-3, "a1"]}}, "slow core"),
+    ],
+)
+def test_a_fault_of_a_host_is_named(changed: dict[str, Any], fault: str) -> None:
+    assert faults(changed) == [(fault, "beta")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"error": "timed out"}, "unreachable"),
+        ({"is_large_lost": True, "rate_bps": None, "loss": None}, "MTU"),
+        ({"loss": 0.05}, "packet loss"),
+    ],
+)
+def test_a_fault_of_a_link_is_named(changed: dict[str, Any], fault: str) -> None:
+    assert faults(links={("alpha", "gamma"): changed}) == [(fault, "alpha to gamma")]
+
+
+def test_a_slow_port_is_named_and_a_slow_link_to_it_is_not() -> None:
+    slow = {"rate_bps": 9e7}
+    links = {("beta", "alpha"): slow, ("beta", "gamma"): slow, ("alpha", "beta"): slow}
+    assert faults(links=links) == [("slow port", "beta")]
+
+
+def test_the_exit_code_and_json_of_one_host(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        code = main(["doctor", "--json", "--port", port])
+    assert code == 2
+    read = json.loads(capsys.readouterr().out)
+    assert "port taken" in [finding["fault"] for finding in read["findings"]]
+    [host] = read["hosts"].values()
+    assert len(host["cores"]) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.net
+@pytest.mark.process
+def test_limits_and_shared_memory_are_read_from_the_system() -> None:
+    plant = "mount -t tmpfs -o size=1m tmpfs /dev/shm && ulimit -n 64 && ulimit -s 512 && "
+    command = f"{plant} exec {sys.executable} -m allstep doctor --json"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if "mount" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 2, done.stderr
+    named = {finding["fault"] for finding in json.loads(done.stdout)["findings"]}
+    assert {"limit of open files", "limit of stacks", "shared memory"} <= named
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[NamedHosts]:
+    with named_hosts(3) as made:
+        yield made
+
+
+def examine(
+    hosts: NamedHosts, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, set[tuple[str, str]]]:
+    """Exit code and faults of the three hosts; a script stands for ssh, which others test."""
+    cases = "\n".join(
+        f"{name}) host={namespace} address={address};;"
+        for name, namespace, address in zip(
+            hosts.names, hosts.namespaces, hosts.addresses, strict=True
+        )
+    )
+    script = folder / "ssh"
+    script.write_text(
+        f'#!/bin/sh\nwhile [ "$1" = -o ]; do shift 2; done\ncase "$2" in\n{cases}\nesac\n'
+        'export SSH_CONNECTION="10.78.0.9 1 $address 22"\n'
+        'exec ip netns exec "$host" unshare --uts sh -c "hostname $2; $3"\n'
+    )
+    script.chmod(0o755)
+    line = ["doctor", "--hosts", "alpha,beta,gamma", "--ssh", str(script), "--json"]
+    code = main([*line, "--remote-dir", str(ROOT)])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    # How fast cores and disks of a machine are that others use, too, is no test.
+    return code, {
+        (f["fault"], f["where"]) for f in findings if f["fault"] not in ("slow core", "slow disk")
+    }
+
+
+@pytest.mark.net
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
+    hosts: NamedHosts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loopback = {("name is loopback", name) for name in hosts.names}
+    assert examine(hosts, tmp_path, capsys) == (0, loopback)
+    alpha, beta, gamma = hosts.addresses
+    rules = {
+        0: f"ip saddr {gamma} meta l4proto udp numgen random mod 5 == 0 drop",
+        1: f"ip saddr {alpha} ct state new tcp flags syn drop",
+        2: f"ip saddr {beta} ip length > 1000 drop",
+    }
+    chain = "add table inet t; add chain inet t in { type filter hook input priority 0; }; "
+    try:
+        for host, rule in rules.items():
+            hosts.run(host, "nft", f"{chain} add rule inet t in {rule}")
+    except (AssertionError, FileNotFoundError) as error:
+        pytest.skip(f"no nftables: {error}")
+    shape = ("rate", "20mbit", "burst", 32768, "latency", "100ms")
+    hosts.run(2, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+    code, found = examine(hosts, tmp_path, capsys)
+    assert code == 2
+    assert found - loopback == {
+        ("packet loss", "gamma to alpha"),
+        ("packet loss", "alpha to gamma"),  # the answers
+        ("unreachable", "alpha to beta"),
+        ("MTU", "beta to gamma"),
+        ("slow port", "gamma"),
+    }
+
+
+@pytest.mark.net
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_workers_of_torchrun_look_at_their_hosts(hosts: NamedHosts) -> None:
+    shape = ("rate", "20mbit", "burst", 32768, "latency", "100ms")
+    hosts.run(1, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+    flags = ("--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "alpha")
+    lines = [
+        torchrun(*flags, "--node-rank", host, "-m", "allstep", "doctor", "--json")
+        for host in (0, 1)
+    ]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (_, text), _ = hosts.outputs(lines, timeout_s=500, env=environ)
+    start, end = text.index('{\n  "findings"'), text.index("\n}\n") + 3
+    read = json.loads(text[start:end])
+    assert ("slow port", "beta (rank 2)") in {(f["fault"], f["where"]) for f in read["findings"]}
+    assert list(read["hosts"]) == ["alpha (rank 0)", "beta (rank 2)"]
+    assert len(read["links"]) == 2

@@ -1,0 +1,99 @@
+"""Runs that go on by themselves: `--resume auto`, and torchrun's restarts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allstep.cli import run_folder
+from allstep.cli.main import main
+from allstep.cli.train import read_command_line
+from tests.helpers.launched import Launched
+
+SHORT = ["--epochs", "1", "--warmup-epochs", "0"]
+LONG = ["--epochs", "8", "--log-every-steps", "1", "--width", "8"]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """The folder of a run that says it has come to its end."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    _, recipe = read_command_line("digits", *SHORT)
+    run_folder.write_recipe(run_dir, recipe)
+    report = {"interrupted": None, "num_epochs": 1, "num_steps": 15}
+    (run_dir / "report.json").write_text(json.dumps(report))
+    return run_dir
+
+
+def train(run_dir: Path, *flags: str) -> list[str]:
+    return ["train", "digits", "--run-dir", str(run_dir), "--resume", "auto", *flags]
+
+
+def test_a_finished_run_is_not_trained_again(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(train(finished, *SHORT)) == 0
+    printed = capsys.readouterr().out
+    assert f"{finished} is continued" in printed
+    assert f"{finished} finished at step 15" in printed
+
+
+def test_another_training_in_the_folder_is_refused(
+    finished: Path, refused: Callable[..., str]
+) -> None:
+    message = refused(*train(finished, "--epochs", "2", "--warmup-epochs", "0"))
+    assert "holds another training (epochs 1, not 2)" in message
+    message = refused("train", "fashion", *train(finished)[2:])
+    assert "holds another training (recipe digits, not fashion)" in message
+
+
+def test_a_restart_finds_the_run_of_its_own_agent_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, str(value))
+    _, recipe = read_command_line("digits", *SHORT)
+    monkeypatch.chdir(tmp_path)
+    made = run_folder.make_run_dir("digits", None)
+    assert run_folder.find_run(recipe, None) is None  # no recipe was written yet
+    run_folder.write_recipe(made, recipe)
+    assert run_folder.find_run(recipe, None) == made
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
+    assert run_folder.find_run(recipe, None) is None
+
+
+def test_auto_needs_a_recipe_and_a_folder(refused: Callable[..., str]) -> None:
+    assert "give `--run-dir DIR`" in refused("train", "digits", "--resume", "auto")
+    assert "needs a recipe" in refused("train", "--resume", "auto")
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "flags", [[], pytest.param(["--run-dir", "runs/run"], marks=pytest.mark.slow)]
+)
+def test_torchrun_goes_on_after_a_worker_was_killed(tmp_path: Path, flags: list[str]) -> None:
+    agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent += ["--max-restarts", "3", "-m", "allstep"]
+    run = Launched("-m", *agent, "train", "digits", *flags, *LONG, cwd=tmp_path)
+    run.wait_until(lambda: bool(list(tmp_path.glob("runs/*/checkpoints/step-*"))))
+    run.workers()[1].kill()
+    run.finish(within_s=300)
+    assert run.code == 0, run.errors
+    [run_dir] = (tmp_path / "runs").iterdir()
+    assert f"runs/{run_dir.name} is continued" in run.output
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["num_steps"] == 8 * 15 and report["interrupted"] is None
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_auto_begins_where_there_is_no_run(tmp_path: Path) -> None:
+    run = Launched("-m", "allstep", *train(tmp_path / "new", *SHORT), cwd=tmp_path)
+    run.finish(within_s=200)
+    assert run.code == 0, run.errors
+    assert "is continued" not in run.output
+    assert json.loads((tmp_path / "new" / "report.json").read_text())["num_steps"] == 15
