@@ -1,139 +1,119 @@
 """How far float32 rounding alone moves parameters when the number of workers changes.
 
-    python benchmarks/bench_rounding.py [--quick] [--fashion]
+    python benchmarks/bench_rounding.py [--quick]
 
-The same global batches in another order of summation: nothing else differs between the rows. The
-cases are the recipe `digits` (and `fashion`) as shipped but for `compression`, and `digits` under
-Adadelta at a rate of 1.0, falling by 0.7 an epoch, as in PyTorch's MNIST example. Workers are
-threads of one process. Prints the table of docs/tables/rounding.md and writes it there; the numbers
-themselves go to benchmarks/results/bench_rounding.json (with `--quick`: ..._quick.json, no docs).
+The same global batches in another order of summation: nothing else differs between the rows.
+Prints the table of docs/tables/rounding.md and writes it there; the numbers themselves go to
+benchmarks/results/bench_rounding.json (with `--quick`: ..._quick.json, and no docs).
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import write_results
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import allstep
 from allstep import Communicator
 from allstep.comm.threads import run_ranks
-from allstep.recipes import REGISTRY, Recipe
-from allstep.train import Task
-from allstep.train.run import Run
 
 DOCS = Path(__file__).parent.parent / "docs" / "tables" / "rounding.md"
-STEPS = (60, 600)  # and all
-WORKERS = {"fp32": (2, 3), "exact": (3,)}
-
-Change = Callable[[Recipe, Task], Task]
-
-
-def as_shipped(_: Recipe, task: Task) -> Task:
-    return task
+NUM_STEPS = (10, 40, 160)
+NUM_WORKERS = (2, 3, 4, 6)
+GLOBAL_BATCH, MICRO_BATCH = 96, 8
 
 
-def with_adadelta(recipe: Recipe, task: Task) -> Task:
-    """At the rate of PyTorch's MNIST example."""
-    assert hasattr(task.train_set, "__len__")
-    steps_per_epoch = recipe.steps_per_epoch(len(task.train_set))
-    return replace(
-        task,
-        optimizer=lambda model: torch.optim.Adadelta(model.parameters(), lr=1.0),
-        schedule=lambda step: 0.7 ** (step // steps_per_epoch),
-    )
+def digits(dtype: torch.dtype) -> TensorDataset:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=dtype).view(-1, 1, 8, 8) / 16
+    return TensorDataset(x, torch.tensor(labels))
 
 
-CASES: dict[str, tuple[str, dict[str, Any], Change]] = {
-    "digits": ("digits", {}, as_shipped),
-    "digits, Adadelta 1.0": ("digits", {"epochs": 40}, with_adadelta),
-    "fashion": ("fashion", {}, as_shipped),
-}
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1, stride=2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    ).to(dtype)
 
 
-def parameters_after(
-    case: str, compression: str, num_workers: int, num_steps: int | None
-) -> dict[str, Tensor]:
-    """Steps -> all parameters as one vector; "all" is the end of the training."""
-    name, fields, change = CASES[case]
-    recipe: Recipe = REGISTRY[name](compression=compression, threads=1, **fields)
+def parameters_after(num_workers: int, dtype: torch.dtype, steps: tuple[int, ...]) -> list[Tensor]:
+    """All parameters as one vector after each of the given numbers of steps."""
+    initial = make_model(dtype).state_dict()
+    samples = digits(dtype)
 
-    def train(comm: Communicator) -> dict[str, Tensor]:
-        task = change(recipe, recipe.task(comm))
-        found: dict[str, Tensor] = {}
+    def train(comm: Communicator) -> list[Tensor]:
+        model = make_model(dtype)
+        model.load_state_dict(initial)
+        exchange = allstep.attach(model, comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = allstep.data.loader(
+            samples, comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        )
+        found: list[Tensor] = []
+        while True:
+            for batch in allstep.steps(loader, exchange):
+                for x, y in batch:
+                    batch.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                if loader.step in steps:
+                    found.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+                if loader.step == steps[-1]:
+                    return found
 
-        def keep(when: str) -> None:
-            found[when] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
-
-        with closing(Run(task, recipe, comm)) as run:
-            while run.epoch < recipe.epochs:
-                run.begin_epoch()
-                for _ in run.updates():
-                    if run.step in STEPS:
-                        keep(str(run.step))
-                    if run.step == num_steps:
-                        return found
-            keep(f"all {run.step}")
-        return found
-
-    return run_ranks(num_workers, train, timeout_s=3600)[0]
+    return run_ranks(num_workers, train, timeout_s=120)[0]
 
 
-def measure(cases: Sequence[str], num_steps: int | None) -> list[dict[str, Any]]:
+def measure(steps: tuple[int, ...]) -> list[dict[str, Any]]:
     """By how much the parameters of several workers differ from those of one."""
     rows = []
-    for case in cases:
-        for compression, counts in WORKERS.items():
-            alone = parameters_after(case, compression, 1, num_steps)
-            for count in counts:
-                together = parameters_after(case, compression, count, num_steps)
-                moved = {
-                    when: float((x - together[when]).norm() / x.norm()) for when, x in alone.items()
-                }
-                rows.append(
-                    {"case": case, "compression": compression, "workers": count, "moved": moved}
-                )
-                print(rows[-1], flush=True)
+    for dtype in (torch.float32, torch.float64):
+        alone = parameters_after(1, dtype, steps)
+        for num_workers in NUM_WORKERS:
+            together = parameters_after(num_workers, dtype, steps)
+            moved = [
+                ((a - b).norm() / a.norm()).item() for a, b in zip(alone, together, strict=True)
+            ]
+            name = str(dtype).removeprefix("torch.")
+            rows.append({"dtype": name, "workers": num_workers, "moved": moved})
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]], steps: tuple[int, ...]) -> str:
     lines = [
-        "| training | sums | workers | 60 steps | 600 steps | all steps |",
-        "|---|---|---|---|---|---|",
+        "| dtype | workers | " + " | ".join(f"{n} steps" for n in steps) + " |",
+        "|---|---|" + "---|" * len(steps),
     ]
     for row in rows:
-        moved = dict(row["moved"])
-        cells = [moved.pop(str(steps), None) for steps in STEPS]
-        last, value = moved.popitem() if moved else ("", None)
-        shown = [
-            *(_shown(cell) for cell in cells),
-            f"{_shown(value)} ({last.removeprefix('all ')})",
-        ]
-        head = [row["case"], row["compression"], f"{row['workers']} v. 1"]
-        lines.append(f"| {' | '.join([*head, *shown])} |")
+        cells = " | ".join(f"{m:.1e}" for m in row["moved"])
+        lines.append(f"| {row['dtype']} | {row['workers']} v. 1 | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-def _shown(moved: float | None) -> str:
-    return "" if moved is None else "0" if moved == 0 else f"{moved:.1e}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="60 steps of digits only")
-    parser.add_argument("--fashion", action="store_true", help="the recipe fashion, too; an hour")
-    known = parser.parse_args()
-    cases = ["digits"] if known.quick else list(CASES)[: 3 if known.fashion else 2]
-    rows = measure(cases, STEPS[0] if known.quick else None)
-    print(table(rows))
-    write_results(f"bench_rounding{'_quick' if known.quick else ''}", {"rows": rows})
-    if not known.quick:
-        DOCS.write_text(table(rows))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="10 and 40 steps only")
+    is_quick = parser.parse_args().quick
+    steps = NUM_STEPS[:2] if is_quick else NUM_STEPS
+    torch.set_num_threads(1)
+    rows = measure(steps)
+    print(table(rows, steps))
+    write_results(f"bench_rounding{'_quick' if is_quick else ''}", {"steps": steps, "rows": rows})
+    if not is_quick:
+        DOCS.write_text(table(rows, steps))
 
 
 if __name__ == "__main__":
