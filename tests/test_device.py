@@ -16,7 +16,8 @@ from allstep.exchange.reducer import Reducer
 from allstep.nn.batch_norm_across import batch_norm_across
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
-from tests.helpers.streams import Site, StreamsAsNames
+from tests.helpers.sites import Site
+from tests.helpers.streams import StreamsAsNames
 
 
 class Never:

@@ -14,7 +14,8 @@ from allstep import Communicator, device
 from allstep.optim import LAMB
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
-from tests.helpers.streams import Site, StreamsAsNames
+from tests.helpers.sites import Site
+from tests.helpers.streams import StreamsAsNames
 
 POLICIES = {
     "fp32": allstep.Synchronous(bucket_bytes=64),

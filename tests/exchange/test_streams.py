@@ -20,7 +20,8 @@ from allstep.exchange import Exchange, ExchangePolicy, make_policy
 from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
-from tests.helpers.streams import Rank, Site, StreamsAsNames, waits_of_package
+from tests.helpers.sites import Site, waits_of_package
+from tests.helpers.streams import Rank, StreamsAsNames
 
 POLICIES = {
     name: make_policy(bucket_bytes=64, **options)

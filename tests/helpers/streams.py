@@ -3,19 +3,16 @@
 Torch's own sanitizer is told of every operator and of every wait. It says where two streams touch
 the same memory without an order between them, which a test of values cannot see. Beside it,
 whatever would make the host wait for the device is noted, and so is memory that is lent to another
-stream. A `Site` names a call in the package; a driver can leave out the calls of one, as a mutant.
+stream. A driver can leave out the calls of one `Site`, as a mutant.
 
 Not modelled: streams of the backend itself, which starts and ends in the current one.
 """
 
-import ast
 import itertools
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,37 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import allstep
 from allstep import device
+from tests.helpers.sites import Site
 
-PACKAGE = Path(allstep.__file__).parent
 _KEEPS_ORDER = {"c10d", "allstep"}  # operators that write what they are given, unsaid
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select")
 _HOST_READS = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
-
-
-@dataclass(frozen=True, order=True)
-class Site:
-    """A call of the package: `verb` in the function `function` of `file`."""
-
-    file: str
-    function: str
-    verb: str
-
-    def __str__(self) -> str:
-        return f"{self.file} {self.function} {self.verb}"
-
-    @classmethod
-    def here(cls, verb: str) -> "Site":
-        """The innermost function of the package, but for the device module, that is running."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(PACKAGE) and path.name != "device.py":
-                name = frame.f_code.co_qualname.replace("<locals>.", "")
-                return cls(str(path.relative_to(PACKAGE)), name, verb)
-            frame = frame.f_back  # type: ignore[assignment]
-        return cls("", "", verb)
 
 
 @dataclass
@@ -379,48 +351,3 @@ def _memory(tensor: Tensor) -> int:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()
-
-
-_CALLED = {
-    "synchronize": "synchronize",
-    "wait_until": "wait_until",
-    "lend_to_current_stream": "record_stream",
-}
-
-
-def waits_of_package() -> set[Site]:
-    """Every call in the package, but for the device module's own, that orders anything."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.name == "device.py":
-            continue
-        tree = ast.parse(path.read_text())
-        names = {
-            alias.asname or alias.name: _CALLED[alias.name]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module == "allstep.device"
-            for alias in node.names
-            if alias.name in _CALLED
-        }
-        file = str(path.relative_to(PACKAGE))
-        found |= {Site(file, function, verb) for function, verb in _waits_in(tree, names)}
-    return found
-
-
-def _waits_in(node: ast.AST, names: dict[str, str], function: str = "") -> set[tuple[str, str]]:
-    found = set()
-    for child in ast.iter_child_nodes(node):
-        within = function
-        if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            within = f"{function}.{child.name}".removeprefix(".")
-        if isinstance(child, ast.Call):
-            called = child.func
-            if isinstance(called, ast.Name) and called.id in names:
-                found.add((within, names[called.id]))
-            elif isinstance(called, ast.Attribute) and (
-                called.attr in ("wait_stream", "wait_event")
-                or (called.attr == "synchronize" and "stream" in ast.unparse(called.value))
-            ):
-                found.add((within, called.attr))
-        found |= _waits_in(child, names, within)
-    return found
