@@ -160,7 +160,7 @@ def _held(value: Any, instead: dict[int, dict[int, Any]]) -> Any:
         return value
 
     def moved(handle: RemovableHandle) -> RemovableHandle:
-        hooks, *others = handle.__getstate__()
+        hooks, *others = handle.__getstate__()  # type: ignore[no-untyped-call]
         found = RemovableHandle.__new__(RemovableHandle)
         found.__setstate__((instead.get(id(hooks), hooks), *others))
         return found
