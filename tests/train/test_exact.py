@@ -102,7 +102,8 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) 
             assert found_metrics == metrics, size
         assert found[0][1] == log, size
     resumed = halved(tmp_path / "3", tmp_path / "3 then 2")  # between two lines of the log
-    run_ranks(2, lambda comm: train_digits(comm, str(resumed), resume=True))
+    go_on = functools.partial(train_digits, run_dir=str(resumed), resume=True)
+    run_processes(2, go_on, timeout_s=100)
     assert_same_run(resumed, tmp_path / "1")
     rounded = functools.partial(train_digits, run_dir=str(tmp_path / "fp32"), compression="fp32")
     other_state, other_log, _ = run_processes(3, rounded, timeout_s=100)[0]
@@ -116,7 +117,10 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) 
 def test_recipes_as_shipped_are_the_same_on_any_number_of_workers(
     name: str, tmp_path: Path
 ) -> None:
-    """Whole trainings, on processes and threads, and resumed on another number half way."""
+    """Whole trainings, on processes, and resumed on another number half way.
+
+    (Threads share the generator that dropout draws from.)
+    """
     alone = tmp_path / "1"
     train_recipe(Communicator.single_process(), name, str(alone))
     for size in (2, 3, 4, 7):
@@ -124,9 +128,6 @@ def test_recipes_as_shipped_are_the_same_on_any_number_of_workers(
         train = functools.partial(train_recipe, name=name, run_dir=str(run_dir))
         run_processes(size, train, timeout_s=3600)
         assert_same_run(run_dir, alone)
-    threads = tmp_path / "3 threads"
-    run_ranks(3, lambda comm: train_recipe(comm, name, str(threads)), timeout_s=3600)
-    assert_same_run(threads, alone)
     for before, after in ((1, 2), (3, 1), (2, 7)):
         resumed = halved(tmp_path / str(before), tmp_path / f"{before} then {after}")
         go_on = functools.partial(train_recipe, name=name, run_dir=str(resumed), resume=True)
