@@ -153,11 +153,11 @@ def test_cots_resumes_bit_for_bit(alone, tmp_path, num_done):
 
 
 def test_cots_resumes_on_another_mesh(alone, tmp_path):
-    Interrupted.signal_at = 3 * 2 - 1  # every worker of both draws its pictures
-    recipe = Interrupted(**TINY, data_parallel=2)
-    codes = run_ranks(2, lambda comm: recipe.run(comm, tmp_path, resume=False))
-    assert codes == [128 + signal.SIGTERM] * 2
-    run(Cots(**TINY), tmp_path, resume=True)
+    """Within a stage: its momentum is divided anew, too."""
+    Interrupted.signal_at = 1
+    recipe = Interrupted(**TINY)
+    assert recipe.run(Communicator.single_process(), tmp_path, resume=False) == 128 + signal.SIGTERM
+    run(Cots(**TINY, data_parallel=2), tmp_path, 2, resume=True)
     for x, y in zip(filters_of(tmp_path), filters_of(alone[0]), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
 
