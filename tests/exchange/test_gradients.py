@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.exchange import ExchangePolicy, Synchronous, attach
+from allstep.exchange.piggyback import note_size
 from tests.exchange.nets import (
     MakeOptimizer,
     assert_same,
@@ -226,7 +227,7 @@ def test_grad_scaler_skips_the_step_on_all_ranks_if_one_overflows(policy: Exchan
 def payload_bytes(model: nn.Module, policy: ExchangePolicy, size: int) -> int:
     """What a ring of two sends for one exchange: gradients, and in buckets the tail."""
     num_parameters = len(list(model.parameters()))
-    tail = 0 if policy.plain else 4 * size + 1 + num_parameters
+    tail = 0 if policy.plain else 4 * size + note_size(size) + 1 + num_parameters
     return 8 * tail + sum(p.nbytes for p in model.parameters())
 
 

@@ -168,7 +168,7 @@ CLOCKS = {
     Site("comm/group_wire.py", "_shut_down", "synchronize"),
     Site("doctor/timing.py", "synchronize", "synchronize"),
     Site("exchange/tuning.py", "_wait", "synchronize"),
-    Site("train/probe.py", "_seconds", "synchronize"),
+    Site("train/probe.py", "shortest_s", "synchronize"),
 }
 
 
