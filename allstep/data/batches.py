@@ -138,8 +138,8 @@ class GlobalBatchLoader(ABC):
     def follow_shares(self, seconds: Sequence[float]) -> bool:
         """Cuts the next global batches by what a micro-batch took each worker, if that is worth it.
 
-        Between two global batches, on all workers alike. Loader processes that have read ahead are
-        started anew.
+        Between two global batches, on all workers alike. What has been read ahead is read anew: a
+        worker without a part of the last batch may not have passed it yet.
 
         Args:
             seconds: [workers], the same on all of them.
@@ -148,7 +148,7 @@ class GlobalBatchLoader(ABC):
             Whether the cut is another now.
         """
         has_moved = self.shares.follow(seconds, self.num_micro_batches)
-        if has_moved and self._processes.num_workers:
+        if has_moved:
             self.close()
         return has_moved
 

@@ -78,13 +78,14 @@ class Shares:
         """Takes in what a micro-batch took each worker in a step; all workers give the same.
 
         Args:
-            seconds: [workers]; 0 for one that had none.
+            seconds: [workers]; 0 for one that had none; empty where nothing is known yet.
             num_micro_batches: of a global batch.
 
         Returns:
             Whether the cut is another now.
         """
-        if not self.is_measured or not all(map(_is_positive, seconds)):
+        is_known = len(seconds) == self._num_workers and all(map(_is_positive, seconds))
+        if not self.is_measured or not is_known:
             return False
         self._reports.append(tuple(seconds))
         if len(self._reports) < _NUM_REPORTS:

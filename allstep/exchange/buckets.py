@@ -162,7 +162,7 @@ class BucketSet:
         works: of the buckets whose sums have been started.
         scaled: parameters whose `p.grad` lies in a bucket that is not full yet, already scaled.
         off_grid: name -> gradients that `flats` are without, for they did not fit. [Note: grid]
-        is_complete: whether what was off the grid is in the sums by now.
+        completed: the parameters whose part off the grid is in the sums by now; None before.
         weighing: of this worker's losses.
         divisor: of the sums, as in a checkpoint; None for what the notes say.
     """
@@ -182,7 +182,7 @@ class BucketSet:
     works: list[Work[None]] = field(default_factory=list)
     scaled: set[str] = field(default_factory=set)
     off_grid: dict[str, ReproducibleSum] = field(default_factory=dict)
-    is_complete: bool = False
+    completed: tuple[str, ...] | None = None
     weighing: Weighing = field(default_factory=Weighing.of_means)
     divisor: Tensor | None = None
 
@@ -247,7 +247,7 @@ class BucketSet:
         self.touched, self.failure, self.works = frozenset(), None, []
         self.scaled.clear()
         self.off_grid.clear()
-        self.is_complete = False
+        self.completed = None
         self.weighing, self.divisor = Weighing.of_means(), None
 
     def bucket(self, index: int) -> Bucket:
@@ -374,7 +374,7 @@ class BucketSet:
         flags = self.plan.flags(self.flats)[1:].tolist()
         return [name for name, flag in zip(self.plan.names, flags, strict=True) if flag > 0]
 
-    def complete(self, comm: Communicator | None) -> list[str]:
+    def complete(self, comm: Communicator | None) -> tuple[str, ...]:
         """Adds to the sums what was off the grid. Collective where any worker has such gradients.
 
         Args:
@@ -383,14 +383,14 @@ class BucketSet:
         Returns:
             The parameters that it is of.
         """
-        if self.is_complete:
-            return []
-        self.is_complete = True
+        if self.completed is not None:
+            return self.completed
         flags = self.plan.flags(self.flats)[1:]
+        self.completed = ()
         if not (flags > self.plan.size).any():
-            return []
+            return ()
         pairs = zip(self.plan.names, flags.tolist(), strict=True)
-        names = [name for name, flag in pairs if flag > self.plan.size]
+        self.completed = names = tuple(name for name, flag in pairs if flag > self.plan.size)
         local = [self.off_grid.get(name) or ReproducibleSum(self.views[name]) for name in names]
         totals = (
             [x.total() for x in local] if comm is None else reproducible_all_reduce(comm, local)
@@ -406,7 +406,9 @@ class BucketSet:
         """Sums that have not been used yet, by the names that `parameters` have by now."""
         summed = {self.parameters[n]: n for n in self.summed_names() if n in self.parameters}
         sums = {n: self.views[summed[p]].clone() for n, p in parameters.items() if p in summed}
-        return {"step": self.step, "scale": self.amp_scale, "sums": sums, "divisor": divisor}
+        completed = [n for n, p in parameters.items() if summed.get(p) in (self.completed or ())]
+        state = {"step": self.step, "scale": self.amp_scale, "sums": sums, "divisor": divisor}
+        return {**state, "completed": completed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the sums of a checkpoint, under any plan.
@@ -417,6 +419,6 @@ class BucketSet:
         self.weighing, self.divisor = Weighing.of_means(), state.get("divisor")
         sums = {name: saved for name, saved in state["sums"].items() if name in self.views}
         self.write_flags(sums.keys())
-        self.is_complete = True
+        self.completed = tuple(name for name in state["completed"] if name in sums)
         for name, saved in sums.items():
             self.views[name].copy_(saved)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,7 @@ class Exchange(ABC):
         self._parameters = ParameterSet(model)
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
+        self._optimizers = WeakSet[torch.optim.Optimizer]()  # that have updated the model
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._finish_backward)
@@ -148,6 +150,7 @@ class Exchange(ABC):
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the model's parameters makes a step, whose rates will be compared."""
+        self._optimizers.add(optimizer)
         if self.comm.size > 1:
             self._sweep.note_update(optimizer, self._num_exchanges)
 
@@ -194,15 +197,15 @@ class Exchange(ABC):
         self._global_step, self._samples = step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
-        rates = optimizer_watch.learning_rates()
+        rates = optimizer_watch.learning_rates(self._optimizers)
         try:
             yield
             optimizer_watch.check_learning_rates(rates, step)
+            if self.weighing.has_sums and not self._is_active:
+                self._divide(self._parameters.trained.values(), self._local_divisor())
         finally:
             self._global_step = None
-        if self.weighing.has_sums and not self._is_active:
-            self._divide(self._parameters.trained.values(), self._local_divisor())
-        self.weighing = Weighing.of_means()
+            self.weighing = Weighing.of_means()
         self.awaits_update = True
 
     def total_weight(self) -> float:

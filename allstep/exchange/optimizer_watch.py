@@ -6,7 +6,7 @@ costs about as much as walking through the optimizer's parameters once.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -54,7 +54,6 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.exchanges = WeakSet[Watched]()
         self.has_updated = False  # an optimizer of theirs has made a step
-        self.optimizers = WeakSet[Optimizer]()  # those that have
 
 
 _here = _Here()
@@ -87,7 +86,6 @@ def _before_step(
         _refuse_stranger(optimizer, exchanges, has_gradients=bool(trained))
         return None
     _here.has_updated = True
-    _here.optimizers.add(optimizer)
     _refuse_early(optimizer, [exchange for exchange, ids in held if ids])
     if trained:
         raise UsageError(
@@ -122,9 +120,9 @@ def _refuse_stranger(
         )
 
 
-def learning_rates() -> list[tuple[Optimizer, list[object]]]:
-    """Of the optimizers that have updated what this thread has attached."""
-    return [(optimizer, _learning_rates(optimizer)) for optimizer in _here.optimizers]
+def learning_rates(optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, list[object]]]:
+    """What `check_learning_rates` compares with."""
+    return [(optimizer, _learning_rates(optimizer)) for optimizer in optimizers]
 
 
 def check_learning_rates(before: list[tuple[Optimizer, list[object]]], step: int) -> None:

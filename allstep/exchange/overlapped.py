@@ -382,10 +382,10 @@ class OverlappedExchange(Exchange):
             assert total is not None
             grid.look_at(name, total, is_off=name in off_grid)
 
-    def _complete(self, buckets: BucketSet) -> list[str]:
+    def _complete(self, buckets: BucketSet) -> tuple[str, ...]:
         """Adds what was off the grid to sums that have come. Collective."""
-        if self._grid is None:
-            return []  # without a look at flags, for which the host would wait
+        if self._grid is None or self._failure is not None:
+            return ()  # without a look at flags, for which the host would wait
         is_alone = self.comm.size == 1 or not self._reducer.adds_up
         return buckets.complete(None if is_alone else self.comm)
 
@@ -420,13 +420,13 @@ class OverlappedExchange(Exchange):
         """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
         self._raise_if_bad()
         self._agreement = buckets.read_agreement(compares=self._reducer.adds_up)
-        if not self._is_read_late or buckets.failure is not None:
-            self._raise_if_bad()
+        if not self._is_read_late or buckets.failure is not None or self._grid is not None:
+            self._raise_if_bad()  # with a grid all look at the flags anyway, and go on by them
+        off_grid = self._complete(buckets)
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / buckets.amp_scale
             if factor != 1:
                 buckets.rescale(factor)
-        off_grid = self._complete(buckets) if self._failure is None else []
         parameters, names = buckets.parameters, buckets.summed_names()
         if self.policy.staleness:  # [Note: stale timeline]
             names = [n for n in names if n in parameters and parameters[n].requires_grad]

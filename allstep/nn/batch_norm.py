@@ -113,6 +113,11 @@ class GroupedBatchNorm(_BatchNorm):
         self._take_in(mean, var, count.clamp(max=1))
         return y
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether a group has samples of several workers."""
+        return self._across is not None
+
     def leave_peers(self) -> None:
         """Makes groups of this worker's samples only, to call the module on one worker."""
         self._across = None

@@ -21,6 +21,7 @@ from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import mixed_message
+from allstep.nn import GroupedBatchNorm
 from allstep.train.devices import to_device
 from allstep.train.gradient_guard import GradientGuard
 
@@ -112,6 +113,14 @@ def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
         raise UsageError(
             f"`shares` (={shares.how!r}) would have a worker with more micro-batches count for more"
             " in a local step; leave them equal with `LocalSGD`."
+        )
+    has_one_each = all(len(part) == 1 for part in shares.parts(exchange.comm.size))
+    modules = exchange.model.modules()
+    if not has_one_each and any(isinstance(m, GroupedBatchNorm) and m.has_peers for m in modules):
+        raise UsageError(
+            f"`shares` (={shares.how!r}) don't leave each worker one micro-batch, which batch norm"
+            " over several workers' micro-batches needs; leave them equal, or convert the model"
+            " with a `group_size` of one micro-batch."
         )
 
 
@@ -256,7 +265,7 @@ class Batch:
         Raises:
             UsageError: outside of the loop over the batch; for a second loss of the last
                 micro-batch with a single exchange, or of any with `weight`; if only some
-                micro-batches have a weight, on all workers alike.
+                micro-batches have a weight: on the worker that has both, or on all of them.
         """
         micro_batch = self.micro_batch
         if micro_batch is None:
@@ -334,6 +343,12 @@ class Batch:
                 " means."
             )
         (exchange,) = self._exchanges
+        if exchange.averaging is not None and exchange.is_exact and exchange.statistics.has_modules:
+            raise UsageError(
+                f"`weight` (={weight}) weighs batch norm's running statistics, too, by a total that"
+                ' workers don\'t have in the local steps of `LocalSGD(compression="exact")`. Use'
+                ' compression="fp32", or layer norm.'
+            )
         if exchange.policy.staleness and exchange.statistics.has_modules:
             raise UsageError(
                 f"`weight` (={weight}) weighs batch norm's running statistics, too, by a total that"

@@ -43,21 +43,20 @@ def probe(
     data: Any,
     num_threads: int | None = None,
 ) -> Probe:
-    """Runs one micro-batch on a copy of the model, on the last rank while the others wait.
-
-    (The last rank has a micro-batch whenever any has.)
+    """Runs one micro-batch on a copy of the model, on one worker while the others wait.
 
     Args:
         task: its model is copied; its loss and optimizer are used on the copy.
         precision: as in the run.
         comm: all of its workers must call this.
-        data: a micro-batch on this worker's device (used on the last rank only).
+        data: a micro-batch on this worker's device; None where it had none.
         num_threads: that one worker would use; by default as many as there are cores.
 
     Returns:
         The same numbers on every worker.
     """
-    root = comm.size - 1
+    holder = torch.tensor(-1 if data is None else comm.rank, device=comm.device)
+    root = int(comm.all_reduce(holder, "max"))
     measured = _measure(task, precision, data, num_threads) if comm.rank == root else None
     return Probe(*comm.broadcast_object(measured, root=root))
 
