@@ -19,7 +19,8 @@ from allstep.cli.probe_machine import is_own_name_loopback, probe_machine
 from allstep.cli.probe_network import EchoServer, probe
 from allstep.cli.workers import run_here
 from allstep.comm import Communicator
-from allstep.env import own_addresses, read_gloo_interface, read_launch
+from allstep.env import is_loopback, own_addresses, read_gloo_interface, read_launch
+from allstep.errors import UsageError
 
 FOUND = 2
 _SLOW = 3.0  # times slower than the usual is a fault
@@ -131,6 +132,8 @@ def _look_together(
 
 def _read_host(link: HostLink, machine: Mapping[str, Any]) -> dict[str, Any]:
     facts = link.ask("facts", paths=[], files=[])
+    if "error" in facts:
+        raise UsageError(f"`hosts`: {link.name}: {facts['error']}; install it there.")
     readings = link.ask("machine", **machine)
     skews = []
     for _ in range(3):
@@ -150,7 +153,7 @@ def _read_links(links: Sequence[HostLink]) -> dict[tuple[str, str], Mapping[str,
     for link in links:
         towards = first["address"] if link is not links[0] else None
         served[link.name] = link.ask("serve", towards=towards)
-    if len(links) > 1 and served[links[0].name]["address"].startswith("127."):
+    if len(links) > 1 and is_loopback(served[links[0].name]["address"]):
         served[links[0].name] = links[0].ask("serve", towards=served[links[1].name]["address"])
     return {
         (one.name, other.name): one.ask("probe", **served[other.name])
@@ -236,7 +239,7 @@ def _faults_of_host(
         (
             "slow disk",
             rate < _DISK_BYTES_PER_S,
-            f"{rate / 1e6:.2f} MB/s reach the disk",
+            f"{rate / 1e6:.2f} MB/s reach the disk (0: it is full, or can't be written)",
             "another --run-dir, or fewer checkpoints (--checkpoint-every-steps)",
         ),
     ]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import allstep
-from allstep.cli.probe_network import EchoServer, probe
+from allstep.cli.probe_network import EchoServer, listening_socket, probe
 from allstep.env import address_towards, environment_of_agent, is_loopback, read_ssh_address
 
 _SILENCE_S = 30.0
@@ -104,8 +104,10 @@ class _Host:
         """What comes in, and an empty request now and then; ends with the connection."""
         rest = b""
         heard_s = time.monotonic()
-        while time.monotonic() - heard_s < _SILENCE_S:
+        while True:
             if not select.select([self._descriptor], [], [], _POLL_S)[0]:
+                if time.monotonic() - heard_s > _SILENCE_S:
+                    return
                 yield {}
                 continue
             heard_s = time.monotonic()
@@ -135,7 +137,7 @@ class _Host:
 
     def _ask_listen(self, towards: str | None, port: int) -> dict[str, Any]:
         """Opens a port for a moment; says by which address others may reach it."""
-        self._server = socket.create_server(("", port))
+        self._server = listening_socket(port)
         return {"address": self._address(towards), "port": self._server.getsockname()[1]}
 
     def _address(self, towards: str | None) -> str:

@@ -52,15 +52,21 @@ class HostLink:
         self._lock = threading.Lock()
         command = f"cd {shlex.quote(folder)} && exec {shlex.quote(python)} -m allstep host"
         options = [word for option in _OPTIONS for word in ("-o", option)]
-        self._process = subprocess.Popen(
-            [*ssh, *options, "-T", name, command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is handed on in order
-        )
+        try:
+            self._process = subprocess.Popen(
+                [*ssh, *options, "-T", name, command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is handed on in order
+            )
+        except OSError as error:
+            raise UsageError(
+                f"`ssh` (={shlex.join(ssh)}) can't be run here ({error.strerror}); install"
+                " openssh-client, or give another command."
+            ) from None
         self._error_thread = threading.Thread(target=self._read_errors, daemon=True)
         self._threads = [self._error_thread, threading.Thread(target=self._read, daemon=True)]
         for thread in self._threads:

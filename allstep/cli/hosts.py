@@ -75,11 +75,9 @@ def split_host_options(arguments: Sequence[str]) -> tuple[HostOptions | None, li
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--dry-run", action="store_true")
     known, others = parser.parse_known_args(own)
-    if any(word == "--workers" or word.startswith("--workers=") for word in others):
-        raise UsageError("`workers` can't be given with `--hosts`, which says how many: HOST:N.")
     options = HostOptions(
         parse_hosts(known.hosts),
-        tuple(shlex.split(known.ssh)),
+        _words_of(known.ssh),
         known.python,
         known.remote_dir,
         read_carried(known.env),
@@ -87,6 +85,16 @@ def split_host_options(arguments: Sequence[str]) -> tuple[HostOptions | None, li
         known.dry_run,
     )
     return options, [*others, *rest]
+
+
+def _words_of(ssh: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(ssh))
+    except ValueError as error:
+        raise UsageError(f"`ssh` (={ssh}): {error}.") from None
+    if not words:
+        raise UsageError("`ssh` (='') is empty; leave it out, or give a command.")
+    return words
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -139,11 +147,11 @@ def agent_arguments(
 def print_commands(options: HostOptions, command: Sequence[str]) -> None:
     """Prints what to type on each host."""
     address = options.hosts[0].name.rpartition("@")[2]
-    variables = [f"{name}={value}" for name, value in options.carried.items()]
+    variables = "".join(f"{n}={shlex.quote(value)} " for n, value in options.carried.items())
     if "OMP_NUM_THREADS" not in options.carried:
         print("# OMP_NUM_THREADS: the same on all hosts, so that all sums are rounded alike")
     for number, host in enumerate(options.hosts):
-        words = [*variables, options.python]
-        words += agent_arguments(options, number, address, _DRY_PORT, command)
+        arguments = agent_arguments(options, number, address, _DRY_PORT, command)
+        line = shlex.join([options.python, *arguments])
         print(f"# on {host.name}")
-        print(f"cd {shlex.quote(options.folder)} && {shlex.join(words)}")
+        print(f"cd {shlex.quote(options.folder)} && {variables}{line}")

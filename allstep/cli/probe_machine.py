@@ -1,5 +1,6 @@
 """What a host has and how fast it is, for `allstep doctor`; without torch."""
 
+import contextlib
 import hashlib
 import os
 import resource
@@ -73,7 +74,7 @@ def is_port_taken(port: int) -> bool:
 
 
 def measure_disk(folder: Path) -> float:
-    """Bytes a second that reach the disk under a folder."""
+    """Bytes a second that reach the disk under a folder; 0 if it can't be written."""
     path = folder / f".allstep-doctor-{os.getpid()}"
     start_s = time.monotonic()
     try:
@@ -81,8 +82,11 @@ def measure_disk(folder: Path) -> float:
             file.write(bytes(_DISK_BYTES))
             file.flush()
             os.fsync(file.fileno())
+    except OSError:
+        return 0.0
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
     return _DISK_BYTES / (time.monotonic() - start_s)
 
 

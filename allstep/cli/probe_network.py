@@ -23,8 +23,10 @@ class EchoServer:
     """Sends back what it gets, on a port for streams and one for datagrams, until it is closed."""
 
     def __init__(self) -> None:
-        self._streams = socket.create_server(("", 0))
-        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._streams = listening_socket(0)
+        self._datagrams = socket.socket(self._streams.family, socket.SOCK_DGRAM)
+        if self._streams.family == socket.AF_INET6:
+            self._datagrams.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self._datagrams.bind(("", 0))
         self.ports = (self._streams.getsockname()[1], self._datagrams.getsockname()[1])
         for work in (self._accept, self._return_datagrams):
@@ -45,6 +47,14 @@ class EchoServer:
     def close(self) -> None:
         self._streams.close()
         self._datagrams.close()
+
+
+def listening_socket(port: int) -> socket.socket:
+    """Takes connections to any address of this host, IPv4's and IPv6's."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # no interface may have it
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _answer(stream: socket.socket) -> None:
@@ -81,8 +91,11 @@ def probe(address: str, stream_port: int, datagram_port: int) -> dict[str, Any]:
             _send(stream, _LARGE_BYTES)
         except OSError:
             return found | {"is_large_lost": True}
-        found["rate_bps"] = _measure_rate_bps(stream)
-    found["loss"] = _measure_loss(address, datagram_port)
+        try:
+            found["rate_bps"] = _measure_rate_bps(stream)
+            found["loss"] = _measure_loss(stream.family, address, datagram_port)
+        except OSError as error:
+            return found | {"error": str(error)}
     return found
 
 
@@ -106,15 +119,15 @@ def _measure_rate_bps(stream: socket.socket) -> float:
         num_bytes *= 4
 
 
-def _measure_loss(address: str, port: int) -> float:
+def _measure_loss(family: int, address: str, port: int) -> float:
     """The share of datagrams that don't come back, sent slowly enough for any link."""
     missing = {os.urandom(8) for _ in range(_NUM_DATAGRAMS)}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
+    with socket.socket(family, socket.SOCK_DGRAM) as probing:
         probing.connect((address, port))
         for token in list(missing):
-            probing.send(token)
             probing.settimeout(0.002)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # what a firewall refuses is lost, too
+                probing.send(token)
                 missing.discard(probing.recv(64))
         probing.settimeout(_DATAGRAM_S)
         with contextlib.suppress(OSError):

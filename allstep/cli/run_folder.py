@@ -61,6 +61,7 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
                 " does whichever fits."
             )
         _mkdir(run_dir, exist_ok=True)
+        _note_starter(run_dir)
         return run_dir
     stem = Path("runs") / f"{recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
     attempt = 1
@@ -71,28 +72,41 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
         except FileExistsError:
             attempt += 1
         else:
-            starter = read_agent_id()
-            if starter is not None:
-                (path / _STARTER).write_text(starter, encoding="utf-8")
+            _note_starter(path)
             return path
 
 
-def find_run(recipe: AnyRecipe, run_dir: Path | None) -> Path | None:
+def _note_starter(run_dir: Path) -> None:
+    starter = read_agent_id()
+    if starter is not None:
+        (run_dir / _STARTER).write_text(starter, encoding="utf-8")
+
+
+def _is_own(run_dir: Path) -> bool:
+    """Whether this launch has begun the run, in an earlier attempt."""
+    try:
+        return (run_dir / _STARTER).read_text(encoding="utf-8") == read_agent_id()
+    except FileNotFoundError:
+        return False
+
+
+def find_run(recipe: AnyRecipe, run_dir: Path | None, *, of_any_launch: bool = True) -> Path | None:
     """The folder of a run of this recipe that was begun before; None if there is none.
 
     Args:
         recipe: with all its fields.
         run_dir: the run's folder; None for the one that this launch has made in an earlier attempt.
+        of_any_launch: whether another launch may have begun it.
 
     Raises:
         UsageError: if another training was begun there, or a process trains there now.
     """
     if run_dir is None:
-        starter = read_agent_id()
         files = Path("runs").glob(f"{recipe.name}-*/{_STARTER}")
-        same = [file.parent for file in files if file.read_text(encoding="utf-8") == starter]
-        run_dir = max(same, default=None)
+        run_dir = max(filter(_is_own, (file.parent for file in files)), default=None)
     if run_dir is None or not (run_dir / _RECIPE).exists():
+        return None
+    if not (of_any_launch or _is_own(run_dir)):
         return None
     check_not_in_training(run_dir)
     before = read_recipe(run_dir, argument="run_dir")

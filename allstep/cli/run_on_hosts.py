@@ -15,6 +15,7 @@ from allstep.cli.host import facts_of
 from allstep.cli.host_link import Event, HostLink
 from allstep.cli.hosts import HostOptions, agent_arguments, print_commands
 from allstep.cli.launch import signals_noted
+from allstep.env import is_loopback
 from allstep.errors import UsageError
 from allstep.train import FAILED
 
@@ -120,8 +121,8 @@ def _find_address(links: Sequence[HostLink]) -> tuple[str, int]:
 def _outer(link: HostLink) -> str | None:
     """The address of a host, unless it is its own loopback."""
     found = link.ask("listen", towards=None, port=0)
-    address = str(found.get("address", "127."))
-    return None if address.startswith("127.") or address == "::1" else address
+    address = str(found.get("address", "127.0.0.1"))
+    return None if is_loopback(address) else address
 
 
 def _num_threads(options: HostOptions, facts: Sequence[Any]) -> int:

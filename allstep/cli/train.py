@@ -105,7 +105,8 @@ def _open_run(options: LaunchOptions, recipe: AnyRecipe) -> tuple[Path, bool]:
             " each time."
         )
     if options.resume is not None or launch.attempt:
-        found = run_folder.find_run(recipe, options.run_dir)
+        of_any = options.resume is not None
+        found = run_folder.find_run(recipe, options.run_dir, of_any_launch=of_any)
         if found is not None:
             print(f"{found} is continued", flush=True)
             return found, True
@@ -118,11 +119,12 @@ def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
     """Trains on workers of other hosts, which read the command line again."""
     if not arguments:
         raise UsageError("Name the recipe: allstep train digits --hosts alpha:2,beta:1.")
+    if any(word == "--workers" or word.startswith("--workers=") for word in arguments):
+        raise UsageError("`workers` can't be given with `--hosts`, which says how many: HOST:N.")
     paths: list[str] = []
     if not arguments[0].startswith("-"):
         _, recipe = read_command_line(*arguments)  # a mistake is told before anything starts
-        values = (getattr(recipe, field.name) for field in fields(recipe))
-        paths = [str(value) for value in values if isinstance(value, Path)]
+        paths = [str(path) for path in recipe.data_paths()]
     return run_on_hosts(hosts, ["-m", "allstep", "train", *arguments], paths=paths)
 
 

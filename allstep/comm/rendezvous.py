@@ -99,7 +99,7 @@ class Rendezvous:
             if left_s <= 0:
                 raise self.late()
             try:
-                socket.create_connection((host, port), left_s).close()
+                socket.create_connection((host, port), min(left_s, self._notice_s)).close()
                 break
             except OSError as error:
                 self.doing = (
@@ -127,7 +127,10 @@ class Rendezvous:
         launch = self._launch
         if not launch.has_store or launch.node_rank == 0:
             return
-        own = address_towards(host, port)
+        try:
+            own = address_towards(host, port)
+        except OSError:  # no way there, or not yet
+            return
         if is_loopback(own):
             raise UsageError(
                 f"MASTER_ADDR (={host!r}) is {own} on {socket.gethostname()}, its own loopback "

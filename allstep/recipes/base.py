@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,11 @@ class _Named:
         Raises:
             UsageError: if data or a package is missing; says how to get it.
         """
+
+    def data_paths(self) -> list[Path]:
+        """Files and folders that the training reads; by default all fields that are paths."""
+        values = (getattr(self, field.name) for field in fields(cast(Any, self)))
+        return [value for value in values if isinstance(value, Path)]
 
     def describe(self) -> str:
         """What `allstep train` prints before it starts, as the model's size; by default nothing."""

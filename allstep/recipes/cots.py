@@ -134,6 +134,9 @@ class Cots(DividedRecipe):
         if not 0 <= self.face_share < 1:
             raise UsageError(f"`face_share` (={self.face_share}) must be at least 0 and below 1.")
 
+    def data_paths(self) -> list[Path]:
+        return [self.folder] if self.photos == "folder" else []
+
     def check(self) -> None:
         """Looks for photographs and faces."""
         find_photographs(self.photos, self.folder)

@@ -1,8 +1,10 @@
 """Workers on several hosts by one command: real ssh, real torchrun, hosts in namespaces."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from allstep.cli.hosts import Host, parse_hosts, split_host_options
 from allstep.cli.main import main
+from allstep.cli.probe_network import listening_socket
+from allstep.cli.train import read_command_line
 from allstep.errors import UsageError
 from tests.helpers.named_hosts import NamedHosts, named_hosts
 from tests.helpers.ssh_servers import ssh_servers
@@ -74,6 +78,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 @pytest.mark.process
 @pytest.mark.timeout(900)
 class TestServers:
+    @pytest.mark.slow
     def test_digits_on_two_hosts_are_trained_to_the_same_bits_as_on_one_worker(
         self, servers: Servers, tmp_path: Path
     ) -> None:
@@ -122,6 +127,7 @@ class TestServers:
         assert "alpha can't be used" in text and "/no/such/folder" in text
         assert "--remote-dir" in text
 
+    @pytest.mark.slow
     def test_a_host_that_dies_ends_all(self, servers: Servers, tmp_path: Path) -> None:
         def kill_beta(process: subprocess.Popen[str]) -> None:
             """All that runs there, sshd's sessions included, but not the server."""
@@ -129,8 +135,9 @@ class TestServers:
                 ["ip", "netns", "pids", servers.hosts.namespaces[1]], capture_output=True, text=True
             )
             for pid in map(int, listed.stdout.split()):
-                if "sshd -D" not in " ".join(psutil.Process(pid).cmdline()):
-                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    if "sshd -D" not in " ".join(psutil.Process(pid).cmdline()):
+                        os.kill(pid, signal.SIGKILL)
 
         code, text = end_by(servers, tmp_path, kill_beta, "--env", "EXTRA=7")
         assert code == 1, text
@@ -228,6 +235,31 @@ def test_workers_contradict_hosts(refused: Callable[..., str]) -> None:
     assert "HOST:N" in refused("train", "digits", "--hosts", "a:1,b:1", "--workers", "2")
 
 
+def test_doctor_takes_a_number_of_workers_with_hosts() -> None:
+    _, rest = split_host_options(["--hosts", "a,b", "--workers", "64"])
+    assert rest == ["--workers", "64"]
+
+
+def test_an_ssh_that_cannot_be_run_is_told(refused: Callable[..., str]) -> None:
+    line = ("train", "digits", "--hosts", "a,b", "--ssh")
+    assert "`ssh` (=ssh 'x): No closing quotation" in refused(*line, "ssh 'x")
+    assert "can't be run here (No such file or directory)" in refused(*line, "/no/such/ssh")
+
+
+def test_hosts_need_only_what_a_training_reads() -> None:
+    assert read_command_line("cots")[1].data_paths() == []
+    given = read_command_line("cots", "--photos", "folder", "--folder", "p")[1].data_paths()
+    assert given == [Path("p")]
+    assert read_command_line("images", "--folder", "p")[1].data_paths() == [Path("p")]
+
+
+def test_a_host_listens_on_both_families() -> None:
+    with listening_socket(0) as server:
+        port = server.getsockname()[1]
+        for address in ["127.0.0.1", *(["::1"] if server.family == socket.AF_INET6 else [])]:
+            socket.create_connection((address, port), 20).close()
+
+
 def test_a_variable_that_is_not_set_is_refused(refused: Callable[..., str]) -> None:
     message = refused("train", "digits", "--hosts", "a,b", "--env", "NO_SUCH_VARIABLE")
     assert "`env` (=NO_SUCH_VARIABLE) is not set here" in message
@@ -250,7 +282,14 @@ def test_dry_run_prints_what_to_type(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out.splitlines()
     assert [text for text in printed if text.startswith("# on")] == ["# on me@alpha", "# on beta"]
     first, second = (text for text in printed if text.startswith("cd "))
-    assert first.startswith("cd '/shared/my code' && ") and "'X=a b'" in first
+    assert first.startswith("cd '/shared/my code' && ") and " X='a b' " in first
     assert "--node-rank 0 --nproc-per-node 2 --master-addr alpha --master-port 29500" in first
     assert "--node-rank 1 --nproc-per-node 1 --master-addr alpha" in second
     assert second.endswith("-m allstep train digits --epochs 3 --warmup-epochs 0")
+    shown = subprocess.run(
+        ["sh", "-c", first.partition(" && ")[2].partition(sys.executable)[0] + "printenv X"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == "a b\n"  # a shell takes the line as it is

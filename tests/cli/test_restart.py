@@ -65,6 +65,22 @@ def test_a_restart_finds_the_run_of_its_own_agent_only(
     assert run_folder.find_run(recipe, None) is None
 
 
+def test_a_restart_does_not_go_on_with_a_run_that_another_launch_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, recipe = read_command_line("digits", *SHORT)
+    folder = run_folder.make_run_dir("digits", tmp_path / "run")
+    run_folder.write_recipe(folder, recipe)
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, str(value))
+    assert run_folder.find_run(recipe, folder, of_any_launch=False) is None
+    assert run_folder.find_run(recipe, folder) == folder  # as `--resume auto` asks for
+    own = run_folder.make_run_dir("digits", tmp_path / "own")
+    run_folder.write_recipe(own, recipe)
+    assert run_folder.find_run(recipe, own, of_any_launch=False) == own
+
+
 def test_auto_needs_a_recipe_and_a_folder(refused: Callable[..., str]) -> None:
     assert "give `--run-dir DIR`" in refused("train", "digits", "--resume", "auto")
     assert "needs a recipe" in refused("train", "--resume", "auto")
