@@ -1,5 +1,6 @@
 """Plain data between ranks, and what is refused."""
 
+import contextlib
 import math
 import pickle
 import threading
@@ -225,6 +226,17 @@ def test_codec_refuses_crafted_bytes_and_never_unpickles(data):
 def test_layout_refuses_crafted_headers(data):
     with pytest.raises(CommunicationError, match="header that is no layout"):
         Layout.decode(data)
+
+
+@given(st.one_of(objects, st.just(torch.ones(3)), st.just(np.arange(3))), st.data())
+@settings(deadline=None)
+def test_codec_takes_or_refuses_bytes_that_were_changed(obj, data):
+    changed = bytearray(encode(obj))
+    for _ in range(data.draw(st.integers(1, 3))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    for cut in (len(changed), data.draw(st.integers(0, len(changed)))):
+        with contextlib.suppress(CommunicationError):
+            decode(bytes(changed[:cut]))
 
 
 def test_recv_object_waits_for_earlier_receives():
