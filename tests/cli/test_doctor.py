@@ -14,7 +14,7 @@ import pytest
 from allstep.cli.doctor import FOUND, find_faults
 from allstep.cli.main import main
 from allstep.cli.probe_machine import measure_disk
-from tests.helpers.named_hosts import NamedHosts, named_hosts, torchrun
+from tests.helpers.named_hosts import NamedHosts, named_hosts
 
 ROOT = Path(__file__).parents[2]
 CORES = {str(core): [1e-3, "a1"] for core in range(4)}
@@ -190,24 +190,3 @@ def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
         ("MTU", "beta to gamma"),
         ("slow port", "gamma"),
     }
-
-
-@pytest.mark.net
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_workers_of_torchrun_look_at_their_hosts(hosts: NamedHosts) -> None:
-    shape = ("rate", "20mbit", "burst", 32768, "latency", "100ms")
-    hosts.run(1, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
-    flags = ("--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "alpha")
-    lines = [
-        torchrun(*flags, "--node-rank", host, "-m", "allstep", "doctor", "--json")
-        for host in (0, 1)
-    ]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    (_, text), _ = hosts.outputs(lines, timeout_s=500, env=environ)
-    start, end = text.index('{\n  "findings"'), text.index("\n}\n") + 3
-    read = json.loads(text[start:end])
-    assert ("slow port", "beta (rank 2)") in {(f["fault"], f["where"]) for f in read["findings"]}
-    assert list(read["hosts"]) == ["alpha (rank 0)", "beta (rank 2)"]
-    assert len(read["links"]) == 2

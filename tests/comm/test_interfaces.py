@@ -63,12 +63,6 @@ class TestTwoHosts:
         assert [code for code, _ in outcomes] == [0, 0], outcomes
         assert TWO in outcomes[0][1]
 
-    @pytest.mark.slow
-    def test_c10d_with_a_name_that_is_loopback_on_rank_0(self, hosts: NamedHosts) -> None:
-        endpoint = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.78.0.1:29513")
-        outcomes = run_torchrun(hosts, *endpoint)
-        assert [code for code, _ in outcomes] == [0, 0], outcomes
-
     def test_what_is_wrong_is_named_on_both_hosts(self, hosts: NamedHosts) -> None:
         command = [sys.executable, __file__]
         variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -115,7 +115,7 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "sizes", "resumed"),
-    [("digits", (2, 3, 4, 7), [(1, 2), (3, 1), (2, 7)]), ("fashion", (3,), [(3, 2)])],
+    [("digits", (2, 3), [(3, 1)]), ("fashion", (2,), [])],
 )
 def test_recipes_as_shipped_are_the_same_on_any_number_of_workers(
     name: str, sizes: tuple[int, ...], resumed: list[tuple[int, int]], tmp_path: Path
