@@ -26,12 +26,11 @@ def test_sixteen_processes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(psutil.virtual_memory().available < 14 << 30, reason="needs 14 GiB of memory")
-@pytest.mark.parametrize("algorithm", ["ring", "native"])
-def test_a_tensor_of_two_gigabytes(algorithm: str) -> None:
+def test_a_tensor_of_two_gigabytes() -> None:
     def worker(comm: Communicator) -> tuple[float, float, float]:
         x = torch.full((NUM_ELEMENTS,), float(comm.rank + 1))
         x[-1] = 10.0 * comm.rank
-        total = comm.all_reduce(x, algorithm=algorithm)
+        total = comm.all_reduce(x, algorithm="native")
         return float(total[0]), float(total[NUM_ELEMENTS // 2]), float(total[-1])
 
     assert run_ranks(2, worker, timeout_s=600) == 2 * [(3.0, 3.0, 10.0)]
