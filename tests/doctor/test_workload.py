@@ -72,14 +72,18 @@ def shares_of_a_core(comm):
 @pytest.mark.process
 def test_runnable_s_of_a_worker_that_sleeps():
     """In a process of its own: threads that other tests have left behind would count."""
-    with start_processes(1, seconds_of_a_core_in_sleep) as workers:
-        assert workers.results()[0] < 0.25
+    with start_processes(1, least_share_of_a_core_in_sleep) as workers:
+        assert workers.results()[0] < 0.5
 
 
-def seconds_of_a_core_in_sleep(comm):
-    start_s = runnable_s()
-    sleep(0.5)
-    return runnable_s() - start_s
+def least_share_of_a_core_in_sleep(comm):
+    """Over many sleeps: on a busy machine one that is over may wait for a core."""
+    shares = []
+    for _ in range(40):
+        start_s, needed_s = perf_counter(), runnable_s()
+        sleep(0.05)
+        shares.append((runnable_s() - needed_s) / (perf_counter() - start_s))
+    return min(shares)
 
 
 def test_make_workload_counts_small_delays_only():
