@@ -1,0 +1,56 @@
+"""Strangers who connect to the ports of workers in the middle of their work."""
+
+import contextlib
+import itertools
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.helpers.processes import start_processes
+
+GARBAGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff" * 4096)
+
+
+@pytest.mark.process
+def test_strangers_on_all_ports_of_working_workers_change_nothing(tmp_path):
+    """Each port of a worker gets connections that say nothing, close, or send garbage."""
+    attacked = tmp_path / "attacked"
+    with start_processes(2, sum_until, attacked) as workers, contextlib.ExitStack() as held:
+        while not (tmp_path / "working").exists():
+            assert not workers.wait(0.05)
+        ports = {port for pid in workers.pids for port in listening(pid)}
+        for port, garbage in itertools.product(ports, GARBAGE * 5):
+            stranger = socket.create_connection(("127.0.0.1", port))
+            stranger.sendall(garbage)
+            if garbage == GARBAGE[-1]:
+                stranger.close()
+            else:
+                held.callback(stranger.close)
+        attacked.touch()
+        assert len(ports) >= 2  # one of each worker's group at least
+        assert all(workers.results())
+
+
+def listening(pid):
+    return {
+        c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"
+    }
+
+
+def sum_until(comm, attacked: Path):
+    """Sums numbers, on new groups too, until some rounds after the attack; whether all is right."""
+    left = 10
+    while left:
+        is_over = attacked.exists()
+        group = comm.split(0, comm.rank)
+        for each in (comm, group):
+            x = torch.full((100_000,), 1.0 + each.rank)
+            if not torch.equal(each.all_reduce(x, "sum"), torch.full((100_000,), 3.0)):
+                return False
+        group.close()
+        (attacked.parent / "working").touch()
+        left -= comm.all_reduce(torch.tensor(float(is_over)), "sum").item() == comm.size
+    return True
