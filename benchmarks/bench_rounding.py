@@ -1,119 +1,165 @@
-"""How far float32 rounding alone moves parameters when the number of workers changes.
+"""How far rounding alone moves the parameters when the number of workers changes.
 
     python benchmarks/bench_rounding.py [--quick]
 
-The same global batches in another order of summation: nothing else differs between the rows.
-Prints the table of docs/tables/rounding.md and writes it there; the numbers themselves go to
-benchmarks/results/bench_rounding.json (with `--quick`: ..._quick.json, and no docs).
+Whole trainings of the recipes as they are shipped, and with float32 sums; then at high rates. Of
+one case only the number of workers differs; each computes with one thread. Prints the table of
+docs/tables/rounding.md and writes it there, and the numbers to
+benchmarks/results/bench_rounding.json (with `--quick`: ..._quick.json, and no docs). Ends with one
+line of JSON: `moved_exact`, the largest difference with exact sums, and `moved_fp32`.
 """
 
 import argparse
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import write_results
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from common import print_headline, write_results
+from torch import Tensor
 
-import allstep
 from allstep import Communicator
-from allstep.comm.threads import run_ranks
+from allstep.train import Checkpoints, read_checkpoint
 
 DOCS = Path(__file__).parent.parent / "docs" / "tables" / "rounding.md"
-NUM_STEPS = (10, 40, 160)
-NUM_WORKERS = (2, 3, 4, 6)
-GLOBAL_BATCH, MICRO_BATCH = 96, 8
+EVERY = 60  # steps
+COLUMNS = (60, 600)  # steps; the last step is another
 
 
-def digits(dtype: torch.dtype) -> TensorDataset:
-    from sklearn.datasets import load_digits
+@dataclass(frozen=True)
+class Case:
+    """A training.
 
-    images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=dtype).view(-1, 1, 8, 8) / 16
-    return TensorDataset(x, torch.tensor(labels))
+    Attributes:
+        name: in the table.
+        arguments: of `allstep train`.
+        num_workers: that are compared with one.
+    """
 
-
-def make_model(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1, stride=2),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(512, 10),
-    ).to(dtype)
+    name: str
+    arguments: tuple[str, ...]
+    num_workers: tuple[int, ...]
 
 
-def parameters_after(num_workers: int, dtype: torch.dtype, steps: tuple[int, ...]) -> list[Tensor]:
-    """All parameters as one vector after each of the given numbers of steps."""
-    initial = make_model(dtype).state_dict()
-    samples = digits(dtype)
-
-    def train(comm: Communicator) -> list[Tensor]:
-        model = make_model(dtype)
-        model.load_state_dict(initial)
-        exchange = allstep.attach(model, comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader = allstep.data.loader(
-            samples, comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
-        )
-        found: list[Tensor] = []
-        while True:
-            for batch in allstep.steps(loader, exchange):
-                for x, y in batch:
-                    batch.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-                if loader.step in steps:
-                    found.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-                if loader.step == steps[-1]:
-                    return found
-
-    return run_ranks(num_workers, train, timeout_s=120)[0]
+FP32 = ("--compression", "fp32")
+# The rate is 8 times the recipe's; twice as long.
+HIGH = ("digits", "--lr", "0.8", "--epochs", "60")
+CASES = (
+    Case("`digits` as shipped", ("digits",), (2, 3, 4, 7)),
+    Case("`digits`, float32 sums", ("digits", *FP32), (2, 3, 4, 7)),
+    Case("`digits` at a high rate", HIGH, (2, 3)),
+    Case("`digits` at a high rate, float32 sums", (*HIGH, *FP32), (2, 3)),
+    Case("`fashion` as shipped", ("fashion",), (2, 3, 4, 7)),
+    Case("`fashion`, float32 sums", ("fashion", *FP32), (2, 3)),
+)
+QUICK = (
+    Case("`digits` as shipped", ("digits", "--epochs", "5"), (2,)),
+    Case("`digits`, float32 sums", ("digits", "--epochs", "5", *FP32), (2,)),
+)
 
 
-def measure(steps: tuple[int, ...]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Run:
+    """A finished training: its parameters and buffers by step, and its last evaluation."""
+
+    states: dict[int, Tensor]
+    accuracy: float
+
+    def moved_from(self, other: "Run") -> dict[int, float]:
+        """By step, the norm of the difference over the norm."""
+        return {
+            step: ((state - other.states[step]).norm() / other.states[step].norm()).item()
+            for step, state in self.states.items()
+        }
+
+
+def train(case: Case, num_workers: int) -> Run:
+    """Trains in processes of its own and reads the checkpoints."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        flags = ("--checkpoint-every-steps", str(EVERY), "--keep-checkpoints", "1000")
+        command = [sys.executable, "-m", "allstep", "train", *case.arguments, *flags]
+        command += ["--workers", str(num_workers), "--threads", "1", "--run-dir", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        checkpoints = Checkpoints(folder / "checkpoints", Communicator.single_process())
+        steps = sorted(checkpoints.saved_steps())
+        kept = [step for step in steps if step in COLUMNS or step == steps[-1]]
+        states = {step: model_of(read_checkpoint(checkpoints.path(step))) for step in kept}
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        accuracies = [
+            row["test/accuracy"] for row in map(json.loads, lines) if "test/accuracy" in row
+        ]
+    return Run(states, accuracies[-1])
+
+
+def model_of(state: dict[str, Any]) -> Tensor:
+    """All parameters and buffers of a checkpoint, as one vector."""
+    return torch.cat([x.double().flatten() for x in state["model"].values()])
+
+
+def measure(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """By how much the parameters of several workers differ from those of one."""
     rows = []
-    for dtype in (torch.float32, torch.float64):
-        alone = parameters_after(1, dtype, steps)
-        for num_workers in NUM_WORKERS:
-            together = parameters_after(num_workers, dtype, steps)
-            moved = [
-                ((a - b).norm() / a.norm()).item() for a, b in zip(alone, together, strict=True)
-            ]
-            name = str(dtype).removeprefix("torch.")
-            rows.append({"dtype": name, "workers": num_workers, "moved": moved})
+    for case in cases:
+        alone = train(case, 1)
+        for num_workers in case.num_workers:
+            together = train(case, num_workers)
+            rows.append(
+                {
+                    "case": case.name,
+                    "arguments": case.arguments,
+                    "workers": num_workers,
+                    "moved": together.moved_from(alone),
+                    "accuracy": together.accuracy,
+                    "accuracy_alone": alone.accuracy,
+                }
+            )
+            print(line(rows[-1]), flush=True)
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]], steps: tuple[int, ...]) -> str:
-    lines = [
-        "| dtype | workers | " + " | ".join(f"{n} steps" for n in steps) + " |",
-        "|---|---|" + "---|" * len(steps),
-    ]
-    for row in rows:
-        cells = " | ".join(f"{m:.1e}" for m in row["moved"])
-        lines.append(f"| {row['dtype']} | {row['workers']} v. 1 | {cells} |")
-    return "\n".join(lines) + "\n"
+HEADER = "| training | workers | 60 steps | 600 steps | all steps | accuracy | of one worker |"
+
+
+def line(row: dict[str, Any]) -> str:
+    """Of the table."""
+    moved = row["moved"]
+    last = max(moved)
+    cells = [row["case"], f"{row['workers']} v. 1"]
+    cells += [number(moved[step]) if step in moved else "" for step in COLUMNS]
+    cells += [f"{number(moved[last])} ({last:,})"]
+    cells += [f"{100 * row[key]:.2f} %" for key in ("accuracy", "accuracy_alone")]
+    return f"| {' | '.join(cells)} |"
+
+
+def number(moved: float) -> str:
+    return f"{moved:.1e}" if moved else "0"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join([HEADER, "|---" * HEADER.count(" | ") + "|---|", *map(line, rows)]) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 and 40 steps only")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="five epochs of digits, two workers")
     is_quick = parser.parse_args().quick
-    steps = NUM_STEPS[:2] if is_quick else NUM_STEPS
-    torch.set_num_threads(1)
-    rows = measure(steps)
-    print(table(rows, steps))
-    write_results(f"bench_rounding{'_quick' if is_quick else ''}", {"steps": steps, "rows": rows})
+    rows = measure(QUICK if is_quick else CASES)
+    write_results(f"bench_rounding{'_quick' if is_quick else ''}", {"rows": rows})
     if not is_quick:
-        DOCS.write_text(table(rows, steps))
+        DOCS.write_text(table(rows))
+    largest = {"moved_exact": 0.0, "moved_fp32": 0.0}
+    for row in rows:
+        key = "moved_fp32" if "fp32" in row["arguments"] else "moved_exact"
+        largest[key] = max(largest[key], *row["moved"].values())
+    print_headline(**largest)
 
 
 if __name__ == "__main__":

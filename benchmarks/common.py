@@ -139,7 +139,7 @@ def print_headline(**numbers: float) -> None:
 
     They are also appended to `results/history.jsonl`, which `history.py` plots.
     """
-    rounded = {name: round(value, 4) for name, value in numbers.items()}
+    rounded = {name: float(f"{value:.4g}") for name, value in numbers.items()}
     with HISTORY.open("a") as history:
         history.write(json.dumps({**circumstances(), "headline": rounded}) + "\n")
     print(json.dumps(rounded), flush=True)
