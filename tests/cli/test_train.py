@@ -90,7 +90,8 @@ def test_workers_of_torchrun_join(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "num_workers", "num_resumed"), [(signal.SIGINT, 2, 1), (signal.SIGTERM, 1, 2)]
+    ("number", "num_workers", "num_resumed"),
+    [(signal.SIGINT, 2, 1), pytest.param(signal.SIGTERM, 1, 2, marks=pytest.mark.slow)],
 )
 def test_an_interrupted_run_continues_on_other_workers(tmp_path, number, num_workers, num_resumed):
     run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", num_workers, *LONG)

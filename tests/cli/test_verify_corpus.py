@@ -71,7 +71,10 @@ def test_verify_on_some_of_the_scripts(name, capsys):
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "size", "gone_without"),
-    [("mnist_steps_high_rate", 3, "order of sums"), ("cnn_high_rate", 2, "float32")],
+    [
+        pytest.param("mnist_steps_high_rate", 3, "order of sums", marks=pytest.mark.slow),
+        ("cnn_high_rate", 2, "float32"),
+    ],
 )
 def test_verify_tells_amplified_rounding_from_a_mistake(name, size, gone_without, capsys):
     """PyTorch's MNIST example: conv net, Adadelta, StepLR; with dropout in `steps`."""

@@ -98,7 +98,7 @@ def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) 
     """Parameters, running statistics, losses, noise scale, metrics."""
     state, log, metrics = train_digits(Communicator.single_process(), str(tmp_path / "1"))
     assert any("noise_scale" in line for line in log)
-    for size in (2, 3, 4, 7):
+    for size in (3, 7):
         train = functools.partial(train_digits, run_dir=str(tmp_path / str(size)))
         found = run_processes(size, train, timeout_s=100)
         for found_state, _, found_metrics in found:

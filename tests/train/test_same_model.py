@@ -1,6 +1,7 @@
 """The same model on any number of workers: the promise that all else serves."""
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers.ranks import run_ranks
 
 TOLERANCE = 1e-10
 NUM_WORKERS = (1, 2, 3, 4, 5, 6)
+QUICK = [(1, 2), (2, 0), (3, 2), (6, 0)]  # workers, loader processes of each
 
 
 def train_with_fit(
@@ -75,16 +77,20 @@ def test_fit_gives_the_bits_of_a_loop_with_steps(reference: dict[str, dict[str, 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("loader_workers", [0, 2])
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+@pytest.mark.parametrize(
+    ("num_workers", "loader_workers"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(NUM_WORKERS, [0, 2])
+        if case != (1, 0)  # the reference itself
+    ],
+)
 def test_same_model_as_processes(
     num_workers: int,
     loader_workers: int,
     reference: dict[str, dict[str, Tensor]],
     tmp_path: Path,
 ) -> None:
-    if num_workers == 1 and loader_workers == 0:
-        pytest.skip("this is the reference itself")
     train = functools.partial(train_both_ways, run_dir=str(tmp_path), loader_workers=loader_workers)
     for result in run_processes(num_workers, train, timeout_s=150):
         assert_same(result, reference)
