@@ -246,6 +246,8 @@ class AutoCheckpoint:
             stored = state["state"][name]
             if isinstance(part, Optimizer):
                 load_optimizer_state(part, stored)
+                # In an earlier life; torch's schedulers warn if their step comes first.
+                part._opt_called = True  # type: ignore[attr-defined]
             else:
                 part.load_state_dict(stored)
         self._loader.load_state_dict(state["loader"])
