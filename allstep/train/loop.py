@@ -228,7 +228,9 @@ class Loop:
             closing(self._log),
             Progress(self._training.num_total_steps, self._comm, epochs=self._epochs) as progress,
         ):
-            self._evaluate_if_due(progress)  # the run may have ended before it could
+            if self._training.epoch >= self._epochs:  # the run may have ended before it could
+                self._training.flush()
+            self._evaluate_if_due(progress)
             while self._training.epoch < self._epochs and self.interrupted is None:
                 self._train_epoch(progress)
                 self._end_epoch(progress)
@@ -260,7 +262,8 @@ class Loop:
         if is_last and self.interrupted is None:
             self._training.flush()
         if is_save_due or is_last:
-            self._saver.save(self._training.step)
+            # What may have been saved after the last step is of before the last updates.
+            self._saver.save(self._training.step, replace=is_last)
         if self.interrupted is None:
             self._evaluate_if_due(progress)
 

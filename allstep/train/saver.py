@@ -109,13 +109,14 @@ class Saver:
         is_each_epoch = self._every_steps is None and self._every_s is None
         return self.interrupted is not None or self._agreement.is_save_due or is_each_epoch
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, replace: bool = False) -> None:
         """Writes a checkpoint, unless that of this step is there.
 
         Args:
             step: updates made.
+            replace: write it in any case.
         """
-        if self._saved_step != step:
+        if replace or self._saved_step != step:
             self.newest = self._checkpoints.save(step, self._target.state_dict())
             self._saved_step, self._saved_at_s = step, self._clock()
 
