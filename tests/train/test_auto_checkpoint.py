@@ -110,6 +110,53 @@ def test_gradients_of_several_global_batches_are_kept(tmp_path: Path) -> None:
     run_ranks(2, run)
 
 
+def test_several_models_optimizers_schedules_and_a_scaler_go_on(tmp_path: Path) -> None:
+    samples = TensorDataset(torch.arange(48.0).view(24, 2) / 48)
+
+    def life(run_dir: Path, stop: int | None = None) -> dict[str, Any]:
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            nets = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
+        schedules = [
+            torch.optim.lr_scheduler.OneCycleLR(optimizers[0], max_lr=0.2, total_steps=18),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0),
+        ]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=4)
+        exchanges = [allstep.attach(net, alone()) for net in nets]
+        loader = allstep.data.loader(samples, alone(), global_batch=4, micro_batch=2)
+        parts = [*optimizers, *schedules, scaler]
+        state = {f"{type(part).__name__} {n}": part for n, part in enumerate(parts)}
+        checkpoint = allstep.AutoCheckpoint(run_dir, loader, *exchanges, state=state, every_steps=1)
+        with checkpoint:
+            for _ in checkpoint.epochs(3):
+                for batch in allstep.steps(loader, *exchanges, checkpoint=checkpoint):
+                    for (x,) in batch:
+                        batch.backward(scaler.scale(nets[1](nets[0](x)).square().mean()))
+                    if batch.step == stop:
+                        raise CrashError
+                    for optimizer in optimizers:
+                        scaler.step(optimizer)
+                        optimizer.zero_grad()
+                    scaler.update()
+                    schedules[0].step()
+                schedules[1].step(1.0)
+        return {
+            "nets": [net.state_dict() for net in nets],
+            "parts": [part.state_dict() for part in parts],
+        }
+
+    whole = life(tmp_path / "whole")
+    assert whole["parts"][-1]["scale"] > 2.0
+    for stop in (3, 9, 17):
+        with pytest.raises(CrashError):
+            life(tmp_path / str(stop), stop)
+        found = life(tmp_path / str(stop))
+        for net, other in zip(found["nets"], whole["nets"], strict=True):
+            assert not differing_names(net, other)
+        assert str(found["parts"]) == str(whole["parts"])
+
+
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_another_number_of_workers_goes_on(num_workers: int, tmp_path: Path) -> None:
     def begin(comm: Communicator) -> dict[str, Any]:
