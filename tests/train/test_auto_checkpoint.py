@@ -46,15 +46,15 @@ MOMENTS = [("update", step) for step in range(NUM_STEPS)] + [
 ]
 
 
-@pytest.mark.parametrize("every_steps", [1, 3, None])
+@pytest.mark.parametrize(("every_steps", "first"), [(1, 0), (3, 1), (None, 0)])
 def test_a_loop_that_crashed_anywhere_ends_with_the_same_bits(
-    every_steps: int | None, tmp_path: Path
+    every_steps: int | None, first: int, tmp_path: Path
 ) -> None:
     whole = train(alone(), str(tmp_path / "whole"), every_steps=every_steps)
     assert whole["steps"] == list(range(NUM_STEPS))
     assert whole["rate"] == pytest.approx(0.1 * 0.7**NUM_EPOCHS)
     num_saved = 0
-    for number, moment in enumerate(MOMENTS):
+    for number, moment in enumerate(MOMENTS[first::2]):
         run_dir = tmp_path / str(number)
         crash(alone(), run_dir, moment, every_steps=every_steps)
         found = train(alone(), str(run_dir), every_steps=every_steps)

@@ -105,6 +105,7 @@ def test_sigterm_of_one_worker_ends_all_after_the_same_step(
         assert state_difference(found["model"], whole["model"]) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_starts_it_again(whole: dict[str, Any], tmp_path: Path) -> None:
     """A worker kills itself in the first attempt; torchrun stops the others and begins anew."""
