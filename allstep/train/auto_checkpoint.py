@@ -146,7 +146,7 @@ class AutoCheckpoint:
         the newest checkpoint is of before.
 
         Args:
-            num_epochs: of the whole training, the same in each life.
+            num_epochs: of the whole training, those of earlier lives included.
 
         Yields:
             Epochs before this one, over all lives.
