@@ -152,6 +152,15 @@ class GlobalBatchLoader(ABC):
             self.close()
         return has_moved
 
+    def options(self) -> dict[str, Any]:
+        """What the samples of each step follow from, for a position to mean the same again."""
+        return {
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "drop_last": self._drop_last,
+        }
+
     @abstractmethod
     def state_dict(self) -> dict[str, int]:
         """Where the data stands: `samples` consumed and `steps` made since the start."""

@@ -74,6 +74,11 @@ class MapLoader(GlobalBatchLoader):
         """Whole passes over the data so far."""
         return self._sampler.epoch(self.position)
 
+    def options(self) -> dict[str, Any]:
+        """What the samples of each step follow from, for a position to mean the same again."""
+        own = {"num_samples": self._sampler.num_samples, "shuffle": self._sampler.shuffle}
+        return super().options() | own
+
     def state_dict(self) -> dict[str, int]:
         """Where the data stands: `samples` consumed and `steps` made since the start."""
         return {"samples": self.position, "steps": self.step}

@@ -105,7 +105,7 @@ class GlobalBatchSampler:
         self._global_batch = global_batch
         self._micro_batch = micro_batch
         self._seed = seed
-        self._shuffle = shuffle
+        self.shuffle = shuffle
         self._drop_last = drop_last
         # Loaders that read ahead ask for the next epoch's while this one's is still in use.
         self._order = lru_cache(maxsize=2)(self._make_order)
@@ -143,6 +143,6 @@ class GlobalBatchSampler:
         return self._order(plan.epoch)[start:end]
 
     def _make_order(self, epoch: int) -> NDArray[np.int64]:
-        if not self._shuffle:
+        if not self.shuffle:
             return np.arange(self.num_samples)
         return derive_permutation(self.num_samples, self._seed, epoch)

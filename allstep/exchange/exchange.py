@@ -52,7 +52,9 @@ class Exchange(ABC):
         statistics: batch norm's running statistics.
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
-        awaits_update: whether a global batch has been run whose turn in `steps` is not over.
+        awaits_update: whether a global batch has been run whose turn in `steps` is not over, and
+            no update was made yet.
+        optimizers: that have updated the model.
         weighing: of this worker's losses of the global batch; see [Note: weights].
         own_times: of this worker's last step, for the others to know.
         worker_times: of all workers, by rank, as they were told last; () until then.
@@ -72,7 +74,7 @@ class Exchange(ABC):
         self._parameters = ParameterSet(model)
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
-        self._optimizers = WeakSet[torch.optim.Optimizer]()  # that have updated the model
+        self.optimizers = WeakSet[torch.optim.Optimizer]()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._finish_backward)
@@ -150,7 +152,8 @@ class Exchange(ABC):
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the model's parameters makes a step, whose rates will be compared."""
-        self._optimizers.add(optimizer)
+        self.optimizers.add(optimizer)
+        self.awaits_update = False
         if self.comm.size > 1:
             self._sweep.note_update(optimizer, self._num_exchanges)
 
@@ -197,7 +200,7 @@ class Exchange(ABC):
         self._global_step, self._samples = step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
-        rates = optimizer_watch.learning_rates(self._optimizers)
+        rates = optimizer_watch.learning_rates(self.optimizers)
         try:
             yield
             optimizer_watch.check_learning_rates(rates, step)

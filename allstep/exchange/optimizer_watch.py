@@ -36,7 +36,7 @@ class Watched(Protocol):
 
     @property
     def awaits_update(self) -> bool:
-        """Whether the gradient of a global batch is ready, whose turn in `steps` is not over."""
+        """Whether the gradient of a global batch is ready that no update was made of in `steps`."""
 
     def held(self, ids: set[int]) -> set[int]:
         """Those that are of a parameter of the attached model, which may be frozen."""

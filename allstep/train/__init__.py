@@ -3,6 +3,7 @@
 `__all__` is for users; what is imported under the same name again, for the rooms above.
 """
 
+from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.batch import Batch, steps
 from allstep.train.checkpoint import Checkpoints, check_same
 from allstep.train.devices import map_tensors as map_tensors
@@ -30,6 +31,7 @@ from allstep.train.storage import writing as writing
 from allstep.train.task import Metrics, Stage, Task
 
 __all__ = [
+    "AutoCheckpoint",
     "Batch",
     "Checkpoints",
     "Evaluator",

@@ -22,6 +22,7 @@ from allstep.exchange import Exchange
 from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import mixed_message
 from allstep.nn import GroupedBatchNorm
+from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.devices import to_device
 from allstep.train.gradient_guard import GradientGuard
 
@@ -45,6 +46,7 @@ def steps(
     loader: Loader,
     *exchanges: Exchange,
     replay: bool = False,
+    checkpoint: AutoCheckpoint | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator["Batch"]:
     """The rest of the epoch, one item a global batch.
@@ -69,13 +71,16 @@ def steps(
             micro-batch, in the given order, and `backward` may be called several times.
         replay: keep this worker's part of a global batch, so that it can be iterated again
             (a second pass draws other random numbers).
+        checkpoint: saves what the loop depends on after some of the steps, and ends the loop
+            early, after a whole step, when a signal has come.
         clock: seconds that pass, by which shares are measured and slow workers found.
 
     Yields:
         A `Batch` for each global batch.
 
     Raises:
-        UsageError: if no exchange is given, or if the loader can't be cut in global batches.
+        UsageError: if no exchange is given, if the loader can't be cut in global batches, or if
+            `checkpoint` is not entered, not in `epochs`, or of another loader or exchange.
 
     Example:
         >>> import torch, allstep
@@ -105,7 +110,7 @@ def steps(
     if shares is not None and not shares.is_equal:
         for exchange in exchanges:
             _refuse_shares(shares, exchange)
-    return _steps(loader, exchanges, replay, clock)
+    return _steps(loader, exchanges, replay, checkpoint, clock)
 
 
 def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
@@ -125,23 +130,32 @@ def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
 
 
 def _steps(
-    loader: Loader, exchanges: tuple[Exchange, ...], replay: bool, clock: Callable[[], float]
+    loader: Loader,
+    exchanges: tuple[Exchange, ...],
+    replay: bool,
+    checkpoint: AutoCheckpoint | None,
+    clock: Callable[[], float],
 ) -> Iterator["Batch"]:
     device = exchanges[0].comm.device
+    is_over = checkpoint is not None and not checkpoint.begin_steps(loader, exchanges)
     with preserved_random_state(device):
-        for global_batch in loader.global_batches():
+        for global_batch in () if is_over else loader.global_batches():
             batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
             seed_all(derive_seed(loader.seed, _BEGIN, batch.step), device)
             try:
                 yield batch
+                batch.check_finished()
+                exchanges[0].own_times = batch.times
+                _follow_shares(loader, exchanges[0])
+                if checkpoint is not None and checkpoint.after_step():
+                    break
             finally:
                 for exchange in exchanges:
                     exchange.awaits_update = False
-            batch.check_finished()
-            exchanges[0].own_times = batch.times
-            _follow_shares(loader, exchanges[0])
     for exchange in exchanges:
         exchange.sync_buffers()
+    if checkpoint is not None:
+        checkpoint.end_steps()
 
 
 def _follow_shares(loader: Loader, exchange: Exchange) -> None:

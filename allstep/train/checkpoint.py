@@ -26,7 +26,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 class Checkpoints:
@@ -148,12 +148,21 @@ class Checkpoints:
             return self._send(found)
         return self._receive()
 
-    def restore(self, target: Stateful) -> None:
+    def restore(self, target: Stateful, *, missing_ok: bool = False) -> int | None:
         """Loads the newest checkpoint that is whole into `target`. All workers call it.
+
+        Args:
+            target: what the checkpoint is of.
+            missing_ok: where the folder has no checkpoint at all, leave `target` as it is.
+
+        Returns:
+            The checkpoint's step; None if there is none.
 
         Raises:
             CheckpointError: if there is none, or if it does not fit.
         """
+        if missing_ok and self._newest_step() is None:
+            return None
         loaded = self.load_latest()
         if loaded is None:
             raise CheckpointError(
@@ -170,6 +179,7 @@ class Checkpoints:
                 f"{self.path(step)} does not fit this training ({type(error).__name__}: {error})."
                 " Resume with what wrote it, or train anew, in another folder."
             ) from error
+        return step
 
     def refuse_existing(self) -> None:
         """Raises on every worker if the folder holds another run's checkpoints.
@@ -177,13 +187,20 @@ class Checkpoints:
         Raises:
             UsageError: naming the folder and the newest step.
         """
-        steps = self.saved_steps() if self._comm.rank == 0 else []
-        newest = self._comm.broadcast_object(max(steps, default=None))
+        newest = self._newest_step()
         if newest is not None:
             raise UsageError(
                 f"`run_dir`: {self.folder} holds a run's checkpoints (the newest of step {newest});"
                 " resume that run, or take another folder."
             )
+
+    def _newest_step(self) -> int | None:
+        """With a checkpoint on rank 0's disk, whole or not. All workers call it."""
+        if self._comm.rank == 0:
+            sweep(self.folder)  # which puts back what a dead writer had moved aside
+        steps = self.saved_steps() if self._comm.rank == 0 else []
+        newest: int | None = self._comm.broadcast_object(max(steps, default=None))
+        return newest
 
     def _read_newest(self) -> Stored | None:
         sweep(self.folder)
@@ -287,7 +304,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         state: what its `state_dict()` once gave.
 
     Raises:
-        CheckpointError: naming the tensors that are missing, unexpected or of another shape.
+        CheckpointError: naming the tensors that are missing, unexpected or of another shape or
+            dtype.
     """
     expected = model.state_dict()
     misfits = {
@@ -297,6 +315,11 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             f"{name} {_shape(state[name])} instead of {_shape(expected[name])}"
             for name in expected
             if name in state and _shape(state[name]) != _shape(expected[name])
+        ],
+        "of another dtype": [
+            f"{name} {_dtype(state[name])} instead of {_dtype(expected[name])}"
+            for name in expected
+            if name in state and _dtype(state[name]) != _dtype(expected[name])
         ],
     }
     found = [f"{kind}: {_listed(names)}" for kind, names in misfits.items() if names]
@@ -330,6 +353,10 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
 
 def _shape(value: Any) -> object:
     return list(value.shape) if isinstance(value, Tensor) else None
+
+
+def _dtype(value: Any) -> object:
+    return value.dtype if isinstance(value, Tensor) else None
 
 
 def _listed(names: list[Any]) -> str:

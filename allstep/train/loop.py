@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.train.checkpoint import Checkpoints
 from allstep.train.metrics import MetricsLog
 from allstep.train.options import TrainOptions
 from allstep.train.progress import Progress
 from allstep.train.report import Meter, RunReport
 from allstep.train.run import Run
-from allstep.train.run_lock import run_lock
+from allstep.train.saver import Saver
 from allstep.train.step import Update
-from allstep.train.stop import Interrupts, StopAgreement
+from allstep.train.stop import Interrupts
 from allstep.train.task import Task
 
 
@@ -150,8 +149,6 @@ class Loop:
     Attributes:
         meter: how fast it went.
         metrics: of the last evaluation; empty if there was none.
-        checkpoint: the newest one that was written.
-        interrupted: number of the signal that ended it early, or None.
     """
 
     def __init__(
@@ -169,23 +166,34 @@ class Loop:
     ) -> None:
         self._training = training
         self._comm = comm
-        self._run_dir = run_dir
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep_checkpoints)
+        self._saver = Saver(
+            self,
+            comm,
+            run_dir,
+            interrupts,
+            every_steps=checkpoint_every_steps,
+            keep=keep_checkpoints,
+        )
         self._log = MetricsLog(run_dir, comm)
-        self._interrupts = interrupts
         self._epochs = epochs
         self._log_every_steps = log_every_steps
-        self._checkpoint_every_steps = checkpoint_every_steps
         self._evaluate_every_epochs = evaluate_every_epochs
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         self._evaluated_step: int | None = None
         self._evaluated_epoch = 0
-        self._saved_step: int | None = None
         self.meter = Meter()
         self.metrics: Mapping[str, float] = {}
-        self.checkpoint: Path | None = None
-        self.interrupted: int | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one that was written."""
+        return self._saver.newest
+
+    @property
+    def interrupted(self) -> int | None:
+        """Number of the signal that ended it early, or None."""
+        return self._saver.interrupted
 
     def run(self, *, resume: bool = False) -> None:
         """Trains until the last epoch's end or an agreed stop.
@@ -195,11 +203,7 @@ class Loop:
                 `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        with run_lock(self._run_dir, self._comm):
-            if resume:
-                self._checkpoints.restore(self)
-            else:
-                self._checkpoints.refuse_existing()
+        with self._saver.hold(resume=resume):
             self._train()
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +228,9 @@ class Loop:
             closing(self._log),
             Progress(self._training.num_total_steps, self._comm, epochs=self._epochs) as progress,
         ):
-            self._evaluate_if_due(progress)  # the run may have ended before it could
+            if self._training.epoch >= self._epochs:  # the run may have ended before it could
+                self._training.flush()
+            self._evaluate_if_due(progress)
             while self._training.epoch < self._epochs and self.interrupted is None:
                 self._train_epoch(progress)
                 self._end_epoch(progress)
@@ -232,10 +238,9 @@ class Loop:
                 self._evaluate(progress)
 
     def _train_epoch(self, progress: Progress) -> None:
-        training, every = self._training, self._checkpoint_every_steps
+        training = self._training
         if training.begin_epoch():
             self.meter = Meter()  # such samples take another time
-        agreement = StopAgreement(self._comm)
         start_s = time.perf_counter()
         for update in training.updates():
             self._losses = self._losses + update.loss
@@ -246,22 +251,19 @@ class Loop:
             if loss is not None:
                 self._write(update, loss, progress)
             progress.advance(training.step)
-            self.interrupted = agreement(self._interrupts.requested)
-            if self.interrupted is not None:
+            if self._saver.after_step(training.step):
                 break
-            if every is not None and training.step % every == 0:
-                self._save()
             start_s = time.perf_counter()
-        asked_last = agreement.drain()
-        self.interrupted = self.interrupted or asked_last
 
     def _end_epoch(self, progress: Progress) -> None:
+        is_save_due = self._saver.drain()
         epoch = self._training.epoch
         is_last = epoch >= self._epochs
         if is_last and self.interrupted is None:
             self._training.flush()
-        if self._checkpoint_every_steps is None or is_last or self.interrupted is not None:
-            self._save()
+        if is_save_due or is_last:
+            # What may have been saved after the last step is of before the last updates.
+            self._saver.save(self._training.step, replace=is_last)
         if self.interrupted is None:
             self._evaluate_if_due(progress)
 
@@ -285,12 +287,6 @@ class Loop:
             scalars.get("noise_scale"),
             micro_batches=counts,
         )
-
-    def _save(self) -> None:
-        step = self._training.step
-        if self._saved_step != step:
-            self.checkpoint = self._checkpoints.save(step, self.state_dict())
-            self._saved_step = step
 
     def _evaluate_if_due(self, progress: Progress) -> None:
         epoch = self._training.epoch

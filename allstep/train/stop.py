@@ -1,4 +1,7 @@
-"""How a run is stopped: signals become requests, and all workers stop after the same step."""
+"""How a run is stopped: signals become requests, and all workers stop after the same step.
+
+The message by which they agree also carries the request for a checkpoint that a clock makes.
+"""
 
 import signal
 import threading
@@ -77,30 +80,36 @@ class StopAgreement:
     A signal reaches workers at different moments, and one that left its loop first would
     leave the others waiting in a collective. So each step starts an all-reduce of the signal
     seen so far and reads the one that the step before started: no step ever waits for it.
+
+    Attributes:
+        is_save_due: whether a worker had asked for a checkpoint in what was read last.
     """
 
     def __init__(self, comm: Communicator) -> None:
+        self.is_save_due = False
         self._comm = comm
         self._pending: Work[Tensor] | None = None
 
-    def __call__(self, signal_number: int | None) -> int | None:
+    def __call__(self, signal_number: int | None, *, is_save_due: bool = False) -> int | None:
         """Says what this worker was asked; returns what all agreed on a step ago.
 
         Args:
             signal_number: the signal this worker has got, or None.
+            is_save_due: whether this worker asks for a checkpoint.
 
         Returns:
             The largest signal number that any worker had got at the last call, or None.
         """
         agreed = self.drain()
-        flag = torch.tensor([signal_number or 0])
-        self._pending = self._comm.all_reduce(flag, "max", async_op=True)
+        flags = torch.tensor([signal_number or 0, int(is_save_due)])
+        self._pending = self._comm.all_reduce(flags, "max", async_op=True)
         return agreed
 
     def drain(self) -> int | None:
         """Finishes the all-reduce under way; call it when the steps end."""
+        self.is_save_due = False
         if self._pending is None:
             return None
-        agreed = int(self._pending.wait().item())
-        self._pending = None
+        agreed, is_save_due = self._pending.wait().tolist()
+        self._pending, self.is_save_due = None, bool(is_save_due)
         return agreed or None

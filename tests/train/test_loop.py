@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from allstep.train import Batch, Update
 from allstep.train.metrics import read_metrics
 from allstep.train.report import Meter
 from allstep.train.run import Run
+from allstep.train.storage import read_checkpoint
 from tests.helpers import same_model
-from tests.helpers.compare import state_difference
+from tests.helpers.compare import differing_names, state_difference
 from tests.helpers.ranks import run_ranks
 
 
@@ -38,12 +40,14 @@ def options_for(**changes: Any) -> TrainOptions:
     return TrainOptions(**arguments | changes)
 
 
-def train(comm: Communicator, run_dir: Path, **changes: Any) -> dict[str, Tensor]:
+def train(
+    comm: Communicator, run_dir: Path, *, resume: bool = False, **changes: Any
+) -> dict[str, Tensor]:
     task = same_model.make_task("sgd", augment=False)
     for module in task.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    allstep.fit(task, options_for(**changes), comm, run_dir)
+    allstep.fit(task, options_for(**changes), comm, run_dir, resume=resume)
     return task.model.state_dict()
 
 
@@ -199,6 +203,23 @@ def test_a_clock_that_jumps_changes_nothing_but_what_is_timed(
     assert found == records
     assert state_difference(state, expected) == 0
     assert len(list((tmp_path / "jumping" / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("every_steps", [None, 1, 3])
+def test_the_last_checkpoint_has_the_updates_that_were_in_flight(
+    every_steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = Communicator.single_process()
+    changes: dict[str, Any] = {"staleness": 1, "checkpoint_every_steps": every_steps}
+    expected = train(comm, tmp_path / "whole", **changes)
+    saved = read_checkpoint(tmp_path / "whole" / "checkpoints" / "step-00000004")["model"]
+    assert not differing_names(saved, expected)
+    # A run that ends before it has made them makes them when it goes on.
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "flush", Mock(side_effect=KeyboardInterrupt))
+        train(comm, tmp_path / "cut", **changes)
+    found = train(comm, tmp_path / "cut", resume=every_steps is not None, **changes)
+    assert not differing_names(found, expected)
 
 
 def test_metrics_whose_names_differ_between_ranks(tmp_path: Path) -> None:

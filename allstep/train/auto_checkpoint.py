@@ -1,0 +1,307 @@
+"""A user's own loop that goes on where it was: it saves by itself and resumes by itself."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from torch.optim import Optimizer
+
+from allstep.comm.agreement import agree
+from allstep.data.batches import GlobalBatchLoader
+from allstep.data.random import derive_seed, preserved_random_state, seed_all
+from allstep.data.sampler import check_integer
+from allstep.errors import UsageError
+from allstep.exchange import Exchange
+from allstep.train.checkpoint import Stateful, check_same, load_model_state, load_optimizer_state
+from allstep.train.saver import Saver
+from allstep.train.stop import Interrupts
+
+_EPOCH = 0x65706F6368  # keeps random numbers apart from those that are derived elsewhere
+
+
+class AutoCheckpoint:
+    """Makes a loop over `steps` one that is started again and goes on as if it had not stopped.
+
+    While entered, it holds the folder against other processes, and SIGINT and SIGTERM end the
+    loop after the current step with a checkpoint. When it is entered, it loads the newest
+    checkpoint that is whole, if there is one; on any number of workers. All workers make the same
+    calls; only rank 0 touches the disk.
+
+    Stored are the models of `exchanges`, what is exchanged late, `state`, the position in the
+    data and the number of the epoch. Random states follow from the loader's seed and these: those
+    in which a micro-batch is run (see `steps`), and one for each epoch, in which the code around
+    the steps is run.
+
+    Args:
+        run_dir: the folder; made if missing.
+        loader: from `allstep.data.loader`.
+        exchanges: from `allstep.attach`, as `steps` gets them.
+        state: name -> what else the next step depends on, by its `state_dict` and
+            `load_state_dict`: the optimizers, schedulers of rates, a GradScaler.
+        every_steps: steps between two checkpoints.
+        every_s: seconds between two checkpoints, by rank 0's clock; both may be given. With
+            neither there is one after the last step of each epoch. After the very last step
+            there is always one.
+        keep: how many of the newest checkpoints stay.
+        clock: seconds that pass.
+
+    Raises:
+        UsageError: if an argument is of a wrong kind or out of range.
+
+    Example:
+        >>> import tempfile, torch, allstep
+        >>> from torch.utils.data import TensorDataset
+        >>> comm = allstep.Communicator.single_process()
+        >>> samples = TensorDataset(torch.randn(10, 3), torch.randn(10, 1))
+        >>> def train(run_dir, num_epochs):
+        ...     model = torch.nn.Linear(3, 1)
+        ...     exchange = allstep.attach(model, comm)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ...     loader = allstep.data.loader(samples, comm, global_batch=4, micro_batch=2)
+        ...     state = {"optimizer": optimizer}
+        ...     with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
+        ...         for epoch in checkpoint.epochs(num_epochs):
+        ...             for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+        ...                 for x, y in batch:
+        ...                     batch.backward(torch.nn.functional.mse_loss(model(x), y))
+        ...                 optimizer.step()
+        ...                 optimizer.zero_grad()
+        ...                 print(f"epoch {epoch}, step {batch.step}")
+        >>> with tempfile.TemporaryDirectory() as run_dir:
+        ...     train(run_dir, 1)
+        ...     train(run_dir, 2)  # goes on
+        epoch 0, step 0
+        epoch 0, step 1
+        epoch 0, step 2
+        epoch 1, step 3
+        epoch 1, step 4
+        epoch 1, step 5
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        loader: GlobalBatchLoader,
+        *exchanges: Exchange,
+        state: Mapping[str, Stateful],
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_arguments(loader, exchanges, state, every_steps)
+        self._run_dir = Path(run_dir)
+        self._loader, self._exchanges, self._state = loader, exchanges, dict(state)
+        self._comm = exchanges[0].comm
+        self._interrupts = Interrupts()
+        self._every_steps = every_steps
+        self._saver = Saver(
+            self,
+            self._comm,
+            self._run_dir,
+            self._interrupts,
+            every_steps=every_steps,
+            every_s=every_s,
+            keep=keep,
+            clock=clock,
+        )
+        self._entered: ExitStack | None = None
+        self._epoch = 0  # the present one, or the next
+        self._num_epochs: int | None = None  # in `epochs`
+        self._is_over = False  # all steps of the present epoch have been made,
+        self._was_over = False  # and that in an earlier life
+        self._data_epoch = 0  # the loader's, when the steps began
+        self._awaits_update = [False] * len(exchanges)
+
+    @property
+    def interrupted(self) -> int | None:
+        """Number of the signal by which the workers agreed to stop, or None."""
+        return self._saver.interrupted
+
+    def __enter__(self) -> Self:
+        if self._entered is not None:
+            raise UsageError("An AutoCheckpoint is entered once; make another one.")
+        agree(self._comm, "keep checkpoints", [("every_steps", self._every_steps)])
+        with ExitStack() as stack:
+            stack.enter_context(self._interrupts)
+            step = stack.enter_context(self._saver.hold(resume=None))
+            if step is not None and self._comm.rank == 0:
+                logging.getLogger("allstep").info(f"{self._run_dir} goes on after step {step}")
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        assert self._entered is not None
+        with self._entered:
+            if error_type is None:
+                self._saver.drain()
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The epochs that are still to come, the one that was begun first; none after a signal.
+
+        Each belongs to one loop over `steps`. What follows that loop in the epoch is run again if
+        the newest checkpoint is of before.
+
+        Args:
+            num_epochs: of the whole training, those of earlier lives included.
+
+        Yields:
+            Epochs before this one, over all lives.
+
+        Raises:
+            UsageError: outside of `with`, or if `num_epochs` is not positive.
+            DisagreementError: if it differs between workers.
+        """
+        check_integer("num_epochs", num_epochs, 1)
+        if self._entered is None or self._num_epochs is not None:
+            raise UsageError("`epochs` is for `with AutoCheckpoint(…) as checkpoint:`, once.")
+        agree(self._comm, "train some epochs", [("num_epochs", num_epochs)])
+        self._num_epochs = num_epochs
+        return self._epochs(num_epochs)
+
+    def _epochs(self, num_epochs: int) -> Iterator[int]:
+        device = self._comm.device
+        with preserved_random_state(device):
+            while self._epoch < num_epochs and self.interrupted is None:
+                seed_all(derive_seed(self._loader.seed, _EPOCH, self._epoch), device)
+                yield self._epoch
+                if self.interrupted is None:
+                    self._end_epoch(num_epochs)
+
+    def _end_epoch(self, num_epochs: int) -> None:
+        """A signal may have come since the last step."""
+        self._epoch += 1
+        self._is_over = self._was_over = False
+        self._data_epoch = self._loader.epoch
+        self._saver.after_step(self._loader.step)
+        if self._saver.drain() or self._epoch == num_epochs:
+            self._saver.save(self._loader.step)
+
+    def begin_steps(self, loader: object, exchanges: tuple[Exchange, ...]) -> bool:
+        """Called by `steps`, at an epoch's first; whether there are any left to be made."""
+        if loader is not self._loader or exchanges != self._exchanges:
+            raise UsageError(
+                "`checkpoint` was made for another loader or other exchanges; give `steps` the"
+                " same as `AutoCheckpoint`."
+            )
+        if self._num_epochs is None:
+            raise UsageError(
+                "`checkpoint` counts epochs: put `steps` in `for epoch in checkpoint.epochs(n):`,"
+                " in `with AutoCheckpoint(…) as checkpoint:`."
+            )
+        if self._is_over and not self._was_over:
+            raise UsageError(
+                "A second loop over `steps` began in one epoch of `checkpoint.epochs`; each epoch"
+                " has one."
+            )
+        self._data_epoch = self._loader.epoch
+        was_over, self._was_over = self._was_over, False
+        return not was_over
+
+    def after_step(self) -> bool:
+        """Called by `steps`, after each; saves if it is time to, returns whether to stop."""
+        for exchange in self._exchanges:
+            self._refuse_unsaved(exchange)
+        self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
+        return self._saver.after_step(self._loader.step)
+
+    def end_steps(self) -> None:
+        """Called by `steps`, after an epoch's last, or the one that a signal made the last."""
+        is_due = self._saver.drain()
+        self._is_over = self._is_over or self.interrupted is None
+        assert self._num_epochs is not None
+        if is_due or self._epoch + 1 == self._num_epochs:
+            self._saver.save(self._loader.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on. All workers call it."""
+        for exchange in self._exchanges:
+            exchange.sync_buffers()
+        is_shared = all(exchange.averaging is None for exchange in self._exchanges)
+        state = self._state if is_shared or self._comm.rank == 0 else {}
+        return {
+            "options": self._kept_options(),
+            "models": [exchange.model.state_dict() for exchange in self._exchanges],
+            "gradients": self._gradients() if is_shared else None,
+            "state": {name: part.state_dict() for name, part in state.items()},
+            "exchanges": [exchange.state_dict() for exchange in self._exchanges],
+            "loader": self._loader.state_dict(),
+            "epoch": self._epoch,
+            "is_over": self._is_over or self._loader.epoch != self._data_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. All workers call it.
+
+        Raises:
+            CheckpointError: if it is of other data, another policy, model or optimizer.
+        """
+        check_same(state["options"], self._kept_options())
+        for exchange, stored in zip(self._exchanges, state["models"], strict=True):
+            load_model_state(exchange.model, stored)
+        for name, part in self._state.items():
+            stored = state["state"][name]
+            if isinstance(part, Optimizer):
+                load_optimizer_state(part, stored)
+                # In an earlier life; torch's schedulers warn if their step comes first.
+                part._opt_called = True  # type: ignore[attr-defined]
+            else:
+                part.load_state_dict(stored)
+        self._loader.load_state_dict(state["loader"])
+        for exchange, stored in zip(self._exchanges, state["exchanges"], strict=True):
+            exchange.load_state_dict(stored)
+        for exchange, stored in zip(self._exchanges, state["gradients"] or (), strict=False):
+            for name, gradient in stored.items():
+                p = exchange.trained[name]
+                p.grad = gradient.to(p.device)
+        self._epoch = state["epoch"]
+        self._is_over = self._was_over = state["is_over"]
+        self._data_epoch = self._loader.epoch
+
+    def _kept_options(self) -> dict[str, Any]:
+        """What must not change between two lives."""
+        kinds = {name: type(part).__name__ for name, part in self._state.items()}
+        num_exchanges = len(self._exchanges)
+        return {**self._loader.options(), "state": kinds, "exchanges": num_exchanges}
+
+    def _gradients(self) -> list[dict[str, Any]]:
+        """Name -> gradient of a global batch that no update was made of; more may be added."""
+        return [
+            {n: p.grad for n, p in exchange.trained.items() if awaits and p.grad is not None}
+            for exchange, awaits in zip(self._exchanges, self._awaits_update, strict=True)
+        ]
+
+    def _refuse_unsaved(self, exchange: Exchange) -> None:
+        for optimizer in exchange.optimizers:
+            if not any(optimizer is part for part in self._state.values()):
+                raise UsageError(
+                    f"`state` (={list(self._state)}) lacks an optimizer that updates the model (a"
+                    f" {type(optimizer).__name__}): its state would be lost. Add it, as in"
+                    ' `state={"optimizer": optimizer}`.'
+                )
+
+
+def _check_arguments(
+    loader: object,
+    exchanges: tuple[Exchange, ...],
+    state: Mapping[str, Stateful],
+    every_steps: int | None,
+) -> None:
+    if not isinstance(loader, GlobalBatchLoader):
+        raise UsageError(
+            f"`loader` (a {type(loader).__name__}) tells no position; make it with"
+            " `allstep.data.loader`."
+        )
+    if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
+        raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
+    for name, part in state.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise UsageError(
+                f"`state`: {name!r} (a {type(part).__name__}) has no `state_dict` and"
+                " `load_state_dict`; give the optimizer, the scheduler and so on themselves."
+            )
+    if every_steps is not None:
+        check_integer("every_steps", every_steps, 1)

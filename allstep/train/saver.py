@@ -1,0 +1,131 @@
+"""When a run saves and when it stops, on all its workers alike, and what it goes on from."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from allstep.comm import Communicator
+from allstep.errors import UsageError
+from allstep.train.checkpoint import Checkpoints, Stateful
+from allstep.train.run_lock import run_lock
+from allstep.train.stop import Interrupts, StopAgreement
+
+
+class Saver:
+    """Keeps a training's checkpoints in a folder that no other process may train in.
+
+    A signal stops the training after the current step, on all workers after the same one. All
+    workers call each method.
+
+    Args:
+        target: the training.
+        comm: the workers.
+        run_dir: the folder; made if missing.
+        interrupts: tells that a signal has come.
+        every_steps: updates between two checkpoints.
+        every_s: seconds between two checkpoints, by rank 0's clock; with neither, there is one at
+            the end of each epoch.
+        keep: how many of the newest stay.
+        clock: seconds that pass.
+
+    Attributes:
+        newest: the checkpoint that was written last, if any.
+        interrupted: number of the signal by which all agreed to stop, or None.
+    """
+
+    def __init__(
+        self,
+        target: Stateful,
+        comm: Communicator,
+        run_dir: Path,
+        interrupts: Interrupts,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_s is not None and not 0 < every_s < math.inf:
+            raise UsageError(f"`every_s` (={every_s}) must be a number of seconds above 0.")
+        self.newest: Path | None = None
+        self.interrupted: int | None = None
+        self._target = target
+        self._comm = comm
+        self._run_dir = run_dir
+        self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep)
+        self._interrupts = interrupts
+        self._agreement = StopAgreement(comm)
+        self._every_steps, self._every_s = every_steps, every_s
+        self._clock = clock
+        self._saved_at_s = clock()  # or when a checkpoint was asked for
+        self._saved_step: int | None = None
+
+    @contextmanager
+    def hold(self, *, resume: bool | None) -> Iterator[int | None]:
+        """Holds the folder, and begins with what is there.
+
+        Args:
+            resume: load the newest checkpoint; False refuses a folder with checkpoints, None does
+                whichever fits.
+
+        Yields:
+            The step of the checkpoint that was loaded, or None.
+
+        Raises:
+            UsageError: if another process trains in the folder, or if it holds another run and
+                `resume` is False.
+            CheckpointError: if there is nothing to resume, or if it does not fit the training.
+        """
+        with run_lock(self._run_dir, self._comm):
+            if resume is False:
+                self._checkpoints.refuse_existing()
+            else:
+                missing_ok = resume is None
+                self._saved_step = self._checkpoints.restore(self._target, missing_ok=missing_ok)
+            self._saved_at_s = self._clock()
+            yield self._saved_step
+
+    def after_step(self, step: int) -> bool:
+        """Saves if it is time to; returns whether to stop instead, and save then.
+
+        Args:
+            step: updates made.
+        """
+        asked = self._agreement(self._interrupts.requested, is_save_due=self._asks_to_save())
+        self.interrupted = self.interrupted or asked
+        if self.interrupted is not None:
+            return True
+        is_multiple = self._every_steps is not None and step % self._every_steps == 0
+        if is_multiple or self._agreement.is_save_due:
+            self.save(step)
+        return False
+
+    def drain(self) -> bool:
+        """Learns, at the end of an epoch's steps, what the last ones asked; whether to save."""
+        asked = self._agreement.drain()
+        self.interrupted = self.interrupted or asked
+        is_each_epoch = self._every_steps is None and self._every_s is None
+        return self.interrupted is not None or self._agreement.is_save_due or is_each_epoch
+
+    def save(self, step: int, *, replace: bool = False) -> None:
+        """Writes a checkpoint, unless that of this step is there.
+
+        Args:
+            step: updates made.
+            replace: write it in any case.
+        """
+        if replace or self._saved_step != step:
+            self.newest = self._checkpoints.save(step, self._target.state_dict())
+            self._saved_step, self._saved_at_s = step, self._clock()
+
+    def _asks_to_save(self) -> bool:
+        """Rank 0's clock counts: others may be ahead of it, or behind."""
+        if self._every_s is None or self._comm.rank > 0:
+            return False
+        now_s = self._clock()
+        is_due = now_s - self._saved_at_s >= self._every_s
+        if is_due:
+            self._saved_at_s = now_s  # not in the next step again
+        return is_due

@@ -1,0 +1,493 @@
+"""A user's own loop saves by itself and goes on as if it had not stopped."""
+
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, LocalSGD, Stale
+from allstep.errors import CheckpointError, DisagreementError, UsageError
+from tests.helpers.compare import differing_names, state_difference
+from tests.helpers.ranks import run_ranks
+from tests.helpers.restarted_loop import NUM_EPOCHS, NUM_STEPS, STEPS_PER_EPOCH, Moment, train
+
+
+class CrashError(Exception):
+    """The end of a life."""
+
+
+def crash_at(moment: Moment) -> Callable[[Moment], None]:
+    def happens(now: Moment) -> None:
+        if now == moment:
+            raise CrashError
+
+    return happens
+
+
+def crash(comm: Communicator, run_dir: Path, moment: Moment, **options: Any) -> None:
+    with pytest.raises(CrashError):
+        train(comm, str(run_dir), crash_at(moment), **options)
+
+
+def alone() -> Communicator:
+    return Communicator.single_process()
+
+
+MOMENTS = [("update", step) for step in range(NUM_STEPS)] + [
+    ("epoch", epoch) for epoch in range(NUM_EPOCHS)
+]
+
+
+@pytest.mark.parametrize(("every_steps", "first"), [(1, 0), (3, 1), (None, 0)])
+def test_a_loop_that_crashed_anywhere_ends_with_the_same_bits(
+    every_steps: int | None, first: int, tmp_path: Path
+) -> None:
+    whole = train(alone(), str(tmp_path / "whole"), every_steps=every_steps)
+    assert whole["steps"] == list(range(NUM_STEPS))
+    assert whole["rate"] == pytest.approx(0.1 * 0.7**NUM_EPOCHS)
+    num_saved = 0
+    for number, moment in enumerate(MOMENTS[first::2]):
+        run_dir = tmp_path / str(number)
+        crash(alone(), run_dir, moment, every_steps=every_steps)
+        found = train(alone(), str(run_dir), every_steps=every_steps)
+        assert not differing_names(found["model"], whole["model"])
+        assert found["rate"] == whole["rate"]
+        num_saved += NUM_STEPS - len(found["steps"])
+        every = every_steps or STEPS_PER_EPOCH
+        done = moment[1] if moment[0] == "update" else (moment[1] + 1) * STEPS_PER_EPOCH
+        assert found["steps"] == list(range(done - done % every, NUM_STEPS))
+    assert num_saved > NUM_STEPS  # lives were not all begun anew
+
+
+def test_a_finished_loop_has_no_step_left(tmp_path: Path) -> None:
+    whole = train(alone(), str(tmp_path), every_steps=5)
+    again = train(alone(), str(tmp_path), every_steps=5)
+    assert again["steps"] == []
+    assert not differing_names(again["model"], whole["model"])
+    assert again["rate"] == whole["rate"]  # the last epoch's end is run again, of the same state
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Stale(),
+        LocalSGD(sync_every=3, average_optimizer_state=True),
+        allstep.Synchronous(compression="exact"),
+    ],
+)
+def test_policies_go_on_with_what_was_in_flight(policy: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": policy, "every_steps": 2, "draws": False}
+
+    def run(comm: Communicator) -> None:
+        whole = train(comm, str(tmp_path / "whole"), **options)
+        crash(comm, tmp_path / "run", ("update", 7), **options)
+        found = train(comm, str(tmp_path / "run"), **options)
+        assert found["steps"][0] == 6
+        assert not differing_names(found["model"], whole["model"])
+
+    run_ranks(2, run)
+
+
+def test_gradients_of_several_global_batches_are_kept(tmp_path: Path) -> None:
+    """Saved after 7 of them, where an update is made of three."""
+    options: dict[str, Any] = {"updates_every": 3, "every_steps": 1, "draws": False}
+
+    def run(comm: Communicator) -> None:
+        whole = train(comm, str(tmp_path / "whole"), **options)
+        crash(comm, tmp_path / "run", ("update", 7), **options)
+        found = train(comm, str(tmp_path / "run"), **options)
+        assert found["steps"][0] == 7
+        assert not differing_names(found["model"], whole["model"])
+
+    run_ranks(2, run)
+
+
+def test_several_models_optimizers_schedules_and_a_scaler_go_on(tmp_path: Path) -> None:
+    samples = TensorDataset(torch.arange(48.0).view(24, 2) / 48)
+
+    def life(run_dir: Path, stop: int | None = None) -> dict[str, Any]:
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            nets = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
+        schedules = [
+            torch.optim.lr_scheduler.OneCycleLR(optimizers[0], max_lr=0.2, total_steps=18),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0),
+        ]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=4)
+        exchanges = [allstep.attach(net, alone()) for net in nets]
+        loader = allstep.data.loader(samples, alone(), global_batch=4, micro_batch=2)
+        parts = [*optimizers, *schedules, scaler]
+        state = {f"{type(part).__name__} {n}": part for n, part in enumerate(parts)}
+        checkpoint = allstep.AutoCheckpoint(run_dir, loader, *exchanges, state=state, every_steps=1)
+        with checkpoint:
+            for _ in checkpoint.epochs(3):
+                for batch in allstep.steps(loader, *exchanges, checkpoint=checkpoint):
+                    for (x,) in batch:
+                        batch.backward(scaler.scale(nets[1](nets[0](x)).square().mean()))
+                    if batch.step == stop:
+                        raise CrashError
+                    for optimizer in optimizers:
+                        scaler.step(optimizer)
+                        optimizer.zero_grad()
+                    scaler.update()
+                    schedules[0].step()
+                schedules[1].step(1.0)
+        return {
+            "nets": [net.state_dict() for net in nets],
+            "parts": [part.state_dict() for part in parts],
+        }
+
+    whole = life(tmp_path / "whole")
+    assert whole["parts"][-1]["scale"] > 2.0
+    for stop in (3, 9, 17):
+        with pytest.raises(CrashError):
+            life(tmp_path / str(stop), stop)
+        found = life(tmp_path / str(stop))
+        for net, other in zip(found["nets"], whole["nets"], strict=True):
+            assert not differing_names(net, other)
+        assert str(found["parts"]) == str(whole["parts"])
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_another_number_of_workers_goes_on(num_workers: int, tmp_path: Path) -> None:
+    def begin(comm: Communicator) -> dict[str, Any]:
+        crash(comm, tmp_path / "run", ("update", 6), every_steps=5, draws=False)
+        return train(comm, str(tmp_path / "whole"), draws=False)
+
+    def go_on(comm: Communicator) -> dict[str, Any]:
+        return train(comm, str(tmp_path / "run"), every_steps=5, draws=False)
+
+    whole = run_ranks(2, begin)[0]["model"]
+    for found in run_ranks(num_workers, go_on):
+        assert found["steps"][0] == 5
+        assert state_difference(found["model"], whole) < 1e-10
+
+
+def test_a_loop_that_restores_the_model_only_differs(tmp_path: Path) -> None:
+    """Control: momentum, schedule and position matter to the result."""
+    whole = train(alone(), str(tmp_path / "whole"))["model"]
+    crash(alone(), tmp_path / "run", ("update", 6), every_steps=5)
+    naive = train(alone(), str(tmp_path / "run"), resumes=False)["model"]
+    assert state_difference(naive, whole) > 1e-3
+
+
+def test_the_state_around_the_steps_follows_from_the_epoch(tmp_path: Path) -> None:
+    def drawn(run_dir: Path, moment: Moment | None = None) -> list[float]:
+        """What the end of each epoch draws, in two lives."""
+        numbers: list[float] = []
+
+        def happens(now: Moment) -> None:
+            if now == moment:
+                raise CrashError
+            if now[0] == "epoch":
+                numbers.append(torch.rand(()).item())
+
+        if moment is not None:
+            with pytest.raises(CrashError):
+                train(alone(), str(run_dir), happens, every_steps=1)
+            moment = None
+        train(alone(), str(run_dir), happens, every_steps=1)
+        return numbers
+
+    state = torch.get_rng_state()
+    whole = drawn(tmp_path / "whole")
+    assert len(set(whole)) == NUM_EPOCHS
+    assert drawn(tmp_path / "run", ("update", 6)) == whole
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path: Path) -> None:
+    whole = train(alone(), str(tmp_path / "whole"), every_steps=2)
+    crash(alone(), tmp_path / "run", ("update", 7), every_steps=2)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    (newest / "tensors.safetensors").write_bytes(b"")
+    found = train(alone(), str(tmp_path / "run"), every_steps=2)
+    assert found["steps"][0] == 4
+    assert not differing_names(found["model"], whole["model"])
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    crash(alone(), tmp_path, ("update", 3), every_steps=2)
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        train(alone(), str(tmp_path))
+
+
+# -- when it saves -----------------------------------------------------------------------------
+
+
+class Clock:
+    """Goes on by so many seconds each time that it is read."""
+
+    def __init__(self, tick_s: float) -> None:
+        self.now_s, self.tick_s = 0.0, tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("tick_s", "expected"), [(0.0, [12]), (10.0, [4, 7, 10, 12])])
+def test_rank_0_s_clock_says_when_to_save(
+    tick_s: float, expected: list[int], tmp_path: Path
+) -> None:
+    """The other worker's clock runs away; if it counted, workers would save at other steps."""
+
+    def run(comm: Communicator) -> None:
+        clock = Clock(1e6 if comm.rank else tick_s)
+        train(comm, str(tmp_path), every_s=30.0, keep=100, clock=clock)
+
+    run_ranks(2, run)
+    assert saved_steps(tmp_path) == expected
+
+
+def test_steps_and_seconds_save_both(tmp_path: Path) -> None:
+    train(alone(), str(tmp_path), every_steps=5, every_s=40.0, keep=100, clock=Clock(10.0))
+    assert {5, 10, 12} < set(saved_steps(tmp_path))
+
+
+def test_by_default_each_epoch_s_last_step_is_saved(tmp_path: Path) -> None:
+    train(alone(), str(tmp_path))
+    assert saved_steps(tmp_path) == [4, 8, 12]
+
+
+# -- when it stops -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """SIGTERM, raised by these tests, must not end them where nobody has asked for it."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("moment", [("update", 0), ("update", 5), ("update", 7), ("epoch", 1)])
+def test_sigterm_ends_the_loop_after_a_step_with_a_checkpoint(
+    moment: Moment, tmp_path: Path, quiet: None
+) -> None:
+    def happens(now: Moment) -> None:
+        if now == moment:
+            signal.raise_signal(signal.SIGTERM)
+
+    whole = train(alone(), str(tmp_path / "whole"))
+    first = train(alone(), str(tmp_path / "run"), happens, every_s=1e9)
+    assert first["interrupted"] == signal.SIGTERM
+    num_steps = len(first["steps"])
+    expected = {("update", 0): 2, ("update", 5): 7, ("update", 7): 8, ("epoch", 1): 8}
+    assert num_steps == expected[moment]
+    assert saved_steps(tmp_path / "run") == [num_steps]
+    second = train(alone(), str(tmp_path / "run"))
+    assert second["interrupted"] is None
+    assert first["steps"] + second["steps"] == list(range(NUM_STEPS))
+    assert not differing_names(second["model"], whole["model"])
+    assert second["rate"] == whole["rate"]
+
+
+# -- what it refuses ---------------------------------------------------------------------------
+
+
+class Parts:
+    """What a small loop consists of."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        model: nn.Module | None = None,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+        policy: allstep.ExchangePolicy | None = None,
+        num_samples: int = 8,
+        **loader: Any,
+    ) -> None:
+        self.model = model or nn.Linear(2, 1)
+        self.exchange = allstep.attach(self.model, comm, policy)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)  # type: ignore[call-arg]
+        samples = TensorDataset(torch.ones(num_samples, 2))
+        sizes = {"global_batch": 4, "micro_batch": 2} | loader
+        self.loader = allstep.data.loader(samples, comm, **sizes)
+
+    def checkpoint(self, run_dir: Path, **options: Any) -> allstep.AutoCheckpoint:
+        state = {"state": {"optimizer": self.optimizer}} | options
+        return allstep.AutoCheckpoint(run_dir, self.loader, self.exchange, **state)
+
+    def train(self, checkpoint: allstep.AutoCheckpoint, *, num_epochs: int = 1) -> None:
+        with checkpoint:
+            for _ in checkpoint.epochs(num_epochs):
+                self.steps(checkpoint)
+
+    def steps(self, checkpoint: allstep.AutoCheckpoint) -> None:
+        for batch in allstep.steps(self.loader, self.exchange, checkpoint=checkpoint):
+            for (x,) in batch:
+                batch.backward(self.model(x).mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": nn.Linear(2, 3)}, r"another model: of another shape: weight \[1, 2\] instead"),
+        ({"model": nn.Linear(2, 1).double()}, r"of another dtype: weight torch.float32 instead"),
+        ({"optimizer": torch.optim.AdamW}, r"`state` \(={'optimizer': 'AdamW'}\) differs"),
+        ({"global_batch": 8}, r"`global_batch` \(=8\) differs from the checkpoint's \(=4\)"),
+        ({"micro_batch": 4}, r"`micro_batch` \(=4\) differs"),
+        ({"seed": 5}, r"`seed` \(=5\) differs"),
+        ({"shuffle": False}, r"`shuffle` \(=False\) differs"),
+        ({"num_samples": 12}, r"`num_samples` \(=12\) differs from the checkpoint's \(=8\)"),
+        ({"policy": Stale()}, r"(?s)`\w+` \(=\w+\) was \w+ in the checkpoint"),
+    ],
+)
+def test_another_training_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    first = Parts(alone())
+    first.train(first.checkpoint(tmp_path))
+    other = Parts(alone(), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        other.train(other.checkpoint(tmp_path), num_epochs=2)
+    first = Parts(alone())
+    first.train(first.checkpoint(tmp_path), num_epochs=2)  # nothing on the disk has changed
+    assert first.loader.step == 4
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    first, second = Parts(alone()), Parts(alone())
+    with (
+        first.checkpoint(tmp_path),
+        pytest.raises(UsageError, match="is being trained by process"),
+        second.checkpoint(tmp_path),
+    ):
+        pass
+    second.train(second.checkpoint(tmp_path))
+
+
+def test_an_optimizer_that_is_not_in_the_state_is_refused_at_the_first_step(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(alone())
+    with pytest.raises(UsageError, match=r"lacks an optimizer that updates the model \(a SGD\)"):
+        parts.train(parts.checkpoint(tmp_path, state={}))
+    assert parts.loader.step == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_steps": 0}, r"`every_steps` \(=0\) must be at least 1"),
+        ({"every_steps": 2.5}, r"`every_steps` \(=2.5\) must be an integer"),
+        ({"every_s": 0.0}, r"`every_s` \(=0.0\) must be a number of seconds above 0"),
+        ({"every_s": float("nan")}, r"`every_s` \(=nan\)"),
+        ({"keep": 0}, r"`keep` \(=0\) must be at least 1"),
+        ({"state": {"rate": 0.1}}, r"`state`: 'rate' \(a float\) has no `state_dict`"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        Parts(alone()).checkpoint(tmp_path, **options)
+
+
+def test_a_loader_of_torch_is_refused(tmp_path: Path) -> None:
+    parts = Parts(alone())
+    parts.loader = torch.utils.data.DataLoader(TensorDataset(torch.ones(4)))  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"`loader` \(a DataLoader\) tells no position"):
+        parts.checkpoint(tmp_path)
+
+
+def test_steps_belong_in_epochs_in_with(tmp_path: Path) -> None:
+    parts, other = Parts(alone()), Parts(alone())
+    checkpoint = parts.checkpoint(tmp_path)
+    with pytest.raises(UsageError, match=r"put `steps` in `for epoch in checkpoint.epochs"):
+        parts.steps(checkpoint)
+    with pytest.raises(UsageError, match=r"`epochs` is for `with AutoCheckpoint"):
+        checkpoint.epochs(1)
+    with checkpoint:
+        for _ in checkpoint.epochs(1):
+            with pytest.raises(UsageError, match="made for another loader or other exchanges"):
+                other.steps(checkpoint)
+            parts.steps(checkpoint)
+            with pytest.raises(UsageError, match="A second loop over `steps` began in one epoch"):
+                parts.steps(checkpoint)
+    with pytest.raises(UsageError, match="is entered once"):
+        checkpoint.__enter__()
+
+
+def test_workers_with_other_intervals_are_refused(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        parts = Parts(comm)
+        with pytest.raises(DisagreementError, match="every_steps"):
+            parts.train(parts.checkpoint(tmp_path, every_steps=1 + comm.rank))
+
+    run_ranks(2, run)
+
+
+def test_a_loop_may_be_left(tmp_path: Path) -> None:
+    """By a break, as for an early stop: it goes on from the newest checkpoint."""
+    parts = Parts(alone(), num_samples=16)
+    with parts.checkpoint(tmp_path, every_steps=2) as checkpoint:
+        for _ in checkpoint.epochs(3):
+            for batch in allstep.steps(parts.loader, parts.exchange, checkpoint=checkpoint):
+                for (x,) in batch:
+                    batch.backward(parts.model(x).mean())
+                parts.optimizer.step()
+                if batch.step == 2:
+                    break
+            break
+    again = Parts(alone(), num_samples=16)
+    with again.checkpoint(tmp_path) as checkpoint:
+        assert (again.loader.step, again.loader.epoch) == (2, 0)
+        assert next(checkpoint.epochs(3)) == 0
+
+
+def test_a_stream_goes_on(tmp_path: Path) -> None:
+    class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(22.0).view(11, 2))
+
+    def seen(run_dir: Path, stop: int | None = None) -> list[float]:
+        model = nn.Linear(2, 1)
+        exchange = allstep.attach(model, alone())
+        loader = allstep.data.loader(Numbers(), alone(), global_batch=4, micro_batch=2)
+        found = []
+        with allstep.AutoCheckpoint(
+            run_dir, loader, exchange, state={}, every_steps=1
+        ) as checkpoint:
+            for _ in checkpoint.epochs(2):
+                for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                    if batch.step == stop:
+                        raise CrashError
+                    for x in batch:
+                        found.append(float(x.sum()))
+                        batch.backward(model(x).mean())
+        return found
+
+    whole = seen(tmp_path / "whole")
+    assert len(whole) == 2 * 6
+    for stop in range(6):
+        run_dir = tmp_path / str(stop)
+        with pytest.raises(CrashError):
+            seen(run_dir, stop)
+        rest = seen(run_dir)
+        assert whole[-len(rest) :] == rest
+        assert len(rest) == sum([2, 2, 2] * 2) - 2 * stop
+        shutil.rmtree(run_dir)
+
+
+def test_what_it_says_names_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = Parts(alone())
+    parts.train(parts.checkpoint(tmp_path))
+    caplog.set_level("INFO", logger="allstep")
+    again = Parts(alone())
+    again.train(again.checkpoint(tmp_path), num_epochs=2)
+    assert re.search(r"goes on after step 2", caplog.text)
