@@ -13,7 +13,7 @@ from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
-from allstep.comm import Communicator
+from allstep.comm import Communicator, keeping_last_state
 from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.optim import Rescaled
@@ -238,7 +238,7 @@ def _train_on(num_workers: int | None, run_dir: Path | None, *, resume: bool) ->
         return _join_workers(folder, resume, is_over)
     if is_over:
         return 0
-    code = run_on_workers(num_workers, train_worker, folder=folder, resume=resume)
+    code = run_on_workers(num_workers, train_worker, run_dir=run_dir, folder=folder, resume=resume)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
         print(_advice(run_dir, num_workers), file=sys.stderr)
     return code
@@ -284,10 +284,15 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
         folder: the run's, where `recipe.json` is; needed on rank 0 only.
         resume: continue from the newest checkpoint; without any, begin.
     """
+    recipe, run_dir = run_folder.share_run(comm, folder)
+    with keeping_last_state(run_dir, comm):
+        return _train_recipe(comm, recipe, run_dir, resume=resume)
+
+
+def _train_recipe(comm: Communicator, recipe: AnyRecipe, run_dir: Path, *, resume: bool) -> int:
     from allstep.cli.summary import summarize
     from allstep.train import fit
 
-    recipe, run_dir = run_folder.share_run(comm, folder)
     if comm.rank == 0:
         run_folder.forget_report(run_dir)
     if resume and not comm.broadcast_object(run_folder.has_checkpoint(run_dir)):

@@ -1,5 +1,6 @@
 """The training loop: updates, with a log, checkpoints, evaluations and a way to stop."""
 
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from allstep.comm import Communicator
+from allstep.comm import SIGNALLED, Communicator, keeping_last_state
 from allstep.train.checkpoint import Checkpoints
 from allstep.train.metrics import MetricsLog
 from allstep.train.options import TrainOptions
@@ -195,12 +196,14 @@ class Loop:
                 `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        with run_lock(self._run_dir, self._comm):
+        with run_lock(self._run_dir, self._comm), keeping_last_state(self._run_dir, self._comm):
             if resume:
                 self._checkpoints.restore(self)
             else:
                 self._checkpoints.refuse_existing()
             self._train()
+            if self.interrupted is not None:
+                self._comm.activity.end(SIGNALLED, signal.Signals(self.interrupted).name)
 
     def state_dict(self) -> dict[str, Any]:
         """The training's state, which epoch was evaluated last, and losses not logged yet."""
@@ -275,6 +278,7 @@ class Loop:
     def _write(self, update: Update, loss: float, progress: Progress) -> None:
         step, samples_per_s = self._training.step, self.meter.samples_per_s
         scalars = self._training.scalars(loss)
+        self._comm.activity.metrics = {"loss": loss, "samples_per_s": samples_per_s}
         self._log.write(step, update.epoch, loss=loss, samples_per_s=samples_per_s, **scalars)
         counts = [n for name, n in scalars.items() if name.startswith("micro_batches/")]
         progress.update(
