@@ -273,7 +273,10 @@ def _join_workers(folder: str | None, resume: bool, is_over: bool) -> int:
 
 def _advice(run_dir: Path, num_workers: int) -> str:
     can = "be continued" if run_folder.has_checkpoint(run_dir) else "start again"
-    return f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
+    return (
+        f"What happened first: allstep why {shlex.quote(str(run_dir))}\n"
+        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
+    )
 
 
 def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
