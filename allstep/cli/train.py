@@ -13,7 +13,7 @@ from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
-from allstep.comm import Communicator, keeping_last_state
+from allstep.comm import Communicator
 from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.optim import Rescaled
@@ -288,7 +288,7 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
         resume: continue from the newest checkpoint; without any, begin.
     """
     recipe, run_dir = run_folder.share_run(comm, folder)
-    with keeping_last_state(run_dir, comm):
+    with comm.keep_last_state(run_dir):
         return _train_recipe(comm, recipe, run_dir, resume=resume)
 
 

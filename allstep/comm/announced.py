@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from allstep.comm.last_state import Activity
+from allstep.comm.activity import Activity
 from allstep.comm.work import ThreadWork, Work
 from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
 

@@ -7,11 +7,11 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from allstep.comm.activity import Activity
 from allstep.comm.agreement import agree
 from allstep.comm.announced import AnnouncedCalls
 from allstep.comm.group import Dependent, Topology
 from allstep.comm.inbox import Inbox
-from allstep.comm.last_state import Activity
 from allstep.comm.messages import Messages
 from allstep.comm.wire import Wire
 from allstep.errors import UsageError

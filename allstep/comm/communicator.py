@@ -1,7 +1,6 @@
 """A group of workers, and what they can say to each other."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 
@@ -11,22 +10,13 @@ import torch.distributed as dist
 from allstep.comm.codec import decode, encode
 from allstep.comm.collectives import TensorCollectives
 from allstep.comm.group import Topology
-from allstep.comm.last_state import WELL, LastState
+from allstep.comm.last_state import LastState
 from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
+from allstep.comm.worker_state import WELL
 from allstep.errors import UsageError, check_positive
-
-
-@contextmanager
-def keeping_last_state(run_dir: Path | str, comm: "Communicator") -> Iterator[None]:
-    """Around a run: keeps the worker's last state, unless someone further out does already."""
-    if comm.activity.last_state is not None:
-        yield
-        return
-    with comm.keep_last_state(run_dir):
-        yield
 
 
 class Communicator(Reductions, TensorCollectives, ObjectCollectives):
@@ -58,22 +48,25 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         check_positive("timeout_s", timeout_s, "pass seconds")
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
 
-    def keep_last_state(self, run_dir: Path | str, *, notice_s: float = 5.0) -> LastState:
+    def keep_last_state(
+        self, run_dir: Path | str, *, notice_s: float = 5.0
+    ) -> AbstractContextManager[object]:
         """Keeps a file of what this worker does in a run's folder, which `allstep why` reads.
 
-        It says how the worker ends when the communicator is closed, or the `with` around it ends.
-        See [Note: last state].
+        It says how the worker ends when the communicator is closed, or a `with` around what this
+        returns has ended. If a file is kept already, nothing is done. See [Note: last state].
 
         Args:
             run_dir: the run's folder; made if missing.
             notice_s: how long to wait for others before saying so; then twice as long, and so on.
         """
+        if self.activity.on_end is not None:
+            return nullcontext()
         names = self._wire.names
-        state = LastState(
+        self._last_state = LastState(
             run_dir, self.activity, names.number, names.size, names.placed, notice_s=notice_s
-        )
-        self._last_state = state.start()
-        return state
+        ).start()
+        return self._last_state
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from allstep.comm.last_state import Activity
+from allstep.comm.activity import Activity
 from allstep.comm.places import Place
 from allstep.comm.work import ThreadWork
 from allstep.errors import CollectiveTimeoutError

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from allstep.comm import SIGNALLED, Communicator, keeping_last_state
+from allstep.comm import SIGNALLED, Communicator
 from allstep.train.checkpoint import Checkpoints
 from allstep.train.metrics import MetricsLog
 from allstep.train.options import TrainOptions
@@ -196,7 +196,7 @@ class Loop:
                 `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        with run_lock(self._run_dir, self._comm), keeping_last_state(self._run_dir, self._comm):
+        with run_lock(self._run_dir, self._comm), self._comm.keep_last_state(self._run_dir):
             if resume:
                 self._checkpoints.restore(self)
             else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import logging
 import os
@@ -29,11 +30,13 @@ from allstep.comm import (
     SIGNALLED,
     TIMED_OUT,
     WELL,
+    Activity,
     WorkerState,
     read_states,
     state_folder,
 )
-from allstep.comm.last_state import Activity, LastState, waiting_words
+from allstep.comm.last_state import LastState
+from allstep.comm.worker_state import record_of, waiting_words
 from allstep.env import RUN_DIR
 from tests.helpers.processes import Workers, start_processes
 
@@ -254,6 +257,16 @@ def test_a_record_stays_whole_whatever_the_error_says(tmp_path):
     (left,) = read_states(tmp_path)
     assert set(left.message) == {"\N{SNOWMAN}"}
     assert "test_why.py" in left.stacks
+
+
+def test_what_an_earlier_part_of_the_run_left_is_no_news(tmp_path):
+    for rank in range(2):
+        LastState(tmp_path, Activity(), rank, 2, str).start().end(WELL)
+    file = state_folder(tmp_path) / "rank-1.txt"
+    old = dataclasses.replace(read_states(tmp_path)[1], start_s=0.0, seen_s=time.time() - 3600)
+    assert len(read_states(tmp_path)) == 2
+    file.write_bytes(record_of(old))
+    assert [state.rank for state in read_states(tmp_path)] == [0]
 
 
 def test_fewer_workers_leave_nothing_of_the_others(tmp_path):
