@@ -125,7 +125,7 @@ def _failure(states: Sequence[WorkerState]) -> Finding | None:
 def _crash(states: Sequence[WorkerState]) -> Finding | None:
     for state in states:
         fatal = _FATAL.search(state.stacks)
-        if state.end is None and fatal:
+        if state.end is None and state.process in ("", "?") and fatal:  # not a loader's
             frame = _FRAME.search(state.stacks)
             at = f", at {frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
             return Finding(

@@ -123,7 +123,7 @@ class LastState:
             trace: of the error; all threads' stacks come behind it, unless all is well.
         """
         with self._lock:
-            if self._stopped.is_set():
+            if self._stopped.is_set() or os.getpid() != self._own.pid:  # a forked child's
                 return
             self._stopped.set()
             self._own = replace(self._own, end=how, message=message)

@@ -83,8 +83,10 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 @contextlib.contextmanager
-def training(run_dir: Path, fault: str, at_step: int = 3) -> Iterator[Workers]:
-    with start_processes(2, train, run_dir, fault, at_step, timeout_s=2 * WITHIN_S) as workers:
+def training(
+    run_dir: Path, fault: str, at_step: int = 3, timeout_s: float = 2 * WITHIN_S
+) -> Iterator[Workers]:
+    with start_processes(2, train, run_dir, fault, at_step, timeout_s=timeout_s) as workers:
         yield workers
 
 
@@ -166,6 +168,17 @@ def test_a_slow_rank_is_named_by_what_it_does(tmp_path, capsys):
     assert found["what"] == "running"
 
 
+@pytest.mark.process
+def test_a_timeout_names_the_rank_that_did_not_come(tmp_path, capsys):
+    with training(tmp_path, "sleep", timeout_s=5.0) as workers:
+        wait_until(lambda: any(state.end for state in read_states(tmp_path)))
+        found = why(tmp_path, capsys)
+        workers.close()
+    assert (found["what"], found["rank"]) == ("timed out", 1)
+    assert "rank 0 waited until the timeout for rank 1 (" in found["words"]
+    assert "which was in forward of step 1 for " in found["words"]
+
+
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
@@ -195,6 +208,15 @@ def test_a_full_disk_is_said(tiny_disk, capsys):
     assert (found["what"], found["rank"]) == ("failed", 0)
     assert "failed in checkpoint of step 1: CheckpointError" in found["words"]
     assert "free some space" in found["cure"]
+
+
+def test_launch_carries_the_run_s_folder_to_the_hosts(capsys):
+    options = ["--hosts", "alpha,beta", "--dry-run"]
+    assert main(["launch", *options, "--run-dir", "runs/mine", "--", "script.py"]) == 0
+    assert capsys.readouterr().out.count(f"{RUN_DIR}=runs/mine ") == 2
+    assert main(["launch", *options, "--", "script.py", "--run-dir", "its own"]) == 0
+    assert RUN_DIR not in capsys.readouterr().out
+    assert main(["launch", *options, "--run-dri", "x", "--", "script.py"]) == 2
 
 
 def test_without_a_run_the_folder_is_named(tmp_path, capsys):
