@@ -28,6 +28,7 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 
+from allstep.cli.exits import Exits, forget_exits, write_exits
 from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
 from allstep.env import environment_of_worker, make_room
 from allstep.train import FAILED, PEER_LOST
@@ -216,11 +217,13 @@ def launch_workers(
     arguments: Mapping[str, Any],
     *,
     has_logs: bool = False,
+    run_dir: Path | None = None,
 ) -> int:
     """Runs workers until all have ended; if one fails, ends the others.
 
     Args:
         num_workers, function, folder, arguments, has_logs: of `Workers`.
+        run_dir: where to leave how they ended, for `allstep why`.
 
     Returns:
         0; the exit code of the worker that failed first; 128 + the signal that this process got.
@@ -229,21 +232,30 @@ def launch_workers(
         signals_noted() as came,
         Workers(num_workers, function, folder, arguments, has_logs=has_logs) as workers,
     ):
-        failed = _watch(workers, came)
-        return 128 + came[0] if came else _explain(workers, failed)
+        forget_exits(run_dir)
+        failed, killed = _watch(workers, came)
+        if failed and run_dir is not None:
+            first = _root_cause(workers, failed)
+            write_exits(run_dir, Exits(workers.exit_codes, first, killed))
+        return 128 + came[0] if came else _explain(workers, failed, killed)
 
 
-def _watch(workers: Workers, came: Sequence[int]) -> list[int]:
-    """Waits for the end, handing on signals; returns the ranks that failed, the first first."""
+def _watch(workers: Workers, came: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Waits for the end, handing on signals.
+
+    Returns:
+        The ranks that failed, the first first, and those that had to be killed.
+    """
     num_sent = 0
     failed: list[int] = []
+    killed: list[int] = []
     deadline_s = math.inf
     while True:
         is_over = workers.wait(_POLL_S)
         codes = workers.exit_codes
         failed += [rank for rank, code in enumerate(codes) if code and rank not in failed]
         if is_over:
-            return failed
+            return failed, killed
         now_s = time.monotonic()
         if len(came) > num_sent:
             deadline_s = min(deadline_s, now_s + _SHUTDOWN_S)
@@ -253,10 +265,11 @@ def _watch(workers: Workers, came: Sequence[int]) -> list[int]:
             deadline_s = now_s + _GRACE_S
             workers.send(signal.SIGTERM)
         if now_s > deadline_s:
+            killed = [rank for rank, code in enumerate(workers.exit_codes) if code is None]
             workers.close()
 
 
-def _explain(workers: Workers, failed: Sequence[int]) -> int:
+def _explain(workers: Workers, failed: Sequence[int], killed: Sequence[int]) -> int:
     """Prints what no worker could say itself; returns the exit code of the run."""
     if not failed:
         return 0
@@ -265,6 +278,8 @@ def _explain(workers: Workers, failed: Sequence[int]) -> int:
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        if rank in killed:
+            hint = f", for it had not ended {_GRACE_S:g} s after the others: was it stopped?"
         print(f"error: worker {rank} was killed by {name}{hint}", file=sys.stderr)
         return FAILED
     return FAILED if code == PEER_LOST else code

@@ -22,6 +22,7 @@ _COMMANDS = {
     "advise": "say whether scaling pays, how, and up to how many workers",
     "doctor": "say what is wrong with hosts and their network, and the cure",
     "demo": "measure large batches, the same model, a slow wire and scaling on this machine",
+    "why": "say what happened first in a run that died or hangs, and what to do",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }
 _HIDDEN = ("worker", "host")  # what the others start; not for people

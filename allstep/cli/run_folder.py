@@ -263,6 +263,11 @@ def has_checkpoint(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("step-*"))
 
 
+def can_resume(run_dir: Path) -> bool:
+    """Whether `allstep train --resume` can go on with what is there."""
+    return (run_dir / _RECIPE).exists() and has_checkpoint(run_dir)
+
+
 def _list_runs(run_dir: Path) -> str:
     siblings = [
         str(path.parent) for path in run_dir.parent.glob(f"*/{_RECIPE}") if path.parent != run_dir

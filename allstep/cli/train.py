@@ -238,7 +238,7 @@ def _train_on(num_workers: int | None, run_dir: Path | None, *, resume: bool) ->
         return _join_workers(folder, resume, is_over)
     if is_over:
         return 0
-    code = run_on_workers(num_workers, train_worker, folder=folder, resume=resume)
+    code = run_on_workers(num_workers, train_worker, run_dir=run_dir, folder=folder, resume=resume)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
         print(_advice(run_dir, num_workers), file=sys.stderr)
     return code
@@ -273,7 +273,10 @@ def _join_workers(folder: str | None, resume: bool, is_over: bool) -> int:
 
 def _advice(run_dir: Path, num_workers: int) -> str:
     can = "be continued" if run_folder.has_checkpoint(run_dir) else "start again"
-    return f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
+    return (
+        f"What happened first: allstep why {shlex.quote(str(run_dir))}\n"
+        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
+    )
 
 
 def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
@@ -284,10 +287,15 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
         folder: the run's, where `recipe.json` is; needed on rank 0 only.
         resume: continue from the newest checkpoint; without any, begin.
     """
+    recipe, run_dir = run_folder.share_run(comm, folder)
+    with comm.keep_last_state(run_dir):
+        return _train_recipe(comm, recipe, run_dir, resume=resume)
+
+
+def _train_recipe(comm: Communicator, recipe: AnyRecipe, run_dir: Path, *, resume: bool) -> int:
     from allstep.cli.summary import summarize
     from allstep.train import fit
 
-    recipe, run_dir = run_folder.share_run(comm, folder)
     if comm.rank == 0:
         run_folder.forget_report(run_dir)
     if resume and not comm.broadcast_object(run_folder.has_checkpoint(run_dir)):

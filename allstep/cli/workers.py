@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from allstep.cli.exits import forget_exits
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
 from allstep.device import num_devices
@@ -51,26 +52,32 @@ def num_workers_to_start(requested: int | None) -> int | None:
     return requested
 
 
-def run_on_workers(num_workers: int | None, body: Body, **arguments: Any) -> int:
+def run_on_workers(
+    num_workers: int | None, body: Body, *, run_dir: Path | None = None, **arguments: Any
+) -> int:
     """Runs a body on workers of this machine, or as one of a launcher's; returns the exit code.
 
     Args:
         num_workers: from `num_workers_to_start`; one runs in this process.
         body: a function of a module.
+        run_dir: where a launcher leaves how its workers ended.
         arguments: of the body, as plain data.
     """
     if num_workers is None or num_workers == 1:
+        forget_exits(run_dir)
         return run_here(partial(body, **arguments))
-    return ask_workers(num_workers, body, **arguments)[0]
+    return ask_workers(num_workers, body, run_dir=run_dir, **arguments)[0]
 
 
-def ask_workers(num_workers: int, body: Body, **arguments: Any) -> tuple[int, Any]:
+def ask_workers(
+    num_workers: int, body: Body, *, run_dir: Path | None = None, **arguments: Any
+) -> tuple[int, Any]:
     """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
     from allstep.cli.launch import launch_workers
 
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
         folder = Path(name)
-        code = launch_workers(num_workers, *call_of(folder, body, arguments))
+        code = launch_workers(num_workers, *call_of(folder, body, arguments), run_dir=run_dir)
         return code, read_result(folder)
 
 

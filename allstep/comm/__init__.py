@@ -3,6 +3,7 @@
 `__all__` is for users; what is imported under the same name again, for the rooms above.
 """
 
+from allstep.comm.activity import Activity as Activity
 from allstep.comm.communicator import Communicator
 from allstep.comm.group import Topology as Topology
 from allstep.comm.initialise import init
@@ -12,5 +13,14 @@ from allstep.comm.wire import Wire as Wire
 from allstep.comm.work import CompletedWork as CompletedWork
 from allstep.comm.work import JoinedWork as JoinedWork
 from allstep.comm.work import Work
+from allstep.comm.worker_state import EXITED as EXITED
+from allstep.comm.worker_state import FAILED as FAILED
+from allstep.comm.worker_state import LOST_PEER as LOST_PEER
+from allstep.comm.worker_state import SIGNALLED as SIGNALLED
+from allstep.comm.worker_state import TIMED_OUT as TIMED_OUT
+from allstep.comm.worker_state import WELL as WELL
+from allstep.comm.worker_state import WorkerState as WorkerState
+from allstep.comm.worker_state import read_states as read_states
+from allstep.comm.worker_state import state_folder as state_folder
 
 __all__ = ["Communicator", "Mesh", "ReduceOp", "Work", "init"]

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from allstep.comm.activity import Activity
 from allstep.comm.work import ThreadWork, Work
 from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
 
@@ -31,10 +32,11 @@ class AnnouncedCalls:
     Args:
         store: of the group; None if nobody announces anything.
         number: of this worker.
+        activity: of this worker, to which waits are told.
     """
 
-    def __init__(self, store: Store | None, number: int) -> None:
-        self._store, self._number = store, number
+    def __init__(self, store: Store | None, number: int, activity: Activity) -> None:
+        self._store, self._number, self._activity = store, number, activity
         self._home = threading.get_ident()
         self._num_calls = self._num_exchanges = 0
 
@@ -75,6 +77,10 @@ class AnnouncedCalls:
         Raises:
             DisagreementError: if another worker waits in a call that this one has not made.
         """
+        with self._activity.call("exchange"):
+            self._wait(work, exchange, action, abort)
+
+    def _wait(self, work: Work[Any], exchange: int, action: str, abort: Callable[[], None]) -> None:
         if not self._is_home or self._store is None:
             work.wait()
             return

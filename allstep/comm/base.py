@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from allstep.comm.activity import Activity
 from allstep.comm.agreement import agree
 from allstep.comm.announced import AnnouncedCalls
 from allstep.comm.group import Dependent, Topology
@@ -35,12 +36,17 @@ class CommunicatorBase:
         self._messages = Messages(wire, wire.transport_device(torch.device("cpu")))
         self._inbox = Inbox(wire.names)
         store = None if wire.group is None else wire.group.get_group_store()
-        self._announced = AnnouncedCalls(store, wire.names.number)
+        self._announced = AnnouncedCalls(store, wire.names.number, self.activity)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """torch's group beneath; None for a single process and after `close`."""
         return self._wire.group
+
+    @property
+    def activity(self) -> Activity:
+        """What this worker is doing; the same in all groups that were split off."""
+        return self._wire.names.activity
 
     @property
     def wire(self) -> Wire:

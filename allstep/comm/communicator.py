@@ -1,5 +1,7 @@
 """A group of workers, and what they can say to each other."""
 
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -8,10 +10,12 @@ import torch.distributed as dist
 from allstep.comm.codec import decode, encode
 from allstep.comm.collectives import TensorCollectives
 from allstep.comm.group import Topology
+from allstep.comm.last_state import LastState
 from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
 from allstep.comm.wire import SingleProcessWire
+from allstep.comm.worker_state import WELL
 from allstep.errors import UsageError, check_positive
 
 
@@ -34,6 +38,8 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     (tensor([1., 1.]),)
     """
 
+    _last_state: LastState | None = None
+
     @classmethod
     def single_process(
         cls, device: torch.device | str = "cpu", timeout_s: float = 300.0
@@ -41,6 +47,26 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         """The communicator of the only worker; needs no server."""
         check_positive("timeout_s", timeout_s, "pass seconds")
         return cls(SingleProcessWire(timeout_s), Topology(0, 1, 0, 1), torch.device(device))
+
+    def keep_last_state(
+        self, run_dir: Path | str, *, notice_s: float = 5.0
+    ) -> AbstractContextManager[object]:
+        """Keeps a file of what this worker does in a run's folder, which `allstep why` reads.
+
+        It says how the worker ends when the communicator is closed, or a `with` around what this
+        returns has ended. If a file is kept already, nothing is done. See [Note: last state].
+
+        Args:
+            run_dir: the run's folder; made if missing.
+            notice_s: how long to wait for others before saying so; then twice as long, and so on.
+        """
+        if self.activity.on_end is not None:
+            return nullcontext()
+        names = self._wire.names
+        self._last_state = LastState(
+            run_dir, self.activity, names.number, names.size, names.placed, notice_s=notice_s
+        ).start()
+        return self._last_state
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -122,6 +148,8 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
 
     def close(self) -> None:
         """Leaves the group; ends what `init` or `split` made, never a framework's own group."""
+        if self._last_state is not None:
+            self._last_state.end(WELL)
         self._close_algorithms()
         self._wire.close(abort=False)
 
@@ -143,6 +171,8 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         if error is None:
             self.close()
         else:
+            if self._last_state is not None:
+                self._last_state.fail(error)
             self.abort()
 
     def __repr__(self) -> str:

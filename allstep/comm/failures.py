@@ -62,7 +62,10 @@ def explained(
         is_final: whether the caller will not wait again after that.
     """
     try:
-        with translated(verb, names.number, names.size, timeout_s):
+        with (
+            names.activity.call(verb),
+            translated(verb, names.number, names.size, timeout_s),
+        ):
             yield
     except PeerLostError as error:
         who = who_left(names, verb)
@@ -91,7 +94,9 @@ def wait_for_event(event: Event, verb: str, names: RankNames, timeout_s: float) 
     Raises:
         CollectiveTimeoutError: says who is missing.
     """
-    if not wait_until(event, timeout_s):
+    with names.activity.call(verb):
+        has_come = wait_until(event, timeout_s)
+    if not has_come:
         with explained(verb, names, timeout_s):
             raise RuntimeError("the device's event timed out")
 

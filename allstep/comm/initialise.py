@@ -10,6 +10,7 @@ from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from allstep.comm.roll_call import call_roll
 from allstep.comm.work import ThreadWork
 from allstep.device import default_device, is_accelerator, set_current_device
 from allstep.device import num_devices as count_devices
-from allstep.env import Launch, make_room, read_launch
+from allstep.env import Launch, make_room, read_launch, read_run_dir
 from allstep.errors import CommunicationError, UsageError, check_positive
 
 _GRACE_S = 0.5
@@ -41,6 +42,7 @@ def init(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
+    run_dir: Path | str | None = None,
 ) -> Communicator:
     """The communicator of all workers that torchrun, srun or mpirun started, or of one process.
 
@@ -52,6 +54,8 @@ def init(
             one dimension will do. None takes torch.distributed's group if it is initialised.
         device: where this worker computes; None means its share of the GPUs, else the CPU.
         timeout_s: how long any call may take before it fails.
+        run_dir: folder in which this worker leaves its last state, for `allstep why`; None for
+            the one of `allstep launch --run-dir`, if there is one.
 
     Returns:
         This worker's communicator; `close` it, or use it in a `with`.
@@ -77,6 +81,9 @@ def init(
         else:
             comm = _join_launch(launch, device, timeout_s)
     _set_up_logging(comm.rank)
+    run_dir = run_dir or read_run_dir()
+    if run_dir is not None:
+        comm.keep_last_state(run_dir)
     return comm
 
 

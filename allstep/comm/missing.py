@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from allstep.comm.activity import Activity
 from allstep.comm.places import Place
 from allstep.comm.work import ThreadWork
 from allstep.errors import CollectiveTimeoutError
@@ -53,6 +54,7 @@ class RankNames:
         size: of the first group.
         store: of the first group; None for a single process.
         places: number -> where it runs; empty if that is not known.
+        activity: of this worker; a new one if None.
 
     Attributes:
         own: this rank, for messages.
@@ -69,6 +71,7 @@ class RankNames:
         size: int,
         store: Store | None = None,
         places: Sequence[Place] = (),
+        activity: Activity | None = None,
     ) -> None:
         self.numbers = tuple(numbers)
         self.size = size
@@ -76,6 +79,7 @@ class RankNames:
         self.own = f"rank {self.number} of {size}"
         self.last_call = ""
         self.places = places
+        self.activity = activity or Activity()
         self._store = store
 
     @classmethod
@@ -103,7 +107,7 @@ class RankNames:
     def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
         """Of a group of some of these ranks, in their order there; this one has `rank` there."""
         numbers = [self.numbers[r] for r in ranks]
-        return RankNames(numbers, rank, self.size, self._store, self.places)
+        return RankNames(numbers, rank, self.size, self._store, self.places, self.activity)
 
     def report_stuck(self, verb: str) -> None:
         """Tells the others in which call this rank failed."""

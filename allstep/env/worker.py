@@ -8,13 +8,15 @@ from pathlib import Path
 
 from allstep.env.variables import Variables
 
+RUN_DIR = "ALLSTEP_RUN_DIR"
+
 # What launchers tell a worker of itself and its peers.
 _OF_LAUNCHERS = re.compile(
     r"((LOCAL|GROUP|ROLE|NODE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME"
     r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI|PMIX|PMI|PRTE|HYDI|MV2_COMM_WORLD)_\w+"
     r"|MPI_LOCAL(RANKID|NRANKS)|JSM_NAMESPACE_\w+|FLUX_(TASK_\w+|JOB_(SIZE|NNODES))"
     r"|HOROVOD_((LOCAL|CROSS)_)?(RANK|SIZE)|PALS_\w*(RANKID|SIZE)|ALPS_APP_PE"
-    r"|SLURM_(STEP\w+|PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE)"
+    r"|ALLSTEP_RUN_DIR|SLURM_(STEP\w+|PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE)"
 )
 
 
@@ -39,6 +41,16 @@ def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where torchrun's agent looks for what made this worker fail; None without an agent."""
     path = Variables(os.environ if environ is None else environ).text("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path is not None else None
+
+
+def read_run_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder in which `allstep launch --run-dir` has workers leave their last state.
+
+    >>> read_run_dir({}) is None
+    True
+    """
+    path = Variables(os.environ if environ is None else environ).text(RUN_DIR)
+    return None if path is None else Path(path)
 
 
 def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:

@@ -448,6 +448,7 @@ class Exchange(ABC):
 
     def _on_output_gradient(self, _: Tensor) -> None:
         if not self._num_suspended:
+            self.comm.activity.enter("backward")
             self._backward_pass.enter()
 
     def _touch_all(self) -> None:
@@ -465,6 +466,7 @@ class Exchange(ABC):
 
     def _exchange(self) -> None:
         stays_local = self._stays_local
+        self.comm.activity.enter("exchange")
         self._carry()
         with torch.no_grad():
             if stays_local:
@@ -481,6 +483,7 @@ class Exchange(ABC):
             # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
             # workers may have different numbers of them.
             self._follow_model()
+        self.comm.activity.enter("optimizer")
 
     def _take_own_for_all(self) -> None:
         """In a local step: makes `p.grad` the sum as if all workers had this gradient."""
@@ -560,6 +563,8 @@ class Exchange(ABC):
         if self.comm.size > 1:
             if self.model.training:
                 self.statistics.mark_local()
+                if self._global_step is None:  # else `steps` says so
+                    self.comm.activity.enter("forward", self._num_exchanges)
             else:
                 self.statistics.warn_if_local()
         if torch.is_grad_enabled() and self._parameters.has_joined():

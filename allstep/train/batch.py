@@ -208,6 +208,7 @@ class Batch:
         self._kept: list[MicroBatch] | None = [] if replay else None
         self._exchanges = exchanges
         self._device = exchanges[0].comm.device
+        self._activity = exchanges[0].comm.activity
         self._seed = seed
         self._num_passes = 0
         self._exchanged = False
@@ -254,6 +255,7 @@ class Batch:
                     self._gradients.check(self.step)
                     self._synchronize()
             self._gradients.forget()
+        self._activity.enter("optimizer")
         seed_update(self._seed, self.step, self._device, self._num_passes)
         self._num_passes += 1
         self._is_open = False
@@ -290,6 +292,7 @@ class Batch:
                 " exchanged. Add the losses and call it once."
             )
         self._gradients.check(self.step)
+        self._activity.enter("backward")
         factor = micro_batch.num_samples / self.num_samples
         if weight is not None:
             factor = self._weigh(float(weight))
@@ -414,6 +417,7 @@ class Batch:
             return
         source = iter(self._source)
         while True:
+            self._activity.enter("data", self.step)
             start_s = self._clock()
             micro_batch = next(source, None)
             self.data_wait_s += self._clock() - start_s
@@ -424,6 +428,7 @@ class Batch:
                 micro_batch = replace(micro_batch, data=data)
             if self._kept is not None:
                 self._kept.append(micro_batch)
+            self._activity.enter("forward")
             yield micro_batch
 
     @property

@@ -101,6 +101,7 @@ class Checkpoints:
             DisagreementError: on every worker, if their tensors differ.
         """
         path = self.path(step)
+        self._comm.activity.enter("checkpoint")
         if self._comm.size > 1:
             self._check_same_state(step, state)
         if self._comm.rank == 0:
@@ -139,6 +140,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every worker, if the folder can't be read.
         """
+        self._comm.activity.enter("load of a checkpoint")
         if self._comm.rank == 0:
             try:
                 found = self._read_newest()

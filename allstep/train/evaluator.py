@@ -109,6 +109,7 @@ class Evaluator:
             DisagreementError: on every worker, if their models, their test sets or the way to cut
                 them, or the metrics' names differ.
         """
+        self._comm.activity.enter("evaluation")
         if self._comm.size > 1:
             _check_same_model(self._comm, model)
             self._check_same_data()

@@ -27,7 +27,8 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import allstep.comm
-from allstep.comm import Communicator
+from allstep.comm import FAILED as HAS_FAILED
+from allstep.comm import LOST_PEER, SIGNALLED, Activity, Communicator
 from allstep.env import Launch, read_error_file, read_launch
 from allstep.errors import AllstepError, CommunicationError, DisagreementError
 from allstep.train.devices import is_alive
@@ -109,6 +110,7 @@ class _Guard:
         self._advice = advice
         self._error_file = read_error_file()
         self._peer_pids: dict[int, int] = {}  # by rank, of this node
+        self._activity = Activity()
         self._launcher_pid = launcher_pid
         self._requested_at_s: float | None = None
         self._leaving = threading.Lock()  # whoever takes it decides the exit code
@@ -130,6 +132,7 @@ class _Guard:
 
     def meet(self, comm: Communicator) -> None:
         """Learns the process ids of this node's workers. All workers call it."""
+        self._activity = comm.activity
         places = comm.all_gather_object([comm.node_rank, os.getpid()])
         self._peer_pids = {
             rank: pid
@@ -231,7 +234,8 @@ class _Guard:
                     if number in SIGNALS:
                         self._react(signal.Signals(number))
             elif self._launch.launcher != "none" and os.getppid() != self._launcher_pid:
-                self._leave(PEER_LOST)  # the launcher is gone
+                self._activity.end(HAS_FAILED, "its launcher is gone")
+                self._leave(PEER_LOST)
 
     def _react(self, number: signal.Signals) -> None:
         now_s = time.monotonic()
@@ -256,6 +260,10 @@ class _Guard:
 
     def _end(self, code: int) -> NoReturn:
         """Ends this process and its loaders now, whatever other threads are doing."""
+        if code > 128:
+            self._activity.end(SIGNALLED, signal.Signals(code - 128).name)
+        else:  # an error has told of itself before
+            self._activity.end(LOST_PEER if code == PEER_LOST else HAS_FAILED)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler raises
         for child in multiprocessing.active_children():

@@ -277,6 +277,7 @@ class Loop:
     def _write(self, update: Update, loss: float, progress: Progress) -> None:
         step, samples_per_s = self._training.step, self.meter.samples_per_s
         scalars = self._training.scalars(loss)
+        self._comm.activity.metrics = {"loss": loss, "samples_per_s": samples_per_s}
         self._log.write(step, update.epoch, loss=loss, samples_per_s=samples_per_s, **scalars)
         counts = [n for name, n in scalars.items() if name.startswith("micro_batches/")]
         progress.update(

@@ -1,12 +1,13 @@
 """When a run saves and when it stops, on all its workers alike, and what it goes on from."""
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from allstep.comm import Communicator
+from allstep.comm import SIGNALLED, Communicator
 from allstep.errors import UsageError
 from allstep.train.checkpoint import Checkpoints, Stateful
 from allstep.train.run_lock import run_lock
@@ -64,7 +65,7 @@ class Saver:
 
     @contextmanager
     def hold(self, *, resume: bool | None) -> Iterator[int | None]:
-        """Holds the folder, and begins with what is there.
+        """Holds the folder, begins with what is there, and keeps what the worker does.
 
         Args:
             resume: load the newest checkpoint; False refuses a folder with checkpoints, None does
@@ -78,7 +79,7 @@ class Saver:
                 `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        with run_lock(self._run_dir, self._comm):
+        with run_lock(self._run_dir, self._comm), self._comm.keep_last_state(self._run_dir):
             if resume is False:
                 self._checkpoints.refuse_existing()
             else:
@@ -86,6 +87,8 @@ class Saver:
                 self._saved_step = self._checkpoints.restore(self._target, missing_ok=missing_ok)
             self._saved_at_s = self._clock()
             yield self._saved_step
+            if self.interrupted is not None:
+                self._comm.activity.end(SIGNALLED, signal.Signals(self.interrupted).name)
 
     def after_step(self, step: int) -> bool:
         """Saves if it is time to; returns whether to stop instead, and save then.

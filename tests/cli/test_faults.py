@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from allstep.cli.why import find_cause
+from allstep.comm import read_states
 from tests.helpers.launched import Launched
 
 pytestmark = pytest.mark.process
@@ -48,6 +50,10 @@ def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error
     assert run.errors.count(f"\n{error}\n") == 1
     assert run.errors.count("in run_worker") == 1
     assert not list(tmp_path.glob("*.done"))
+    if fault.startswith("fit_"):
+        found = find_cause(read_states(tmp_path / "run"), exits=None)
+        assert (found.what, found.rank) == ("failed", 1)
+        assert error in found.words
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from allstep.cli.exits import read_exits
+from allstep.cli.why import find_cause
+from allstep.comm import read_states
 from tests.helpers.launched import Launched
 
 pytestmark = pytest.mark.process
@@ -105,6 +108,8 @@ def test_an_interrupted_run_continues_on_other_workers(tmp_path, number, num_wor
     assert numbers["interrupted"] == number
     assert 0 < numbers["num_steps"] < NUM_LONG_STEPS
     assert Path(tmp_path, numbers["checkpoint"]).name == f"step-{numbers['num_steps']:08d}"
+    found = find_cause(read_states(tmp_path / "run"), read_exits(tmp_path / "run"))
+    assert (found.what, signal.Signals(number).name in found.words) == ("signalled", True)
 
     Command(tmp_path, "train", "--resume", "run", "--workers", num_resumed).to_the_end()
     numbers = report(tmp_path / "run")
@@ -119,10 +124,14 @@ def test_a_killed_worker_ends_the_run_which_says_how_to_continue(tmp_path):
     run.workers()[1].kill()
     run.finish(within_s=STOP_S)
     assert run.code == 1
-    assert run.errors.splitlines()[-2:] == [
+    assert run.errors.splitlines()[-3:] == [
         "error: worker 1 was killed by SIGKILL (out of memory?)",
+        "What happened first: allstep why run",
         "The run can be continued: allstep train --resume run --workers 2",
     ]
+    found = find_cause(read_states(tmp_path / "run"), read_exits(tmp_path / "run"))
+    assert (found.what, found.rank) == ("killed", 1)
+    assert "was killed by SIGKILL, last seen in " in found.words
     Command(tmp_path, "train", "--resume", "run").to_the_end()
     assert report(tmp_path / "run")["num_steps"] == NUM_LONG_STEPS
 
@@ -140,6 +149,9 @@ def test_a_killed_worker_of_torchrun_is_named_and_the_other_says_how_to_continue
     assert "[rank 1] " in run.errors
     assert f"rank 0 (process {killed.pid} on {socket.gethostname()})" in run.errors
     assert "\nThe run can be continued: allstep train --resume run (with torchrun," in run.errors
+    found = find_cause(read_states(tmp_path / "run"), read_exits(tmp_path / "run"))
+    assert (found.what, found.rank) == ("killed", 0)
+    assert "is gone without a word" in found.words
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_or_after_its_last_step(

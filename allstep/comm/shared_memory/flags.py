@@ -146,12 +146,15 @@ class Flags:
         while self._late(counter, value, ranks) and time.monotonic() < stop_s:
             if self._gives_way:
                 _sched_yield()
-        while self._late(counter, value, ranks):
-            meanwhile()
-            self._sleep(counter, value, ranks)
-            # Looked at anew: one that has come and left since is not missed.
-            late = self._late(counter, value, ranks)
-            self._check(late, self._gone(late), time.monotonic() - start_s)
+        if not self._late(counter, value, ranks):
+            return
+        with self._names.activity.call(self.verb):
+            while self._late(counter, value, ranks):
+                meanwhile()
+                self._sleep(counter, value, ranks)
+                # Looked at anew: one that has come and left since is not missed.
+                late = self._late(counter, value, ranks)
+                self._check(late, self._gone(late), time.monotonic() - start_s)
 
     def _sleep(self, counter: int, value: int, ranks: Sequence[int]) -> None:
         """Blocks until something happens, unless a rank that is waited for is gone."""

@@ -1,0 +1,280 @@
+"""`allstep why RUN`: what happened first in a run that died or hangs, where, and what to do."""
+
+import argparse
+import json
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from allstep.cli import run_folder
+from allstep.cli.exits import Exits, read_exits
+from allstep.cli.rows import make_console
+from allstep.comm import (
+    EXITED,
+    FAILED,
+    LOST_PEER,
+    SIGNALLED,
+    TIMED_OUT,
+    WorkerState,
+    read_states,
+    state_folder,
+)
+from allstep.errors import UsageError
+
+_SILENT_S = 10.0  # after which something is wrong with a worker that writes twice a second
+_LOST_S = 60.0  # the same of another host, whose clock may differ
+_FATAL = re.compile(r"Fatal Python error: (.+)")
+_FRAME = re.compile(r'Current thread .*?\n  File "(.+?)", line (\d+) in (.+)')
+_CURES = {
+    "No space left on device": "The disk is full: free some space, then go on.",
+    "out of memory": "Take a smaller `micro_batch`, or fewer workers on a machine.",
+    "MemoryError": "Take a smaller `micro_batch`, or fewer workers on a machine.",
+    "DefaultCPUAllocator": "Take a smaller `micro_batch`, or fewer workers on a machine.",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What happened first.
+
+    Attributes:
+        what: a word for programs: failed, crashed, killed, stopped, lost, timed out, signalled,
+            running, ended well, unknown.
+        rank: whose fault it is; None if nobody's.
+        words: a sentence.
+        cure: what to do; may be empty.
+    """
+
+    what: str
+    rank: int | None
+    words: str
+    cure: str = ""
+
+
+def run(arguments: list[str]) -> int:
+    """Reads what the workers of a run have left, and says what happened."""
+    parser = argparse.ArgumentParser(
+        prog="allstep why",
+        description="Says what happened first in a run that died or hangs, where, and what to do.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--json", action="store_true", help="print it for programs")
+    known = parser.parse_args(arguments)
+    states, exits = read_states(known.run), read_exits(known.run)
+    if not states:
+        raise UsageError(
+            f"`run` (={known.run}) has nothing that its workers left, in"
+            f" {state_folder(known.run)}: give the folder of a run that has begun; on another host"
+            " it may be there."
+        )
+    states = [state for state in states if state.rank < states[0].size]
+    finding = find_cause(states, exits)
+    if known.json:
+        rows = [{**asdict(state), "process_state": state.process} for state in states]
+        codes = None if exits is None else exits.codes
+        print(json.dumps({**asdict(finding), "exit_codes": codes, "ranks": rows}, indent=1))
+        return 0
+    _print(known.run, finding, states, exits)
+    return 0
+
+
+def find_cause(states: Sequence[WorkerState], exits: Exits | None) -> Finding:
+    """What happened first.
+
+    Args:
+        states: of the workers that left one; at least one.
+        exits: what the launcher saw, if there was one that tells.
+    """
+    open_ended = [state for state in states if state.end is None]
+    gone = [state for state in open_ended if not state.process]
+    for look in (_failure, _crash):
+        if (finding := look(states)) is not None:
+            return finding
+    if exits is not None and (finding := _death(states, exits)) is not None:
+        return finding
+    if (finding := _stop(open_ended)) is not None:
+        return finding
+    if gone:
+        return _silent_death(gone[0])
+    if open_ended and not any(state.end in (TIMED_OUT, LOST_PEER) for state in states):
+        first = open_ended[0]
+        return Finding("running", None, f"The run goes on; {_named(first)} is in {first.where}.")
+    return _time_out(states) or _ending(states)
+
+
+def _failure(states: Sequence[WorkerState]) -> Finding | None:
+    failed = [state for state in states if state.end == FAILED]
+    if not failed:
+        return None
+    state = min(failed, key=lambda state: state.seen_s)
+    others = " The other ranks ended because of that." if state.size > 1 else ""
+    return Finding(
+        "failed",
+        state.rank,
+        f"{_named(state)} failed in {state.where}: {state.message or 'it says no more'}{others}",
+        next((cure for word, cure in _CURES.items() if word in state.message), ""),
+    )
+
+
+def _crash(states: Sequence[WorkerState]) -> Finding | None:
+    for state in states:
+        fatal = _FATAL.search(state.stacks)
+        if state.end is None and state.process in ("", "?") and fatal:  # not a loader's
+            frame = _FRAME.search(state.stacks)
+            at = f", at {frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
+            return Finding(
+                "crashed",
+                state.rank,
+                f"{_named(state)} got a fatal signal ({fatal[1]}) in {state.where}{at}.",
+                "Native code did that: look at the stack, and at what was built for another"
+                " version.",
+            )
+    return None
+
+
+def _death(states: Sequence[WorkerState], exits: Exits) -> Finding | None:
+    """Of the worker that ended first, as its launcher saw it."""
+    rank, code = exits.first, exits.codes[exits.first] or 0
+    state = next((state for state in states if state.rank == rank), None)
+    if code >= 0:
+        return None
+    name = f"rank {rank}" if state is None else _named(state)
+    seen = ", before it left a word" if state is None else f", last seen in {state.where}"
+    if rank in exits.killed:
+        return Finding(
+            "stopped",
+            rank,
+            f"{name} did not answer and was killed by its launcher{seen}; the others had waited"
+            " for it.",
+            "It was stopped (SIGSTOP, a debugger), or hung in native code or in a file system.",
+        )
+    number = signal.Signals(-code)
+    words = f"{name} was killed by {number.name}{seen}{_memory(state)}."
+    return Finding("killed", rank, words, _KILLED if number == signal.SIGKILL else "")
+
+
+_KILLED = (
+    "Out of memory? `dmesg -T | grep -i 'killed process'` on that host tells, or `journalctl -k`;"
+    " then a smaller `micro_batch` or fewer loader processes help."
+)
+
+
+def _stop(open_ended: Sequence[WorkerState]) -> Finding | None:
+    """Of a worker that is there and does nothing, or whose host is gone."""
+    for state in open_ended:
+        age_s, process = state.age_s(), state.process
+        if state.is_stopped or (process not in ("", "?") and age_s > _SILENT_S):
+            what = "is stopped" if state.is_stopped else "gives no sign"
+            return Finding(
+                "stopped",
+                state.rank,
+                f"{_named(state)} {what}: last seen {age_s:.0f} s ago in {state.where}.",
+                f"`kill -CONT {state.pid}` on {state.host} lets a stopped process go on.",
+            )
+        if process == "?" and age_s > _LOST_S:
+            return Finding(
+                "lost",
+                state.rank,
+                f"{_named(state)} was lost: last seen at {_time(state)} in {state.where}.",
+                f"Look at {state.host} and the network to it: it may be down, or the process was"
+                " killed there.",
+            )
+    return None
+
+
+def _silent_death(state: WorkerState) -> Finding:
+    words = f"{_named(state)} is gone without a word, as by kill -9, last seen in {state.where}"
+    return Finding("killed", state.rank, f"{words}{_memory(state)}.", _KILLED)
+
+
+def _time_out(states: Sequence[WorkerState]) -> Finding | None:
+    waited = [state for state in states if state.end == TIMED_OUT]
+    if not waited:
+        return None
+    late = [state for state in states if state.end != TIMED_OUT and state.call is None]
+    ranks = ", ".join(str(state.rank) for state in waited)
+    words = f"rank {ranks} waited until the timeout"
+    if not late:
+        return Finding("timed out", None, f"{words}: {waited[0].message}")
+    state = late[0]
+    return Finding(
+        "timed out",
+        state.rank,
+        f"{words} for {_named(state)}, which was in {state.where} for {state.phase_s:.0f} s.",
+        "Its stacks say where; if it is only slow, raise `timeout_s`.",
+    )
+
+
+def _ending(states: Sequence[WorkerState]) -> Finding:
+    """Where nobody failed on its own account."""
+    for end, what in ((SIGNALLED, "signalled"), (LOST_PEER, "unknown"), (EXITED, "unknown")):
+        for state in states:
+            if state.end == end:
+                message = f" ({state.message})" if state.message else ""
+                words = f"{_named(state)} {end}{message} in {state.where}"
+                missing = sorted(set(range(state.size)) - {other.rank for other in states})
+                if end == LOST_PEER and missing:
+                    words += f"; rank {missing[0]} left nothing here: look at its host"
+                return Finding(what, state.rank, f"{words}.")
+    first = states[0]
+    return Finding(
+        "ended well", None, f"The run ended well, at {_time(first)}, after {first.where}."
+    )
+
+
+def _print(
+    run_dir: Path, finding: Finding, states: Sequence[WorkerState], exits: Exits | None
+) -> None:
+    console = make_console()
+    console.print(finding.words[:1].upper() + finding.words[1:], markup=False, soft_wrap=True)
+    if finding.cure:
+        console.print(finding.cure, markup=False, soft_wrap=True)
+    if any(state.rank == finding.rank and state.stacks for state in states):
+        file = state_folder(run_dir) / f"rank-{finding.rank}.txt"
+        console.print(f"Its stacks: {file}", markup=False, soft_wrap=True)
+    is_over = all(state.end or not state.process for state in states)
+    if is_over and finding.what != "ended well" and run_folder.can_resume(run_dir):
+        command = run_folder.resume_command(run_dir, states[0].size)
+        console.print(f"The run can be continued: {command}", markup=False, soft_wrap=True)
+    table = Table("rank", "host", "process", "end", "last seen in", "at", "memory", box=None)
+    left = {state.rank: state for state in states}
+    for rank in range(states[0].size):
+        state, code = left.get(rank), "" if exits is None else _exit(exits, rank)
+        if state is None:
+            table.add_row(str(rank), "", "", code or "left nothing here", "", "", "")
+            continue
+        end = state.end or code or _still(state)
+        memory = f"{state.rss_bytes / 1e6:,.0f} MB"
+        where = state.where + (f", `{state.call}` {state.call_s:.0f} s" if state.call else "")
+        table.add_row(str(rank), state.host, str(state.pid), end, where, _time(state), memory)
+    console.print(table)
+
+
+def _still(state: WorkerState) -> str:
+    words = {"": "gone", "?": "not known"}
+    return "stopped" if state.is_stopped else words.get(state.process, "runs")
+
+
+def _exit(exits: Exits, rank: int) -> str:
+    code = exits.codes[rank]
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"{signal.Signals(-code).name}{' by its launcher' if rank in exits.killed else ''}"
+
+
+def _named(state: WorkerState) -> str:
+    return f"rank {state.rank} (process {state.pid} on {state.host})"
+
+
+def _memory(state: WorkerState | None) -> str:
+    return "" if state is None else f" with {state.rss_bytes / 1e6:,.0f} MB of memory"
+
+
+def _time(state: WorkerState) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.seen_s))

@@ -1,0 +1,221 @@
+"""What a worker is doing, noted as it goes, and left in a file for those who ask why a run ended.
+
+[Note: last state] `RUN/last_state/rank-N.txt` begins with a record of a fixed size, one line of
+JSON, which a thread rewrites twice a second: so what was last seen of a worker is known when it is
+stopped, killed or lost, and a step costs no more than to note its phase in memory. Behind it come
+the stacks of all threads if the worker fails, or gets a fatal signal, for which Python's
+faulthandler has the file open. Room for both is taken at the start, in case the disk is full then.
+The same thread says for whom this worker waits, once that takes seconds.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from allstep.comm.activity import Activity
+from allstep.comm.places import Place
+from allstep.comm.worker_state import (
+    EXITED,
+    FAILED,
+    LOST_PEER,
+    RECORD_BYTES,
+    SIGNALLED,
+    TIMED_OUT,
+    WELL,
+    WorkerState,
+    read_state,
+    read_states,
+    record_of,
+    stat_of,
+    state_folder,
+    waiting_words,
+)
+from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
+
+_ROOM_BYTES = 32768
+_BEAT_S = 0.5
+_NOTICE_S = 5.0
+_logger = logging.getLogger(__name__)
+
+
+class LastState:
+    """Keeps a worker's file up to date, from `start` to `end`. See [Note: last state].
+
+    As a context manager, once it is started, it ends as its block does.
+
+    A diagnosis must not fail a run: where the file can't be written, there is none.
+
+    Args:
+        run_dir: the run's folder; made if missing.
+        activity: what the worker is doing.
+        number, size: its rank, and how many there are.
+        placed: a rank and where it runs, for messages.
+        notice_s: how long to wait before saying so; each time twice as long.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        activity: Activity,
+        number: int,
+        size: int,
+        placed: Callable[[int], str],
+        *,
+        notice_s: float = _NOTICE_S,
+    ) -> None:
+        self._run_dir, self._activity, self._placed = Path(run_dir), activity, placed
+        place, (_, born) = Place.own(), stat_of(os.getpid())
+        self._own = WorkerState(
+            rank=number,
+            size=size,
+            host=place.host,
+            pid=place.pid,
+            space=place.space,
+            born=born,
+            start_s=time.time(),
+            metrics={},
+        )
+        self._notice_s = notice_s
+        self._lock = threading.RLock()  # a signal's handler may end what its thread is writing
+        self._stopped = threading.Event()
+        self._fd: int | None = None
+        self._has_faults = False
+
+    def start(self) -> Self:
+        """Begins the file and its thread."""
+        with contextlib.suppress(OSError):
+            folder = state_folder(self._run_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in folder.glob("rank-*.txt"):  # of an earlier part, on more workers
+                if (left := read_state(file)) is not None and left.rank >= self._own.size:
+                    file.unlink(missing_ok=True)
+            file = folder / f"rank-{self._own.rank}.txt"
+            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            os.write(self._fd, bytes(_ROOM_BYTES))
+            os.lseek(self._fd, RECORD_BYTES, os.SEEK_SET)
+        self._write()
+        if self._fd is not None and not faulthandler.is_enabled():  # else it is the user's
+            faulthandler.enable(self._fd)
+            self._has_faults = True
+        self._activity.on_end = self.end
+        atexit.register(self._end_at_exit)
+        threading.Thread(target=self._watch, name="allstep last state", daemon=True).start()
+        return self
+
+    def end(self, how: str, message: str = "", trace: str = "") -> None:
+        """Says how the worker ends; only the first time, and nothing more is written then.
+
+        Args:
+            how: one of the words above.
+            message: of the error.
+            trace: of the error; all threads' stacks come behind it, unless all is well.
+        """
+        with self._lock:
+            if self._stopped.is_set() or os.getpid() != self._own.pid:  # a forked child's
+                return
+            self._stopped.set()
+            self._own = replace(self._own, end=how, message=message)
+            self._write()
+            if self._fd is not None and how not in (WELL, EXITED):
+                with contextlib.suppress(OSError):
+                    os.write(self._fd, trace.encode(errors="replace")[-_ROOM_BYTES // 4 :])
+                    faulthandler.dump_traceback(self._fd)
+            if self._has_faults:
+                faulthandler.disable()
+            if self._fd is not None:
+                os.close(self._fd)
+            self._fd = None
+        self._activity.on_end = None
+        atexit.unregister(self._end_at_exit)
+
+    def fail(self, error: BaseException) -> None:
+        """The worker ends with an error."""
+        if isinstance(error, KeyboardInterrupt):
+            self.end(SIGNALLED, signal.SIGINT.name)
+            return
+        how = FAILED
+        if isinstance(error, CommunicationError) and not isinstance(error, DisagreementError):
+            how = TIMED_OUT if isinstance(error, CollectiveTimeoutError) else LOST_PEER
+        self.end(
+            how, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.end(WELL)
+        else:
+            self.fail(error)
+
+    def _end_at_exit(self) -> None:
+        """Of a script that has not closed its communicator, maybe because of an error."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None:
+            self.end(EXITED)
+        else:
+            self.fail(error)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_BEAT_S):
+            self._write()
+            self._notice()
+
+    def _write(self) -> None:
+        with self._lock, contextlib.suppress(OSError):  # a full disk, a lost mount
+            if self._fd is not None:
+                os.pwrite(self._fd, record_of(self._now()), 0)
+
+    def _now(self) -> WorkerState:
+        doing, now_s = self._activity, time.monotonic()
+        call = doing.oldest_call()
+        return replace(
+            self._own,
+            seen_s=time.time(),
+            phase=doing.phase,
+            phase_s=now_s - doing.since_s,
+            step=doing.step,
+            call=None if call is None else call[0],
+            call_s=0.0 if call is None else now_s - call[1],
+            rss_bytes=_rss_bytes(),
+            metrics=doing.metrics,
+        )
+
+    def _notice(self) -> None:
+        """Says for whom this worker waits, if it does for long; the first of those who wait."""
+        call = self._activity.oldest_call()
+        if call is None or time.monotonic() - call[1] < self._notice_s:
+            return
+        waited_s, self._notice_s = self._notice_s, 2 * self._notice_s
+        own = self._own.rank
+        states = {state.rank: state for state in read_states(self._run_dir) if state.end is None}
+        if any(state.waits for rank, state in states.items() if rank < own):
+            return
+        others = [rank for rank in range(self._own.size) if rank != own]
+        words = waiting_words(waited_s, others, states, self._placed)
+        if words:
+            _logger.warning(words)
+
+
+def _rss_bytes() -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

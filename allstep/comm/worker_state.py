@@ -1,0 +1,173 @@
+"""What a worker has left in a run's folder, and what it says. See [Note: last state]."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from allstep.comm.places import own_space
+
+WELL, FAILED, SIGNALLED = "ended well", "failed", "ended by a signal"
+TIMED_OUT, LOST_PEER, EXITED = "timed out", "lost another rank", "ended without `close`"
+
+RECORD_BYTES = 4096
+_FOLDER = "last_state"
+_MOST_CHARACTERS, _MOST_METRICS = 1500, 8  # of a message; that a record has room for
+_APART_S = 60.0  # starts of the workers of one run, and their hosts' clocks
+_SILENT_S = 5.0  # without a record: its host is gone, or it hangs
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerState:
+    """What a worker's file says of it.
+
+    Attributes:
+        rank, size, host, pid, space: who it is, as in `Place`.
+        born: when its process was started, in the system's own count.
+        start_s, seen_s: when it began, and when this was written, in seconds since 1970.
+        phase, phase_s, step: what it was doing, for how long, in which step.
+        call, call_s: what it waited in, and for how long; None if it did not wait.
+        rss_bytes: resident memory.
+        metrics: the last ones.
+        end, message: how it ended and with which error; None while it has not.
+        stacks: of its threads; empty while it has left none.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    space: str = ""
+    born: str = ""
+    start_s: float = 0.0
+    seen_s: float = 0.0
+    phase: str = "start"
+    phase_s: float = 0.0
+    step: int | None = None
+    call: str | None = None
+    call_s: float = 0.0
+    rss_bytes: int = 0
+    metrics: Mapping[str, float | None]
+    end: str | None = None
+    message: str = ""
+    stacks: str = ""
+
+    @property
+    def where(self) -> str:
+        """What it was last seen in.
+
+        >>> WorkerState(rank=0, size=1, host="a", pid=7, phase="data", step=3, metrics={}).where
+        'data of step 3'
+        """
+        return self.phase if self.step is None else f"{self.phase} of step {self.step}"
+
+    @property
+    def process(self) -> str:
+        """The kernel's letter for its process, "" if that is gone, "?" on another host."""
+        if not self.space or self.space != own_space():
+            return "?"
+        letter, born = stat_of(self.pid)
+        return letter if born == self.born and letter not in ("Z", "X") else ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the kernel says so; only this host's does."""
+        return self.process in ("T", "t")
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others, and lives, as far as that is known."""
+        return self.call is not None and self.age_s() <= _SILENT_S and not self.is_stopped
+
+    def age_s(self) -> float:
+        """Seconds since it was last seen."""
+        return max(0.0, time.time() - self.seen_s)
+
+
+def read_states(run_dir: Path | str) -> list[WorkerState]:
+    """What the workers of a run have left, by rank; those that left nothing are missing.
+
+    What is of an earlier part of the run, by a worker that now runs elsewhere, is left out.
+    """
+    files = state_folder(run_dir).glob("rank-*.txt")
+    states = [state for state in map(read_state, files) if state is not None]
+    newest_s = max((state.start_s for state in states), default=0.0)
+    of_now = [state for state in states if state.seen_s > newest_s - _APART_S]
+    return sorted(of_now, key=lambda state: state.rank)
+
+
+def state_folder(run_dir: Path | str) -> Path:
+    """Where a run's workers leave their files."""
+    return Path(run_dir, _FOLDER)
+
+
+def waiting_words(
+    waited_s: float,
+    others: Sequence[int],
+    states: Mapping[int, WorkerState],
+    placed: Callable[[int], str],
+) -> str:
+    """For whom somebody waits; empty if nobody else is there.
+
+    Args:
+        waited_s: how long.
+        others: the other ranks.
+        states: what is known of them.
+        placed: a rank and where it runs.
+
+    >>> late = WorkerState(rank=1, size=2, host="b", pid=8, phase="data", step=3, metrics={},
+    ...     seen_s=time.time())
+    >>> waiting_words(10, [1], {1: late}, "rank {} (process 8 on b)".format)
+    'waiting 10 s for rank 1 (process 8 on b), which was last seen in data of step 3'
+    >>> waiting_words(10, [1], {}, "rank {} (process 8 on b)".format)
+    'waiting 10 s for rank 1 (process 8 on b); what it is doing is not known on this host'
+    """
+    late = [rank for rank in others if rank in states and not states[rank].waits]
+    late = late or [rank for rank in others if rank not in states] or list(others)
+    if not late:
+        return ""
+    words = f"waiting {waited_s:g} s for {placed(late[0])}"
+    state = states.get(late[0])
+    if state is None:
+        words += "; what it is doing is not known on this host"
+    else:
+        where = state.where if state.call is None else f"`{state.call}`, {state.where}"
+        words += f", which was last seen in {where}"
+        if state.is_stopped:
+            words += f" and is stopped; `kill -CONT {state.pid}` lets it go on"
+        elif state.age_s() > _SILENT_S:
+            words += f" {state.age_s():.0f} s ago: it hangs, or its host is gone"
+    return words + (f"; and {len(late) - 1} other ranks" if len(late) > 1 else "")
+
+
+def record_of(state: WorkerState) -> bytes:
+    """One line of JSON, always as long."""
+    metrics = dict(list(state.metrics.items())[:_MOST_METRICS])
+    short = replace(state, message=state.message[:_MOST_CHARACTERS], metrics=metrics)
+    fields = asdict(short)
+    del fields["stacks"]
+    line = json.dumps(fields).encode()
+    while len(line) >= RECORD_BYTES:
+        fields["message"], fields["metrics"] = fields["message"][: len(fields["message"]) // 2], {}
+        line = json.dumps(fields).encode()
+    return line.ljust(RECORD_BYTES - 1) + b"\n"
+
+
+def read_state(file: Path) -> WorkerState | None:
+    """None for what is no such file, or can't be read."""
+    for _ in range(3):  # it may be in the midst of being written
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            data = file.read_bytes()
+            stacks = data[RECORD_BYTES:].rstrip(b"\0").decode(errors="replace")
+            return WorkerState(**json.loads(data[:RECORD_BYTES]), stacks=stacks)
+    return None
+
+
+def stat_of(pid: int) -> tuple[str, str]:
+    """The kernel's letter for a process, and when it was started; empty if there is none."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return words[0], words[19]
+    return "", ""
