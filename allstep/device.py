@@ -11,7 +11,6 @@ called, so that the host must not look at numbers. So does "meta", which has no 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
-from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -44,12 +43,7 @@ class Stream(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Driver:

@@ -1,7 +1,5 @@
 """A group of workers, and what they can say to each other."""
 
-from types import TracebackType
-
 import torch
 import torch.distributed as dist
 
@@ -134,13 +132,8 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def __enter__(self) -> "Communicator":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.abort()
