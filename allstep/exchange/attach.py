@@ -7,7 +7,7 @@ from torch import nn
 
 from allstep.comm import Communicator
 from allstep.device import is_accelerator
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 from allstep.exchange.agreement import check_same_arguments, check_same_tensors
 from allstep.exchange.attachable import check_module
 from allstep.exchange.exchange import Exchange
@@ -74,8 +74,8 @@ def attach(
             f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
         )
     _check_device(model, comm)
-    if global_batch is not None and global_batch < 1:
-        raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
+    if global_batch is not None:
+        check_integer("global_batch", global_batch)
     policy = policy or Synchronous()
     if comm.size > 1:
         check_same_arguments(comm, _in_words(policy, scaler, optimizer, comm.device))

@@ -56,8 +56,7 @@ class Gru(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("layers", "width", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+            allstep.errors.check_integer(name, getattr(self, name))
         if not 0 < self.held_out < 1:
             raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
 

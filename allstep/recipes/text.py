@@ -86,28 +86,20 @@ class Text(Recipe):
         if self.second_sequence_length is not None:
             self._check_second_stage()  # by the names of the flags
         super().__post_init__()
-        if self.vocab_size < _MIN_VOCAB_SIZE:
-            raise UsageError(
-                f"`vocab_size` (={self.vocab_size}) must be at least {_MIN_VOCAB_SIZE}: a token for"
-                " each byte and two special ones."
-            )
+        check_integer = allstep.errors.check_integer
+        check_integer(
+            "vocab_size", self.vocab_size, _MIN_VOCAB_SIZE, "a token for each byte and two more"
+        )
         if self.samples == "paragraphs" and self.objective != "causal":
             raise UsageError(
                 f"`samples` (={self.samples!r}) needs `objective` 'causal', not {self.objective!r}."
             )
         if not 0 < self.held_out < 1:
             raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
-        if self.sequence_length < 2:
-            raise UsageError(
-                f"`sequence_length` (={self.sequence_length}) must be at least 2 tokens."
-            )
+        check_integer("sequence_length", self.sequence_length, 2, "it counts tokens")
         for name in ("width", "depth", "heads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
-        if self.width % self.heads:
-            raise UsageError(
-                f"`width` (={self.width}) must be a multiple of `heads` (={self.heads})."
-            )
+            check_integer(name, getattr(self, name))
+        allstep.errors.check_multiple("width", self.width, "heads", self.heads)
         if not 0 <= self.dropout < 1:
             raise UsageError(f"`dropout` (={self.dropout}) must be at least 0 and below 1.")
 
