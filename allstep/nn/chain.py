@@ -13,7 +13,7 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import recv, send
 from allstep.device import preserved_random_state
-from allstep.device import seed as seed_device
+from allstep.device import seed as seed_torch
 from allstep.errors import UsageError
 
 Value = Tensor | tuple[Tensor, ...]
@@ -42,9 +42,8 @@ class ChainPart:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws inside are those of the seed; afterwards torch's random state is what it was."""
-    with torch.random.fork_rng([]), preserved_random_state(device):
-        torch.default_generator.manual_seed(seed)
-        seed_device(device, seed)
+    with preserved_random_state(device):
+        seed_torch(seed, device)
         yield
 
 
