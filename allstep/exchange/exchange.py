@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -116,6 +116,10 @@ class Exchange(ABC):
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
         """A backward pass has added to `p.grad`; more may follow in others."""
 
+    def _rounding(self, num_micro_batches: int, num_passes: int) -> AbstractContextManager[None]:
+        """Around a global batch's backward passes; "exact" rounds their gradients."""
+        return nullcontext()
+
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         """What tells how parameters of so many bytes are summed, if the policy does not."""
         return None
@@ -199,7 +203,8 @@ class Exchange(ABC):
         self._carry()
         rates = optimizer_watch.learning_rates(self._optimizers)
         try:
-            yield
+            with self._rounding(num_micro_batches, num_passes):
+                yield
             optimizer_watch.check_learning_rates(rates, step)
             if self.weighing.has_sums and not self._is_active:
                 self._divide(self._parameters.trained.values(), self._local_divisor())

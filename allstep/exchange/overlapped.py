@@ -288,26 +288,17 @@ class OverlappedExchange(Exchange):
             )
 
     @contextmanager
-    def global_batch(
-        self,
-        step: int,
-        samples: str = "",
-        *,
-        num_micro_batches: int = 1,
-        num_passes: int = 1,
-        sum_factor: float = 1.0,
-    ) -> Iterator[None]:
-        with super().global_batch(step, samples, sum_factor=sum_factor):
-            if self._grid is None or not self._is_on_grid:
-                yield
-                return
-            self._grid.begin(num_micro_batches, num_passes)
-            self._buckets.off_grid.clear()
-            self._hold()
-            try:
-                yield
-            finally:
-                self._give_back_held()
+    def _rounding(self, num_micro_batches: int, num_passes: int) -> Iterator[None]:
+        if self._grid is None or not self._is_on_grid:
+            yield
+            return
+        self._grid.begin(num_micro_batches, num_passes)
+        self._buckets.off_grid.clear()
+        self._hold()
+        try:
+            yield
+        finally:
+            self._give_back_held()
 
     def begin_micro_batch(self) -> None:
         if self._grid is not None:
