@@ -91,8 +91,7 @@ class Gru(Recipe):
         )
 
     def check(self) -> None:
-        """Looks for tokenizers, whose room reads texts, the folder and enough text in it."""
-        self.need_package("tokenizers", "tokenizers")
+        """Looks for the folder and enough text in it."""
         paths = allstep.data.text_folder.find_texts(self.folder)
         num_bytes = sum(path.stat().st_size for path in paths)
         self._check_enough(round(self.held_out * num_bytes))

@@ -14,7 +14,6 @@ from allstep.recipes.base import Recipe
 from allstep.recipes.transformer import Transformer
 
 _MIN_VOCAB_SIZE = 258
-PADDING = -100  # of `data.text_folder`, whose import needs tokenizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +266,9 @@ class LanguageModelling:
         inputs, targets, *positions = batch
         logits = model(inputs, *positions)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return total, float((targets != PADDING).sum()) if self.is_padded else targets.numel()
+        if not self.is_padded:
+            return total, targets.numel()
+        return total, float((targets != allstep.data.text_folder.PADDING).sum())
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
         """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`."""
@@ -275,7 +276,8 @@ class LanguageModelling:
         logits = model(inputs, *positions).flatten(0, 1)
         targets = targets.flatten()
         if self.is_padded:
-            logits, targets = logits[targets != PADDING], targets[targets != PADDING]
+            counts = targets != allstep.data.text_folder.PADDING
+            logits, targets = logits[counts], targets[counts]
         count = len(targets)
         unigram = self.unigram_log_probs.to(targets.device)[targets]
         return {
