@@ -35,7 +35,7 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
-from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.stragglers import COMPUTE_CURE, Stragglers, WorkerTimes
 from allstep.exchange.weighing import Weighing
 
 
@@ -56,6 +56,7 @@ class Exchange(ABC):
         weighing: of this worker's losses of the global batch; see [Note: weights].
         own_times: of this worker's last step, for the others to know.
         worker_times: of all workers, by rank, as they were told last; () until then.
+        compute_cure: what helps a worker that computes slowly, in words.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Exchange(ABC):
         self.weighing = Weighing.of_means()
         self.own_times = WorkerTimes()
         self.worker_times: Sequence[WorkerTimes] = ()
+        self.compute_cure = COMPUTE_CURE
         self._stragglers = Stragglers()
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
@@ -225,7 +227,7 @@ class Exchange(ABC):
     def _see_times(self, times: Sequence[WorkerTimes]) -> None:
         """What the workers told each other; rank 0 says who keeps the others waiting."""
         self.worker_times = times
-        words = self._stragglers.see(times)
+        words = self._stragglers.see(times, self.compute_cure)
         if words and self.comm.rank == 0:
             logging.getLogger("allstep").warning(words)
 

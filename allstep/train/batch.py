@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from allstep.comm.reproducible import digits_of, sum_of_digits
-from allstep.data import GlobalBatch, MicroBatch
+from allstep.data import GlobalBatch, MapLoader, MicroBatch
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.shares import Shares
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
-from allstep.exchange.stragglers import WorkerTimes
+from allstep.exchange.stragglers import COMPUTE_CURE, WorkerTimes
 from allstep.exchange.weighing import mixed_message
 from allstep.nn import GroupedBatchNorm
 from allstep.train.devices import to_device
@@ -128,6 +128,7 @@ def _steps(
     loader: Loader, exchanges: tuple[Exchange, ...], replay: bool, clock: Callable[[], float]
 ) -> Iterator["Batch"]:
     device = exchanges[0].comm.device
+    exchanges[0].compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
     with preserved_random_state(device):
         for global_batch in loader.global_batches():
             batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
@@ -142,6 +143,17 @@ def _steps(
             _follow_shares(loader, exchanges[0])
     for exchange in exchanges:
         exchange.sync_buffers()
+
+
+def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:
+    """What helps a worker that computes slowly, where others may take its micro-batches."""
+    if not isinstance(loader, GlobalBatchLoader) or not loader.shares.is_equal:
+        return None  # shares are set already
+    if exchange.averaging is not None or loader.num_micro_batches <= exchange.comm.size:
+        return None
+    if isinstance(loader, MapLoader) and not is_accelerator(exchange.comm.device):
+        return 'try `shares="measured"`'
+    return "try `shares`, such as [3, 1]"
 
 
 def _follow_shares(loader: Loader, exchange: Exchange) -> None:
