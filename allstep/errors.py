@@ -14,6 +14,7 @@ __all__ = [
     "DisagreementError",
     "PeerLostError",
     "UsageError",
+    "check_choice",
     "check_integer",
     "check_multiple",
     "check_not_negative",
@@ -53,6 +54,22 @@ class CollectiveTimeoutError(CommunicationError):
 
 class DisagreementError(CommunicationError):
     """Workers passed tensors, names or keys that do not match."""
+
+
+def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
+    """Refuses what is none of some names.
+
+    Raises:
+        UsageError: naming the argument, with the closest valid names, or all of them.
+
+    >>> check_choice("op", "max", ["sum", "max"])
+    >>> check_choice("op", "sun", ["sum", "max"])
+    Traceback (most recent call last):
+    allstep.errors.UsageError: `op` (='sun'): did you mean `sum`?
+    """
+    names = list(valid)
+    if value not in names:
+        raise UsageError(f"`{name}` (={value!r}): {nearest_names(str(value), names)}")
 
 
 def check_integer(name: str, value: object, minimum: int = 1, cure: str = "") -> None:

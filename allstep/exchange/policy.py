@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
-from allstep.errors import CheckpointError, UsageError, check_integer
+from allstep.errors import CheckpointError, UsageError, check_choice, check_integer
 from allstep.exchange.outer_optimizer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
@@ -45,8 +45,7 @@ class ExchangePolicy(ABC):
     first_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise UsageError(f'`reduction` (={self.reduction!r}) must be "mean" or "sum".')
+        check_choice("reduction", self.reduction, ("mean", "sum"))
         make_wire(self.compression)  # checks the name
         if self.bucket_bytes not in ("auto", None):
             check_integer("bucket_bytes", self.bucket_bytes)

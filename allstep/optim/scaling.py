@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allstep.errors import UsageError, check_integer, nearest_names
+from allstep.errors import UsageError, check_choice, check_integer
 from allstep.optim.published import PUBLISHED, PublishedRecipe
 from allstep.optim.settings import SecondStage, Settings
 
@@ -127,8 +127,7 @@ def rescale(
     >>> [round(schedule(step), 3) for step in (0, 49, 300)]
     [0.265, 1.0, 0.1]
     """
-    if not isinstance(name, str) or name not in PUBLISHED:
-        raise UsageError(f"`large_batch` (={name!r}): {nearest_names(str(name), PUBLISHED)}")
+    check_choice("large_batch", name, PUBLISHED)
     published = PUBLISHED[name]
     check_integer("global_batch", global_batch)
     check_integer("epochs", epochs)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from allstep.errors import UsageError, check_integer, nearest_names
+from allstep.errors import UsageError, check_choice, check_integer
 from allstep.optim.compose import chain, gradual_warmup
 from allstep.optim.schedules import (
     Schedule,
@@ -95,9 +95,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, valid in (("optimizer", OptimizerName), ("lr_schedule", ScheduleName)):
-            value = getattr(self, name)
-            if value not in get_args(valid):
-                raise UsageError(f"`{name}` (={value!r}): {nearest_names(value, get_args(valid))}")
+            check_choice(name, getattr(self, name), get_args(valid))
         for name, holds, cure in (
             ("lr", 0 < self.lr < math.inf, "positive and finite."),
             ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1."),

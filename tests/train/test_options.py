@@ -32,7 +32,7 @@ def test_options_become_a_policy(options: dict, policy: ExchangePolicy) -> None:
         ),
         ({"staleness": -1}, r"`staleness` \(=-1\) must be at least 0"),
         ({"sync_every": 0}, r"`sync_every` \(=0\) must be at least 1"),
-        ({"compression": "fp61"}, r"`compression` \(='fp61'\) is no format; did you mean `fp16`"),
+        ({"compression": "fp61"}, r"`compression` \(='fp61'\): did you mean `fp16`"),
         ({"sync_every": 4, "compression": "int8"}, r"`compression` \(='int8'\) is for gradients"),
     ],
 )
