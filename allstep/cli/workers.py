@@ -12,9 +12,9 @@ from typing import Any
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
 from allstep.device import num_devices
-from allstep.env import read_launch
+from allstep.env import num_cores, read_launch
 from allstep.errors import UsageError, check_integer
-from allstep.train import num_cores, run_worker
+from allstep.train import run_worker
 
 # What each worker does: `body(comm, **arguments)`, all of them plain data; what it returns is
 # plain, too, and the exit code if it is an int.
