@@ -11,7 +11,6 @@ called, so that the host must not look at numbers. So does "meta", which has no 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
-from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -44,12 +43,7 @@ class Stream(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Driver:
@@ -244,15 +238,24 @@ def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
     return _driver.new_future(device) if has_streams(device) else torch.futures.Future()
 
 
-def seed(device: torch.device, seed: int) -> None:
-    """Sets an accelerator's random state; a CPU's is torch's default generator."""
-    if has_streams(device):
+def seed(seed: int, device: torch.device | None = None) -> None:
+    """Sets torch's random states: the CPU's and, if it is another, that of `device`.
+
+    torch.manual_seed sets those of all devices, at eighty times the cost.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device is not None and has_streams(device):
         _driver.seed(device, seed)
 
 
-def preserved_random_state(device: torch.device) -> AbstractContextManager[None]:
-    """Puts an accelerator's random state back as it was; leaves a CPU's alone."""
-    return _driver.preserved_random_state(device) if has_streams(device) else nullcontext()
+@contextmanager
+def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
+    """Puts the states that `seed` sets back as they were."""
+    own: AbstractContextManager[None] = nullcontext()
+    if device is not None and has_streams(device):
+        own = _driver.preserved_random_state(device)
+    with torch.random.fork_rng([]), own:
+        yield
 
 
 def _index(driver: Driver, device: torch.device) -> int:

@@ -14,7 +14,9 @@ __all__ = [
     "DisagreementError",
     "PeerLostError",
     "UsageError",
-    "check_counts",
+    "check_choice",
+    "check_integer",
+    "check_multiple",
     "check_not_negative",
     "check_positive",
     "nearest_multiples",
@@ -54,20 +56,44 @@ class DisagreementError(CommunicationError):
     """Workers passed tensors, names or keys that do not match."""
 
 
-def check_counts(**counts: object) -> None:
-    """Refuses what is not a whole number of at least 1.
+def check_choice(name: str, value: object, valid: Iterable[str]) -> None:
+    """Refuses what is none of some names.
+
+    Raises:
+        UsageError: naming the argument, with the closest valid names, or all of them.
+
+    >>> check_choice("op", "max", ["sum", "max"])
+    >>> check_choice("op", "sun", ["sum", "max"])
+    Traceback (most recent call last):
+    allstep.errors.UsageError: `op` (='sun'): did you mean `sum`?
+    """
+    names = list(valid)
+    if value not in names:
+        raise UsageError(f"`{name}` (={value!r}): {nearest_names(str(value), names)}")
+
+
+def check_integer(name: str, value: object, minimum: int = 1, cure: str = "") -> None:
+    """Refuses what is no whole number, or a smaller one.
+
+    Args:
+        name: of the argument.
+        value: of the argument, which may be anything.
+        minimum: the smallest that is allowed.
+        cure: ends the message, if there is more to say.
 
     Raises:
         UsageError: naming the argument.
 
-    >>> check_counts(epochs=3)
-    >>> check_counts(epochs=0)
+    >>> check_integer("epochs", 3)
+    >>> check_integer("keep", 0, cure="2 or more is safer")
     Traceback (most recent call last):
-    allstep.errors.UsageError: `epochs` (=0) must be at least 1, a whole number.
+    allstep.errors.UsageError: `keep` (=0) must be at least 1; 2 or more is safer.
     """
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise UsageError(f"`{name}` (={value!r}) must be at least 1, a whole number.")
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"`{name}` (={value!r}) must be a whole number.")
+    if value < minimum:
+        end = f"; {cure}" if cure else ""
+        raise UsageError(f"`{name}` (={value}) must be at least {minimum}{end}.")
 
 
 def nearest_names(name: str, valid: Iterable[str]) -> str:
@@ -94,6 +120,15 @@ def nearest_multiples(value: int, unit: int) -> str:
     """
     below = value // unit * unit
     return f"{below}, {below + unit}" if below else str(unit)
+
+
+def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
+    """Refuses what isn't made of whole units, which another argument says the size of."""
+    if value % unit:
+        raise UsageError(
+            f"`{name}` (={value}) must be a multiple of `{unit_name}` (={unit}); nearest:"
+            f" {nearest_multiples(value, unit)}."
+        )
 
 
 def check_positive(name: str, value: float, example: str) -> None:

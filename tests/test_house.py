@@ -62,6 +62,20 @@ def test_door_imports_nothing_by_itself() -> None:
     assert [name for name in names if name.startswith("allstep")] == ["allstep"]
 
 
+def test_only_a_tokenizer_takes_tokenizers() -> None:
+    code = """
+import sys
+sys.modules["tokenizers"] = None
+import allstep
+print(allstep.data.text_folder.split_text("one two", 0.5))
+try:
+    allstep.data.text_folder.train_tokenizer(["one"], 300)
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert run_python(code).splitlines() == ["('one', ' two')", "tokenizers"]
+
+
 def test_import_has_no_side_effects() -> None:
     """Neither the door nor the rooms touch torch's state, logging, signals or threads."""
     code = """

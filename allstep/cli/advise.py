@@ -14,7 +14,7 @@ from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
 from allstep.cli.workers import ask_workers
 from allstep.device import num_devices
-from allstep.env import read_launch
+from allstep.env import num_cores, read_launch
 from allstep.plan import (
     POLICIES,
     AccuracyTable,
@@ -27,7 +27,6 @@ from allstep.plan import (
     predict,
     recommend,
 )
-from allstep.train import num_cores
 
 
 def run(

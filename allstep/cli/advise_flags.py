@@ -6,7 +6,7 @@ from pathlib import Path
 
 from allstep.cli.quantities import parse_bandwidth, parse_counts
 from allstep.doctor import read_measurements
-from allstep.errors import UsageError, check_not_negative, check_positive
+from allstep.errors import UsageError, check_integer, check_not_negative, check_positive
 from allstep.plan import Cluster, Link, preset_names, read_cluster
 
 # What TCP leaves of a line with frames of 1,500 bytes.
@@ -134,8 +134,8 @@ def check_numbers(known: Namespace) -> None:
     """
     for name in ("micro_batch", "per_node"):
         value = getattr(known, name)
-        if value is not None and value < 1:
-            raise UsageError(f"`{name}` (={value}) must be at least 1.")
+        if value is not None:
+            check_integer(name, value)
     for name, check, example in (
         ("copy_gb_s", check_positive, "10 is usual for a CPU"),
         ("latency_us", check_not_negative, "30 is usual for Ethernet"),

@@ -29,7 +29,7 @@ from allstep.doctor import (
     measure_workload,
     read_profile,
 )
-from allstep.errors import UsageError, check_positive, nearest_names
+from allstep.errors import UsageError, check_choice, check_positive
 from allstep.plan import Cluster, TrainingSpec, Workload
 from allstep.recipes import AnyRecipe, Recipe
 from allstep.train import Precision, Task, map_tensors
@@ -143,8 +143,7 @@ class _BareNumbers:
     @property
     def _element_bytes(self) -> int:
         name = self._known.dtype or "float32"
-        if name not in DTYPE_BYTES:
-            raise UsageError(f"`dtype` (={name}): {nearest_names(name, DTYPE_BYTES)}")
+        check_choice("dtype", name, DTYPE_BYTES)
         return DTYPE_BYTES[name]
 
     def _workload(self, known_step_s: float | None) -> Workload:

@@ -4,18 +4,18 @@ import argparse
 import json
 import os
 import queue
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from allstep.cli.doctor_faults import Finding, find_faults
 from allstep.cli.host import facts_of
 from allstep.cli.host_link import HostLink
 from allstep.cli.hosts import split_host_options
-from allstep.cli.probe_machine import is_own_name_loopback, probe_machine
+from allstep.cli.probe_machine import probe_machine
 from allstep.cli.probe_network import EchoServer, probe
 from allstep.cli.workers import run_here
 from allstep.comm import Communicator
@@ -23,30 +23,6 @@ from allstep.env import is_loopback, own_addresses, read_gloo_interface, read_la
 from allstep.errors import UsageError
 
 FOUND = 2
-_SLOW = 3.0  # times slower than the usual is a fault
-_CLOCK_S = 2.0
-_LOSS = 0.01
-_SHARED_BYTES = 128 << 20
-_STACK_BYTES = 1 << 20
-_DISK_BYTES_PER_S = 5e6
-_SAME = {"python": "Python", "torch": "torch", "allstep": "allstep", "code": "the code of allstep"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, where, and what helps.
-
-    Attributes:
-        fault: its name, for programs.
-        where: a host, or one host and another.
-        what: was found.
-        cure: what helps; empty if it does no harm to allstep.
-    """
-
-    fault: str
-    where: str
-    what: str
-    cure: str
 
 
 def run(arguments: list[str]) -> int:
@@ -161,151 +137,6 @@ def _read_links(links: Sequence[HostLink]) -> dict[tuple[str, str], Mapping[str,
         for other in links
         if one is not other
     }
-
-
-def find_faults(
-    readings: Mapping[str, Mapping[str, Any]],
-    links: Mapping[tuple[str, str], Mapping[str, Any]],
-    num_workers: int,
-    model_bytes: int = 0,
-) -> list[Finding]:
-    """What readings say is wrong; nothing is measured here.
-
-    Args:
-        readings: host -> `facts_of` and `probe_machine`, and `skew_s`, its clock's difference.
-        links: (host, other) -> `probe`.
-        num_workers: in all.
-        model_bytes: of the parameters.
-    """
-    found: list[Finding] = []
-    for number, (host, own) in enumerate(readings.items()):
-        found += _faults_of_host(host, own, num_workers, model_bytes, is_first=number == 0)
-    found += _different_versions(readings)
-    found += _slow_cores(readings)
-    for (one, other), link in links.items():
-        found += _faults_of_link(f"{one} to {other}", other, link)
-    return found + _slow_links(links)
-
-
-def _faults_of_host(
-    host: str, own: Mapping[str, Any], num_workers: int, model_bytes: int, *, is_first: bool
-) -> list[Finding]:
-    needed = 4 * num_workers + 96
-    shared = _SHARED_BYTES + 4 * model_bytes
-    rate = own["disk_bytes_per_s"]
-    table = [
-        (
-            "name is loopback",
-            is_own_name_loopback(own["name_address"]),
-            f"its own name is {own['name_address']}; allstep finds another address by itself",
-            "",
-        ),
-        (
-            "limit of open files",
-            own["num_descriptors"] < needed,
-            f"{num_workers} workers need {needed} open files, {own['num_descriptors']} are allowed",
-            "ulimit -Hn 65536; LimitNOFILE= of a unit; --ulimit nofile=65536 of docker run",
-        ),
-        (
-            "limit of stacks",
-            own["stack_bytes"] is not None and own["stack_bytes"] < _STACK_BYTES,
-            f"threads have stacks of {own['stack_bytes']} bytes",
-            "ulimit -s 8192",
-        ),
-        (
-            "limit of processes",
-            own["num_processes"] is not None and own["num_processes"] < 64 * num_workers,
-            f"{own['num_processes']} processes and threads are allowed",
-            "ulimit -u 65536; --pids-limit of docker run",
-        ),
-        (
-            "shared memory",
-            own["shared_bytes"] is not None and own["shared_bytes"] < shared,
-            f"/dev/shm has {own['shared_bytes']} bytes left of the {shared} needed",
-            "docker run --shm-size 8g, or mount -o remount,size=8g /dev/shm",
-        ),
-        (
-            "port taken",
-            is_first and own["is_port_taken"],
-            "another program listens on the port of rank 0",
-            "another --master-port",
-        ),
-        (
-            "clock",
-            own["skew_s"] > _CLOCK_S,
-            f"its clock differs by {own['skew_s']:.1f} s from this machine's",
-            "a time service: chrony or systemd-timesyncd",
-        ),
-        (
-            "slow disk",
-            rate < _DISK_BYTES_PER_S,
-            f"{rate / 1e6:.2f} MB/s reach the disk (0: it is full, or can't be written)",
-            "another --run-dir, or fewer checkpoints (--checkpoint-every-steps)",
-        ),
-    ]
-    return [Finding(fault, host, what, cure) for fault, is_there, what, cure in table if is_there]
-
-
-def _different_versions(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    first, *_ = readings
-    return [
-        Finding(
-            "versions",
-            host,
-            f"{what} {own[key]}, on {first} {readings[first][key]}",
-            "install the same on all hosts",
-        )
-        for host, own in readings.items()
-        for key, what in _SAME.items()
-        if own[key] != readings[first][key]
-    ]
-
-
-def _slow_cores(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Cores against the others of their host: another processor may round and run otherwise."""
-    found = []
-    for host, own in readings.items():
-        cores = own["cores"]
-        usual_s = statistics.median_low(time_s for time_s, _ in cores.values())
-        right = statistics.mode(digest for _, digest in cores.values())
-        for core, (time_s, digest) in cores.items():
-            if digest != right:
-                what = (
-                    f"core {core} computes a matrix product wrongly (digest {digest}, not {right})"
-                )
-                found.append(Finding("lying core", host, what, "have the machine repaired"))
-            elif time_s > _SLOW * usual_s:
-                what = f"core {core} takes {time_s / usual_s:.1f} times as long as the others"
-                found.append(Finding("slow core", host, what, "look at its clock and temperature"))
-    return found
-
-
-def _faults_of_link(where: str, other: str, link: Mapping[str, Any]) -> list[Finding]:
-    if link["error"]:
-        what = f"no connection to {other}: {link['error']}"
-        return [Finding("unreachable", where, what, "open all TCP ports between the hosts")]
-    if link["is_large_lost"]:
-        what = "small messages arrive and large ones don't"
-        cure = "the same MTU on hosts and switches: ip link set eth0 mtu 1500"
-        return [Finding("MTU", where, what, cure)]
-    if link["loss"] > _LOSS:
-        what = f"{100 * link['loss']:.1f} % of the packets are lost"
-        return [Finding("packet loss", where, what, "look at cable, port and duplex of both hosts")]
-    return []
-
-
-def _slow_links(links: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Finding]:
-    """Links against the fastest: a host's port, if all that it sends is slow."""
-    rates = {pair: link["rate_bps"] for pair, link in links.items() if link["rate_bps"]}
-    fastest = max(rates.values(), default=0.0)
-    senders = {one for one, _ in rates}
-    found = []
-    for host in sorted(senders):
-        best = max(rate for (one, _), rate in rates.items() if one == host)
-        if best * _SLOW < fastest:
-            what = f"it sends {best / 1e6:.0f} Mbit/s at most, others {fastest / 1e6:.0f}"
-            found.append(Finding("slow port", host, what, "look at the speed that ethtool tells"))
-    return found
 
 
 def _show(

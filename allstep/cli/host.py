@@ -27,7 +27,13 @@ from typing import Any
 
 import allstep
 from allstep.cli.probe_network import EchoServer, listening_socket, probe
-from allstep.env import address_towards, environment_of_agent, is_loopback, read_ssh_address
+from allstep.env import (
+    address_towards,
+    environment_of_agent,
+    is_loopback,
+    num_cores,
+    read_ssh_address,
+)
 
 _SILENCE_S = 30.0
 _END_S = 40.0  # torchrun gives its workers 30 s to write a checkpoint
@@ -61,7 +67,7 @@ def facts_of(paths: list[str], files: list[str]) -> dict[str, Any]:
             "torch": version("torch"),
             "allstep": allstep.__version__,
             "code": code.hexdigest()[:12],
-            "num_cores": len(os.sched_getaffinity(0)),
+            "num_cores": num_cores(),
             "address": read_ssh_address(),
             "missing": [path for path in (*paths, *files) if not Path(path).exists()],
         }

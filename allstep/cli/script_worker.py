@@ -34,7 +34,7 @@ def profile_path(folder: Path) -> Path:
 
 
 def profile(folder: Path) -> NoReturn:
-    """Leaves what a step of the script takes in the folder; fails as the script does."""
+    """Leaves in the folder what a step of the script takes, or why nothing is known."""
     asked = read_call(folder).arguments
 
     def body(launch: Launch) -> int:
@@ -47,28 +47,21 @@ def profile(folder: Path) -> NoReturn:
 
 
 def _run(body: Callable[[Launch], int]) -> NoReturn:
-    """Runs `body`, which returns an exit code, and leaves this process without further ado."""
+    """Runs `body`, which returns an exit code, and leaves this process without further ado.
+
+    `body` reports what ends the script; an exception of its own is a mistake of ours.
+    """
     launch = read_launch()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # also while a collective waits
     share_cores(launch.local_size)
-    code = _exit_code(body, launch)
+    code = 1
+    try:
+        code = body(launch)
+    except BaseException:
+        traceback.print_exc()
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _exit_code(body: Callable[[Launch], int], launch: Launch) -> int:
-    """What Python would exit with, having printed what it would print."""
-    try:
-        return body(launch)
-    except SystemExit as stop:
-        if isinstance(stop.code, int):
-            return stop.code
-        print(stop.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1

@@ -15,7 +15,7 @@ from allstep.cli import run_folder
 from allstep.cli.rows import print_rows
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
-from allstep.errors import UsageError
+from allstep.errors import check_integer
 from allstep.recipes import Recipe
 from allstep.train import (
     Checkpoints,
@@ -69,8 +69,7 @@ def run(arguments: list[str]) -> int:
     request = Request(known.samples, known.sigma, known.num_draws, known.max_products)
     recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
     run_folder.check_has_checkpoint(known.run, argument="run")
-    if request.samples < 1:
-        raise UsageError(f"`samples` (={request.samples}) must be at least 1; 2048 is usual.")
+    check_integer("samples", request.samples, cure="2048 is usual")
     check_sharpness_arguments(request.sigma, request.num_draws, request.max_products)
     recipe.check()
     return run_on_workers(

@@ -9,9 +9,10 @@ from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
 from allstep.device import num_devices
 from allstep.doctor import measure_gemm_flops
+from allstep.env import num_cores
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
-from allstep.train import RunReport, num_cores
+from allstep.train import RunReport
 
 
 @dataclass(frozen=True, kw_only=True)

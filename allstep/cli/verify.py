@@ -14,7 +14,7 @@ from allstep.cli.verify_machines import run_machines
 from allstep.cli.verify_output import Comparison, show, show_json
 from allstep.cli.verify_runs import Runs
 from allstep.doctor import Factor, RunRecord, diagnose, nonfinite_step
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 
 _EXAMPLE = "example: allstep verify train.py -n 1,2,4 --steps 20 -- --lr 0.1"
 
@@ -104,8 +104,7 @@ def _check(known: argparse.Namespace) -> list[int]:
             f"`n` (={known.workers}) must be two or more numbers of workers to compare, such as"
             " `-n 1,2`."
         )
-    if known.steps < 1:
-        raise UsageError(f"`steps` (={known.steps}) must be at least 1.")
+    check_integer("steps", known.steps)
     if not known.timeout_s > 0:
         raise UsageError(f"`timeout_s` (={known.timeout_s}) must be above 0.")
     if not known.script.is_file():

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from allstep.env import read_num_threads, set_environment
+from allstep.env import num_cores, read_num_threads, set_environment
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CALL, _RESULT = "call.json", "result.json"
@@ -109,9 +109,7 @@ def share_cores(num_local_workers: int) -> None:
     if read_num_threads() is None:
         import torch
 
-        has_affinity = hasattr(os, "sched_getaffinity")
-        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        torch.set_num_threads(max(1, num_cores // num_local_workers))
+        torch.set_num_threads(max(1, num_cores() // num_local_workers))
 
 
 def last_lines(folder: Path, rank: int, num_lines: int) -> list[str]:

@@ -13,9 +13,9 @@ from allstep.cli.exits import forget_exits
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
 from allstep.device import num_devices
-from allstep.env import read_launch
-from allstep.errors import UsageError
-from allstep.train import num_cores, run_worker
+from allstep.env import num_cores, read_launch
+from allstep.errors import UsageError, check_integer
+from allstep.train import run_worker
 
 # What each worker does: `body(comm, **arguments)`, all of them plain data; what it returns is
 # plain, too, and the exit code if it is an int.
@@ -39,8 +39,7 @@ def num_workers_to_start(requested: int | None) -> int | None:
     num_gpus = num_devices()
     if requested is None:
         return max(1, num_gpus)
-    if requested < 1:
-        raise UsageError(f"`workers` (={requested}) must be at least 1.")
+    check_integer("workers", requested)
     if num_gpus and requested > num_gpus:
         raise UsageError(f"`workers` (={requested}) exceeds this machine's GPUs ({num_gpus}).")
     if not num_gpus and requested > num_cores():

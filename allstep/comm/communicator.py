@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -162,12 +161,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def __enter__(self) -> "Communicator":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
         else:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allstep.comm.layout import dtype_name
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import UsageError, check_choice
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -26,8 +26,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32}  # which no backe
 
 def check_reduction(tensors: Sequence[Tensor], op: str) -> None:
     """Raises UsageError if `op` is unknown or means nothing for these dtypes."""
-    if op not in get_args(ReduceOp):
-        raise UsageError(f"`op` (={op!r}) is unknown; {nearest_names(str(op), get_args(ReduceOp))}")
+    check_choice("op", op, get_args(ReduceOp))
     for tensor in tensors:
         _check_dtype(tensor.dtype, op)
 

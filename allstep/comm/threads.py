@@ -15,9 +15,9 @@ from allstep.comm.group_wire import GroupWire, make_group
 from allstep.errors import (
     CommunicationError,
     PeerLostError,
-    UsageError,
+    check_integer,
+    check_multiple,
     check_positive,
-    nearest_multiples,
 )
 
 __all__ = ["run_ranks"]
@@ -88,15 +88,11 @@ def run_ranks(
 
 def _check(n: int, local_size: int | None, timeout_s: float) -> int:
     check_positive("timeout_s", timeout_s, "pass seconds")
-    if n < 1:
-        raise UsageError(f"`n` (={n}) must be at least 1.")
+    check_integer("n", n)
     if local_size is None:
         return n
-    if local_size < 1 or n % local_size:
-        raise UsageError(
-            f"`n` (={n}) must be a multiple of `local_size` (={local_size}); nearest: "
-            f"{nearest_multiples(n, max(local_size, 1))}."
-        )
+    check_integer("local_size", local_size)
+    check_multiple("n", n, "local_size", local_size)
     return local_size
 
 

@@ -1,11 +1,12 @@
 """Data in global batches, the same for any number of workers; readers of files.
 
-The readers that need a package of their own are imported when they are asked for.
+The reader of pictures, which needs a package of its own, is imported when it is asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from allstep.data import text_folder as text_folder
 from allstep.data.batches import GlobalBatch, MicroBatch
 from allstep.data.idx import read_idx
 from allstep.data.loaders import loader
@@ -16,7 +17,6 @@ from allstep.data.streams import StreamLoader
 
 if TYPE_CHECKING:
     from allstep.data import image_folder as image_folder
-    from allstep.data import text_folder as text_folder
 
 __all__ = [
     "GlobalBatch",
@@ -29,10 +29,8 @@ __all__ = [
     "split",
 ]
 
-_READERS = ("image_folder", "text_folder")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _READERS:
+    if name == "image_folder":
         return import_module(f"allstep.data.{name}")
     raise AttributeError(f"module 'allstep.data' has no attribute {name!r}")

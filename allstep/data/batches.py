@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from allstep.comm import Communicator
 from allstep.data.processes import Items, LoaderProcesses
-from allstep.data.sampler import check_batches, check_integer
+from allstep.data.sampler import check_batches
 from allstep.data.shares import Shares
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 
 
 @dataclass(frozen=True, slots=True)

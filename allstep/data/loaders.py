@@ -13,7 +13,7 @@ from allstep.data.same_data import check_same_arguments, check_same_samples
 from allstep.data.shares import Shares, SharesArgument
 from allstep.data.streams import StreamLoader
 from allstep.device import is_accelerator
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import UsageError, check_choice
 
 _STREAMS = ("replicated", "sharded")
 
@@ -93,8 +93,7 @@ def loader(
         multiprocessing_context=multiprocessing_context,
         worker_init_fn=worker_init_fn,
     )
-    if stream not in _STREAMS:
-        raise UsageError(f"`stream` (={stream!r}): {nearest_names(str(stream), _STREAMS)}")
+    check_choice("stream", stream, _STREAMS)
     if cut.is_measured and is_accelerator(comm.device):
         raise UsageError(
             f"`shares` (='measured') measures by the host's clock, which on {comm.device.type} does"

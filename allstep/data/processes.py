@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from allstep.data.random import derive_seed
-from allstep.data.sampler import check_integer
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 
 _POLL_S = 0.5
 _GRACE_S = 1.0
@@ -56,7 +55,7 @@ class LoaderProcesses:
     def __post_init__(self) -> None:
         check_integer("num_workers", self.num_workers, 0)
         if self.prefetch_factor is not None:
-            check_integer("prefetch_factor", self.prefetch_factor, 1)
+            check_integer("prefetch_factor", self.prefetch_factor)
         for name in ("prefetch_factor", "multiprocessing_context", "worker_init_fn"):
             value = getattr(self, name)
             if value is not None and self.num_workers == 0:

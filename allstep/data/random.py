@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from hashlib import blake2b
 from operator import index
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from allstep.device import preserved_random_state as preserved_device_state
-from allstep.device import seed as seed_device
+from allstep.device import preserved_random_state as preserved_torch_state
+from allstep.device import seed as seed_torch
 
 _64_BITS = 0xFFFFFFFFFFFFFFFF
 
@@ -56,27 +56,22 @@ def derive_permutation(num_samples: int, *parts: int) -> NDArray[np.int64]:
 def seed_all(seed: int, device: torch.device | None = None) -> None:
     """Sets the random states of python, numpy, torch's CPU and, if it is no CPU, of `device`.
 
-    torch.manual_seed sets those of all devices, at eighty times the cost.
-
     Args:
         seed: from `derive_seed`.
         device: where the model runs.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-    if device is not None:
-        seed_device(device, seed)
+    seed_torch(seed, device)
 
 
 @contextmanager
 def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
     """Puts the states that `seed_all` sets back as they were."""
-    python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy_ = random.getstate(), np.random.get_state()
     try:
-        with nullcontext() if device is None else preserved_device_state(device):
+        with preserved_torch_state(device):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy_)
-        torch.set_rng_state(torch_)

@@ -7,26 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allstep.data.random import derive_permutation
-from allstep.errors import UsageError, nearest_multiples
-
-
-def check_integer(name: str, value: object, minimum: int) -> None:
-    """Raises UsageError unless `value` is an integer and large enough."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise UsageError(f"`{name}` (={value!r}) must be an integer.")
-    if value < minimum:
-        raise UsageError(f"`{name}` (={value}) must be at least {minimum}.")
+from allstep.errors import UsageError, check_integer, check_multiple
 
 
 def check_batches(global_batch: int, micro_batch: int) -> None:
     """Raises UsageError unless global batches can be cut in whole micro-batches."""
-    check_integer("global_batch", global_batch, 1)
-    check_integer("micro_batch", micro_batch, 1)
-    if global_batch % micro_batch:
-        raise UsageError(
-            f"`global_batch` (={global_batch}) must be a multiple of `micro_batch`"
-            f" (={micro_batch}); nearest: {nearest_multiples(global_batch, micro_batch)}."
-        )
+    check_integer("global_batch", global_batch)
+    check_integer("micro_batch", micro_batch)
+    check_multiple("global_batch", global_batch, "micro_batch", micro_batch)
 
 
 def local_part(num_micro_batches: int, rank: int, size: int) -> range:

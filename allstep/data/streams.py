@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from allstep.comm import Communicator, Work
+from allstep.comm.agreement import agree
 from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import RANDOM_STATE_LOCK, Collate
 from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.shares import Shares
-from allstep.errors import DisagreementError, UsageError
+from allstep.errors import UsageError
 
 
 class _Part(NamedTuple):
@@ -198,11 +199,11 @@ class StreamLoader(GlobalBatchLoader):
     def _num_agreed(self, part: _Part, counts: Work[Tensor]) -> int:
         largest, *negated_smallest = counts.wait().tolist()
         if negated_smallest and largest != -negated_smallest[0]:
-            found = self.comm.all_gather_object(part.num_samples)
-            raise DisagreementError(
-                f"The workers' streams differ: for global batch {self.step} they have"
-                f" {', '.join(f'{n} (rank {rank})' for rank, n in enumerate(found))} samples."
-                ' Give all workers the same stream, or say `stream="sharded"`.'
+            agree(
+                self.comm,
+                "read a stream",
+                [(f"samples of global batch {self.step}", part.num_samples)],
+                cure='Give all workers the same stream, or say `stream="sharded"`.',
             )
         return int(largest)
 

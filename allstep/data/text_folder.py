@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from allstep.errors import DataError, UsageError
+from allstep.errors import DataError, UsageError, check_integer
 
 __all__ = [
+    "PADDING",
     "CausalSequences",
     "MaskedSequences",
     "Paragraphs",
@@ -107,11 +107,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> str:
 
     Source: Sennrich et al., 2016, arXiv:1508.07909; on bytes as in Radford et al., 2019.
     """
-    if vocab_size < _NUM_BYTES + _NUM_SPECIAL:
-        raise UsageError(
-            f"`vocab_size` (={vocab_size}) must be at least {_NUM_BYTES + _NUM_SPECIAL}: a token"
-            " for each byte and two special ones."
-        )
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    least = _NUM_BYTES + _NUM_SPECIAL
+    check_integer("vocab_size", vocab_size, least, "a token for each byte and two special ones")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -135,6 +134,8 @@ def encode(tokenizer: str, texts: Sequence[str], vocab_size: int) -> Tensor:
     Returns:
         int32 [token], 4 bytes each.
     """
+    from tokenizers import Tokenizer
+
     encoder = Tokenizer.from_str(tokenizer)
     end = torch.tensor([vocab_size - 2], dtype=torch.int32)
     rows = []

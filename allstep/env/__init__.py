@@ -6,12 +6,13 @@ from allstep.env.addresses import is_loopback as is_loopback
 from allstep.env.addresses import own_addresses as own_addresses
 from allstep.env.addresses import read_gloo_interface as read_gloo_interface
 from allstep.env.addresses import set_gloo_interface as set_gloo_interface
-from allstep.env.descriptors import make_room as make_room
 from allstep.env.hosts import environment_of_agent as environment_of_agent
 from allstep.env.hosts import read_carried as read_carried
 from allstep.env.hosts import read_ssh_address as read_ssh_address
 from allstep.env.launch import Launch as Launch
 from allstep.env.launchers import read_launch as read_launch
+from allstep.env.limits import make_room as make_room
+from allstep.env.limits import num_cores as num_cores
 from allstep.env.slurm import expand_counts as expand_counts
 from allstep.env.slurm import first_host as first_host
 from allstep.env.worker import RUN_DIR as RUN_DIR

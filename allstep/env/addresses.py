@@ -94,7 +94,7 @@ def read_gloo_interface(environ: Mapping[str, str] | None = None) -> str | None:
     >>> read_gloo_interface({"GLOO_SOCKET_IFNAME": "eth0,eth1"})
     'eth0'
     """
-    text = Variables(os.environ if environ is None else environ).text(_GLOO)
+    text = Variables(environ).text(_GLOO)
     return None if text is None else text.partition(",")[0]
 
 

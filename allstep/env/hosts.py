@@ -48,6 +48,6 @@ def read_ssh_address(environ: Mapping[str, str] | None = None) -> str | None:
     >>> read_ssh_address({"SSH_CONNECTION": "10.0.0.9 51234 10.0.0.1 22"})
     '10.0.0.1'
     """
-    text = Variables(os.environ if environ is None else environ).text("SSH_CONNECTION")
+    text = Variables(environ).text("SSH_CONNECTION")
     words = (text or "").split()
     return words[2] if len(words) == 4 else None

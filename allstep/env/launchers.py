@@ -120,7 +120,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     >>> read_launch({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}).rank
     1
     """
-    variables = Variables(os.environ if environ is None else environ)
+    variables = Variables(environ)
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _read_torchrun(variables)
     names = _launcher_of(variables)

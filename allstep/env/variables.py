@@ -1,5 +1,6 @@
 """Environment variables, read with checks."""
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -7,10 +8,10 @@ from allstep.errors import UsageError
 
 
 class Variables:
-    """Environment variables, read with checks."""
+    """Environment variables, the process's own if no others are given, read with checks."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = os.environ if environ is None else environ
 
     def __contains__(self, name: str) -> bool:
         return bool(self._environ.get(name))  # set to nothing counts as not set

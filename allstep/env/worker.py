@@ -39,7 +39,7 @@ def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
 
 def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where torchrun's agent looks for what made this worker fail; None without an agent."""
-    path = Variables(os.environ if environ is None else environ).text("TORCHELASTIC_ERROR_FILE")
+    path = Variables(environ).text("TORCHELASTIC_ERROR_FILE")
     return Path(path) if path is not None else None
 
 
@@ -62,7 +62,7 @@ def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:
     >>> read_agent_id({}) is None
     True
     """
-    run_id = Variables(os.environ if environ is None else environ).text("TORCHELASTIC_RUN_ID")
+    run_id = Variables(environ).text("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
     pid = os.getppid()
@@ -114,5 +114,5 @@ def read_num_threads(environ: Mapping[str, str] | None = None) -> int | None:
     >>> read_num_threads({"OMP_NUM_THREADS": "4"})
     4
     """
-    variables = Variables(os.environ if environ is None else environ)
+    variables = Variables(environ)
     return variables.positive("OMP_NUM_THREADS") if "OMP_NUM_THREADS" in variables else None

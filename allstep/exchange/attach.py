@@ -7,13 +7,13 @@ from torch import nn
 
 from allstep.comm import Communicator
 from allstep.device import is_accelerator
-from allstep.errors import UsageError
-from allstep.exchange.agreement import check_same_arguments, check_same_tensors
+from allstep.errors import UsageError, check_integer
+from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
 from allstep.exchange.overlapped import OverlappedExchange
-from allstep.exchange.parameters import ParameterSet
+from allstep.exchange.parameters import ParameterSet, signature
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Synchronous
 
@@ -74,11 +74,11 @@ def attach(
             f"`comm` is a {type(comm).__name__}; pass the Communicator of `allstep.init()`."
         )
     _check_device(model, comm)
-    if global_batch is not None and global_batch < 1:
-        raise UsageError(f"`global_batch` (={global_batch}) must be at least 1.")
+    if global_batch is not None:
+        check_integer("global_batch", global_batch)
     policy = policy or Synchronous()
     if comm.size > 1:
-        check_same_arguments(comm, _in_words(policy, scaler, optimizer, comm.device))
+        check_same_policy(comm, _in_words(policy, scaler, optimizer, comm.device))
     if isinstance(policy, LocalSGD) and optimizer is None:
         raise UsageError(
             f"`optimizer` (=None) must be given for local SGD (`sync_every` is"
@@ -87,7 +87,7 @@ def attach(
     _refuse_attached(model)
     if comm.size > 1:
         tensors = ParameterSet(model).tensors
-        check_same_tensors(comm, tensors)
+        agree(comm, "attach a model", signature(tensors))
         if tensors:
             with torch.no_grad():
                 comm.broadcast(tuple(t.detach() for t in tensors.values()), root=0)
@@ -109,9 +109,8 @@ def _in_words(
     words = policy.in_words | {
         name: "None" if value is None else "given" for name, value in others.items()
     }
-    if policy.wire_format.name == "exact" and not is_accelerator(
-        device
-    ):  # which change a product's bits
+    if policy.wire_format.name == "exact" and not is_accelerator(device):
+        # They change a product's bits.
         words["torch.get_num_threads()"] = str(torch.get_num_threads())
     return words
 

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -35,7 +35,7 @@ from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
-from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.stragglers import COMPUTE_CURE, Stragglers, WorkerTimes
 from allstep.exchange.weighing import Weighing
 
 
@@ -58,6 +58,7 @@ class Exchange(ABC):
         weighing: of this worker's losses of the global batch; see [Note: weights].
         own_times: of this worker's last step, for the others to know.
         worker_times: of all workers, by rank, as they were told last; () until then.
+        compute_cure: what helps a worker that computes slowly, in words.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Exchange(ABC):
         self.weighing = Weighing.of_means()
         self.own_times = WorkerTimes()
         self.worker_times: Sequence[WorkerTimes] = ()
+        self.compute_cure = COMPUTE_CURE
         self._stragglers = Stragglers()
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
@@ -117,6 +119,10 @@ class Exchange(ABC):
 
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
         """A backward pass has added to `p.grad`; more may follow in others."""
+
+    def _rounding(self, num_micro_batches: int, num_passes: int) -> AbstractContextManager[None]:
+        """Around a global batch's backward passes; "exact" rounds their gradients."""
+        return nullcontext()
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         """What tells how parameters of so many bytes are summed, if the policy does not."""
@@ -202,7 +208,8 @@ class Exchange(ABC):
         self._carry()
         rates = optimizer_watch.learning_rates(self.optimizers)
         try:
-            yield
+            with self._rounding(num_micro_batches, num_passes):
+                yield
             optimizer_watch.check_learning_rates(rates, step)
             if self.weighing.has_sums and not self._is_active:
                 self._divide(self._parameters.trained.values(), self._local_divisor())
@@ -223,7 +230,7 @@ class Exchange(ABC):
     def _see_times(self, times: Sequence[WorkerTimes]) -> None:
         """What the workers told each other; rank 0 says who keeps the others waiting."""
         self.worker_times = times
-        words = self._stragglers.see(times)
+        words = self._stragglers.see(times, self.compute_cure)
         if words and self.comm.rank == 0:
             logging.getLogger("allstep").warning(words)
 

@@ -1,8 +1,7 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator, Work
-from allstep.comm.reproducible import ReproducibleSum
-from allstep.device import is_accelerator
 from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
-from allstep.exchange.buckets import BucketPlan, BucketSet, has_form_of
+from allstep.exchange.buckets import BucketPlan, BucketSet
+from allstep.exchange.exact_sums import ExactSums
 from allstep.exchange.exchange import Exchange
-from allstep.exchange.grid import Grid
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
@@ -62,8 +59,7 @@ class OverlappedExchange(Exchange):
         self._scaler = scaler
         self._reducer = Reducer(comm, policy)
         self._is_read_late = reads_late(comm.device) if is_read_late is None else is_read_late
-        self._grid = Grid() if isinstance(self._reducer.wire, Exact) else None
-        self._held: dict[str, Tensor] = {}  # of `p.grad`, before a global batch's exact sum
+        self._exact = ExactSums(comm.device) if isinstance(self._reducer.wire, Exact) else None
         self._plan = BucketPlan((), comm.size)
         self._buckets = self._new_buckets(self._plan)  # that the next gradients go to
         self._idle: list[BucketSet] = []  # used ones, whose memory the next may take
@@ -88,7 +84,7 @@ class OverlappedExchange(Exchange):
 
     @property
     def is_exact(self) -> bool:
-        return self._grid is not None
+        return self._exact is not None
 
     @property
     def is_left_to_backend(self) -> bool:
@@ -107,7 +103,7 @@ class OverlappedExchange(Exchange):
             reducer.sent_bytes,
             reducer.busy_s,
             self._in_flight.exposed_s,
-            0 if self._grid is None else self._grid.num_completed,
+            0 if self._exact is None else self._exact.num_completed,
         )
 
     def synchronize(self) -> None:
@@ -135,8 +131,7 @@ class OverlappedExchange(Exchange):
             **self._bucketing.state_dict(),
             "buckets": self._plan.buckets,
             "scale": self._last_amp_scale,
-            "grid": None if self._grid is None else self._grid.state_dict(),
-            "num_threads": self._num_threads,
+            **({} if self._exact is None else self._exact.state_dict()),
             "in_flight": [
                 buckets.state_dict(self._parameters.trained, self._divisor(buckets))
                 for buckets in in_flight
@@ -146,9 +141,8 @@ class OverlappedExchange(Exchange):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
-        self._warn_of_other_threads(state.get("num_threads"))
-        if self._grid is not None and state.get("grid"):
-            self._grid.load_state_dict(state["grid"], self.comm.device)
+        if self._exact is not None:
+            self._exact.load_state_dict(state)
         if not state.get("buckets") or not (was_active or state["residuals"]):
             return  # a lone worker had none, or needs none
         names = sorted(name for bucket in state["buckets"] for name in bucket)
@@ -272,130 +266,38 @@ class OverlappedExchange(Exchange):
     # -- exact sums ------------------------------------------------------------------------------
 
     @property
-    def _num_threads(self) -> int | None:
-        """What the bits of a worker's own products depend on; None where nobody asks for them."""
-        matters = self._grid is not None and not is_accelerator(self.comm.device)
-        return torch.get_num_threads() if matters else None
+    def _rounder(self) -> ExactSums | None:
+        """What rounds gradients now, if anything does."""
+        return None if self._global_step is None or self._stays_local else self._exact
 
-    def _warn_of_other_threads(self, saved: int | None) -> None:
-        own = self._num_threads
-        if None not in (own, saved) and own != saved:
-            warnings.warn(
-                f"The checkpoint's workers computed with {saved} threads each, these do with {own}:"
-                " their products have other last bits, so that the run will not be the same to the"
-                f" last bit. Call `torch.set_num_threads({saved})` before the first step.",
-                stacklevel=4,
-            )
-
-    @contextmanager
-    def global_batch(
-        self,
-        step: int,
-        samples: str = "",
-        *,
-        num_micro_batches: int = 1,
-        num_passes: int = 1,
-        sum_factor: float = 1.0,
-    ) -> Iterator[None]:
-        with super().global_batch(step, samples, sum_factor=sum_factor):
-            if self._grid is None or not self._is_on_grid:
-                yield
-                return
-            self._grid.begin(num_micro_batches, num_passes)
-            self._buckets.off_grid.clear()
-            self._hold()
-            try:
-                yield
-            finally:
-                self._give_back_held()
+    def _rounding(self, num_micro_batches: int, num_passes: int) -> AbstractContextManager[None]:
+        if self._rounder is None:
+            return nullcontext()
+        return self._rounder.global_batch(
+            self._parameters, self._buckets, num_micro_batches, num_passes
+        )
 
     def begin_micro_batch(self) -> None:
-        if self._grid is not None:
-            self._grid.begin_micro_batch()
+        if self._exact is not None:
+            self._exact.begin_micro_batch()
 
     def local_gradients(self) -> dict[str, Tensor]:
         found = super().local_gradients()
         off_grid = self._buckets.off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 
-    def _refuse_complex(self) -> None:
-        for name, p in self._parameters.trained.items():
-            if self._grid is not None and p.dtype.is_complex:
-                raise UsageError(
-                    f"Parameter `{name}` is {p.dtype}, whose sums can't be made exact; choose"
-                    ' another `compression` (="exact").'
-                )
-
-    @property
-    def _is_on_grid(self) -> bool:
-        """Whether gradients are rounded now. [Note: grid]"""
-        in_global_batch = self._grid is not None and self._global_step is not None
-        return in_global_batch and not self._stays_local
-
     def _round(self, name: str, p: nn.Parameter, new: Tensor | None) -> Tensor | None:
         """What is to be added to `p.grad`; None for the gradient as it is."""
-        if self._grid is None or new is None or new.layout != torch.strided:
+        if new is None or new.layout != torch.strided or self._rounder is None:
             return None
-        if not self._is_on_grid:
-            return None
-        with torch.no_grad():
-            gradient, zero = new.detach(), new.new_zeros(()).expand_as(new)
-            rounded = self._round_in_place(self._grid, name, p, gradient)
-            if rounded is None:
-                off_grid = self._buckets.off_grid
-                if name not in off_grid:
-                    off_grid[name] = ReproducibleSum(gradient)
-                off_grid[name].add(gradient)
-            if rounded is None or rounded is p.grad:
-                rounded = zero  # what is left to be added
-        # With a graph for second derivatives the difference is taken off, which is exact.
-        return new + (rounded - gradient) if new.requires_grad else rounded
-
-    def _round_in_place(
-        self, grid: Grid, name: str, p: nn.Parameter, gradient: Tensor
-    ) -> Tensor | None:
-        """Rounds a large gradient where it is to be, for new memory costs more than rounding."""
-        held, view = p.grad, self._buckets.views[name]
-        if name not in self._plan.large or not has_form_of(view, gradient):
-            return grid.round(name, gradient)
-        if held is None:
-            # Another tensor in the bucket's memory, which autograd takes over as it is.
-            return grid.round(name, gradient, view.view_as(view))
-        if has_form_of(held, gradient) and not held.requires_grad and not gradient.requires_grad:
-            return grid.round(name, gradient, held, adds=True)
-        return grid.round(name, gradient)
-
-    @torch.no_grad()
-    def _hold(self) -> None:
-        """Takes what `p.grad` holds before a sum out of it: it counts once, on all alike."""
-        for name, p in self._parameters.trained.items():
-            if p.grad is not None:
-                self._held[name], p.grad = p.grad.detach().clone(), None
-
-    def _follow_sums(
-        self, grid: Grid, summed: Mapping[str, nn.Parameter], off_grid: Collection[str]
-    ) -> None:
-        """After an exchange: the next units follow its sums."""
-        grid.num_completed += bool(off_grid)
-        for name in grid.names_to_look_at(self._num_exchanges, summed, off_grid):
-            total = summed[name].grad
-            assert total is not None
-            grid.look_at(name, total, is_off=name in off_grid)
+        return self._rounder.round(self._buckets, name, p, new)
 
     def _complete(self, buckets: BucketSet) -> tuple[str, ...]:
         """Adds what was off the grid to sums that have come. Collective."""
-        if self._grid is None or self._failure is not None:
+        if self._exact is None or self._failure is not None:
             return ()  # without a look at flags, for which the host would wait
         is_alone = self.comm.size == 1 or not self._reducer.adds_up
         return buckets.complete(None if is_alone else self.comm)
-
-    @torch.no_grad()
-    def _give_back_held(self) -> None:
-        for name, held in self._held.items():
-            p = self._parameters.trained.get(name)
-            if p is not None:
-                p.grad = held if p.grad is None else p.grad.add_(held)
-        self._held.clear()
 
     # -- the end of a backward pass --------------------------------------------------------------
 
@@ -420,7 +322,7 @@ class OverlappedExchange(Exchange):
         """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
         self._raise_if_bad()
         self._agreement = buckets.read_agreement(compares=self._reducer.adds_up)
-        if not self._is_read_late or buckets.failure is not None or self._grid is not None:
+        if not self._is_read_late or buckets.failure is not None or self._exact is not None:
             self._raise_if_bad()  # with a grid all look at the flags anyway, and go on by them
         off_grid = self._complete(buckets)
         if self._scaler is not None and self.policy.staleness:
@@ -436,8 +338,8 @@ class OverlappedExchange(Exchange):
             for name, p in summed.items():
                 if p.grad is not views[name]:  # most gradients lie there already
                     buckets.deliver(name, p)
-            if self._grid is not None and self._is_on_grid:
-                self._follow_sums(self._grid, summed, off_grid)
+            if self._rounder is not None:
+                self._rounder.follow(summed, off_grid, self._num_exchanges)
             self._divide(summed.values(), self._divisor(buckets))
         if buckets.plan is self._plan:
             self._idle.append(buckets)
@@ -456,10 +358,7 @@ class OverlappedExchange(Exchange):
         if self.global_step is not None:
             batch = f"global batch {self.global_step}"
             batch += f" ({self._samples})" if self._samples else ""
-            held = "".join(
-                f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
-                for name, x in self._held.items()
-            )
+            held = "" if self._exact is None else self._exact.held_in_words()
             return f"exchange gradients {self._num_exchanges}, of {batch}{held}"
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
@@ -548,12 +447,12 @@ class OverlappedExchange(Exchange):
 
     @property
     def _is_active(self) -> bool:
-        always = self.policy.staleness > 0 or self._grid is not None
+        always = self.policy.staleness > 0 or self._exact is not None
         return super()._is_active or always or self._reducer.has_residuals
 
     @property
     def _carries_over(self) -> bool:
-        return super()._carries_over and not self._is_on_grid
+        return super()._carries_over and self._rounder is None
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         return self._reducer.measured_algorithm_for
@@ -567,7 +466,7 @@ class OverlappedExchange(Exchange):
 
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         handles = super()._hook(name, p)
-        if self._grid is not None:
+        if self._exact is not None:
             rounded = WeakHook(self, type(self)._round, name, p)
             handles.append(AccumulationHook(p, rounded))
         return handles
@@ -590,7 +489,8 @@ class OverlappedExchange(Exchange):
 
     def _set_plan(self, buckets: list[list[str]]) -> None:
         self._wait_for_all()
-        self._refuse_complex()
+        if self._exact is not None:
+            self._exact.refuse_complex(self._parameters)
         self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
         self._reducer.set_layouts(self._plan.layouts)
         self._idle.clear()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from allstep.comm import Communicator
 from allstep.comm.algorithms import AllReduce, check_algorithm
-from allstep.errors import CheckpointError, UsageError
+from allstep.errors import CheckpointError, UsageError, check_choice, check_integer
 from allstep.exchange.outer_optimizer import Nesterov
 from allstep.exchange.wires import WireFormat, make_wire
 
@@ -45,11 +45,10 @@ class ExchangePolicy(ABC):
     first_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("mean", "sum"):
-            raise UsageError(f'`reduction` (={self.reduction!r}) must be "mean" or "sum".')
+        check_choice("reduction", self.reduction, ("mean", "sum"))
         make_wire(self.compression)  # checks the name
         if self.bucket_bytes not in ("auto", None):
-            _check_int("bucket_bytes", self.bucket_bytes, smallest=1)
+            check_integer("bucket_bytes", self.bucket_bytes)
         if not self.first_timeout_s > 0:
             raise UsageError(
                 f"`first_timeout_s` (={self.first_timeout_s!r}) must be a positive number."
@@ -153,7 +152,7 @@ class Stale(ExchangePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_int("steps", self.steps, smallest=1)
+        check_integer("steps", self.steps)
 
     @property
     def staleness(self) -> int:
@@ -186,8 +185,8 @@ class LocalSGD(ExchangePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_int("sync_every", self.sync_every, smallest=1)
-        _check_int("local_after_step", self.local_after_step, smallest=0)
+        check_integer("sync_every", self.sync_every)
+        check_integer("local_after_step", self.local_after_step, 0)
         if not self.wire_format.is_lossless and not self.local_after_step:
             raise UsageError(
                 f"`compression` (={self.compression!r}) is for gradients, and none are exchanged"
@@ -225,7 +224,7 @@ def make_policy(
     >>> make_policy(staleness=1) == Stale(), make_policy(sync_every=16) == LocalSGD(sync_every=16)
     (True, True)
     """
-    _check_int("staleness", staleness, smallest=0)
+    check_integer("staleness", staleness, 0)
     if staleness and sync_every is not None:
         raise UsageError(
             f"`staleness` (={staleness}) and `sync_every` (={sync_every}) exclude each other:"
@@ -244,11 +243,6 @@ def _in_words(value: object) -> str:
         return repr(value)
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _check_int(name: str, value: object, *, smallest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise UsageError(f"`{name}` (={value!r}) must be an int of {smallest} or more.")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from statistics import median
 from typing import NamedTuple
 
 _NUM_STEPS = 10  # behind a word
+_LEAST_PAUSE = 20  # steps between two words; twice as many after each
 _SLOWER = 1.25  # times the median of the others
 _LEAST_S = 0.002  # and by so much a step
 _FEW_TIMES = 0.7  # of the steps, at least: one pause is nobody's fault
 
-_CURES = {
-    "data": "try more loader processes or a faster disk",
-    "compute": 'try `shares="measured"`',
-}
+_KINDS = ("data", "compute")
+_DATA_CURE = "try more loader processes or a faster disk"
+COMPUTE_CURE = "see what else runs on its machine"
 
 
 class WorkerTimes(NamedTuple):
@@ -43,24 +43,37 @@ class WorkerTimes(NamedTuple):
 
 
 class Stragglers:
-    """Looks at the workers' times, and says once who is slow and why.
+    """Looks at the workers' times, and says who is slow and why, once while it stays so.
+
+    Where one is slow and then another, as on busy machines, pauses between words get longer.
 
     >>> usual, slow = WorkerTimes(0.01, 0.1), WorkerTimes(0.01, 0.15)
     >>> stragglers = Stragglers()
     >>> said = [stragglers.see([usual, slow, usual]) for _ in range(20)]
     >>> print(*filter(None, said))
-    rank 1 is 1.5x slower than the median: compute, 150 ms a step, not 100 (try `shares="measured"`)
+    rank 1 is 1.5x slower than the median: compute, 150 ms a step, not 100
+    (see what else runs on its machine)
     """
 
     def __init__(self) -> None:
         self._steps: deque[Sequence[WorkerTimes]] = deque(maxlen=_NUM_STEPS)
         self._named: tuple[int, str] | None = None
+        self._num_seen, self._next, self._pause = 0, 0, _LEAST_PAUSE
 
-    def see(self, times: Sequence[WorkerTimes]) -> str | None:
-        """Takes in one step's times, by rank; words if there is something new to say."""
+    def see(self, times: Sequence[WorkerTimes], compute_cure: str = COMPUTE_CURE) -> str | None:
+        """Takes in a step's times.
+
+        Args:
+            times: by rank.
+            compute_cure: what helps a worker that computes slowly.
+
+        Returns:
+            Words, if there is something new to say.
+        """
         if len(times) < 2:
             return None
         self._steps.append(times)
+        self._num_seen += 1
         if len(self._steps) < _NUM_STEPS:
             return None
         found = self._slowest()
@@ -68,10 +81,11 @@ class Stragglers:
             self._named = None
             return None
         rank, cause, words = found
-        if (rank, cause) == self._named:
+        if (rank, cause) == self._named or self._num_seen < self._next:
             return None
         self._named = rank, cause
-        return words
+        self._next, self._pause = self._num_seen + self._pause, 2 * self._pause
+        return f"{words} ({_DATA_CURE if cause == 'data' else compute_cure})"
 
     def _slowest(self) -> tuple[int, str, str] | None:
         busy_s = [median(step[r].busy_s for step in self._steps) for r in self._ranks]
@@ -87,16 +101,15 @@ class Stragglers:
             return None
         if num_slow < _FEW_TIMES * len(self._steps):
             return None
-        spent = {kind: self._medians(kind) for kind in _CURES}
+        spent = {kind: self._medians(kind) for kind in _KINDS}
         usual = {kind: median(s[r] for r in others) for kind, s in spent.items()}
-        cause = max(_CURES, key=lambda kind: spent[kind][rank] - usual[kind])
+        cause = max(_KINDS, key=lambda kind: spent[kind][rank] - usual[kind])
         factor = busy_s[rank] / usual_s if usual_s else float("inf")
         return (
             rank,
             cause,
             f"rank {rank} is {factor:.1f}x slower than the median: {cause},"
-            f" {1000 * spent[cause][rank]:.0f} ms a step, not {1000 * usual[cause]:.0f}"
-            f" ({_CURES[cause]})",
+            f" {1000 * spent[cause][rank]:.0f} ms a step, not {1000 * usual[cause]:.0f}",
         )
 
     @property

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allstep.comm import Communicator, Work, init
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
-from allstep.exchange.agreement import check_same_arguments
+from allstep.exchange.agreement import check_same_policy
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
@@ -346,7 +346,7 @@ def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
 
 def _new_reducer(comm: Communicator, policy: ExchangePolicy) -> Reducer:
     if comm.size > 1:
-        check_same_arguments(comm, policy.in_words)
+        check_same_policy(comm, policy.in_words)
     return Reducer(comm, policy)
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from allstep.comm import Communicator
-from allstep.errors import UsageError, check_counts, nearest_multiples
+from allstep.errors import UsageError, check_integer, check_multiple, nearest_multiples
 from allstep.nn.batch_norm_across import batch_norm_across, per_channel, statistics_dtype
 
 
@@ -59,7 +59,8 @@ def convert_batch_norm(
 
     Source: Hoffer et al., 2017, arXiv:1705.08741 (ghost batch norm).
     """
-    check_counts(group_size=group_size, micro_batch=micro_batch)
+    check_integer("group_size", group_size)
+    check_integer("micro_batch", micro_batch)
     for name, module in model.named_modules():
         if isinstance(module, _LazyNormBase):
             raise UsageError(
@@ -247,11 +248,7 @@ def _peers(
                 f" {below}, {above}."
             )
         return None
-    if group_size % micro_batch:
-        raise UsageError(
-            f"`group_size` (={group_size}) must be a multiple of `micro_batch` (={micro_batch});"
-            f" nearest: {nearest_multiples(group_size, micro_batch)}."
-        )
+    check_multiple("group_size", group_size, "micro_batch", micro_batch)
     if global_batch != comm.size * micro_batch:
         raise UsageError(
             f"`group_size` (={group_size}) exceeds `micro_batch` (={micro_batch}), so that each"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import recv, send
 from allstep.device import preserved_random_state
-from allstep.device import seed as seed_device
+from allstep.device import seed as seed_torch
 from allstep.errors import UsageError
+from allstep.nn.replicated import seed_at
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -42,9 +42,8 @@ class ChainPart:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Draws inside are those of the seed; afterwards torch's random state is what it was."""
-    with torch.random.fork_rng([]), preserved_random_state(device):
-        torch.default_generator.manual_seed(seed)
-        seed_device(device, seed)
+    with preserved_random_state(device):
+        seed_torch(seed, device)
         yield
 
 
@@ -147,7 +146,7 @@ class Chain(nn.Module):
                     held[name] = recv(comm, source)
                     delegate = delegate + _zero_of(held[name], delegate)
             if part.rank == comm.rank:
-                with self._seeded(_part_seed(seed, part.name), comm.device):
+                with self._seeded(seed_at(seed, part.name), comm.device):
                     found = self.parts[part.name](*(held[name] for name in part.inputs))
                 held.update(_named(part, found))
         here = [name for name in self._outputs if self._rank_of[name] == comm.rank]
@@ -168,11 +167,6 @@ def _named(part: ChainPart, found: Any) -> dict[str, Any]:
         got = f"{len(found)} values" if isinstance(found, tuple) else f"a {type(found).__name__}"
         raise UsageError(f"Part `{part.name}` returned {got}; it has outputs {part.outputs}.")
     return dict(zip(part.outputs, found, strict=True))
-
-
-def _part_seed(seed: int, name: str) -> int:
-    digest = blake2b(repr((seed, name)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _in_order(parts: Sequence[ChainPart], inputs: Sequence[str]) -> list[ChainPart]:

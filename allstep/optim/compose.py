@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from allstep.errors import UsageError, check_counts
+from allstep.errors import UsageError, check_integer
 from allstep.optim.schedules import Schedule, check_schedule, check_step, check_warmup
 
 
@@ -90,9 +90,9 @@ def in_samples(
     [1.0, 0.6, 0.5, 0.1, 0.0]
     """
     check_schedule(schedule)
-    check_counts(global_batch=global_batch)
+    check_integer("global_batch", global_batch)
     if samples_per_epoch is not None:
-        check_counts(samples_per_epoch=samples_per_epoch)
+        check_integer("samples_per_epoch", samples_per_epoch)
 
     def multiplier(step: int) -> float:
         check_step(step)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_choice
 from allstep.optim import momentum_correction
 from allstep.optim.fused import sums_by_blocks
 from allstep.optim.layer_wise import TrustRatioOptimizer, adapts
@@ -98,10 +98,7 @@ class LARS(TrustRatioOptimizer):
         capturable: bool = False,
         nonfinite: Nonfinite = "raise",
     ) -> None:
-        if variant not in get_args(LarsVariant):
-            raise UsageError(
-                f"`variant` (={variant!r}) must be one of {', '.join(get_args(LarsVariant))}."
-            )
+        check_choice("variant", variant, get_args(LarsVariant))
         super().__init__(
             params,
             {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_choice
 from allstep.optim import momentum_correction
 from allstep.optim.checks import Norm
 from allstep.optim.leaves import Batch, Leaf, batches, local, reduce_over_shards
@@ -338,10 +338,7 @@ class LayerWise(TrustRatioOptimizer):
                 f"`base` (={base!r}) must be a base update, such as `Adam()` or"
                 " `SGDRule(momentum=0.9)`."
             )
-        if ratio_on not in get_args(RatioOn):
-            raise UsageError(
-                f"`ratio_on` (={ratio_on!r}) must be one of {', '.join(get_args(RatioOn))}."
-            )
+        check_choice("ratio_on", ratio_on, get_args(RatioOn))
         if ratio_on == "gradient" and not isinstance(base, SGDRule):
             raise UsageError(
                 f"`base` (={base}) must be `SGDRule` when the ratio is on the gradient; other"

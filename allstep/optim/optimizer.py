@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_choice
 from allstep.optim.checks import (
     NonfiniteGradientError,
     check_gradient,
@@ -56,10 +56,7 @@ class LargeBatchOptimizer(Optimizer, ABC):
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, nonfinite: Nonfinite, **options: Any
     ) -> None:
-        if nonfinite not in get_args(Nonfinite):
-            raise UsageError(
-                f"`nonfinite` (={nonfinite!r}) must be one of {', '.join(get_args(Nonfinite))}."
-            )
+        check_choice("nonfinite", nonfinite, get_args(Nonfinite))
         if not isinstance(params, Iterable):
             raise UsageError(
                 f"`params` (={params!r}) must be parameters or groups of them; pass"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allstep.errors import UsageError, check_counts, nearest_names
+from allstep.errors import UsageError, check_choice, check_integer
 from allstep.optim.published import PUBLISHED, PublishedRecipe
 from allstep.optim.settings import SecondStage, Settings
 
@@ -127,12 +127,12 @@ def rescale(
     >>> [round(schedule(step), 3) for step in (0, 49, 300)]
     [0.265, 1.0, 0.1]
     """
-    if not isinstance(name, str) or name not in PUBLISHED:
-        raise UsageError(f"`large_batch` (={name!r}): {nearest_names(str(name), PUBLISHED)}")
+    check_choice("large_batch", name, PUBLISHED)
     published = PUBLISHED[name]
-    check_counts(global_batch=global_batch, epochs=epochs)
+    check_integer("global_batch", global_batch)
+    check_integer("epochs", epochs)
     if micro_batch is not None:
-        check_counts(micro_batch=micro_batch)
+        check_integer("micro_batch", micro_batch)
     nearest = published.nearest(global_batch)
     lr, lr_rule = _rate(nearest, global_batch)
     second, second_changes = _second_stage(nearest, lr, global_batch, epochs)
@@ -216,8 +216,7 @@ def _second_stage(
     mixed = published.mixed
     if mixed is None:
         return None, []
-    if epochs < 2:
-        raise UsageError(f"`epochs` (={epochs}) must be at least 2 for two stages.")
+    check_integer("epochs", epochs, 2, "each of two stages takes one")
     own_epochs = max(1, round(mixed.epochs_share * epochs))
     share, warmup_rule = _warmup_share(published, mixed.warmup_share, global_batch)
     second = SecondStage(

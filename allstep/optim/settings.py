@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from allstep.errors import UsageError, check_counts, nearest_names
+from allstep.errors import UsageError, check_choice, check_integer
 from allstep.optim.compose import chain, gradual_warmup
 from allstep.optim.schedules import (
     Schedule,
@@ -95,9 +95,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, valid in (("optimizer", OptimizerName), ("lr_schedule", ScheduleName)):
-            value = getattr(self, name)
-            if value not in get_args(valid):
-                raise UsageError(f"`{name}` (={value!r}): {nearest_names(value, get_args(valid))}")
+            check_choice(name, getattr(self, name), get_args(valid))
         for name, holds, cure in (
             ("lr", 0 < self.lr < math.inf, "positive and finite."),
             ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1."),
@@ -176,14 +174,15 @@ class Settings:
             UsageError: if a number is below 1 or not whole, or if stages or warm-up don't fit in
                 the epochs.
         """
-        check_counts(epochs=epochs, steps_per_epoch=steps_per_epoch)
+        check_integer("epochs", epochs)
+        check_integer("steps_per_epoch", steps_per_epoch)
         if (self.second is None) != (second_steps_per_epoch is None):
             raise UsageError(
                 f"`second_steps_per_epoch` (={second_steps_per_epoch}) must be given where there is"
                 f" a second stage, and only there; here `second` is {self.second}."
             )
         if second_steps_per_epoch is not None:
-            check_counts(second_steps_per_epoch=second_steps_per_epoch)
+            check_integer("second_steps_per_epoch", second_steps_per_epoch)
         warmup, start = self.warmup_epochs * steps_per_epoch, self.warmup_start
         if self.second is None or second_steps_per_epoch is None:
             self._refuse_long_warmup(epochs)

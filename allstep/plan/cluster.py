@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from allstep.errors import UsageError, check_not_negative, check_positive
+from allstep.errors import UsageError, check_integer, check_not_negative, check_positive
 from allstep.plan.measured_collective import MeasuredCollective
 from allstep.plan.nodes import Nodes
 
@@ -67,8 +67,7 @@ class Cluster(Nodes):
         >>> four.of(16).num_nodes, four.of(4).workers_per_node
         (2, 4)
         """
-        if not isinstance(num_workers, int) or num_workers < 1:
-            raise UsageError(f"`{argument}` (={num_workers}) must be a whole number of at least 1.")
+        check_integer(argument, num_workers)
         if num_workers > self.num_workers:
             raise UsageError(
                 f"`{argument}` (={num_workers}) exceeds the {self.num_workers} of cluster"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import UsageError, check_choice
 from allstep.plan.algorithms import ALGORITHMS, path_of
 from allstep.plan.nodes import Link, Nodes
 
@@ -53,8 +53,7 @@ def fit_link(timings: Sequence[Timing], algorithm: str = "ring") -> Fit:
     >>> round(fit_link(timed).link.latency_s, 9)
     0.0001
     """
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"`algorithm` (={algorithm!r}): {nearest_names(algorithm, ALGORITHMS)}")
+    check_choice("algorithm", algorithm, ALGORITHMS)
     rows = np.array([_messages_and_bytes(timing, algorithm) for timing in timings])
     seconds = np.array([timing.seconds for timing in timings])
     if len({timing.num_bytes for timing in timings}) < 2 or not (seconds > 0).all():

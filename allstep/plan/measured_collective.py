@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import UsageError, check_choice
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
@@ -45,9 +45,7 @@ class MeasuredCollective:
 
     def __post_init__(self) -> None:
         for name, known in (("compression", COMPRESSIONS), ("algorithm", ALGORITHMS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise UsageError(f"`{name}` (={value!r}): {nearest_names(str(value), known)}")
+            check_choice(name, getattr(self, name), known)
         sizes, seconds = self.num_elements, self.seconds
         grows = all(0 < low < high for low, high in pairwise(sizes))
         if len(sizes) < 2 or not grows:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from allstep.errors import UsageError, check_not_negative, check_positive
+from allstep.errors import UsageError, check_integer, check_not_negative, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,7 @@ class Nodes:
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "workers_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"`{name}` (={value}) must be a whole number of at least 1.")
+            check_integer(name, getattr(self, name))
         check_positive("copy_bytes_per_s", self.copy_bytes_per_s, "10e9 is 10 GB/s")
         if self.num_nodes > 1 and self.inter is None:
             raise UsageError(

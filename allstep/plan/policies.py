@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import UsageError, check_choice, check_integer
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
@@ -40,20 +40,14 @@ class PolicySpec:
     copies_back: bool = False
 
     def __post_init__(self) -> None:
-        if self.compression not in COMPRESSIONS:
-            names = nearest_names(self.compression, COMPRESSIONS)
-            raise UsageError(f"`compression` (={self.compression!r}): {names}")
-        if self.algorithm not in (*ALGORITHMS, "auto"):
-            names = nearest_names(self.algorithm, [*ALGORITHMS, "auto"])
-            raise UsageError(f"`algorithm` (={self.algorithm!r}): {names}")
+        check_choice("compression", self.compression, COMPRESSIONS)
+        check_choice("algorithm", self.algorithm, (*ALGORITHMS, "auto"))
         if isinstance(self.bucket_bytes, str) and self.bucket_bytes != "auto":
             raise UsageError(f'`bucket_bytes` (={self.bucket_bytes!r}) must be bytes or "auto".')
-        if isinstance(self.bucket_bytes, int) and self.bucket_bytes < 1:
-            raise UsageError(f"`bucket_bytes` (={self.bucket_bytes}) must be at least 1.")
-        if self.staleness < 0:
-            raise UsageError(f"`staleness` (={self.staleness}) must be 0 or more.")
-        if self.sync_every < 1:
-            raise UsageError(f"`sync_every` (={self.sync_every}) must be at least 1.")
+        if isinstance(self.bucket_bytes, int):
+            check_integer("bucket_bytes", self.bucket_bytes)
+        check_integer("staleness", self.staleness, 0)
+        check_integer("sync_every", self.sync_every)
         if self.sync_every > 1 and self.staleness:
             raise UsageError(
                 f"`sync_every` (={self.sync_every}) and `staleness` (={self.staleness}) exclude"

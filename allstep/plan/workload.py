@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from allstep.errors import UsageError, check_positive, nearest_multiples
+from allstep.errors import UsageError, check_integer, check_multiple, check_positive
 from allstep.plan.compression import FLOAT32_BYTES
 
 
@@ -63,9 +63,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("num_params", "num_samples"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise UsageError(f"`{name}` (={value}) must be a whole number of at least 1.")
+            check_integer(name, getattr(self, name))
         for name in ("forward_s", "backward_s", "optimizer_s"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -205,14 +203,11 @@ class TrainingSpec:
     total_samples: int | None = None
 
     def __post_init__(self) -> None:
-        if self.total_samples is not None and self.total_samples < 1:
-            raise UsageError(f"`total_samples` (={self.total_samples}) must be at least 1.")
-        batch, micro_batch = self.global_batch, self.micro.num_samples
-        if batch is not None and (batch < 1 or batch % micro_batch):
-            raise UsageError(
-                f"`global_batch` (={batch}) must be a multiple of `micro_batch` (={micro_batch});"
-                f" nearest: {nearest_multiples(batch, micro_batch)}."
-            )
+        if self.total_samples is not None:
+            check_integer("total_samples", self.total_samples)
+        if self.global_batch is not None:
+            check_integer("global_batch", self.global_batch)
+            check_multiple("global_batch", self.global_batch, "micro_batch", self.micro.num_samples)
 
     def batch(self, num_workers: int) -> int:
         """Samples of a step."""

@@ -118,8 +118,7 @@ class Cots(DividedRecipe):
         if self.channels not in (1, 3):
             raise UsageError(f"`channels` (={self.channels}) must be 1 or 3.")
         for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+            allstep.errors.check_integer(name, getattr(self, name))
         if self.data_parallel > self.batch:
             raise UsageError(
                 f"`data_parallel` (={self.data_parallel}) must be at most `batch` (={self.batch}):"

@@ -56,8 +56,7 @@ class Gru(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("layers", "width", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
+            allstep.errors.check_integer(name, getattr(self, name))
         if not 0 < self.held_out < 1:
             raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
 
@@ -92,8 +91,7 @@ class Gru(Recipe):
         )
 
     def check(self) -> None:
-        """Looks for tokenizers, whose room reads texts, the folder and enough text in it."""
-        self.need_package("tokenizers", "tokenizers")
+        """Looks for the folder and enough text in it."""
         paths = allstep.data.text_folder.find_texts(self.folder)
         num_bytes = sum(path.stat().st_size for path in paths)
         self._check_enough(round(self.held_out * num_bytes))

@@ -60,8 +60,7 @@ class Images(Recipe):
         super().__post_init__()
         if not 0 < self.val_fraction < 1:
             raise UsageError(f"`val_fraction` (={self.val_fraction}) must be between 0 and 1.")
-        if self.image_size < 8:
-            raise UsageError(f"`image_size` (={self.image_size}) must be at least 8 pixels.")
+        allstep.errors.check_integer("image_size", self.image_size, 8, "it counts pixels")
         if not 0 <= self.label_smoothing < 1:
             raise UsageError(
                 f"`label_smoothing` (={self.label_smoothing}) must be at least 0 and below 1."

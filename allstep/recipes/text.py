@@ -14,7 +14,6 @@ from allstep.recipes.base import Recipe
 from allstep.recipes.transformer import Transformer
 
 _MIN_VOCAB_SIZE = 258
-PADDING = -100  # of `data.text_folder`, whose import needs tokenizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +85,20 @@ class Text(Recipe):
         if self.second_sequence_length is not None:
             self._check_second_stage()  # by the names of the flags
         super().__post_init__()
-        if self.vocab_size < _MIN_VOCAB_SIZE:
-            raise UsageError(
-                f"`vocab_size` (={self.vocab_size}) must be at least {_MIN_VOCAB_SIZE}: a token for"
-                " each byte and two special ones."
-            )
+        check_integer = allstep.errors.check_integer
+        check_integer(
+            "vocab_size", self.vocab_size, _MIN_VOCAB_SIZE, "a token for each byte and two more"
+        )
         if self.samples == "paragraphs" and self.objective != "causal":
             raise UsageError(
                 f"`samples` (={self.samples!r}) needs `objective` 'causal', not {self.objective!r}."
             )
         if not 0 < self.held_out < 1:
             raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
-        if self.sequence_length < 2:
-            raise UsageError(
-                f"`sequence_length` (={self.sequence_length}) must be at least 2 tokens."
-            )
+        check_integer("sequence_length", self.sequence_length, 2, "it counts tokens")
         for name in ("width", "depth", "heads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
-        if self.width % self.heads:
-            raise UsageError(
-                f"`width` (={self.width}) must be a multiple of `heads` (={self.heads})."
-            )
+            check_integer(name, getattr(self, name))
+        allstep.errors.check_multiple("width", self.width, "heads", self.heads)
         if not 0 <= self.dropout < 1:
             raise UsageError(f"`dropout` (={self.dropout}) must be at least 0 and below 1.")
 
@@ -275,7 +266,9 @@ class LanguageModelling:
         inputs, targets, *positions = batch
         logits = model(inputs, *positions)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return total, float((targets != PADDING).sum()) if self.is_padded else targets.numel()
+        if not self.is_padded:
+            return total, targets.numel()
+        return total, float((targets != allstep.data.text_folder.PADDING).sum())
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
         """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`."""
@@ -283,7 +276,8 @@ class LanguageModelling:
         logits = model(inputs, *positions).flatten(0, 1)
         targets = targets.flatten()
         if self.is_padded:
-            logits, targets = logits[targets != PADDING], targets[targets != PADDING]
+            counts = targets != allstep.data.text_folder.PADDING
+            logits, targets = logits[counts], targets[counts]
         count = len(targets)
         unigram = self.unigram_log_probs.to(targets.device)[targets]
         return {

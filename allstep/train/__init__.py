@@ -7,7 +7,6 @@ from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.batch import Batch, steps
 from allstep.train.checkpoint import Checkpoints, check_same
 from allstep.train.devices import map_tensors as map_tensors
-from allstep.train.devices import num_cores as num_cores
 from allstep.train.evaluator import Evaluator
 from allstep.train.failures import FAILED as FAILED
 from allstep.train.failures import PEER_LOST as PEER_LOST

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from allstep.comm.agreement import agree
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
-from allstep.data.sampler import check_integer
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful, check_same, load_model_state, load_optimizer_state
 from allstep.train.saver import Saver

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from allstep.comm.reproducible import digits_of, sum_of_digits
-from allstep.data import GlobalBatch, MicroBatch
+from allstep.data import GlobalBatch, MapLoader, MicroBatch
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.shares import Shares
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
-from allstep.exchange.stragglers import WorkerTimes
+from allstep.exchange.stragglers import COMPUTE_CURE, WorkerTimes
 from allstep.exchange.weighing import mixed_message
 from allstep.nn import GroupedBatchNorm
 from allstep.train.auto_checkpoint import AutoCheckpoint
@@ -138,6 +138,7 @@ def _steps(
 ) -> Iterator["Batch"]:
     device = exchanges[0].comm.device
     is_over = checkpoint is not None and not checkpoint.begin_steps(loader, exchanges)
+    exchanges[0].compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
     with preserved_random_state(device):
         for global_batch in () if is_over else loader.global_batches():
             batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
@@ -156,6 +157,17 @@ def _steps(
         exchange.sync_buffers()
     if checkpoint is not None:
         checkpoint.end_steps()
+
+
+def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:
+    """What helps a worker that computes slowly, where others may take its micro-batches."""
+    if not isinstance(loader, GlobalBatchLoader) or not loader.shares.is_equal:
+        return None  # shares are set already
+    if exchange.averaging is not None or loader.num_micro_batches <= exchange.comm.size:
+        return None
+    if isinstance(loader, MapLoader) and not is_accelerator(exchange.comm.device):
+        return 'try `shares="measured"`'
+    return "try `shares`, such as [3, 1]"
 
 
 def _follow_shares(loader: Loader, exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""Nested data on a device; which cores and processes this machine has."""
+"""Nested data on a device; which processes this machine has."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -41,13 +41,6 @@ def to_device(data: Any, device: torch.device) -> Any:
     """
     non_blocking = has_streams(device)  # towards the CPU one could read before the copy is done
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def is_alive(pid: int) -> bool:

@@ -15,10 +15,9 @@ from allstep.data.fetch import FetchMicroBatch
 from allstep.data.processes import LoaderProcesses
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.data.same_data import check_same_arguments, check_same_samples
-from allstep.data.sampler import check_integer
 from allstep.data.shares import Shares
 from allstep.device import has_streams
-from allstep.errors import DisagreementError, UsageError
+from allstep.errors import DisagreementError, UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.exchange.hooks import Hook
 from allstep.exchange.state_sweep import tensor_checksums
@@ -79,7 +78,7 @@ class Evaluator:
         seed: int = 0,
         shares: Shares | None = None,
     ) -> None:
-        check_integer("micro_batch", micro_batch, 1)
+        check_integer("micro_batch", micro_batch)
         self.totals: dict[str, tuple[float, float]] = {}
         self._metrics = metrics
         self._comm = comm

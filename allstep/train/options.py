@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from allstep.data.sampler import check_batches
 from allstep.data.shares import SharesArgument
-from allstep.errors import UsageError, nearest_multiples
+from allstep.errors import UsageError, check_integer
 from allstep.exchange import ExchangePolicy, make_policy
 
 _SPARSE = ("powersgd", "topk")  # what they leave out comes in later steps
 
 _AT_LEAST_ONE = (
     "epochs",
-    "global_batch",
-    "micro_batch",
     "log_every_steps",
     "evaluate_every_epochs",
     "keep_checkpoints",
@@ -146,40 +145,31 @@ class TrainOptions:
                 f" more in a local step; leave them equal with `sync_every` (={self.sync_every})."
             )
         for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be at least 1.")
-        if self.global_batch % self.micro_batch:
-            raise UsageError(
-                f"`global_batch` (={self.global_batch}) must be a multiple of `micro_batch`"
-                f" (={self.micro_batch}); nearest:"
-                f" {nearest_multiples(self.global_batch, self.micro_batch)}."
-            )
+            check_integer(name, getattr(self, name))
+        check_batches(self.global_batch, self.micro_batch)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError(
                 f"`clip_norm` (={self.clip_norm}) must be positive; leave it out for no clipping."
             )
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(
-                f"`threads` (={self.threads}) must be at least 1; leave it out for its default."
-            )
-        if self.loader_workers < 0:
-            raise UsageError(f"`loader_workers` (={self.loader_workers}) must be 0 or more.")
+        if self.threads is not None:
+            check_integer("threads", self.threads, cure="leave it out for its default")
+        check_integer("loader_workers", self.loader_workers, 0)
         if self.nonfinite == "skip" and self.sync_every is not None:
             raise UsageError(
                 f"`nonfinite` (={self.nonfinite!r}) would leave out a step of one worker only, but"
                 f" `sync_every` (={self.sync_every}) counts the steps of all; take 'raise'."
             )
         self._check_noise_scale()
-        if self.checkpoint_every_steps is not None and self.checkpoint_every_steps < 1:
-            raise UsageError(
-                f"`checkpoint_every_steps` (={self.checkpoint_every_steps}) must be at least 1;"
-                " leave it out for one checkpoint an epoch."
+        if self.checkpoint_every_steps is not None:
+            check_integer(
+                "checkpoint_every_steps",
+                self.checkpoint_every_steps,
+                cure="leave it out for one checkpoint an epoch",
             )
 
     def _check_noise_scale(self) -> None:
         every = self.noise_scale_every_steps
-        if every < 0:
-            raise UsageError(f"`noise_scale_every_steps` (={every}) must be 0 or more.")
+        check_integer("noise_scale_every_steps", every, 0)
         if not every:
             return
         if self.staleness or self.sync_every is not None:

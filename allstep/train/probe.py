@@ -10,8 +10,8 @@ import torch
 
 from allstep.comm import Communicator
 from allstep.device import default_device, synchronize
+from allstep.env import num_cores
 from allstep.nn import GroupedBatchNorm
-from allstep.train.devices import num_cores
 from allstep.train.flops import count_flops
 from allstep.train.precision import Precision
 from allstep.train.task import Task

@@ -5,7 +5,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -54,12 +53,7 @@ class Progress:
         self._display.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._display.stop()
 
     def advance(self, num_steps: int) -> None:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from allstep.comm import Communicator
 from allstep.data import GlobalBatch
 from allstep.data.random import derive_seed
-from allstep.errors import AllstepError, UsageError
+from allstep.errors import AllstepError, UsageError, check_integer
 from allstep.train.devices import to_device
 from allstep.train.evaluator import evaluating
 from allstep.train.hessian import hessian_product
@@ -293,11 +293,9 @@ def check_sharpness_arguments(
     Raises:
         UsageError: naming the argument.
     """
-    if max_products < 2:
-        raise UsageError(f"`max_products` (={max_products}) must be at least 2; 100 is usual.")
+    check_integer("max_products", max_products, 2, "100 is usual")
     if not 0 < tolerance < 1:
         raise UsageError(f"`tolerance` (={tolerance}) must be between 0 and 1; 1e-3 is usual.")
     if not 0 < sigma < math.inf:
         raise UsageError(f"`sigma` (={sigma}) must be positive and finite; 0.05 is usual.")
-    if num_draws < 2:
-        raise UsageError(f"`num_draws` (={num_draws}) must be at least 2, for a standard error.")
+    check_integer("num_draws", num_draws, 2, "a standard error takes two")

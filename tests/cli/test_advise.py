@@ -342,7 +342,7 @@ def test_any_width_is_filled_and_none_exceeded(say, monkeypatch, columns):
         ([*BARE, "--stragglers", "101"], "`stragglers` (=101) must be at most 100; 5 is about"),
         ([*BARE, "--stragglers", "nan"], "`stragglers` (=nan) must be 0 or more"),
         ([*BARE, "--global-batch", "100"], "`global_batch` (=100) must be a multiple of"),
-        ([*BARE, "--dtype", "bf16"], "`dtype` (=bf16): did you mean `bfloat16`"),
+        ([*BARE, "--dtype", "bf16"], "`dtype` (='bf16'): did you mean `bfloat16`"),
         ([*BARE, "--micro-batch", "0"], "`micro_batch` (=0) must be at least 1."),
         ([*BARE, "--max-points-lost", "-1"], "`max_points_lost` (=-1.0) must be 0 or more"),
         ([*BARE, "--total-samples", "0"], "`total_samples` (=0) must be at least 1."),

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from allstep.cli.doctor import FOUND, find_faults
+from allstep.cli.doctor import FOUND
+from allstep.cli.doctor_faults import find_faults
 from allstep.cli.main import main
 from allstep.cli.probe_machine import measure_disk
 from tests.helpers.named_hosts import NamedHosts, named_hosts

@@ -339,13 +339,11 @@ def test_all_reduce_makes_an_algorithm_once():
 
 def test_bad_arguments():
     comm = Communicator.single_process()
-    with pytest.raises(
-        UsageError, match=r"`algorithm` \(='rong'\) is unknown; did you mean `ring`"
-    ):
+    with pytest.raises(UsageError, match=r"`algorithm` \(='rong'\): did you mean `ring`"):
         comm.all_reduce(torch.ones(1), algorithm="rong")
     with pytest.raises(UsageError, match=r"`op` \(='max'\) is not what `algorithm` \(='ring'\)"):
         comm.all_reduce(torch.ones(1), "max", algorithm="ring")
-    with pytest.raises(UsageError, match=r"`algorithm` \(='rong'\) is unknown"):
+    with pytest.raises(UsageError, match=r"`algorithm` \(='rong'\)"):
         make_algorithm("rong", comm)
     with pytest.raises(UsageError, match=r"`order` \(=\(0, 0\)\) must name each of the ranks"):
         Ring(comm, order=(0, 0))

@@ -291,7 +291,7 @@ def test_plain_loop_refuses_unequal_shares(
         ({"prefetch_factor": 0, "num_workers": 1}, r"`prefetch_factor` \(=0\) must be at least 1"),
         ({"multiprocessing_context": "spawn"}, r"`multiprocessing_context` \(='spawn'\) needs"),
         ({"stream": "split"}, r"`stream` \(='split'\): .*`replicated`"),
-        ({"seed": 0.5}, r"`seed` \(=0\.5\) must be an integer"),
+        ({"seed": 0.5}, r"`seed` \(=0\.5\) must be a whole number"),
         ({"dataset": []}, r"`dataset` is empty"),
         ({"dataset": iter([1])}, r"`dataset` \(a list_iterator\) has no `__len__`"),
         ({"global_batch": 9}, r"multiple of `micro_batch` \(=2\); nearest: 8, 10"),
@@ -307,7 +307,7 @@ def test_messages(changes: dict[str, Any], message: str) -> None:
     [
         ({"samples": 1}, r"`state` \(=\{'samples': 1\}\) has no `steps`"),
         ({"samples": -1, "steps": 0}, r'`state\["samples"\]` \(=-1\) must be at least 0'),
-        ({"samples": 0.0, "steps": 0}, r'`state\["samples"\]` \(=0\.0\) must be an integer'),
+        ({"samples": 0.0, "steps": 0}, r'`state\["samples"\]` \(=0\.0\) must be a whole number'),
     ],
 )
 def test_state_messages(state: dict[str, Any], message: str) -> None:

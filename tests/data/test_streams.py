@@ -264,7 +264,7 @@ def test_replicated_streams_that_differ() -> None:
     def read(comm: Communicator) -> None:
         contents(make_loader(comm, Stream(20 + comm.rank)))
 
-    message = r"global batch 2 they have 4 \(rank 0\), 5 \(rank 1\) samples.*stream=\"sharded\""
+    message = r"`samples of global batch 2` is 4 on rank 0; 5 on rank 1\..*stream=\"sharded\""
     with pytest.raises(DisagreementError, match=message):
         run_ranks(2, read)
 

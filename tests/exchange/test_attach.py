@@ -375,7 +375,7 @@ def test_refuses_a_global_batch_below_one() -> None:
 
 
 def test_refuses_an_unknown_reduction() -> None:
-    with pytest.raises(UsageError, match=r"`reduction` \(='median'\) must be \"mean\" or \"sum\""):
+    with pytest.raises(UsageError, match=r"`reduction` \(='median'\): did you mean `mean`"):
         Synchronous(reduction="median")
 
 

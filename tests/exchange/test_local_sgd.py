@@ -288,10 +288,10 @@ def test_detach_leaves_no_hook() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _made(sync_every=0), r"`sync_every` \(=0\) must be an int of 1 or more"),
+        (lambda: _made(sync_every=0), r"`sync_every` \(=0\) must be at least 1"),
         (
             lambda: _made(sync_every=1, local_after_step=-1),
-            r"`local_after_step` \(=-1\) must be an int of 0 or more",
+            r"`local_after_step` \(=-1\) must be at least 0",
         ),
         (lambda: Nesterov(lr=0), r"`lr` \(=0\) must be positive; DiLoCo uses 0.7"),
         (lambda: Nesterov(momentum=1), r"`momentum` \(=1\) must be at least 0 and below 1"),

@@ -1,17 +1,19 @@
 """Workers that keep the others waiting are named, and nobody else is."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import allstep
 from allstep import Communicator
 from allstep.exchange.overlapped import OverlappedExchange
-from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.stragglers import COMPUTE_CURE, Stragglers, WorkerTimes
 from tests.helpers.ranks import run_ranks
 
 USUAL = WorkerTimes(data_s=0.01, compute_s=0.1, wait_s=0.02, num_micro_batches=2)
@@ -34,7 +36,7 @@ def test_a_slow_worker_is_named_once_within_twenty_steps(size: int, cause: str) 
     assert step < 20
     assert words.startswith(f"rank {size - 1} is 1.4x slower than the median: {cause}, ")
     assert ("loader processes" in words) == (cause == "data")
-    assert ("shares" in words) == (cause == "compute")
+    assert ("what else runs" in words) == (cause == "compute")
 
 
 def test_no_word_when_all_is_well() -> None:
@@ -59,6 +61,59 @@ def test_another_worker_and_a_relapse_are_new_words() -> None:
     by_phase = [[slow, USUAL, USUAL], [USUAL, slow, USUAL], [USUAL] * 3, [USUAL, slow, USUAL]]
     found = said(lambda step: by_phase[step // 30], 120)
     assert [words[:6] for words in found.values()] == ["rank 0", "rank 1", "rank 1"]
+
+
+def test_a_busy_machine_is_named_ever_more_rarely() -> None:
+    """Now one is slow, now another; the control counts how often that changes."""
+    slow = USUAL._replace(compute_s=0.3)
+
+    def times(step: int) -> list[WorkerTimes]:
+        return [slow if step // 20 % 3 == rank else USUAL for rank in range(3)]
+
+    found = list(said(times, 1000))
+    assert 3 <= len(found) <= 7
+    assert 1000 // 20 == 50  # times that another is the slowest
+    pauses = [later - step for step, later in pairwise(found)]
+    assert all(pause >= 20 * 2**number for number, pause in enumerate(pauses))
+
+
+class Rows(IterableDataset[tuple[torch.Tensor]]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        return ((row,) for row in torch.arange(8.0)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "cure"),
+    [
+        (allstep.Synchronous(), {}, 'try `shares="measured"`'),
+        (
+            allstep.Synchronous(),
+            {"dataset": Rows()},
+            "try `shares`, such as [3, 1]",
+        ),
+        (allstep.Synchronous(), {"shares": "measured"}, COMPUTE_CURE),
+        (allstep.Synchronous(), {"shares": [2, 1]}, COMPUTE_CURE),
+        (allstep.Synchronous(), {"micro_batch": 4}, COMPUTE_CURE),  # one for each worker
+        (allstep.LocalSGD(sync_every=2), {}, COMPUTE_CURE),
+    ],
+)
+def test_shares_are_a_cure_only_where_they_can_be_set(
+    policy: allstep.ExchangePolicy, options: dict[str, Any], cure: str
+) -> None:
+    samples = TensorDataset(torch.arange(8.0)[:, None])
+    given = {"dataset": samples, "global_batch": 8, "micro_batch": 2} | options
+
+    def run(comm: Communicator) -> str:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
+        for batch in allstep.steps(allstep.data.loader(comm=comm, **given), exchange):
+            for (x,) in batch:
+                batch.backward(model(x).square().mean())
+            optimizer.step()
+        return exchange.compute_cure
+
+    assert run_ranks(2, run) == [cure] * 2
 
 
 @pytest.mark.parametrize("is_read_late", [False, True])

@@ -374,10 +374,10 @@ def test_group_across_workers_in_half_precision() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"group_size": 0}, "`group_size` (=0) must be at least 1, a whole number"),
+        ({"group_size": 0}, "`group_size` (=0) must be at least 1."),
         (
             {"group_size": 4, "micro_batch": 2.5},
-            "`micro_batch` (=2.5) must be at least 1, a whole number",
+            "`micro_batch` (=2.5) must be a whole number",
         ),
         ({"group_size": 5}, "`group_size` (=5) must divide `micro_batch` (=8); nearest: 4, 8."),
         (

@@ -39,7 +39,7 @@ from tests.optim.table import (
         ({"lr": torch.tensor(float("inf"))}, r"`lr` \(=inf\) must be a finite number"),
         ({"lr": "0.1"}, r"`lr` \(='0.1'\) must be a finite number"),
         ({"weight_decay": None}, r"`weight_decay` \(=None\) must be finite and 0 or more"),
-        ({"nonfinite": "ignore"}, r"`nonfinite` \(='ignore'\) must be one of raise, skip"),
+        ({"nonfinite": "ignore"}, r"`nonfinite` \(='ignore'\): valid: `raise`, `skip`"),
     ],
 )
 def test_options_out_of_range(make: Make, options: dict[str, Any], message: str) -> None:
@@ -82,7 +82,7 @@ def test_options_out_of_range(make: Make, options: dict[str, Any], message: str)
             r"params'\]\[0\] \(=torch.complex64\) must be a tensor of real",
         ),
         (lambda: LARS(one(), momentum=1.0), r"`momentum` \(=1.0\) must be at least 0"),
-        (lambda: LARS(one(), variant="apex"), r"`variant` \(='apex'\) must be one of paper"),
+        (lambda: LARS(one(), variant="apex"), r"`variant` \(='apex'\): did you mean `paper`"),
         (lambda: TrustRatio(coefficient=0.0), r"`coefficient` \(=0.0\)"),
         (lambda: LARS(one(), momentum=0.0, nesterov=True), r"`nesterov` \(=True\) needs a"),
         (
@@ -112,7 +112,10 @@ def test_options_out_of_range(make: Make, options: dict[str, Any], message: str)
             r"`base` \(=<class .*Adam'>\) must be a base update, such",
         ),  # type: ignore[arg-type]
         (lambda: LayerWise(one(), "adam"), r"`base` \(='adam'\) must be a base update, such as"),  # type: ignore[arg-type]
-        (lambda: LayerWise(one(), Adam(), ratio_on="loss"), r"`ratio_on` \(='loss'\) must be"),
+        (
+            lambda: LayerWise(one(), Adam(), ratio_on="loss"),
+            r"`ratio_on` \(='loss'\): valid: `update`",
+        ),
         (lambda: LayerWise(one(), Adam(), ratio_on="gradient"), r"must be `SGDRule` when the"),
         (lambda: SGDRule(momentum=-0.1), r"`momentum` \(=-0.1\)"),
         (lambda: Adam(eps=-0.1), r"`eps` \(=-0.1\)"),

@@ -216,11 +216,15 @@ def test_rescale_refuses_bad_names_and_numbers() -> None:
         rescale("goyal_1h", global_batch=1, epochs=0)
     with pytest.raises(UsageError, match=r"`large_batch` \(=None\): "):
         rescale(None, global_batch=1, epochs=1)  # type: ignore[arg-type]
-    for name, value in (("global_batch", 64.5), ("epochs", True), ("micro_batch", -4)):
+    for name, value, rule in (
+        ("global_batch", 64.5, "a whole number"),
+        ("epochs", True, "a whole number"),
+        ("micro_batch", -4, "at least 1"),
+    ):
         numbers: dict[str, Any] = {"global_batch": 64, "epochs": 2, name: value}
-        with pytest.raises(UsageError, match=rf"`{name}` \(={value}\) must be at least 1, a whole"):
+        with pytest.raises(UsageError, match=rf"`{name}` \(={value}\) must be {rule}"):
             rescale("goyal_1h", **numbers)
-    with pytest.raises(UsageError, match=r"`epochs` \(=1\) must be at least 2 for two stages"):
+    with pytest.raises(UsageError, match=r"`epochs` \(=1\) must be at least 2; each of two"):
         rescale("lamb_bert_76min", global_batch=64, epochs=1)
     with pytest.raises(UsageError, match=r"`second_steps_per_epoch` \(=None\) must be given"):
         rescale("lamb_bert_76min", global_batch=64, epochs=2).settings.make_schedule(

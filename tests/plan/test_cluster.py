@@ -44,7 +44,7 @@ def test_cluster_of_fills_node_by_node(num_workers, expected):
 @pytest.mark.parametrize(
     ("num_workers", "message"),
     [
-        (0, r"`num_workers` \(=0\) must be a whole number of at least 1"),
+        (0, r"`num_workers` \(=0\) must be at least 1"),
         (33, r"`num_workers` \(=33\) exceeds the 32 of cluster c \(4 nodes x 8\)"),
         (12, r"`num_workers` \(=12\) must fill nodes of 8 workers; nearest: 8, 16"),
     ],
@@ -57,7 +57,7 @@ def test_cluster_of_refuses_a_half_filled_node(num_workers, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_nodes": 0}, r"`num_nodes` \(=0\) must be a whole number"),
+        ({"num_nodes": 0}, r"`num_nodes` \(=0\) must be at least 1"),
         ({"workers_per_node": 2.5}, r"`workers_per_node` \(=2.5\) must be a whole number"),
         ({"inter": None}, r"`inter` is missing, but `num_nodes` is 4"),
         ({"copy_bytes_per_s": 0}, r"`copy_bytes_per_s` \(=0\) must be above 0"),

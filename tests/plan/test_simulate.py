@@ -352,7 +352,7 @@ def test_simulate_refuses_too_many_stragglers():
         ({"algorithm": "rings"}, r"`algorithm` \(='rings'\).*did you mean `ring`"),
         ({"bucket_bytes": 0}, r"`bucket_bytes` \(=0\) must be at least 1"),
         ({"bucket_bytes": "big"}, r"`bucket_bytes` \(='big'\)"),
-        ({"staleness": -1}, r"`staleness` \(=-1\) must be 0 or more"),
+        ({"staleness": -1}, r"`staleness` \(=-1\) must be at least 0"),
         ({"sync_every": 0}, r"`sync_every` \(=0\) must be at least 1"),
         (
             {"sync_every": 2, "staleness": 1},

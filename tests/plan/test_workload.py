@@ -47,7 +47,7 @@ def test_workload_backward_continues_after_the_last_gradient():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_params": 0}, r"`num_params` \(=0\) must be a whole number"),
+        ({"num_params": 0}, r"`num_params` \(=0\) must be at least 1"),
         ({"element_bytes": 3}, r"`element_bytes` \(=3\) must be 2, 4 or 8"),
         ({"num_samples": 1.5}, r"`num_samples` \(=1.5\) must be a whole number"),
         ({"forward_s": -1}, r"`forward_s` \(=-1\) must be 0 or more"),
@@ -79,7 +79,10 @@ def test_training_spec_shares_a_fixed_batch_in_whole_micro_batches(num_workers, 
     assert workload.backward_s == 2.0
 
 
-@pytest.mark.parametrize("global_batch", [50, 4, -8])
-def test_training_spec_refuses_a_batch_that_is_no_multiple(global_batch):
-    with pytest.raises(UsageError, match=r"`global_batch` .* multiple of `micro_batch` \(=8\)"):
+@pytest.mark.parametrize(
+    ("global_batch", "rule"),
+    [(50, r"a multiple of `micro_batch` \(=8\)"), (4, "a multiple of"), (-8, "at least 1")],
+)
+def test_training_spec_refuses_a_batch_that_is_no_multiple(global_batch, rule):
+    with pytest.raises(UsageError, match=rf"`global_batch` \(={global_batch}\) must be {rule}"):
         TrainingSpec(micro=MICRO, global_batch=global_batch)

@@ -386,7 +386,7 @@ def test_an_optimizer_that_is_not_in_the_state_is_refused_at_the_first_step(
     ("options", "message"),
     [
         ({"every_steps": 0}, r"`every_steps` \(=0\) must be at least 1"),
-        ({"every_steps": 2.5}, r"`every_steps` \(=2.5\) must be an integer"),
+        ({"every_steps": 2.5}, r"`every_steps` \(=2.5\) must be a whole number"),
         ({"every_s": 0.0}, r"`every_s` \(=0.0\) must be a number of seconds above 0"),
         ({"every_s": float("nan")}, r"`every_s` \(=nan\)"),
         ({"keep": 0}, r"`keep` \(=0\) must be at least 1"),

@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from allstep.comm import Communicator
+from allstep.env import num_cores
 from allstep.errors import DisagreementError, UsageError
-from allstep.train.devices import map_tensors, num_cores, to_device
+from allstep.train.devices import map_tensors, to_device
 from allstep.train.evaluator import Evaluator
 from tests.helpers.ranks import run_ranks
 

@@ -30,9 +30,9 @@ def test_options_become_a_policy(options: dict, policy: ExchangePolicy) -> None:
             {"staleness": 1, "sync_every": 16},
             r"`staleness` \(=1\) and `sync_every` \(=16\) exclude each other: .*Leave one of them",
         ),
-        ({"staleness": -1}, r"`staleness` \(=-1\) must be an int of 0 or more"),
-        ({"sync_every": 0}, r"`sync_every` \(=0\) must be an int of 1 or more"),
-        ({"compression": "fp61"}, r"`compression` \(='fp61'\) is no format; did you mean `fp16`"),
+        ({"staleness": -1}, r"`staleness` \(=-1\) must be at least 0"),
+        ({"sync_every": 0}, r"`sync_every` \(=0\) must be at least 1"),
+        ({"compression": "fp61"}, r"`compression` \(='fp61'\): did you mean `fp16`"),
         ({"sync_every": 4, "compression": "int8"}, r"`compression` \(='int8'\) is for gradients"),
     ],
 )

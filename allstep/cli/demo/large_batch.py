@@ -24,9 +24,10 @@ from torch.utils.data import Dataset, Subset
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.processes import Call, Processes
 from allstep.comm import Communicator
+from allstep.env import num_cores
 from allstep.optim import LARS, NonfiniteGradientError, groups, linear_scaling
 from allstep.recipes.digits import Digits
-from allstep.train import fit, num_cores
+from allstep.train import fit
 
 FACTOR = 32
 SMALL_BATCH = MICRO_BATCH = 8

@@ -10,9 +10,10 @@ import torch
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.processes import Processes
 from allstep.comm import Communicator
+from allstep.env import num_cores
 from allstep.plan import WORTH_ADDING
 from allstep.recipes.digits import Digits
-from allstep.train import fit, num_cores
+from allstep.train import fit
 
 _NUM_REPEATS = 2
 _NOISE_EPOCHS, _SPEED_EPOCHS = 6, 2

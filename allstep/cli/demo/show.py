@@ -1,6 +1,5 @@
 """Panels on a terminal, which grow as they are measured, or as plain text when they are done."""
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -52,12 +51,7 @@ class _Frame:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -15,7 +15,7 @@ from allstep.comm.algorithms.ring import Ring
 from allstep.comm.algorithms.shared import SharedMemory
 from allstep.comm.group import WorkerGroup
 from allstep.device import is_accelerator
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import check_choice
 
 __all__ = [
     "ALGORITHMS",
@@ -99,7 +99,4 @@ def default_algorithm(comm: WorkerGroup, dtype: torch.dtype = torch.float32) -> 
 
 def check_algorithm(algorithm: str) -> None:
     """Raises UsageError unless `algorithm` is in `ALGORITHMS`."""
-    if algorithm not in ALGORITHMS:
-        raise UsageError(
-            f"`algorithm` (={algorithm!r}) is unknown; {nearest_names(str(algorithm), ALGORITHMS)}"
-        )
+    check_choice("algorithm", algorithm, ALGORITHMS)

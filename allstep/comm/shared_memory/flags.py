@@ -19,7 +19,6 @@ up sooner than ranks that only gave way to them.
 
 import ctypes
 import mmap
-import os
 import select
 import threading
 import time
@@ -28,6 +27,7 @@ from collections.abc import Callable, Sequence
 from allstep.comm.failures import START_AGAIN
 from allstep.comm.missing import MissingRanks, find_missing_ranks, listed
 from allstep.comm.shared_memory.mapping import SharedMapping
+from allstep.env import num_cores
 from allstep.errors import CollectiveTimeoutError, PeerLostError
 
 _ASLEEP, _LEFT, FIRST_FREE = range(3)  # the words of a rank's line; from there on as users like
@@ -83,7 +83,7 @@ class Flags:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._wakeups = wakeups
-        self._gives_way = not len(set(pids)) == len(pids) <= len(os.sched_getaffinity(0))
+        self._gives_way = not len(set(pids)) == len(pids) <= num_cores()
         self._ended: set[int] = set()  # ranks whose process has
         self._events = select.poll()
         for fd in (wakeups.read_fd, *wakeups.pidfds):

@@ -23,7 +23,6 @@ all ranks' tensors, in the order of ranks, and writes the sum to all of them:
 Between a rank's FILLED and the last REDUCED the others write to its tensor; at no other time.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +39,7 @@ from allstep.comm.shared_memory.flags import (
     lines_bytes,
 )
 from allstep.comm.shared_memory.mapping import SharedMapping, map_shared, share_memory
+from allstep.env import num_cores
 
 NUM_SLOTS = 4
 SMALL_BYTES = 1 << 18
@@ -51,7 +51,7 @@ _MAX_CUTS = 256
 
 def default_slot_bytes(num_ranks: int) -> int:
     """Pieces stay in a core's cache; where ranks take turns on a core, fewer turns pay more."""
-    return 1 << 20 if num_ranks <= len(os.sched_getaffinity(0)) else 1 << 21
+    return 1 << 20 if num_ranks <= num_cores() else 1 << 21
 
 
 class Block:

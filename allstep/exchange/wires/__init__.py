@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from allstep.errors import UsageError, nearest_names
+from allstep.errors import check_choice
 from allstep.exchange.wires.base import FullPrecision, Transport, WireFormat, WireState
 from allstep.exchange.wires.exact import Exact
 from allstep.exchange.wires.half import BFloat16, Float16
@@ -42,8 +42,5 @@ def make_wire(wire: str | WireFormat) -> WireFormat:
     """
     if isinstance(wire, WireFormat):
         return wire
-    if not isinstance(wire, str) or wire not in WIRES:
-        raise UsageError(
-            f"`compression` (={wire!r}) is no format; {nearest_names(str(wire), WIRES)}"
-        )
+    check_choice("compression", wire, WIRES)
     return WIRES[wire]()

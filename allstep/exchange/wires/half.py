@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_choice
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
 
@@ -28,8 +28,7 @@ class _Half(WireFormat):
     cure: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if self.on_overflow not in ("raise", "inf"):
-            raise UsageError(f'`on_overflow` (={self.on_overflow!r}) must be "raise" or "inf".')
+        check_choice("on_overflow", self.on_overflow, ("raise", "inf"))
 
     def sum_(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport

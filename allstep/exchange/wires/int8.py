@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from allstep.errors import UsageError
+from allstep.errors import check_integer
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
 from allstep.exchange.wires.blocks import BlockParts
@@ -53,8 +53,7 @@ class Int8(WireFormat):
     name: ClassVar[str] = "int8"
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise UsageError(f"`block` (={self.block!r}) must be a positive int.")
+        check_integer("block", self.block)
 
     def new_state(self, layout: BucketLayout) -> WireState:
         """See `WireFormat`."""

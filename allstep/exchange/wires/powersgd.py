@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from allstep.errors import UsageError
+from allstep.errors import check_integer
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.wires.base import Transport, WireFormat, WireState
 from allstep.exchange.wires.error_feedback import (
@@ -56,8 +56,7 @@ class PowerSGD(WireFormat):
     name: ClassVar[str] = "powersgd"
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise UsageError(f"`rank` (={self.rank!r}) must be a positive int; 1 to 4 is usual.")
+        check_integer("rank", self.rank, cure="1 to 4 is usual")
 
     def new_state(self, layout: BucketLayout) -> WireState:
         """See `WireFormat`."""

@@ -1,8 +1,15 @@
-"""How many files and connections this process may have open."""
+"""What this process may have: cores, and open files and connections."""
 
 import os
 import resource
 from pathlib import Path
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def make_room(num_descriptors: int) -> int:

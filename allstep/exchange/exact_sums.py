@@ -1,0 +1,150 @@
+"""Sums of the same bits on any number of workers: what "exact" adds to an exchange. [Note: grid]"""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm.reproducible import ReproducibleSum
+from allstep.device import is_accelerator
+from allstep.errors import UsageError
+from allstep.exchange.buckets import BucketSet, has_form_of
+from allstep.exchange.grid import Grid
+from allstep.exchange.parameters import ParameterSet
+
+
+class ExactSums:
+    """Rounds a global batch's gradients to a grid; what doesn't fit goes beside it.
+
+    Args:
+        device: where gradients are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grid = Grid()
+        self._held: dict[str, Tensor] = {}  # of `p.grad`, before the global batch's sum
+
+    @property
+    def num_completed(self) -> int:
+        """Exchanges that took a second message, for what didn't fit."""
+        return self._grid.num_completed
+
+    @staticmethod
+    def refuse_complex(parameters: ParameterSet) -> None:
+        """Raises UsageError for gradients whose sums can't be made exact."""
+        for name, p in parameters.trained.items():
+            if p.dtype.is_complex:
+                raise UsageError(
+                    f"Parameter `{name}` is {p.dtype}, whose sums can't be made exact; choose"
+                    ' another `compression` (="exact").'
+                )
+
+    @contextmanager
+    def global_batch(
+        self,
+        parameters: ParameterSet,
+        buckets: BucketSet,
+        num_micro_batches: int,
+        num_passes: int,
+    ) -> Iterator[None]:
+        """Around the backward passes of one; what `p.grad` held before is added to their sum."""
+        self._grid.begin(num_micro_batches, num_passes)
+        buckets.off_grid.clear()
+        self._hold(parameters)
+        try:
+            yield
+        finally:
+            self._give_back_held(parameters)
+
+    def begin_micro_batch(self) -> None:
+        """The backward passes that follow are of another micro-batch."""
+        self._grid.begin_micro_batch()
+
+    def round(self, buckets: BucketSet, name: str, p: nn.Parameter, new: Tensor) -> Tensor:
+        """What is to be added to `p.grad` for a gradient."""
+        with torch.no_grad():
+            gradient, zero = new.detach(), new.new_zeros(()).expand_as(new)
+            rounded = self._round_in_place(buckets, name, p, gradient)
+            if rounded is None:
+                if name not in buckets.off_grid:
+                    buckets.off_grid[name] = ReproducibleSum(gradient)
+                buckets.off_grid[name].add(gradient)
+            if rounded is None or rounded is p.grad:
+                rounded = zero  # what is left to be added
+        # With a graph for second derivatives the difference is taken off, which is exact.
+        return new + (rounded - gradient) if new.requires_grad else rounded
+
+    def _round_in_place(
+        self, buckets: BucketSet, name: str, p: nn.Parameter, gradient: Tensor
+    ) -> Tensor | None:
+        """Rounds a large gradient where it is to be, for new memory costs more than rounding."""
+        held, view = p.grad, buckets.views[name]
+        if name not in buckets.plan.large or not has_form_of(view, gradient):
+            return self._grid.round(name, gradient)
+        if held is None:
+            # Another tensor in the bucket's memory, which autograd takes over as it is.
+            return self._grid.round(name, gradient, view.view_as(view))
+        if has_form_of(held, gradient) and not held.requires_grad and not gradient.requires_grad:
+            return self._grid.round(name, gradient, held, adds=True)
+        return self._grid.round(name, gradient)
+
+    def follow(
+        self, summed: Mapping[str, nn.Parameter], off_grid: Collection[str], num_exchanges: int
+    ) -> None:
+        """After an exchange: the next units follow its sums."""
+        self._grid.num_completed += bool(off_grid)
+        for name in self._grid.names_to_look_at(num_exchanges, summed, off_grid):
+            total = summed[name].grad
+            assert total is not None
+            self._grid.look_at(name, total, is_off=name in off_grid)
+
+    @torch.no_grad()
+    def _hold(self, parameters: ParameterSet) -> None:
+        """Takes what `p.grad` holds before a sum out of it: it counts once, on all alike."""
+        for name, p in parameters.trained.items():
+            if p.grad is not None:
+                self._held[name], p.grad = p.grad.detach().clone(), None
+
+    @torch.no_grad()
+    def _give_back_held(self, parameters: ParameterSet) -> None:
+        for name, held in self._held.items():
+            p = parameters.trained.get(name)
+            if p is not None:
+                p.grad = held if p.grad is None else p.grad.add_(held)
+        self._held.clear()
+
+    def held_in_words(self) -> str:
+        """What will be added to gradients, which must be the same on all workers."""
+        return "".join(
+            f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
+            for name, x in self._held.items()
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The grid, and the threads that a worker's products depend on."""
+        return {"grid": self._grid.state_dict(), "num_threads": self._num_threads}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`, or from the state of an exchange without exact sums."""
+        self._warn_of_other_threads(state.get("num_threads"))
+        if state.get("grid"):
+            self._grid.load_state_dict(state["grid"], self._device)
+
+    @property
+    def _num_threads(self) -> int | None:
+        """What the bits of a worker's own products depend on; None on an accelerator."""
+        return None if is_accelerator(self._device) else torch.get_num_threads()
+
+    def _warn_of_other_threads(self, saved: int | None) -> None:
+        own = self._num_threads
+        if None not in (own, saved) and own != saved:
+            warnings.warn(
+                f"The checkpoint's workers computed with {saved} threads each, these do with {own}:"
+                " their products have other last bits, so that the run will not be the same to the"
+                f" last bit. Call `torch.set_num_threads({saved})` before the first step.",
+                stacklevel=5,
+            )
