@@ -64,6 +64,7 @@ def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(tmp_path, short_
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
         *(".lock", "recipe.json", "report.json", "metrics.jsonl", "tensorboard", "checkpoints"),
+        "last_state",
     }
     labels = [line.partition(": ")[0] for line in output.splitlines()]
     assert labels == ["accuracy", "loss", "speed", "MFU", "waiting", "checkpoint", "run", "next"]

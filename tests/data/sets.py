@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from allstep.comm.activity import Activity
 from allstep.comm.announced import AnnouncedCalls
 
 
@@ -22,7 +23,7 @@ class Seat:
 
     @property
     def announced(self) -> AnnouncedCalls:
-        return AnnouncedCalls(None, self.rank)
+        return AnnouncedCalls(None, self.rank, Activity())
 
     @property
     def messages(self) -> "Seat":

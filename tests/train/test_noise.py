@@ -220,7 +220,7 @@ def test_noise_scale_in_a_stage_with_other_micro_batches(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_scale_every_steps": -1}, r"`noise_scale_every_steps` \(=-1\) must be 0 or more"),
+        ({"noise_scale_every_steps": -1}, r"`noise_scale_every_steps` \(=-1\) must be at least 0"),
         ({"staleness": 1}, r"of the same step, which `staleness` \(=1\) does not give"),
         ({"sync_every": 4}, r"of the same step, which `sync_every` \(=4\) does not give"),
         ({"micro_batch": 128}, r"`micro_batch` \(=128\) is all of it"),
