@@ -1,6 +1,7 @@
 """Picks the command, and turns allstep's own errors into one screen and an exit code."""
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,17 +38,23 @@ def main(argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
         stand_ins: what the command shall use in place of its own, by the name of its `run`.
 
     Returns:
-        0; 1 if a worker failed; 2 for a mistake of the caller's; 130 after Ctrl-C and 143
-        after SIGTERM.
+        0; 1 if a worker failed, or nobody reads what is printed; 2 for a mistake of the caller's;
+        130 after Ctrl-C and 143 after SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with _quiet_signals():
         try:
-            return _dispatch(arguments, stand_ins)
+            code = _dispatch(arguments, stand_ins)
+            sys.stdout.flush()
+            return code
         except AllstepError as error:
             if _speaks():
                 print(f"error: {error}", file=sys.stderr)
             return 2
+        except BrokenPipeError:
+            if not _is_output_closed():
+                raise
+            return 1  # as rich does
 
 
 def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:
@@ -63,6 +70,16 @@ def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:
     module = import_module(f"allstep.cli.{_MODULES.get(command, command)}")
     code: int = module.run(rest, **stand_ins)
     return code
+
+
+def _is_output_closed() -> bool:
+    """Whether what reads the output has ended, as `head` does; the rest goes nowhere then."""
+    output, poll = sys.stdout.fileno(), select.poll()
+    poll.register(output, 0)
+    is_closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return is_closed
 
 
 def _speaks() -> bool:

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -337,3 +339,14 @@ def test_recipe_flags_are_refused_at_resume(said):
         "error: `digits`, `--epochs` can't be given with `--resume`: the recipe and its fields"
         " come from runs/a/recipe.json. Only `--workers` may differ."
     )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["recipes", "--help"])
+def test_a_reader_that_has_ended_is_no_traceback(command):
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "allstep", command]
+    done = subprocess.run(line, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
