@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from allstep.comm.activity import Activity
@@ -38,10 +37,10 @@ from allstep.comm.worker_state import (
     read_state,
     read_states,
     record_of,
-    stat_of,
     state_folder,
     waiting_words,
 )
+from allstep.env import read_stat
 from allstep.errors import CollectiveTimeoutError, CommunicationError, DisagreementError
 
 _ROOM_BYTES = 32768
@@ -76,14 +75,14 @@ class LastState:
         notice_s: float = _NOTICE_S,
     ) -> None:
         self._run_dir, self._activity, self._placed = Path(run_dir), activity, placed
-        place, (_, born) = Place.own(), stat_of(os.getpid())
+        place = Place.own()
         self._own = WorkerState(
             rank=number,
             size=size,
             host=place.host,
             pid=place.pid,
             space=place.space,
-            born=born,
+            born=_own_start(),
             start_s=time.time(),
             metrics={},
         )
@@ -155,12 +154,7 @@ class LastState:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.end(WELL)
         else:
@@ -213,6 +207,13 @@ class LastState:
         words = waiting_words(waited_s, others, states, self._placed)
         if words:
             _logger.warning(words)
+
+
+def _own_start() -> str:
+    """Empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return read_stat(os.getpid()).start
+    return ""
 
 
 def _rss_bytes() -> int:

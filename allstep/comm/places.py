@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from allstep.device import device_id
+from allstep.env import read_stat
 from allstep.errors import UsageError
 
 
@@ -51,12 +52,11 @@ class Place:
         if not self.space or self.space != own_space():
             return False
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            return read_stat(self.pid).has_ended
         except (FileNotFoundError, ProcessLookupError):
             return True
         except OSError:
             return False
-        return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def check_own_devices(places: Sequence[Place]) -> None:

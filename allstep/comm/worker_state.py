@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from allstep.comm.places import own_space
+from allstep.env import read_stat
 
 WELL, FAILED, SIGNALLED = "ended well", "failed", "ended by a signal"
 TIMED_OUT, LOST_PEER, EXITED = "timed out", "lost another rank", "ended without `close`"
@@ -68,8 +69,10 @@ class WorkerState:
         """The kernel's letter for its process, "" if that is gone, "?" on another host."""
         if not self.space or self.space != own_space():
             return "?"
-        letter, born = stat_of(self.pid)
-        return letter if born == self.born and letter not in ("Z", "X") else ""
+        with contextlib.suppress(OSError):
+            stat = read_stat(self.pid)
+            return "" if stat.has_ended or stat.start != self.born else stat.state
+        return ""
 
     @property
     def is_stopped(self) -> bool:
@@ -163,11 +166,3 @@ def read_state(file: Path) -> WorkerState | None:
             stacks = data[RECORD_BYTES:].rstrip(b"\0").decode(errors="replace")
             return WorkerState(**json.loads(data[:RECORD_BYTES]), stacks=stacks)
     return None
-
-
-def stat_of(pid: int) -> tuple[str, str]:
-    """The kernel's letter for a process, and when it was started; empty if there is none."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return words[0], words[19]
-    return "", ""

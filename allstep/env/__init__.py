@@ -13,6 +13,8 @@ from allstep.env.launch import Launch as Launch
 from allstep.env.launchers import read_launch as read_launch
 from allstep.env.limits import make_room as make_room
 from allstep.env.limits import num_cores as num_cores
+from allstep.env.processes import ProcessStat as ProcessStat
+from allstep.env.processes import read_stat as read_stat
 from allstep.env.slurm import expand_counts as expand_counts
 from allstep.env.slurm import first_host as first_host
 from allstep.env.worker import RUN_DIR as RUN_DIR

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allstep.env.launch import Launch, port_of
+from allstep.env.processes import read_stat
 from allstep.env.slurm import is_slurm_step, read_slurm, slurm_size_name, was_started_by_srun
 from allstep.env.variables import Variables
 from allstep.errors import UsageError
@@ -270,10 +271,10 @@ def _starter_id(rank_name: str) -> str:
     pid = os.getppid()
     while True:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            stat = read_stat(pid)
             names = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it may be someone else's
             return f"process {pid}"
         if pid == 1 or not any(name.startswith(f"{rank_name}=".encode()) for name in names):
-            return f"process {pid}, started at {stat[19]}"
-        pid = int(stat[1])
+            return f"process {pid}, started at {stat.start}"
+        pid = stat.parent

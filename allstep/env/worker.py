@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from allstep.env.processes import read_stat
 from allstep.env.variables import Variables
 
 RUN_DIR = "ALLSTEP_RUN_DIR"
@@ -49,7 +50,7 @@ def read_run_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     >>> read_run_dir({}) is None
     True
     """
-    path = Variables(os.environ if environ is None else environ).text(RUN_DIR)
+    path = Variables(environ).text(RUN_DIR)
     return None if path is None else Path(path)
 
 
@@ -67,7 +68,7 @@ def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:
         return None
     pid = os.getppid()
     try:
-        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        start = read_stat(pid).start
     except OSError:  # it may be someone else's, or gone
         start = "?"
     return f"{run_id} {socket.gethostname()} {pid} {start}"
