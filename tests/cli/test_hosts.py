@@ -13,14 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
 from allstep.cli.hosts import Host, parse_hosts, split_host_options
 from allstep.cli.main import main
 from allstep.cli.probe_network import listening_socket
 from allstep.cli.train import read_command_line
 from allstep.errors import UsageError
+from tests.helpers.compare import newest_tensors
 from tests.helpers.named_hosts import NamedHosts, named_hosts
 from tests.helpers.ssh_servers import ssh_servers
 
@@ -98,7 +97,7 @@ class TestServers:
             text=True,
         )
         assert one.returncode == 0, one.stderr
-        trained = [parameters(tmp_path / name) for name in ("one", "two")]
+        trained = [newest_tensors(tmp_path / name) for name in ("one", "two")]
         assert trained[0].keys() == trained[1].keys() and trained[0]
         for name, value in trained[0].items():
             assert value.equal(trained[1][name]), name
@@ -156,12 +155,6 @@ class TestServers:
     ) -> None:
         code, _ = end_by(servers, tmp_path, lambda process: process.kill())
         assert code == -signal.SIGKILL
-
-
-def parameters(run_dir: Path) -> dict[str, Tensor]:
-    """And the optimizer's, of the newest checkpoint."""
-    newest = max((run_dir / "checkpoints").glob("step-*"))
-    return load_file(newest / "tensors.safetensors")
 
 
 def end_by(

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
+from tests.helpers.compare import newest_tensors
 from tests.helpers.named_hosts import named_hosts
 from tests.helpers.slurm import Slurm, slurm_cluster
 
@@ -63,7 +62,7 @@ def test_a_batch_job_goes_on_after_sigterm_and_the_loss_of_a_node(
     done = subprocess.run(alone, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert newest_step(one) == newest_step(run_dir)
-    expected, found = parameters(one), parameters(run_dir)
+    expected, found = newest_tensors(one), newest_tensors(run_dir)
     assert expected.keys() == found.keys() and expected
     for name, value in expected.items():
         assert value.equal(found[name]), name
@@ -88,11 +87,6 @@ def newest_step(run_dir: Path) -> int:
     """0 before the first checkpoint."""
     names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
     return max((int(name[len("step-") :]) for name in names), default=0)
-
-
-def parameters(run_dir: Path) -> dict[str, Tensor]:
-    newest = max((run_dir / "checkpoints").glob("step-*"))
-    return load_file(newest / "tensors.safetensors")
 
 
 def wait_for(condition: Callable[[], bool], log: Path) -> None:

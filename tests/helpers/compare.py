@@ -1,9 +1,11 @@
 """Comparisons of tensors, in lists, in state dicts and nested in plain data."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 __all__ = [
@@ -11,8 +13,15 @@ __all__ = [
     "differing_names",
     "equal",
     "largest_difference",
+    "newest_tensors",
     "state_difference",
 ]
+
+
+def newest_tensors(run_dir: Path) -> dict[str, Tensor]:
+    """A run's parameters and its optimizer's state, of the newest checkpoint."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    return load_file(newest / "tensors.safetensors")
 
 
 def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
