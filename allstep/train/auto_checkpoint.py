@@ -154,7 +154,7 @@ class AutoCheckpoint:
             UsageError: outside of `with`, or if `num_epochs` is not positive.
             DisagreementError: if it differs between workers.
         """
-        check_integer("num_epochs", num_epochs, 1)
+        check_integer("num_epochs", num_epochs)
         if self._entered is None or self._num_epochs is not None:
             raise UsageError("`epochs` is for `with AutoCheckpoint(…) as checkpoint:`, once.")
         agree(self._comm, "train some epochs", [("num_epochs", num_epochs)])
@@ -303,4 +303,4 @@ def _check_arguments(
                 " `load_state_dict`; give the optimizer, the scheduler and so on themselves."
             )
     if every_steps is not None:
-        check_integer("every_steps", every_steps, 1)
+        check_integer("every_steps", every_steps)
