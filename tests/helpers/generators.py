@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +22,8 @@ _DRAWING = {
     *(torch.bernoulli, torch.multinomial, torch.poisson),
     *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_, Tensor.uniform_),
     *(Tensor.random_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_),
+    # Functions of Python that a mode sees in place of what they call.
+    *(init.uniform_, init.normal_, init.kaiming_uniform_),
 }
 
 
