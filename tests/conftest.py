@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers import generators
+
 # Ranks are threads or processes on few cores; more threads inside each only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
@@ -65,6 +67,13 @@ def _no_net() -> str | None:
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs iproute2's ip and tc"
     return None if os.geteuid() == 0 else "needs root"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _each_rank_seeds_its_own_generator() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "manual_seed", generators.manual_seed)
+        yield
 
 
 @pytest.fixture(autouse=True)

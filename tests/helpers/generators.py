@@ -65,6 +65,17 @@ class ThreadGenerator(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_seed_process = torch.manual_seed
+
+
+def manual_seed(seed: int) -> torch.Generator:
+    """Stands in for torch's: a rank that is a thread seeds its own generator, not the others'."""
+    if threading.current_thread() is threading.main_thread() or not hasattr(_own, "generator"):
+        return _seed_process(seed)
+    generator: torch.Generator = _own.generator
+    return generator.manual_seed(seed)
+
+
 def seed_this_thread(seed: int, device: object = None) -> None:
     """Stands in for `seed_all` where ranks are threads."""
     _own.generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,6 @@
 """The model-parallel examples learn, and learn the same on any number of workers."""
 
 import importlib.util
-import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -20,25 +19,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def seeding_in_turns(module: ModuleType, function: str, monkeypatch) -> None:
-    """Threads share torch's generator: one after the other may seed it and draw."""
-    lock, plain = threading.Lock(), getattr(module, function)
-
-    def locked(*arguments):
-        with lock:
-            return plain(*arguments)
-
-    monkeypatch.setattr(module, function, locked)
-
-
 @pytest.mark.parametrize(
-    ("name", "seeded", "numbers"),
-    [("parallel_mlp", "layers", (2, 3)), ("parallel_convolution", "classifier", (2, 4))],
+    ("name", "numbers"), [("parallel_mlp", (2, 3)), ("parallel_convolution", (2, 4))]
 )
-def test_examples_train_the_same_on_any_number_of_workers(name, seeded, numbers, monkeypatch):
+def test_examples_train_the_same_on_any_number_of_workers(name, numbers, monkeypatch):
     module = load(name)
     monkeypatch.setattr(module, "EPOCHS", 1)
-    seeding_in_turns(module, seeded, monkeypatch)
     ((accuracy, norm),) = run_ranks(1, module.train)
     for num_workers in numbers:
         split_accuracy, split_norm = run_ranks(num_workers, module.train)[0]
