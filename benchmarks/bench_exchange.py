@@ -68,6 +68,7 @@ def agreement_pct(repeats: int) -> list[float]:
     described, optimizer = signature(parameters), torch.optim.AdamW(parameters.values())
     sweep, counter = StateSweep(), count()
     sweep.set_tensors(parameters)
+    comm = allstep.Communicator.single_process()
 
     def compare() -> None:
         number = next(counter)
@@ -75,7 +76,7 @@ def agreement_pct(repeats: int) -> list[float]:
         state = sweep.next_part(number, torch.device("cpu"))
         buckets.write_check(0, f"exchange gradients {number}", described, state)
         buckets.plan.check(buckets.flats).zero_()  # what the sum over workers that agree is
-        buckets.read_agreement().raise_if_bad(allstep.Communicator.single_process())
+        buckets.read_agreement().raise_if_bad(comm)
 
     def step() -> None:
         task.loss(model, batch).backward()
