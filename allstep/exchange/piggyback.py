@@ -76,23 +76,17 @@ def write_check(check: Tensor, rank: int, fingerprint: int, words: Tensor | None
         fingerprint: what workers should agree on; its lowest 28 bits are compared.
         words: whole numbers on the device of `check` that should be the same, too.
     """
+    check.zero_()
     if not check.numel():
         return
-    number: int | Tensor = fingerprint % _BASE**_NUM_DIGITS
+    digits = [(fingerprint >> (7 * i)) % _BASE for i in range(_NUM_DIGITS)]
+    blocks = check.view(-1, _NUM_DIGITS)
+    mine = torch.tensor(digits).to(check.device, non_blocking=True)  # without a halt
     if words is not None:
-        number = checksum(words) + number
-    if is_accelerator(check.device) and isinstance(number, Tensor):  # without a halt
-        mine = (number >> torch.arange(0, 7 * _NUM_DIGITS, 7, device=number.device)) % _BASE
-        blocks = check.zero_().view(-1, _NUM_DIGITS)
-        blocks[rank] = mine
-        blocks[rank - 1] = -mine
-        return
-    digits = [(int(number) >> (7 * i)) % _BASE for i in range(_NUM_DIGITS)]
-    row = [0] * len(check)
-    following = (rank - 1) % (len(check) // _NUM_DIGITS)
-    row[_NUM_DIGITS * rank : _NUM_DIGITS * (rank + 1)] = digits
-    row[_NUM_DIGITS * following : _NUM_DIGITS * (following + 1)] = [-digit for digit in digits]
-    check.copy_(torch.tensor(row, dtype=check.dtype), non_blocking=True)
+        shifts = torch.arange(0, 7 * _NUM_DIGITS, 7, device=words.device)
+        mine = (mine + (checksum(words) >> shifts)) % _BASE
+    blocks[rank] = mine
+    blocks[rank - 1] = -mine
 
 
 def disagreeing_ranks(check: Tensor) -> Sequence[int]:
@@ -160,9 +154,9 @@ def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
 
 def refuse_mixed_weights(notes: Tensor) -> None:
     """Raises UsageError where some workers weighed sums and others means; on all alike."""
-    kinds = notes.view(-1, _NUM_NOTE)[:, :2]
-    if all(kinds.sum(0).tolist()):
-        raise UsageError(mixed_message(*(kinds > 0).T.tolist()))
+    kinds = notes.view(-1, _NUM_NOTE)[:, :2] > 0
+    if notes.numel() and kinds.any(0).all():
+        raise UsageError(mixed_message(*kinds.T.tolist()))
 
 
 def times_of(notes: Tensor) -> list[WorkerTimes]:
