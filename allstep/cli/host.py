@@ -33,6 +33,7 @@ from allstep.env import (
     is_loopback,
     num_cores,
     read_ssh_address,
+    read_stat,
 )
 
 _SILENCE_S = 30.0
@@ -226,10 +227,9 @@ class _Host:
 def _descendants(pid: int) -> list[int]:
     """The processes that a process has started, and these, and so on."""
     children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for number in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
+            children.setdefault(read_stat(number).parent, []).append(number)
     found = list(children.get(pid, []))
     for child in found:
         found += children.get(child, [])

@@ -15,6 +15,7 @@ import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
 import allstep
+from allstep.env import read_stat
 from tests.data.sets import Augmented, Seat
 
 
@@ -28,7 +29,7 @@ class Pids(Augmented):
 
 def lives(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return not read_stat(pid).has_ended
     except OSError:
         return False
 
