@@ -1,4 +1,4 @@
-"""`allstep evaluate`: a run's newest checkpoint on its whole test set, each sample once."""
+"""`allstep evaluate`: the newest or best checkpoint on the whole test set, each sample once."""
 
 import argparse
 from contextlib import closing
@@ -14,25 +14,33 @@ def run(arguments: list[str]) -> int:
     """Evaluates a run; `--workers` need not be what it was trained on."""
     parser = argparse.ArgumentParser(
         prog="allstep evaluate",
-        description="Evaluates a run's newest checkpoint.",
+        description="Evaluates a run's newest checkpoint, or its best.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--workers", metavar="N", type=int, help="workers to start on this machine")
+    parser.add_argument(
+        "--checkpoint",
+        choices=("newest", "best"),
+        default="newest",
+        help="which one: the newest, or the best by the run's `best_metric`",
+    )
     known = parser.parse_args(arguments)
+    best = known.checkpoint == "best"
     recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
-    run_folder.check_has_checkpoint(known.run, argument="run")
+    if not best:  # which may be there before the first of the others
+        run_folder.check_has_checkpoint(known.run, argument="run")
     recipe.check()
     num_workers = num_workers_to_start(known.workers)
-    return run_on_workers(num_workers, evaluate_worker, folder=str(known.run))
+    return run_on_workers(num_workers, evaluate_worker, folder=str(known.run), best=best)
 
 
-def evaluate_worker(comm: Communicator, folder: str) -> None:
+def evaluate_worker(comm: Communicator, folder: str, best: bool) -> None:
     """What each worker does; rank 0 prints the metrics and what they are made of."""
     shared, run_dir = run_folder.share_run(comm, folder)
     recipe = run_folder.data_parallel(shared)
     with closing(Run(recipe.task(comm), recipe, comm)) as trained:
-        Checkpoints(run_dir / "checkpoints", comm).restore(trained)
+        Checkpoints(run_dir / "checkpoints", comm).restore(trained, best=best)
         metrics = trained.evaluate()
         totals = trained.totals
         step = trained.step

@@ -21,7 +21,12 @@ _SHARED = Path("/dev/shm")
 
 
 def probe_machine(num_descriptors: int, port: int | None, folder: str) -> dict[str, Any]:
-    """Readings of this host, as plain data.
+    """Readings of this host, as plain data; see `probe_limits`."""
+    return probe_limits(num_descriptors, port, folder) | {"cores": measure_cores()}
+
+
+def probe_limits(num_descriptors: int, port: int | None, folder: str) -> dict[str, Any]:
+    """What takes no time to read: all but its cores.
 
     Args:
         num_descriptors: open files and connections that a worker will need.
@@ -37,7 +42,6 @@ def probe_machine(num_descriptors: int, port: int | None, folder: str) -> dict[s
         "shared_bytes": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
         "is_port_taken": port is not None and is_port_taken(port),
         "disk_bytes_per_s": measure_disk(Path(folder)),
-        "cores": measure_cores(),
     }
 
 

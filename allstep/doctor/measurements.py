@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from allstep.doctor.files import write_whole
 from allstep.errors import UsageError
+from allstep.files import write_whole
 from allstep.plan import Cluster, Link, MeasuredCollective
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from allstep.doctor.files import write_whole
 from allstep.doctor.profiler import Profiler
 from allstep.doctor.script import Failure, ScriptRunner
 from allstep.doctor.workload import element_bytes_of, make_workload
 from allstep.errors import UsageError
+from allstep.files import write_whole
 from allstep.plan import TrainingSpec, Workload
 
 _NUM_WARM, _NUM_TIMED = 3, 7

@@ -136,5 +136,8 @@ class ShapedWire:
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "ShapedWire":
         return ShapedWire(self._wire.split(name, ranks, device), self._bucket)
 
+    def interrupt(self) -> None:
+        self._wire.interrupt()
+
     def close(self, *, abort: bool) -> None:
         self._wire.close(abort=abort)

@@ -172,6 +172,7 @@ def add(comm: Communicator, scale: int) -> dict[str, int]:
 class TestProcesses:
     PRELOAD = ("torch", "tests.helpers.processes")
 
+    @pytest.mark.slow
     def test_workers_answer_fail_and_end(self, tmp_path):
         with Processes(tmp_path, preload=self.PRELOAD) as processes:
             calls = [(answer, {"number": n}) for n in range(3)]
@@ -193,6 +194,7 @@ class TestProcesses:
             with pytest.raises(WorkerError, match=r"took longer than 0.1 s"):
                 list(processes.each([(sleep, {})], at_most=1))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [2, 4], ids=["early", "later"])
     def test_ctrl_c_leaves_no_process(self, size):
         line = [sys.executable, "-m", "allstep", "demo", "--panel", "a"]
@@ -276,6 +278,7 @@ class TestLargeBatch:
 
 class TestSameModel:
     @pytest.mark.process
+    @pytest.mark.slow
     def test_two_workers_train_what_one_does_and_as_usual_they_do_not(self, tmp_path):
         one, two = str(tmp_path / "one"), str(tmp_path / "two")
         lone = Communicator.single_process()

@@ -2,20 +2,19 @@
 
 import argparse
 import json
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from allstep.cli.demo.draw import check_can_draw, draw
 from allstep.cli.demo.panel import Panel
 from allstep.cli.demo.show import Screen
+from allstep.cli.interruptible import Interrupted, interruptible
 from allstep.errors import UsageError
+from allstep.files import write_whole
 
 Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
 
@@ -44,10 +43,10 @@ def run(
     if known.out is not None:
         check_can_draw()
         _make_folder(known.out)
-    with _interruptible():
+    with interruptible():
         try:
             return _run_panels(letters, known.seeds, known.out, measure or measure_panel, draw)
-        except _Interrupted as stop:
+        except Interrupted as stop:
             return 128 + stop.number
 
 
@@ -140,35 +139,8 @@ def _keep(
 ) -> None:
     try:
         draw(panel, out / f"demo_{panel.letter}.png")
-        (out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        write_whole(out / "demo.json", json.dumps(numbers, indent=2) + "\n")
     except OSError as error:
         raise UsageError(
             f"`out` (={out}) can't be written ({error.strerror}); choose another folder."
         ) from None
-
-
-class _Interrupted(BaseException):
-    """Ctrl-C or SIGTERM came."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Lets a signal unwind the demo, so that children and namespaces are cleaned up; once."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        for other in previous:
-            signal.signal(other, signal.SIG_IGN)
-        raise _Interrupted(number)
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in previous:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
