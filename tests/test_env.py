@@ -319,7 +319,7 @@ HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     ("variables", "message"),
     [
         ({"RANK": "0"}, r"RANK \(=0\) is set, but WORLD_SIZE is not; .*unset RANK"),
-        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE \(=2\) is set, but RANK is not"),
+        ({"WORLD_SIZE": "2"}, r"WORLD_SIZE \(=2\) is set, but RANK is not; .*Lightning"),
         (HAND | {"RANK": "2"}, r"RANK \(=2\) must be below WORLD_SIZE \(=2\)"),
         (HAND | {"RANK": "first"}, r"RANK \(='first'\) must be a whole number"),
         (HAND | {"RANK": "-1"}, r"RANK \(='-1'\) must be a whole number"),

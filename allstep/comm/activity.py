@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+_NUM_STEPS = 10  # of whose times means are kept
+
 
 class Activity:
     """What a worker is doing: its phase, and the calls in which its threads wait.
@@ -14,6 +16,10 @@ class Activity:
         step: optimizer steps before this one, None before the first.
         since_s: when the phase began, of `time.monotonic`.
         metrics: the last ones.
+        num_total_steps: of the whole run; None if that is not known.
+        times_s: how long a step waited for data, computed, and waited for the exchange; means of
+            about the last ten steps, zeros before the first one's end.
+        straggler: who keeps the others waiting now, and what helps, in words; empty if nobody.
         on_end: told how this worker ends, and with which error; None if no file is kept.
 
     >>> activity = Activity()
@@ -28,14 +34,35 @@ class Activity:
         self.step: int | None = None
         self.since_s = time.monotonic()
         self.metrics: Mapping[str, float] = {}
+        self.num_total_steps: int | None = None
+        self.times_s = (0.0, 0.0, 0.0)
+        self.straggler = ""
         self.on_end: Callable[[str, str], None] | None = None
         self._calls: dict[int, tuple[str, float]] = {}  # by thread
+        self._num_timed = 0
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins another phase; of the same step, if none is given."""
         self.phase, self.since_s = phase, time.monotonic()
         if step is not None:
             self.step = step
+
+    def note_times(self, data_s: float, compute_s: float, wait_s: float) -> None:
+        """A step has ended; where its time went.
+
+        >>> activity = Activity()
+        >>> activity.note_times(0.0, 1.0, 3.0)
+        >>> activity.note_times(2.0, 1.0, 0.0)
+        >>> activity.times_s
+        (1.0, 1.0, 1.5)
+        """
+        self._num_timed = min(self._num_timed + 1, _NUM_STEPS)
+        data, compute, wait = self.times_s
+        self.times_s = (
+            data + (data_s - data) / self._num_timed,
+            compute + (compute_s - compute) / self._num_timed,
+            wait + (wait_s - wait) / self._num_timed,
+        )
 
     @contextmanager
     def call(self, verb: str) -> Iterator[None]:

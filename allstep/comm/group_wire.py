@@ -13,10 +13,11 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from allstep.comm.failures import explained, is_timeout, translated
 from allstep.comm.missing import RankNames
-from allstep.comm.work import BackendWork, Work
+from allstep.comm.work import BackendWork, ThreadWork, Work
 from allstep.device import current_device, default_device, synchronize
-from allstep.errors import UsageError
+from allstep.errors import CollectiveTimeoutError, UsageError
 
+_MOMENT_S = 0.05  # between two looks whether members are still there
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
 _SWAP_TAG = (1 << 31) - 2
 _ABORT_TAG = (1 << 31) - 1
@@ -50,6 +51,32 @@ def make_group(
     if backend_name(device) is not None:
         _add_backend(group, store, device, timeout_s)
     return group
+
+
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> dist.ProcessGroup:
+    """`make_group`, in a thread that is left alone when not all members can come any more.
+
+    Args:
+        store, rank, size, device, timeout_s: of `make_group`.
+        check: called again and again; raises if a member will not come.
+    """
+    # A connection of its own, which may be blocked for long.
+    own: Store = store.clone()  # type: ignore[attr-defined]
+    make = partial(make_group, own, rank, size, device=device, timeout_s=timeout_s)
+    meeting = ThreadWork.start(make, "the meeting")
+    while not meeting.is_completed():
+        check()
+        with suppress(CollectiveTimeoutError):
+            meeting.wait(_MOMENT_S)
+    return meeting.wait()
 
 
 def backend_name(device: torch.device) -> str | None:
@@ -323,10 +350,22 @@ class GroupWire:
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "GroupWire":
         store = PrefixStore(f"allstep/split/{name}", self._store())
         rank, size = ranks.index(self.rank), len(ranks)
-        with translated("split", self.names.number, self.names.size, self.timeout_s):
-            group = make_group(store, rank, size, device=device, timeout_s=self.timeout_s)
         names = self.names.part(ranks, rank)
-        return GroupWire(group, self.timeout_s, partial(_shut_down, group, device), names)
+        with translated("split", self.names.number, self.names.size, self.timeout_s):
+            group = connect(
+                store,
+                rank,
+                size,
+                device=device,
+                timeout_s=self.timeout_s,
+                check=partial(names.check_all_there, "split"),
+            )
+        return GroupWire(group, self.timeout_s, partial(shut_down, group, device), names)
+
+    def interrupt(self) -> None:
+        group = self.group  # another thread may close it meanwhile
+        if group is not None and "cpu" in self._device_types:
+            _break_connections(group)
 
     def close(self, *, abort: bool) -> None:
         group, self.group = self.group, None
@@ -340,7 +379,7 @@ class GroupWire:
         self._close()
 
 
-def _shut_down(group: dist.ProcessGroup, device: torch.device) -> None:
+def shut_down(group: dist.ProcessGroup, device: torch.device) -> None:
     """Ends a group of our own: one that is merely forgotten aborts what its device still does."""
     if backend_name(device) is not None:
         synchronize(device)

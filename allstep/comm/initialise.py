@@ -14,19 +14,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from allstep.comm.agreement import agree
 from allstep.comm.communicator import Communicator
 from allstep.comm.failures import explained, translated
+from allstep.comm.gather_places import gather_places
 from allstep.comm.group import Topology
 from allstep.comm.group_wire import GroupWire, backend_name
 from allstep.comm.interfaces import choose_interface
 from allstep.comm.missing import RankNames
 from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
-from allstep.comm.roll_call import call_roll
 from allstep.comm.work import ThreadWork
 from allstep.device import default_device, is_accelerator, set_current_device
 from allstep.device import num_devices as count_devices
@@ -35,6 +35,7 @@ from allstep.errors import CommunicationError, UsageError, check_positive
 
 _GRACE_S = 0.5
 _meetings = count()  # of this process, and so of all workers alike
+_stores: dict[Launch, TCPStore] = {}  # [Note: one store]
 
 
 def init(
@@ -76,11 +77,11 @@ def init(
         comm = _join_group(_group_of(process_group), device, timeout_s)
     else:
         launch = read_launch()
-        if launch.launcher == "none":
+        if launch.launcher == "none" or launch.joins:
             comm = Communicator.single_process(choose_device(device, 0, 1), timeout_s)
         else:
             comm = _join_launch(launch, device, timeout_s)
-    _set_up_logging(comm.rank)
+    set_up_logging(comm.rank)
     run_dir = run_dir or read_run_dir()
     if run_dir is not None:
         comm.keep_last_state(run_dir)
@@ -171,7 +172,7 @@ def _join_launch(
     topology = Topology(launch.local_rank, launch.local_size, launch.node_rank, launch.num_nodes)
     if launch.launcher not in ("torchrun", "slurm") and launch.num_nodes > 1:
         topology = Topology.from_nodes([place.host for place in names.places], launch.rank)
-    wire = GroupWire(group, timeout_s, _destroy, names)
+    wire = GroupWire(group, timeout_s, partial(_destroy, rendezvous), names)
     wire.timeout_s = timeout_s  # told to an accelerator's backend, too; see `backend_timeout`
     comm = Communicator(wire, topology, device)
     _check_devices(comm)
@@ -209,12 +210,14 @@ def _meet(
 ) -> RankNames:
     """Finds the other workers and connects with them."""
     with translated("init", launch.rank, launch.size, timeout_s):
-        served = rendezvous.connect()
-        # The store may outlive this group, and the next must not read what this one left there.
+        served = _stores.get(launch) or rendezvous.connect()
+        served.set_timeout(timedelta(seconds=timeout_s))
+        # Each meeting has a prefix: none reads what another has left there.
         store = PrefixStore(f"allstep/init/{launch.attempt}/{next(_meetings)}", served)
         rendezvous.doing = "the store of the workers does not answer; rank 0 may have stopped"
-        places = call_roll(store, launch, Place.own(device), rendezvous.deadline_s, timeout_s)
+        places = gather_places(store, launch, Place.own(device), rendezvous.deadline_s, timeout_s)
         rendezvous.doing = "all workers came, but not all said by which address they are reached"
+        _stores[launch] = served  # after a meeting that failed, all is made anew
         choose_interface(store, launch, places, rendezvous.deadline_s)
     names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
     check_own_devices(places)
@@ -237,8 +240,9 @@ def _check_devices(comm: Communicator) -> None:
     agree(comm, f"compute on {comm.device.type}", cure=cure)
 
 
-def _destroy() -> None:
+def _destroy(rendezvous: Rendezvous) -> None:
     """Ends the default group that `init` has made, unless the user was faster."""
+    rendezvous.leave_master_port()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -286,7 +290,7 @@ def choose_device(
     return chosen
 
 
-def _set_up_logging(rank: int) -> None:
+def set_up_logging(rank: int) -> None:
     """Lets rank 0 say what it does, unless the program has its own idea of logging."""
     logger = logging.getLogger("allstep")
     if rank == 0 and not logger.handlers and not logging.getLogger().handlers:

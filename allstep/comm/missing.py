@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from allstep.comm.activity import Activity
 from allstep.comm.places import Place
 from allstep.comm.work import ThreadWork
-from allstep.errors import CollectiveTimeoutError
+from allstep.errors import CollectiveTimeoutError, PeerLostError
 
 _GRACE_S = 0.5  # ranks that waited together fail about together
 _MOMENT_S = 0.05
@@ -103,6 +103,13 @@ class RankNames:
         'rank 1 (process 8 on b)'
         """
         return f"rank {number} ({self.places[number]})" if self.places else f"rank {number}"
+
+    def check_all_there(self, verb: str) -> None:
+        """Raises PeerLostError if a worker of the group is known to have ended."""
+        gone = [n for n in self.numbers if self.places and self.places[n].has_ended()]
+        if gone:
+            who = ", ".join(map(self.placed, gone))
+            raise PeerLostError(f"`{verb}` on {self.own}: {who} has ended.")
 
     def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
         """Of a group of some of these ranks, in their order there; this one has `rank` there."""

@@ -15,11 +15,13 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.comm.agreement import digest
-from allstep.comm.roll_call import NOTICE_S
+from allstep.comm.gather_places import NOTICE_S
 from allstep.env import Launch, address_towards, is_loopback
 from allstep.errors import CollectiveTimeoutError, UsageError
+from allstep.files import write_whole
 
 _logger = logging.getLogger("allstep")
+_PORT = "allstep/port"  # where the workers' store is
 _POLL_S = 0.01
 _RETRY_S = 0.1
 _RESOLVE_S = 10.0  # a name server may learn a new host's name only now
@@ -27,6 +29,11 @@ _RESOLVE_S = 10.0  # a name server may learn a new host's name only now
 
 class Rendezvous:
     """The way to a store that all workers of the launch share; rank 0 serves it, or the launcher.
+
+    [Note: one store] A process keeps the store of its launch to its end: who is first in the next
+    `init` would else come to the one that rank 0 is about to close. At MASTER_PORT rank 0 therefore
+    serves another one, which only says at which port that is: torch, which may serve there
+    afterwards, must find nothing of ours, and leave nothing to itself.
 
     Args:
         launch: says who this worker is.
@@ -51,6 +58,7 @@ class Rendezvous:
         self._folder = folder or Path(tempfile.gettempdir())
         self._notice_s = notice_s
         self._file: Path | None = None
+        self._at_master_port: TCPStore | None = None
         self.doing = "it had not begun"
         self.deadline_s = time.monotonic() + timeout_s
 
@@ -64,9 +72,19 @@ class Rendezvous:
         launch = self._launch
         if launch.master_addr is None or launch.master_port is None:
             return self._connect_by_file()
-        if launch.rank == 0 and not launch.has_store:
-            return self._serve(launch.master_addr, launch.master_port)
-        return self._join(launch.master_addr, launch.master_port)
+        if launch.has_store:
+            return self._join(launch.master_addr, launch.master_port)
+        if launch.rank == 0:
+            self._at_master_port = self._serve(launch.master_addr, launch.master_port)
+            store = self._serve(launch.master_addr, 0)
+            self._at_master_port.set(_PORT, str(store.port))
+            return store
+        at_master_port = self._join(launch.master_addr, launch.master_port)
+        try:
+            port = int(at_master_port.get(_PORT))
+        except RuntimeError as error:
+            raise self.late() from error
+        return self._join(launch.master_addr, port)
 
     def late(self) -> CollectiveTimeoutError:
         """The error for who is out of time."""
@@ -147,7 +165,7 @@ class Rendezvous:
             is_server,
             timedelta(seconds=self._timeout_s),
             wait_for_workers=False,
-            multi_tenant=is_server and port != 0,  # it may have served an earlier meeting
+            multi_tenant=is_server and port != 0,  # torch may serve there, too
         )
 
     def _resolve(self, host: str, port: int) -> None:
@@ -176,9 +194,7 @@ class Rendezvous:
         if self._launch.rank != 0:
             return self._join("127.0.0.1", self._wait_for_port(path))
         store = self._serve("127.0.0.1", 0)
-        draft = path.with_suffix(".draft")
-        draft.write_text(str(store.port))
-        draft.replace(path)
+        write_whole(path, str(store.port))
         self._file = path
         return store
 
@@ -194,9 +210,13 @@ class Rendezvous:
         raise self.late()
 
     def close(self) -> None:
-        """Removes what helped to find each other; all have come, or nobody waits any more."""
+        """Removes the file that helped to find each other; all have come, or nobody waits."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+
+    def leave_master_port(self) -> None:
+        """Nobody can come any more; whoever was one too many has been told until now."""
+        self._at_master_port = None
 
 
 def _private_folder(parent: Path) -> Path:

@@ -20,6 +20,9 @@ class Launch:
         job_id: unlike for jobs that run at the same time.
         has_store: whether the launcher serves the store at that address, in rank 0's place.
         attempt: how often the launcher has started the workers again.
+        min_workers: where a launcher lets workers go on without those that are lost: with how few;
+            None where one that fails ends all.
+        joins: whether this worker comes to a run that others have begun.
     """
 
     launcher: str
@@ -34,6 +37,8 @@ class Launch:
     job_id: str
     has_store: bool = False
     attempt: int = 0
+    min_workers: int | None = None
+    joins: bool = False
 
 
 def port_of(job_id: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from allstep.env.launch import Launch, port_of
 from allstep.env.processes import read_stat
 from allstep.env.slurm import is_slurm_step, read_slurm, slurm_size_name, was_started_by_srun
-from allstep.env.variables import Variables
+from allstep.env.variables import JOINS, MIN_WORKERS, Variables
 from allstep.errors import UsageError
 
 
@@ -176,7 +176,8 @@ def _read_torchrun(variables: Variables) -> Launch:
         if name in variables and other not in variables:
             raise UsageError(
                 f"{name} (={variables.text(name)}) is set, but {other} is not; set both as "
-                f"torchrun does, or unset {name}."
+                f"torchrun does, or unset {name}. Under Lightning call `init` when the Trainer or "
+                "Fabric has connected the workers: after `fabric.launch()`."
             )
     rank, size = variables.place("RANK", "WORLD_SIZE", 0, 1)
     if "TORCHELASTIC_RUN_ID" not in variables:
@@ -208,6 +209,8 @@ def _read_torchrun(variables: Variables) -> Launch:
         job_id,
         has_store=variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=variables.number("TORCHELASTIC_RESTART_COUNT", 0),
+        min_workers=variables.positive(MIN_WORKERS) if MIN_WORKERS in variables else None,
+        joins=JOINS in variables,
     )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from allstep.errors import UsageError
 
+MIN_WORKERS = "ALLSTEP_MIN_WORKERS"  # set by a launcher that lets workers go on without others
+JOINS = "ALLSTEP_JOINS"  # set for a worker of a run that others have begun
+
 
 class Variables:
     """Environment variables, the process's own if no others are given, read with checks."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from allstep.env.processes import read_stat
-from allstep.env.variables import Variables
+from allstep.env.variables import JOINS, MIN_WORKERS, Variables
 
 RUN_DIR = "ALLSTEP_RUN_DIR"
 
@@ -17,7 +17,8 @@ _OF_LAUNCHERS = re.compile(
     r"|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI|PMIX|PMI|PRTE|HYDI|MV2_COMM_WORLD)_\w+"
     r"|MPI_LOCAL(RANKID|NRANKS)|JSM_NAMESPACE_\w+|FLUX_(TASK_\w+|JOB_(SIZE|NNODES))"
     r"|HOROVOD_((LOCAL|CROSS)_)?(RANK|SIZE)|PALS_\w*(RANKID|SIZE)|ALPS_APP_PE"
-    r"|ALLSTEP_RUN_DIR|SLURM_(STEP\w+|PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE)"
+    r"|ALLSTEP_(RUN_DIR|MIN_WORKERS|JOINS)"
+    r"|SLURM_(STEP\w+|PROCID|LOCALID|NODEID|GTIDS|NPROCS|NTASKS\w*|TASKS_PER_NODE)"
 )
 
 
@@ -75,7 +76,12 @@ def read_agent_id(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def environment_of_worker(
-    rank: int, size: int, store_port: int, job_id: str, error_file: Path
+    rank: int,
+    size: int,
+    store_port: int,
+    job_id: str,
+    error_file: Path,
+    min_workers: int | None = None,
 ) -> dict[str, str]:
     """This process's variables, and what torchrun would tell a worker on this machine.
 
@@ -84,9 +90,12 @@ def environment_of_worker(
         store_port: where this machine serves the store in which the workers meet.
         job_id: unlike for jobs that run at the same time.
         error_file: where the worker reports its failure.
+        min_workers: how few may go on without those that are lost; None if all end then.
     """
     environ = dict(os.environ)
     forget_launch(environ)
+    if min_workers is not None:
+        environ[MIN_WORKERS] = str(min_workers)
     return environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -100,6 +109,18 @@ def environment_of_worker(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
+    }
+
+
+def environment_of_joiner(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a worker is told that comes to a run which others have begun.
+
+    Args:
+        environ: of `environment_of_worker`, for any rank of those that come together.
+    """
+    return {**environ, JOINS: "1", "RANK": "0", "WORLD_SIZE": "1"} | {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
     }
 
 

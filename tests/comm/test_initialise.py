@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from allstep.comm import Communicator, init
+from allstep.comm.gather_places import gather_places
 from allstep.comm.initialise import check_descriptors, choose_device, device_of_group
 from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
-from allstep.comm.roll_call import call_roll
 from allstep.device import replaced as device_replaced
 from allstep.env import Launch
 from allstep.errors import (
@@ -36,7 +36,7 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
-from tests.helpers import mpi
+from tests.helpers import mpi, ports
 from tests.helpers.gpus import Gpus
 from tests.helpers.processes import RemoteError, run_processes, start_processes
 
@@ -184,9 +184,7 @@ GARBAGE = (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff" * 4096)
 
 @pytest.fixture
 def free_port():
-    with listener() as port:
-        pass
-    return port
+    return ports.free_port()
 
 
 def launch(rank, size=2, **changes):
@@ -209,7 +207,7 @@ def connect(of, timeout_s, folder=None):
     meeting = Rendezvous(of, timeout_s, folder)
     try:
         store = meeting.connect()
-        call_roll(store, of, Place.own(), meeting.deadline_s, timeout_s)
+        gather_places(store, of, Place.own(), meeting.deadline_s, timeout_s)
         return store
     finally:
         meeting.close()
@@ -307,7 +305,7 @@ def test_a_wait_for_a_store_is_spoken_of(free_port, caplog):
 def test_a_wait_for_a_worker_is_spoken_of(caplog):
     soon_s = time.monotonic() + 0.5
     with pytest.raises(CollectiveTimeoutError):
-        call_roll(dist.HashStore(), launch(0, 3), Place.own(), soon_s, 0.5, notice_s=0.05)
+        gather_places(dist.HashStore(), launch(0, 3), Place.own(), soon_s, 0.5, notice_s=0.05)
     assert re.fullmatch(
         r"`init` has waited 0.05 s for ranks 1, 2; 1 of 3 workers came, on .+", caplog.messages[0]
     )
@@ -322,6 +320,27 @@ def test_init_ends_in_time_where_a_port_accepts_and_says_nothing(monkeypatch):
             match=rf"`init` on rank 1 of 2 .* within 1 s: 127.0.0.1:{port} accepts .* not answer",
         ):
             init(device="cpu", timeout_s=1)
+
+
+def test_a_store_that_is_gone_while_a_worker_waits_is_told(monkeypatch):
+    """Rank 0 ended, or it was another program's store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store.set("allstep/port", str(store.port))
+    own_keys = store.num_keys()
+    for name, value in HAND.items() | {("MASTER_PORT", str(store.port))}:
+        monkeypatch.setenv(name, value)
+
+    def end_once_somebody_came():
+        nonlocal store
+        while store.num_keys() < own_keys + 3:  # came, with what it says of itself, counted
+            time.sleep(0.01)
+        del store
+
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(end_once_somebody_came)
+        with pytest.raises(PeerLostError, match="`init` on rank 1 of 2: another rank closed its"):
+            init(device="cpu", timeout_s=60)
+        ended.result()
 
 
 def test_strangers_on_the_port_of_rank_0_are_no_workers(free_port):
@@ -393,7 +412,7 @@ def test_a_worker_that_came_and_was_killed_is_named():
     ended = replace(Place.own(), pid=child.pid)
     message = rf"`init` on rank 0 of 2: rank 0 \(process {child.pid} on .+\) came, and ended"
     with pytest.raises(PeerLostError, match=message):
-        call_roll(dist.HashStore(), launch(0, 2), ended, time.monotonic() + 20, 20)
+        gather_places(dist.HashStore(), launch(0, 2), ended, time.monotonic() + 20, 20)
 
 
 def test_too_few_descriptors_are_told_before_the_meeting(caplog):
@@ -472,21 +491,45 @@ def test_two_jobs_of_mpiexec_and_shells_between_meet_apart():
 
 
 @pytest.mark.process
-def test_script_under_srun_variables(tmp_path):
+def test_script_under_srun_variables(tmp_path, free_port):
     """Slurm itself is not needed: its variables are, and a first host that is this one."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # a port that was free
-    port = store.port
-    del store
     script = tmp_path / "start.sh"
     script.write_text(
         f"""
         export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_NODEID=0
-        export SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2 MASTER_PORT={port}
+        export SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2 MASTER_PORT={free_port}
         SLURM_PROCID=1 SLURM_LOCALID=1 {sys.executable} {SCRIPT} &
         SLURM_PROCID=0 SLURM_LOCALID=0 {sys.executable} {SCRIPT} && wait $!
         """
     )
     assert run("sh", str(script)) == TWO
+
+
+@pytest.mark.process
+def test_master_port_is_free_after_close(tmp_path, free_port):
+    """Torch's own groups, made there later, would read what an earlier one of them has left."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import allstep
+from torch.distributed import TCPStore
+with allstep.init(device="cpu", timeout_s=90) as comm:
+    rank = comm.rank
+if rank == 0:
+    TCPStore("127.0.0.1", {free_port}, is_master=True, wait_for_workers=False)
+with allstep.init(device="cpu", timeout_s=90) as comm:
+    print(comm.all_gather_object(comm.rank))
+"""
+    )
+    start = tmp_path / "start.sh"
+    start.write_text(
+        f"""
+        export MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2
+        RANK=1 LOCAL_RANK=1 {sys.executable} {script} &
+        RANK=0 LOCAL_RANK=0 {sys.executable} {script} && wait $!
+        """
+    )
+    assert run("sh", str(start)) == 2 * ["[0, 1]"]
 
 
 def join_frameworks_group(comm: Communicator) -> tuple[object, ...]:

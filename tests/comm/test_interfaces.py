@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from allstep.comm.rendezvous import Rendezvous
 from allstep.env import Launch
 from allstep.errors import AllstepError, UsageError
 from tests.helpers.named_hosts import NamedHosts, named_hosts, torchrun
+from tests.helpers.ports import free_port
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = SCRIPT.parents[2]
@@ -156,13 +156,10 @@ def test_a_tunnel_to_rank_0_is_no_address() -> None:
 
 
 def test_a_launchers_store_that_is_loopback_on_another_node_is_refused_at_once() -> None:
-    with socket.socket() as server:  # a port where nobody listens
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-        second = launch(1, master_port=port, has_store=True, master_addr="localhost")
-        message = r"MASTER_ADDR \(='localhost'\) is 127.0.0.1 on .*, its own loopback.*--local-addr"
-        with pytest.raises(UsageError, match=message):
-            Rendezvous(second, 60).connect()
+    second = launch(1, master_port=free_port(), has_store=True, master_addr="localhost")
+    message = r"MASTER_ADDR \(='localhost'\) is 127.0.0.1 on .*, its own loopback.*--local-addr"
+    with pytest.raises(UsageError, match=message):
+        Rendezvous(second, 60).connect()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Who has come to a meeting, and from where; what is wrong is told to all by name.
 
-[Note: roll call] Each worker leaves in the store who it is and what it was told. Rank 0 reads all
-of it and leaves what came of it, for which the others wait: every rank's place, or what is wrong.
-Who waits too long, or is one too many, leaves that; the first word counts for all. So nobody goes
-on with too few, with one too many or with another job's workers.
+[Note: who has come] Each worker leaves in the store who it is and what it was told. Rank 0 reads
+all of it and leaves what came of it, for which the others wait: every rank's place, or what is
+wrong. Who waits too long, or is one too many, leaves that; the first word counts for all. So nobody
+goes on with too few, with one too many or with another job's workers.
 """
 
 import json
@@ -26,7 +26,7 @@ from allstep.errors import CollectiveTimeoutError, DisagreementError, PeerLostEr
 NOTICE_S = 10.0  # after which a wait is spoken of
 _POLL_S = 0.02
 _NUM_WRITTEN = "num_written"
-_VERDICT = "verdict"
+_OUTCOME = "outcome"
 _MOST = 8  # workers that an error names
 _logger = logging.getLogger("allstep")
 
@@ -60,8 +60,8 @@ class _Claim:
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """What came of the roll call.
+class _Outcome:
+    """What came of the meeting.
 
     Attributes:
         places: of all workers, by rank.
@@ -74,7 +74,7 @@ class _Verdict:
     kind: str = DisagreementError.__name__
 
 
-def call_roll(
+def gather_places(
     store: Store,
     launch: Launch,
     place: Place,
@@ -82,7 +82,7 @@ def call_roll(
     timeout_s: float,
     notice_s: float = NOTICE_S,
 ) -> list[Place]:
-    """Waits for all workers of a launch; returns where they run, by rank. [Note: roll call]
+    """Waits for all workers of a launch; returns where they run, by rank. [Note: who has come]
 
     Args:
         store: of this meeting only.
@@ -99,47 +99,47 @@ def call_roll(
     """
     own = _Claim.of(launch, place)
     if store.add(f"came/{launch.rank}", 1) > 1:
-        verdict = _Verdict(error=_two(store, own))
-        _publish(store, verdict)
+        outcome = _Outcome(error=_two(store, own))
+        _publish(store, outcome)
     else:
         store.set(_key(launch.rank), json.dumps(asdict(own)))
         store.add(_NUM_WRITTEN, 1)
-        verdict = _wait_for_verdict(store, launch, own, deadline_s, timeout_s, notice_s)
-    if not verdict.error:
-        verdict = replace(verdict, error=_difference(_Claim.read(store, 0), own))
-    if verdict.error:
+        outcome = _wait_for_outcome(store, launch, own, deadline_s, timeout_s, notice_s)
+    if not outcome.error:
+        outcome = replace(outcome, error=_difference(_Claim.read(store, 0), own))
+    if outcome.error:
         where = f"`init` on rank {launch.rank} of {launch.size}"
-        raise getattr(errors, verdict.kind)(f"{where}: {verdict.error}")
-    return [Place(*place) for place in verdict.places]
+        raise getattr(errors, outcome.kind)(f"{where}: {outcome.error}")
+    return [Place(*place) for place in outcome.places]
 
 
-def _wait_for_verdict(
+def _wait_for_outcome(
     store: Store,
     launch: Launch,
     own: _Claim,
     deadline_s: float,
     timeout_s: float,
     notice_s: float,
-) -> _Verdict:
-    """What came of the roll call, or this worker's own word if that is the first."""
+) -> _Outcome:
+    """What came of the meeting, or this worker's own word if that is the first."""
     if launch.rank == 0:
-        verdict = _judge(store, launch.size, own, deadline_s, notice_s)
+        outcome = _collect(store, launch.size, own, deadline_s, notice_s)
     else:
-        verdict = None
-        if _has_come(store, _VERDICT, deadline_s):
-            return _Verdict(**json.loads(store.get(_VERDICT)))
-    return _publish(store, verdict or _late(store, launch.size, timeout_s))
+        outcome = None
+        if _has_come(store, _OUTCOME, deadline_s):
+            return _Outcome(**json.loads(store.get(_OUTCOME)))
+    return _publish(store, outcome or _late(store, launch.size, timeout_s))
 
 
-def _publish(store: Store, verdict: _Verdict) -> _Verdict:
+def _publish(store: Store, outcome: _Outcome) -> _Outcome:
     """Leaves it for all, unless another one is there; returns what is there."""
-    text = store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))
-    return _Verdict(**json.loads(text))
+    text = store.compare_set(_OUTCOME, "", json.dumps(asdict(outcome)))
+    return _Outcome(**json.loads(text))
 
 
-def _judge(
+def _collect(
     store: Store, size: int, own: _Claim, deadline_s: float, notice_s: float
-) -> _Verdict | None:
+) -> _Outcome | None:
     """Rank 0's part; None if it is over because of the time, or by another's word."""
     claims = {0: own}
     num_seen = num_notices = 0
@@ -152,15 +152,15 @@ def _judge(
             claims[rank] = _Claim.read(store, rank)
             difference = _difference(own, claims[rank])
             if difference:
-                return _Verdict(error=difference)
+                return _Outcome(error=difference)
         num_seen = num_written
         if len(claims) == size:
             break
-        if store.check([_VERDICT]) or time.monotonic() >= deadline_s:
+        if store.check([_OUTCOME]) or time.monotonic() >= deadline_s:
             return None
         for rank, claim in claims.items():
             if claim.place.has_ended():
-                return _Verdict(
+                return _Outcome(
                     error=f"rank {rank} ({claim.place}) came, and ended before the others came. "
                     "See what it failed at, and start all again.",
                     kind=PeerLostError.__name__,
@@ -178,7 +178,7 @@ def _judge(
                 ", ".join(hosts[:_MOST]),
             )
         time.sleep(_POLL_S)  # a wait would print a warning each time that it ends
-    return _Verdict(places=[astuple(claims[rank].place) for rank in range(size)])
+    return _Outcome(places=[astuple(claims[rank].place) for rank in range(size)])
 
 
 def _difference(one: _Claim, other: _Claim) -> str:
@@ -205,7 +205,7 @@ def _two(store: Store, second: _Claim) -> str:
     )
 
 
-def _late(store: Store, size: int, timeout_s: float) -> _Verdict:
+def _late(store: Store, size: int, timeout_s: float) -> _Outcome:
     """Who has not come."""
     came = _came(store, range(size))
     missing = [rank for rank in range(size) if rank not in came]
@@ -215,7 +215,7 @@ def _late(store: Store, size: int, timeout_s: float) -> _Verdict:
         what = f"{listed(missing)} did not come within {timeout_s:g} s; there: {', '.join(there)}"
     else:
         what = f"{there[0]} came, but did not go on within {timeout_s:g} s"
-    return _Verdict(
+    return _Outcome(
         error=f"{what}. See what it failed at or waits for, or raise `timeout_s`.",
         kind=CollectiveTimeoutError.__name__,
     )
