@@ -13,7 +13,7 @@ from allstep.comm.last_state import LastState
 from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
-from allstep.comm.wire import SingleProcessWire
+from allstep.comm.wire import SingleProcessWire, Wire
 from allstep.comm.worker_state import WELL
 from allstep.errors import UsageError, check_positive
 
@@ -66,6 +66,9 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
             run_dir, self.activity, names.number, names.size, names.placed, notice_s=notice_s
         ).start()
         return self._last_state
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Communicator":
+        return self  # a copy of a module that holds it is on the same workers
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -157,6 +160,22 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         for dependent in self._alive_dependents:
             dependent.abort()
         self._wire.close(abort=True)
+
+    def interrupt(self) -> None:
+        """Makes calls that wait fail, in groups that were split off, too; from any thread."""
+        for dependent in self._alive_dependents:
+            if isinstance(dependent, Communicator):
+                dependent.interrupt()
+        self._wire.interrupt()
+
+    def become(self, wire: Wire, topology: Topology) -> None:
+        """Takes another group's place, after `abort`; what was made with this one is of no use.
+
+        Args:
+            wire: of the other group, with the same activity.
+            topology: this worker's place in it.
+        """
+        self.__init__(wire, topology, self.device)  # type: ignore[misc]
 
     def __enter__(self) -> "Communicator":
         return self

@@ -11,6 +11,7 @@ _LOST = (
     "connection closed",
     "connection reset",
     "connection refused",
+    "connection was likely closed",
     "broken pipe",
     "pair closure",
     "pair is not connected",

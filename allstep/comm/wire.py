@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from allstep.comm.activity import Activity
 from allstep.comm.missing import RankNames
 from allstep.comm.work import CompletedWork, Work
 
@@ -68,6 +69,9 @@ class Wire(Protocol):
             device: where they compute.
         """
 
+    def interrupt(self) -> None:
+        """Makes calls that wait fail, here and on the other ranks; from any thread."""
+
     def close(self, *, abort: bool) -> None:
         """Leaves the group; with `abort` so that peers in a call fail at once."""
 
@@ -79,9 +83,9 @@ class SingleProcessWire:
     size = 1
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, activity: Activity | None = None) -> None:
         self.timeout_s = timeout_s
-        self.names = RankNames([0], 0, 1)
+        self.names = RankNames([0], 0, 1, activity=activity)
 
     def transport_device(self, device: torch.device) -> torch.device:
         return device
@@ -121,6 +125,9 @@ class SingleProcessWire:
 
     def split(self, name: str, ranks: Sequence[int], device: torch.device) -> "SingleProcessWire":
         return SingleProcessWire(self.timeout_s)
+
+    def interrupt(self) -> None:
+        pass
 
     def close(self, *, abort: bool) -> None:
         pass

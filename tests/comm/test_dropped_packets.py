@@ -20,13 +20,13 @@ POLICIES = {
     "ring": Synchronous(algorithm="ring"),
     "late": Stale(algorithm="native"),
 }
-SLOW = [pytest.param(when, marks=pytest.mark.slow) for when in ("ring", "late", "barrier")]
+SLOW = [pytest.param(when, marks=pytest.mark.slow) for when in ("init", "ring", "late", "barrier")]
 
 
 @pytest.mark.net
 @pytest.mark.process
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("when", ["init", "default", *SLOW])
+@pytest.mark.parametrize("when", ["default", *SLOW])
 def test_every_wait_ends_in_time_where_packets_are_dropped(when: str, tmp_path: Path) -> None:
     from benchmarks.network import ShapedHosts, UnavailableError
 

@@ -1,5 +1,9 @@
 """Ranks as threads."""
 
+import gc
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -65,3 +69,40 @@ def test_run_ranks_raises_the_first_cause():
 def test_bad_arguments(arguments, message):
     with pytest.raises(UsageError, match=message):
         run_ranks(fn=lambda comm: None, **arguments)
+
+
+def test_run_ranks_leaves_the_collector_as_it_was():
+    def fail(comm):
+        raise ZeroDivisionError(f"on purpose, {gc.isenabled()}")
+
+    assert run_ranks(2, lambda comm: gc.isenabled()) == [False, False]
+    with pytest.raises(ZeroDivisionError, match="False"):
+        run_ranks(2, fail)
+    assert gc.isenabled()
+
+
+ASK_FOR_RANDOM_STATE = """
+import gc, sys, weakref
+import torch
+from allstep.comm.threads import run_ranks
+
+class Cyclic:
+    def __init__(self):
+        self.own = self
+
+def work(comm):
+    kept = []
+    for _ in range(3000):
+        kept.append(weakref.ref(Cyclic(), lambda _: sum(range(200))))
+        torch.get_rng_state()
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(5)
+run_ranks(3, work)
+"""
+
+
+@pytest.mark.process
+def test_ranks_ask_for_the_random_state_while_garbage_is_made():
+    """As fast as they can, with a collection at every moment, if there were any."""
+    subprocess.run([sys.executable, "-c", ASK_FOR_RANDOM_STATE], timeout=120, check=True)

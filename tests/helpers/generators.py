@@ -5,6 +5,8 @@ that what a rank draws depends on its seed and not on which thread draws first.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -79,6 +81,18 @@ def manual_seed(seed: int) -> torch.Generator:
 def seed_this_thread(seed: int, device: object = None) -> None:
     """Stands in for `seed_all` where ranks are threads."""
     _own.generator = torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def seeded_thread(seed: int, device: torch.device) -> Iterator[None]:
+    """Stands in for `allstep.nn.chain.seeded` where ranks are threads."""
+    before = _own.generator
+    seed_this_thread(seed)
+    try:
+        with ThreadGenerator():
+            yield
+    finally:
+        _own.generator = before
 
 
 @pytest.fixture

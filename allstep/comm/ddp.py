@@ -1,0 +1,10 @@
+"""What torch's DistributedDataParallel does around a module."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_in_ddp(model: nn.Module) -> bool:
+    """Whether it is called in the forward of a DistributedDataParallel around it."""
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch's own mark
+    return ddp is not None and any(module is model for module in ddp.modules())
