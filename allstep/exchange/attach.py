@@ -10,6 +10,7 @@ from allstep.device import is_accelerator
 from allstep.errors import UsageError, check_integer
 from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
+from allstep.exchange.divided import check_divided
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
 from allstep.exchange.overlapped import OverlappedExchange
@@ -51,8 +52,10 @@ def attach(
     Raises:
         UsageError: if `model` is no module, if it is wrapped, sharded or scripted (DDP, FSDP,
             `torch.jit`), if it or one of its parameters is attached already, if
-            `comm` is no Communicator, if `global_batch` isn't positive, or if local SGD is not told
-            its optimizer.
+            `comm` is no Communicator, if `global_batch` isn't positive, if local SGD is not told
+            its optimizer, or if a part of the model is divided over other workers than `comm`,
+            divided at all with staleness, local SGD or "exact", or shares a parameter with the
+            rest.
         DisagreementError: if policies differ between workers, or names, shapes or dtypes.
 
     Example:
@@ -85,6 +88,7 @@ def attach(
             f" {policy.sync_every}): attach(model, comm, policy, optimizer=optimizer)."
         )
     _refuse_attached(model)
+    check_divided(model, comm, policy)
     if comm.size > 1:
         tensors = ParameterSet(model).tensors
         agree(comm, "attach a model", signature(tensors))

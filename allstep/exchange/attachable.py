@@ -22,8 +22,8 @@ def check_module(model: nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             raise UsageError(
                 f"{which} is a DistributedDataParallel, which exchanges the same gradients: attach"
-                " the module inside and call that one, without DDP; or keep DDP alone and register"
-                " `allstep.ddp_hook`."
+                " the module inside and call that one, without DDP and a framework's `setup` or"
+                " `prepare`, which makes it; or keep DDP alone and register `allstep.ddp_hook`."
             )
         if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise UsageError(
@@ -41,12 +41,6 @@ def check_module(model: nn.Module) -> None:
                 f"{which} is a {kind}, which takes no hooks: attach the nn.Module that it was made"
                 " of; `torch.compile` instead of `torch.jit` may follow."
             )
-
-
-def is_in_ddp(model: nn.Module) -> bool:
-    """Whether it is called in the forward of a DistributedDataParallel around it."""
-    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch's own mark
-    return ddp is not None and any(module is model for module in ddp.modules())
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:

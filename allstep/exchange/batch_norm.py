@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -166,6 +166,15 @@ class RunningStatistics:
         for tracked in self._tracked:
             tracked.weight, tracked.num_steps, tracked.num_uses = 1.0, 0, 0
         self._is_local = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept beside the buffers: (V_r, steps, uses) of each module."""
+        return {"modules": [(t.weight, t.num_steps, t.num_uses) for t in self._tracked]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave, with the buffers of that moment."""
+        for tracked, saved in zip(self._tracked, state["modules"], strict=True):
+            tracked.weight, tracked.num_steps, tracked.num_uses = saved
 
     def mark_local(self) -> None:
         """Notes that this worker's buffers have moved on their own."""

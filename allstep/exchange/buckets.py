@@ -202,11 +202,16 @@ class BucketSet:
         return views
 
     def write_check(
-        self, rank: int, action: str, described: Signature, state: StatePart | None = None
+        self,
+        rank: int,
+        action: str,
+        described: Signature,
+        described_digest: int,
+        state: StatePart | None = None,
     ) -> None:
         """Has the first bucket's tail compare plan, action and state with the other workers'."""
         self.action, self.described, self.state = action, described, state
-        mine = digest((self.plan.digest, action, described, state.rates if state else ()))
+        mine = digest((self.plan.digest, action, described_digest, state.rates if state else ()))
         words = state.words if state else None
         write_check(self.plan.check(self.flats), rank, mine, words)
 

@@ -15,14 +15,15 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import digest
+from allstep.comm.ddp import is_in_ddp
 from allstep.device import is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import optimizer_watch
 from allstep.exchange.agreement import agree
-from allstep.exchange.attachable import is_in_ddp
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
+from allstep.exchange.divided import DividedParameters, check_divided
 from allstep.exchange.hooks import (
     AccumulationHook,
     FunctionHook,
@@ -33,6 +34,13 @@ from allstep.exchange.hooks import (
 )
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.parameters import ParameterSet, Signature, signature
+from allstep.exchange.piggyback import (
+    note_size,
+    refuse_mixed_weights,
+    times_of,
+    total_weight,
+    write_note,
+)
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
 from allstep.exchange.stragglers import COMPUTE_CURE, Stragglers, WorkerTimes
@@ -73,6 +81,7 @@ class Exchange(ABC):
         self.comm = comm
         self.policy = policy
         self._parameters = ParameterSet(model)
+        self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
         self.optimizers = WeakSet[torch.optim.Optimizer]()
@@ -149,12 +158,22 @@ class Exchange(ABC):
 
     def held(self, ids: set[int]) -> set[int]:
         """Those `id`s that are of a parameter of the model, which may be frozen."""
-        return self._parameters.held(ids)
+        return self._parameters.held(ids) | (ids & set(map(id, self.divided.values())))
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
         """name -> parameter whose gradient is exchanged."""
         return self._parameters.trained
+
+    @property
+    def divided(self) -> Mapping[str, nn.Parameter]:
+        """name -> parameter that only this worker has. [Note: divided parameters]"""
+        return self._divided.by_name
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the model has modules that are divided over several workers, the same on all."""
+        return self._divided.has_modules
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the model's parameters makes a step, whose rates will be compared."""
@@ -231,6 +250,7 @@ class Exchange(ABC):
         """What the workers told each other; rank 0 says who keeps the others waiting."""
         self.worker_times = times
         words = self._stragglers.see(times, self.compute_cure)
+        self.comm.activity.straggler = self._stragglers.words
         if words and self.comm.rank == 0:
             logging.getLogger("allstep").warning(words)
 
@@ -247,6 +267,23 @@ class Exchange(ABC):
             on_cpu = not is_accelerator(divisor.device)
             for gradient in gradients:
                 gradient.div_(float(divisor) if on_cpu else divisor)
+
+    def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
+        """After an exchange; the divided parameters' gradients are sums already."""
+        self._divide([*summed, *self.divided.values()], divisor)
+
+    def _agree_on_divisor(self) -> Tensor | None:
+        """Of a global batch's sums; None for means. Collective, in a message of its own."""
+        if self._global_step is None:
+            return None
+        size = note_size(self.comm.size)
+        notes = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
+        write_note(notes, self.comm.rank, self.weighing, self.own_times)
+        self.comm.all_reduce(notes)
+        refuse_mixed_weights(notes)
+        self._see_times(times_of(notes))
+        self._total_weight = total = total_weight(notes, self.weighing)
+        return None if total is None else total * self.weighing.factor
 
     def begin_micro_batch(self) -> None:  # noqa: B027 (few exchanges need to know)
         """The backward passes that follow are of another micro-batch of the global batch."""
@@ -319,6 +356,19 @@ class Exchange(ABC):
             "averaging": None if self.averaging is None else self.averaging.state_dict(),
         }
 
+    def replicated_state(self) -> dict[str, Any]:
+        """What each worker has of `state_dict` by itself: all that the sums of `exact` depend on.
+
+        Not collective, so that it can be had when another worker was lost. `load_state_dict` takes
+        it, on any number of workers.
+        """
+        return {
+            "policy": self.policy.state_dict(),
+            "num_exchanges": self._num_exchanges,
+            "averaging": None,
+            "statistics": self.statistics.state_dict(),
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint, the same on all workers, whose number may be another.
 
@@ -330,6 +380,8 @@ class Exchange(ABC):
         self._follow_changes()
         self.policy.check_state_dict(state.get("policy", {}))
         self._num_exchanges = state["num_exchanges"]
+        if "statistics" in state:
+            self.statistics.load_state_dict(state["statistics"])
         if self.averaging is not None and state["averaging"] is not None:
             self.averaging.load_state_dict(state["averaging"])
 
@@ -397,7 +449,9 @@ class Exchange(ABC):
         # What starts to be trained may have been changed, and in a round of local SGD it has.
         is_in_round = self.averaging is not None and not self.averaging.is_synchronized
         trained = known if is_in_round else {id(p) for p in self._gradient_hooks}
+        check_divided(self.model, self.comm, self.policy)
         self._parameters.refresh()
+        self._divided.refresh()
         self.statistics.refresh()
         new = [
             tensor.detach()
@@ -423,6 +477,7 @@ class Exchange(ABC):
         for handles in (self._module_hooks, self._lazy_hooks, *self._gradient_hooks.values()):
             _remove_all(handles)
         self._gradient_hooks.clear()
+        self._divided.detach()
         self.statistics.detach()
         if self.averaging is not None:
             self.averaging.detach()
@@ -452,6 +507,11 @@ class Exchange(ABC):
         if not self._num_suspended:
             self._backward_pass.request()
         self._take(name, p)
+
+    def _scale_divided(self, gradient: Tensor | None) -> Tensor | None:
+        """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
+        scale = self.gradient_scale
+        return None if gradient is None or scale == 1 else gradient * scale
 
     def _on_output_gradient(self, _: Tensor) -> None:
         if not self._num_suspended:
@@ -524,7 +584,7 @@ class Exchange(ABC):
             return
         for name, p in self.model.named_parameters():
             is_late = p.requires_grad and not is_lazy(p) and p not in self._gradient_hooks
-            if is_late and p.grad is not None:
+            if is_late and p.grad is not None and name not in self.divided:
                 self._stop_all(
                     f"Parameter `{name}` joined the model after `attach` and was used without"
                     " the model's own forward, so that its values were never made equal."
@@ -564,8 +624,9 @@ class Exchange(ABC):
         if is_in_ddp(self.model):
             self._stop_all(
                 "The attached model was called by a DistributedDataParallel around it, which"
-                " exchanges the same gradients. Call the model itself, without DDP; or keep DDP"
-                " alone, without `attach`, and register `allstep.ddp_hook`."
+                " exchanges the same gradients. Call the model itself, without DDP and a"
+                " framework's `setup` or `prepare`, which makes it; or keep DDP alone, without"
+                " `attach`, and register `allstep.ddp_hook`."
             )
         if self.comm.size > 1:
             if self.model.training:
@@ -574,6 +635,7 @@ class Exchange(ABC):
                     self.comm.activity.enter("forward", self._num_exchanges)
             else:
                 self.statistics.warn_if_local()
+        self._divided.follow()
         if torch.is_grad_enabled() and self._parameters.has_joined():
             self.sync_parameters()
 

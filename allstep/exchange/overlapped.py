@@ -138,6 +138,10 @@ class OverlappedExchange(Exchange):
             ],
         }
 
+    def replicated_state(self) -> dict[str, Any]:
+        own = {} if self._exact is None else self._exact.state_dict()
+        return {**super().replicated_state(), **own}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         was_active = self._is_active
@@ -239,7 +243,8 @@ class OverlappedExchange(Exchange):
             self._last_amp_scale = buckets.amp_scale
             buckets.meeting = self.comm.announced.begin_exchange()
             state = self._next_state(buckets.flats[0].device)
-            buckets.write_check(self.comm.rank, self._describe(), self._signature, state)
+            described = (self._signature, self._digest)
+            buckets.write_check(self.comm.rank, self._describe(), *described, state)
             buckets.write_note(self.comm.rank, self.weighing, self.own_times)
         if self._failure is None:
             self._fill(index)
@@ -304,6 +309,8 @@ class OverlappedExchange(Exchange):
     def _reduce(self) -> Mapping[str, nn.Parameter]:
         buckets = self._buckets
         if not buckets.flats:
+            if self.is_divided:
+                self._divide_sums((), self._agree_on_divisor())
             return {}
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
@@ -340,7 +347,7 @@ class OverlappedExchange(Exchange):
                     buckets.deliver(name, p)
             if self._rounder is not None:
                 self._rounder.follow(summed, off_grid, self._num_exchanges)
-            self._divide(summed.values(), self._divisor(buckets))
+            self._divide_sums(summed.values(), self._divisor(buckets))
         if buckets.plan is self._plan:
             self._idle.append(buckets)
         return summed
@@ -418,7 +425,7 @@ class OverlappedExchange(Exchange):
         first = buckets.bucket(0)
         kept = first.flat.clone()
         first.flat.zero_()
-        buckets.write_check(self.comm.rank, action, described)
+        buckets.write_check(self.comm.rank, action, described, agreed)
         state = self._reducer.copied_state(first.layout)
         buckets.meeting = self.comm.announced.begin_exchange()
         work = self._reducer.start(first, state=state, then=self._comparison(buckets))

@@ -1,12 +1,13 @@
 """The parameters that take part in an exchange, as the model changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import gt, is_, lt
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from allstep.comm import divided_modules, divided_prefixes
 from allstep.exchange.attachable import check_module, check_tensor
 
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
@@ -41,45 +42,11 @@ def sparse_gradient_message(name: str) -> str:
     )
 
 
-class ParameterSet:
-    """A model's parameters that require gradients, in the model's order, each once.
+class Snapshot:
+    """Modules and their parameters as they are now, to find what changes; looking is cheap."""
 
-    Attributes:
-        trained: name -> parameter that requires a gradient and has a shape.
-        tensors: name -> parameter or buffer that has a shape.
-        modules: all modules.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.trained: dict[str, nn.Parameter] = {}
-        self.tensors: dict[str, Tensor] = {}
-        self.modules: tuple[nn.Module, ...] = ()
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Takes the model as it is now."""
-        check_module(self._model)
-        self.modules = tuple(self._model.modules())
-        self._take_snapshot()
-        parameters = dict(self._model.named_parameters())
-        self.trained = {n: p for n, p in parameters.items() if p.requires_grad and not is_lazy(p)}
-        self._ids = set(map(id, parameters.values()))
-        tensors: dict[str, Tensor] = {**parameters, **dict(self._model.named_buffers())}
-        self.tensors = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
-        for name, tensor in self.tensors.items():
-            check_tensor(name, tensor)
-        self.lazy = tuple(tensor for tensor in tensors.values() if is_lazy(tensor))
-
-    def held(self, ids: set[int]) -> set[int]:
-        """Those that are of a parameter of the model, frozen or not, joined since or not."""
-        found = ids & self._ids
-        if len(found) < len(ids) and self.has_joined():
-            return ids & set(map(id, self._model.parameters()))
-        return found
-
-    def _take_snapshot(self) -> None:
-        self._children = tuple(_children(self.modules))
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._children = tuple(_children(modules))
         self._lengths = tuple(map(len, self._children))
         items = [(c, key, value) for c in self._children for key, value in c.items()]
         self._holders = tuple(holder for holder, _, _ in items)
@@ -98,7 +65,6 @@ class ParameterSet:
             tuple(map(len, self._children)) != self._lengths
             or self._are_replaced()
             or any(map(gt, [p.requires_grad for p in self._parameters], self._requires_grad))
-            or not all(map(is_lazy, self.lazy))
         )
 
     def _are_replaced(self) -> bool:
@@ -116,7 +82,66 @@ class ParameterSet:
         return any(map(lt, [p.requires_grad for p in self._parameters], self._requires_grad))
 
 
-def _children(modules: tuple[nn.Module, ...]) -> Iterator[dict[str, Any]]:
+class ParameterSet:
+    """A model's parameters that require gradients, in the model's order, each once.
+
+    Those of divided modules are not among them. [Note: divided parameters]
+
+    Attributes:
+        trained: name -> parameter that requires a gradient and has a shape.
+        tensors: name -> parameter or buffer that has a shape.
+        modules: all modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.trained: dict[str, nn.Parameter] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.modules: tuple[nn.Module, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes the model as it is now."""
+        check_module(self._model)
+        own = {m for divided in divided_modules(self._model).values() for m in divided.modules()}
+        self.modules = tuple(module for module in self._model.modules() if module not in own)
+        self._snapshot = Snapshot(self.modules)
+        prefixes = divided_prefixes(self._model)
+        parameters = {
+            name: p for name, p in self._model.named_parameters() if not name.startswith(prefixes)
+        }
+        buffers = {
+            name: b for name, b in self._model.named_buffers() if not name.startswith(prefixes)
+        }
+        self.trained = {n: p for n, p in parameters.items() if p.requires_grad and not is_lazy(p)}
+        self._ids = set(map(id, parameters.values()))
+        tensors: dict[str, Tensor] = {**parameters, **buffers}
+        self.tensors = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
+        for name, tensor in self.tensors.items():
+            check_tensor(name, tensor)
+        self.lazy = tuple(tensor for tensor in tensors.values() if is_lazy(tensor))
+
+    def has_changed(self) -> bool:
+        """Whether parameters or modules came, went, or changed `requires_grad`; cheap."""
+        return self.has_joined() or self.has_frozen()
+
+    def has_joined(self) -> bool:
+        """Whether parameters or modules came or went, or some now require gradients; cheap."""
+        return self._snapshot.has_joined() or not all(map(is_lazy, self.lazy))
+
+    def has_frozen(self) -> bool:
+        """Whether parameters no longer require gradients; cheap."""
+        return self._snapshot.has_frozen()
+
+    def held(self, ids: set[int]) -> set[int]:
+        """Those that are of a parameter of the model, frozen or not, joined since or not."""
+        found = ids & self._ids
+        if len(found) < len(ids) and self.has_joined():
+            return ids & set(map(id, self._model.parameters()))
+        return found
+
+
+def _children(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
     for module in modules:
         yield module._parameters
         yield module._modules

@@ -10,13 +10,6 @@ from allstep.comm.agreement import digest
 from allstep.exchange.agreement import agree
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.parameters import sparse_gradient_message
-from allstep.exchange.piggyback import (
-    note_size,
-    refuse_mixed_weights,
-    times_of,
-    total_weight,
-    write_note,
-)
 from allstep.exchange.policy import ExchangeStats
 
 
@@ -52,21 +45,8 @@ class PlainExchange(Exchange):
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
         self._exchange_s += perf_counter() - start_s
-        self._divide((trained[name] for name in names), self._agree_on_divisor())
+        self._divide_sums((trained[name] for name in names), self._agree_on_divisor())
         return {name: trained[name] for name in names}
-
-    def _agree_on_divisor(self) -> Tensor | None:
-        """Of a global batch's sums; None for means."""
-        if self._global_step is None:
-            return None
-        size = note_size(self.comm.size)
-        notes = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
-        write_note(notes, self.comm.rank, self.weighing, self.own_times)
-        self.comm.all_reduce(notes)
-        refuse_mixed_weights(notes)
-        self._see_times(times_of(notes))
-        self._total_weight = total = total_weight(notes, self.weighing)
-        return None if total is None else total * self.weighing.factor
 
     def _agree_on_parameters(self) -> list[str]:
         """The parameters that any worker has a new gradient for, in the model's order."""

@@ -47,6 +47,9 @@ class Stragglers:
 
     Where one is slow and then another, as on busy machines, pauses between words get longer.
 
+    Attributes:
+        words: who is slow now and why, said before or not; empty if nobody is.
+
     >>> usual, slow = WorkerTimes(0.01, 0.1), WorkerTimes(0.01, 0.15)
     >>> stragglers = Stragglers()
     >>> said = [stragglers.see([usual, slow, usual]) for _ in range(20)]
@@ -56,6 +59,7 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
+        self.words = ""
         self._steps: deque[Sequence[WorkerTimes]] = deque(maxlen=_NUM_STEPS)
         self._named: tuple[int, str] | None = None
         self._num_seen, self._next, self._pause = 0, 0, _LEAST_PAUSE
@@ -78,14 +82,15 @@ class Stragglers:
             return None
         found = self._slowest()
         if found is None:
-            self._named = None
+            self._named, self.words = None, ""
             return None
         rank, cause, words = found
+        self.words = f"{words} ({_DATA_CURE if cause == 'data' else compute_cure})"
         if (rank, cause) == self._named or self._num_seen < self._next:
             return None
         self._named = rank, cause
         self._next, self._pause = self._num_seen + self._pause, 2 * self._pause
-        return f"{words} ({_DATA_CURE if cause == 'data' else compute_cure})"
+        return self.words
 
     def _slowest(self) -> tuple[int, str, str] | None:
         busy_s = [median(step[r].busy_s for step in self._steps) for r in self._ranks]

@@ -10,6 +10,8 @@ from allstep.nn.chain import Chain, ChainPart
 from allstep.nn.contrast import DivisiveNorm, LocalContrastNorm, SubtractiveNorm
 from allstep.nn.convolution import Conv2d
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
+from allstep.nn.mixture_of_experts import MixtureOfExperts
+from allstep.nn.mixture_of_experts import serve_others as serve_others
 from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated
 from allstep.nn.sparse_autoencoder import AutoencoderStage, SparseAutoencoder, StageTraining
@@ -29,6 +31,7 @@ __all__ = [
     "LocallyConnected2d",
     "LocallyConnectedTranspose2d",
     "MaxPool2d",
+    "MixtureOfExperts",
     "SparseAutoencoder",
     "AutoencoderStage",
     "StageTraining",

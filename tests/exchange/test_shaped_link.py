@@ -18,6 +18,7 @@ HEADER_BYTES = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps; the interface 
 STATISTICS = Path("/sys/class/net/eth0/statistics")
 
 
+@pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.process
 @pytest.mark.timeout(120)

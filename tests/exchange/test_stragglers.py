@@ -63,6 +63,18 @@ def test_another_worker_and_a_relapse_are_new_words() -> None:
     assert [words[:6] for words in found.values()] == ["rank 0", "rank 1", "rank 1"]
 
 
+def test_who_is_slow_stays_known_after_it_was_said() -> None:
+    slow = USUAL._replace(compute_s=0.3)
+    stragglers = Stragglers()
+    known = []
+    for step in range(60):
+        stragglers.see([slow, USUAL, USUAL] if step < 30 else [USUAL] * 3)
+        known.append(stragglers.words[:6])
+    assert known[:9] == [""] * 9
+    assert known[9:30] == ["rank 0"] * 21
+    assert known[45:] == [""] * 15
+
+
 def test_a_busy_machine_is_named_ever_more_rarely() -> None:
     """Now one is slow, now another; the control counts how often that changes."""
     slow = USUAL._replace(compute_s=0.3)
@@ -149,6 +161,9 @@ def test_times_ride_behind_the_gradients(
             if exchange.has_gradients:
                 optimizer.step()
             optimizer.zero_grad()
+        own = comm.activity.times_s  # the means of equal steps
+        assert own == pytest.approx((0.0, 1.0 if comm.rank == 2 else 0.25, 0.0))
+        assert comm.activity.straggler.startswith("rank 2 is 4.0x slower than the median: compute")
         return list(exchange.worker_times)
 
     with caplog.at_level(logging.WARNING, "allstep"):

@@ -165,7 +165,7 @@ SITES = {
 # Those that only keep a clock from being read too early, or a group from being left too early.
 CLOCKS = {
     Site("comm/algorithms/auto.py", "Auto._time_sum", "synchronize"),
-    Site("comm/group_wire.py", "_shut_down", "synchronize"),
+    Site("comm/group_wire.py", "shut_down", "synchronize"),
     Site("doctor/timing.py", "synchronize", "synchronize"),
     Site("exchange/tuning.py", "_wait", "synchronize"),
     Site("train/probe.py", "shortest_s", "synchronize"),

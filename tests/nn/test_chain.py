@@ -10,7 +10,7 @@ from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import Chain, ChainPart
 from tests.helpers import generators
-from tests.helpers.generators import ThreadGenerator
+from tests.helpers.generators import ThreadGenerator, seeded_thread
 from tests.helpers.ranks import run_ranks
 
 
@@ -66,18 +66,6 @@ def parts(places: tuple[int, ...]) -> list[ChainPart]:
         ChainPart("encoder", made[0], places[0], ("x",), ("h", "state")),
         ChainPart("decoder", made[1], places[1], ("y0", "state"), ("d",)),
     ]
-
-
-@contextmanager
-def seeded_thread(seed: int, device: torch.device):
-    """As `seeded`, of the thread's own random state."""
-    before = generators._own.generator
-    generators.seed_this_thread(seed)
-    try:
-        with ThreadGenerator():
-            yield
-    finally:
-        generators._own.generator = before
 
 
 @contextmanager

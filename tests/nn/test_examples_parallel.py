@@ -32,7 +32,9 @@ def test_examples_train_the_same_on_any_number_of_workers(name, numbers, monkeyp
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["parallel_mlp", "parallel_convolution"])
+@pytest.mark.parametrize(
+    "name", ["parallel_mlp", pytest.param("parallel_convolution", marks=pytest.mark.slow)]
+)
 def test_examples_run_in_two_processes(name, tmp_path):
     (printed, _) = run_script(2, EXAMPLES / f"{name}.py", tmp_path)
     assert float(printed.split()[2].rstrip(",")) > 0.85

@@ -1,0 +1,874 @@
+"""Experts on several workers are the layer of one: its gradients, its drops, its training."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep.comm import Communicator
+from allstep.errors import DisagreementError, UsageError
+from allstep.nn import MixtureOfExperts
+from tests.helpers.generators import seeded_thread, thread_generators  # noqa: F401
+from tests.helpers.ranks import run_ranks
+
+D, E = 4, 12  # features, and experts: they divide over 1, 2, 3 and 4 workers
+SIZES = [2, 3, 4]
+LAYERS = {
+    "top 1": {"top_k": 1},
+    "top 2": {"top_k": 2},
+    "top 1, capacity": {"top_k": 1, "capacity_factor": 1.0},
+    "top 2, capacity": {"top_k": 2, "capacity_factor": 1.25},
+}
+
+
+def values(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, 5), nn.GELU(), nn.Linear(5, D)).double()
+
+
+def make_layer(comm: Communicator, **options: Any) -> MixtureOfExperts:
+    given: dict[str, Any] = {"num_experts": E, "seed": 5, "seeded": seeded_thread} | options
+    return MixtureOfExperts(given.pop("expert", expert), comm, D, **given).double()
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).detach().abs().max()) for name in a if a[name].numel())
+
+
+def merged(found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What each worker has, in the order of one worker's."""
+    return {name: value for own in found for name, value in own.items()}
+
+
+# -- the layer, against a loop over its experts --------------------------------------------------
+
+
+def plain_layer(
+    layer: MixtureOfExperts, x: Tensor, *, top_k: int, capacity_factor: float | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """Token after token, choice after choice; y, balance loss, dropped."""
+    p = torch.softmax(x @ layer.router.weight.t(), -1)
+    room = [math.inf] * E
+    if capacity_factor is not None:
+        room = [float(math.ceil(capacity_factor * top_k * len(x) / E))] * E
+    y, dropped = [torch.zeros(D, dtype=x.dtype) for _ in x], 0
+    chosen = [sorted(range(E), key=lambda i, q=q: -float(q[i]))[:top_k] for q in p.detach()]
+    for choice in range(top_k):
+        for t in range(len(x)):
+            number = chosen[t][choice]
+            if not room[number]:
+                dropped += 1
+                continue
+            room[number] -= 1
+            total = sum(p[t, i] for i in chosen[t]) if top_k > 1 else 1.0
+            y[t] = y[t] + p[t, number] / total * layer.experts[str(number)](x[t])
+    balance = sum(
+        sum(row.count(i) for row in chosen) / (len(x) * top_k) * p[:, i].mean() for i in range(E)
+    )
+    return torch.stack(y), E * balance, dropped
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in module.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_one_worker_is_a_loop_over_experts(options: dict[str, Any]) -> None:
+    def check(comm: Communicator) -> None:
+        layer = make_layer(comm, **options)
+        found, wanted = [], []
+        for take, into in ((layer, found), (lambda x: plain_layer(layer, x, **options), wanted)):
+            layer.zero_grad()
+            x = values(40, D, seed=1).requires_grad_()
+            y, balance, *dropped = take(x)
+            (y.square().sum() + 3 * balance).backward()
+            into.append({"x": x.grad, "y": y.detach(), "balance": balance, **gradients(layer)})
+        assert largest_difference(found[0], wanted[0]) < 1e-12
+        assert layer.num_dropped == dropped[0]
+        assert (layer.num_dropped > 0) == ("capacity_factor" in options)
+
+    run_ranks(1, check)
+
+
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("size", SIZES)
+def test_any_number_of_workers_is_one(size: int, options: dict[str, Any]) -> None:
+    """Each worker calls the layer on tokens of its own, one worker on all, call after call."""
+    num_tokens = [17, 30, 0, 9]  # of a call: one is without any
+
+    def run(comm: Communicator) -> dict[str, Any]:
+        layer = make_layer(comm, **options)
+        found: dict[str, Any] = {}
+        for call in range(4):
+            if comm.size > 1 and call % comm.size != comm.rank:
+                continue
+            x = values(num_tokens[call], 1, D, seed=call).requires_grad_()
+            y, balance = layer(x)
+            ((y - 1).square().sum() + 3 * balance).backward()
+            found |= {f"x {call}": x.grad, f"y {call}": y.detach(), f"loss {call}": balance}
+            found[f"dropped {call}"] = torch.tensor(layer.num_dropped)
+        if comm.size == 3 and comm.rank > 0:  # the fourth call is rank 0's alone
+            layer.serve().backward()
+        router = gradients(layer).pop("router.weight")
+        comm.all_reduce(router)
+        return found | gradients(layer) | {"router.weight": router}
+
+    one, *_ = run_ranks(1, run)
+    assert largest_difference(one, merged(run_ranks(size, run))) < 1e-10
+
+
+def test_equal_probabilities_are_ordered_alike() -> None:
+    """Of tokens that are zero, as padding is, and of a router that knows nothing yet."""
+
+    def run(comm: Communicator) -> dict[str, Any]:
+        layer = make_layer(comm, top_k=3, capacity_factor=1.5)
+        nn.init.zeros_(layer.router.weight)
+        y, _ = layer(values(20, D, seed=1))
+        y.square().sum().backward()
+        return {"y": y.detach(), "dropped": torch.tensor(layer.num_dropped)}
+
+    (one,) = run_ranks(1, run)
+    assert one["dropped"] > 0
+    for found in run_ranks(3, run):
+        assert largest_difference(one, found) < 1e-12
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_no_sum_is_in_the_order_of_threads(top_k: int) -> None:
+    """`index_put` adds what has one place in any order."""
+    num_sums = 0
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            nonlocal num_sums
+            if "index_put" in func.__name__ or "index_add" in func.__name__:
+                indices = args[1][0] if "index_put" in func.__name__ else args[2]
+                assert len(indices.unique()) == indices.numel()
+                num_sums += 1
+            return func(*args, **(kwargs or {}))
+
+    def check(comm: Communicator) -> None:
+        layer = make_layer(comm, top_k=top_k)
+        y, balance = layer(values(40, D, seed=1).requires_grad_())
+        with Seen():
+            (y.square().sum() + balance).backward()
+
+    run_ranks(1, check)
+    assert num_sums
+
+
+def test_compiled_around_it() -> None:
+    """What meets other workers runs as it is written."""
+    graphs: list[Any] = []
+
+    class Between(nn.Module):
+        def __init__(self, comm: Communicator) -> None:
+            super().__init__()
+            self.moe = MixtureOfExperts(expert, comm, D, E, top_k=2, seed=5).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.moe(x + 1)[0].tanh()
+
+    def collect(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = Between(Communicator.single_process())
+    x = values(9, D, seed=0)
+    compiled = torch.compile(model, backend=collect)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    assert len(graphs) == 2  # before and after the layer
+
+
+def test_an_expert_is_the_same_wherever_it_is() -> None:
+    """The state dicts of the workers are together that of one."""
+
+    def state(comm: Communicator) -> dict[str, Tensor]:
+        return make_layer(comm).state_dict()
+
+    one, *_ = run_ranks(1, state)
+    for size in SIZES:
+        found = run_ranks(size, state)
+        assert largest_difference(one, merged(found)) == 0
+        assert all(len(own) == 1 + 4 * E // size for own in found)
+    assert not torch.equal(one["experts.0.0.weight"], one["experts.1.0.weight"])
+
+
+# -- what routing counts -------------------------------------------------------------------------
+
+
+def route_by_first_feature(comm: Communicator, **options: Any) -> MixtureOfExperts:
+    """A token with x_0 = i goes to expert i, almost surely."""
+    layer = make_layer(comm, expert=nn.Identity, **options)
+    numbers = torch.arange(E, dtype=torch.float64)
+    with torch.no_grad():  # -(i - x_0)^2 but for what all experts have in common
+        layer.router.weight.zero_()
+        layer.router.weight[:, 0], layer.router.weight[:, 1] = 200 * numbers, -100 * numbers**2
+    return layer
+
+
+def tokens_for(*experts: int) -> Tensor:
+    x = torch.zeros(len(experts), D, dtype=torch.float64)
+    x[:, 0], x[:, 1] = torch.tensor(experts), 1
+    return x
+
+
+def test_the_balance_loss_is_its_closed_form() -> None:
+    def check(comm: Communicator) -> None:
+        layer = route_by_first_feature(comm)
+        # f = P = 1/12 each: 12 * 12 / 144; all on one: 12 * 1 * 1; half on each of two: 12 * 2 / 4.
+        for x, loss in (
+            (tokens_for(*range(E)), 1),
+            (tokens_for(3, 3, 3), 12),
+            (tokens_for(3, 8), 6),
+            (tokens_for(), 0),
+        ):
+            assert layer(x)[1].item() == pytest.approx(loss, abs=1e-12)
+        even = make_layer(comm, top_k=3)
+        nn.init.zeros_(even.router.weight)  # P is even, whatever f is
+        assert even(values(50, D, seed=0))[1].item() == pytest.approx(1, abs=1e-12)
+
+    run_ranks(1, check)
+    run_ranks(2, check)
+
+
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_drops_are_counted_a_call(size: int) -> None:
+    def check(comm: Communicator) -> None:
+        layer = route_by_first_feature(comm, capacity_factor=2.0)
+        x = tokens_for(7, 7, 7, 1, 7, 2, 7, 11, 7)  # ceil(2 * 9 / 12) = 2 places an expert
+        y, _ = layer(x)
+        assert layer.num_dropped == 4
+        kept = (y != 0).any(1).tolist()
+        assert kept == [True, True, False, True, False, True, False, True, False]
+        layer(x[:2])  # ceil(2 * 2 / 12) = 1
+        assert layer.num_dropped == 1
+        layer(tokens_for(1, 2, 3))
+        assert layer.num_dropped == 0
+
+    run_ranks(size, check)
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    def check(comm: Communicator) -> None:
+        layer = make_layer(comm, expert=nn.Identity, top_k=2, capacity_factor=6.0)
+        with torch.no_grad():
+            layer.router.weight.zero_()
+            layer.router.weight[0, 0], layer.router.weight[1, 1] = 1, 1
+        x = torch.tensor([[2.0, 1, 0, 0], [1, 2, 0, 0]], dtype=torch.float64)
+        y, _ = layer(x)  # ceil(6 * 2 * 2 / 12) = 2 places: no drop
+        assert layer.num_dropped == 0
+        assert torch.allclose(y, x)  # weights add up to 1
+        layer.capacity_factor = 3.0  # one place: that of the first choice
+        y, _ = layer(x)
+        assert layer.num_dropped == 2
+        assert torch.allclose(y, x * torch.sigmoid(torch.tensor(1.0, dtype=torch.float64)))
+
+    run_ranks(1, check)
+
+
+# -- training ------------------------------------------------------------------------------------
+
+GLOBAL_BATCH, MICRO_BATCH, NUM_SAMPLES = 20, 4, 51  # 5 micro-batches; 5; 3, the last one short
+
+
+class Net(nn.Module):
+    """Two layers with dropout in their experts, and a dense one between."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+
+        def noisy() -> nn.Module:
+            return nn.Sequential(expert(), nn.Dropout(0.3))
+
+        layers = [{"top_k": 2, "capacity_factor": 1.5, "seed": 1}, {"top_k": 1, "seed": 2}]
+        self.moe = nn.ModuleList(make_layer(comm, expert=noisy, **options) for options in layers)
+        self.dense = nn.Linear(D, D).double()
+        with torch.no_grad():
+            for i, p in enumerate(self.dense.parameters()):
+                p.copy_(values(*p.shape, seed=50 + i))
+        self.num_dropped = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, first = self.moe[0](x)
+        y, second = self.moe[1](self.dense(x + y))
+        self.num_dropped += self.moe[0].num_dropped
+        return y, first + second
+
+
+def samples() -> TensorDataset:
+    return TensorDataset(values(NUM_SAMPLES, 3, D, seed=1), values(NUM_SAMPLES, 3, D, seed=2))
+
+
+def loss_of(model: nn.Module, data: tuple[Tensor, Tensor], reduction: str = "mean") -> Tensor:
+    x, target = data
+    y, balance = model(x)
+    scale = len(x) if reduction == "sum" else 1
+    error = (y - target).square().mean((1, 2))
+    return (error.sum() if reduction == "sum" else error.mean()) + 0.1 * scale * balance
+
+
+def train(
+    comm: Communicator,
+    *,
+    policy: allstep.Synchronous | None = None,
+    weigh: bool = False,
+    spoil: Callable[[nn.Module, Communicator], None] = lambda model, comm: None,
+    shares: Any = "equal",
+    num_passes: int = 1,
+    clip: Callable[[Any], None] = lambda exchange: None,
+    num_epochs: int = 2,
+) -> dict[str, Tensor]:
+    """Three steps an epoch; parameters, and how often an expert had no room."""
+    model = Net(comm)
+    exchange = allstep.attach(model, comm, policy)
+    spoil(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with allstep.data.loader(
+        samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=11, shares=shares
+    ) as loader:
+        while loader.epoch < num_epochs:
+            for batch in allstep.steps(loader, exchange, replay=num_passes > 1):
+                for _ in range(num_passes):
+                    optimizer.zero_grad()
+                    for data in batch:
+                        if weigh:
+                            loss = loss_of(model, data, "sum")
+                            batch.backward(loss, weight=len(data[0]))
+                        else:
+                            batch.backward(loss_of(model, data))
+                clip(exchange)
+                optimizer.step()
+        assert loader.step == 3 * num_epochs
+    dropped = comm.all_reduce(torch.tensor(model.num_dropped))
+    exchange.detach()
+    return {name: p.detach() for name, p in model.named_parameters()} | {"dropped": dropped}
+
+
+@pytest.fixture
+def run(thread_generators: Any) -> Callable[..., dict[str, Tensor]]:  # noqa: F811
+    def run(size: int, **options: Any) -> dict[str, Tensor]:
+        return merged(run_ranks(size, lambda comm: train(comm, **options)))
+
+    return run
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_training_is_that_of_one_worker(size: int, run: Callable[..., dict[str, Tensor]]) -> None:
+    """Workers have different numbers of micro-batches, and in short steps some have none."""
+    one = run(1, num_epochs=4)
+    assert one["dropped"] > 0
+    assert largest_difference(one, run(size, num_epochs=4)) < 1e-10
+
+
+def clip_over_all(exchange: Any) -> None:
+    def norm_squared(parameters: Any) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square()
+
+    own = exchange.comm.all_reduce(norm_squared(exchange.divided.values()))
+    norm = (norm_squared(exchange.trained.values()) + own).sqrt()
+    nn.utils.clip_grads_with_norm_(exchange.model.parameters(), 0.02, norm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": allstep.Synchronous(plain=True)},
+        {"policy": allstep.Synchronous(overlap=False, bucket_bytes=64)},
+        {"weigh": True},
+        {"weigh": True, "policy": allstep.Synchronous(plain=True)},
+        {"shares": [1, 4, 1]},
+        {"num_passes": 2},
+        {"clip": clip_over_all},
+    ],
+    ids=["plain", "no overlap", "weights", "weights, plain", "shares", "two passes", "clipping"],
+)
+def test_training_in_other_ways(
+    options: dict[str, Any], run: Callable[..., dict[str, Tensor]]
+) -> None:
+    one = run(1, **{name: x for name, x in options.items() if name != "shares"})
+    assert largest_difference(one, run(3, **options)) < 1e-10
+
+
+def test_controls_of_training(run: Callable[..., dict[str, Tensor]]) -> None:
+    """Expert gradients as the mean over workers, or dropout by worker, are another model."""
+    one = run(1)
+
+    def average(model: nn.Module, comm: Communicator) -> None:
+        for layer in model.moe:
+            for p in layer.experts.parameters():
+                p.register_hook(lambda gradient: gradient / comm.size)
+
+    def draw_by_worker(model: nn.Module, comm: Communicator) -> None:
+        for layer in model.moe:
+            layer._seeded = lambda seed, device: seeded_thread(seed + comm.rank, device)
+
+    assert largest_difference(one, run(2, spoil=average)) > 1e-3
+    assert largest_difference(one, run(2, spoil=draw_by_worker)) > 1e-3
+
+
+def test_two_runs_have_the_same_bits(run: Callable[..., dict[str, Tensor]]) -> None:
+    assert largest_difference(run(2), run(2)) == 0
+
+
+def test_clipping_by_one_workers_norm_is_noticed(run: Callable[..., dict[str, Tensor]]) -> None:
+    def clip(exchange: Any) -> None:
+        nn.utils.clip_grad_norm_(exchange.model.parameters(), 0.02)
+
+    with pytest.raises(DisagreementError, match="values of "):
+        run(2, clip=clip)
+    assert largest_difference(run(1, clip=clip), run(1)) > 1e-3  # it does something
+
+
+def train_scaled(comm: Communicator, *, tells: bool) -> dict[str, Tensor]:
+    """With a GradScaler; the gradient of one expert, and of no other, overflows in step 2."""
+    model = Net(comm)
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with allstep.data.loader(
+        samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=11
+    ) as loader:
+        while loader.epoch < 2:
+            for batch in allstep.steps(loader, exchange):
+                for data in batch:
+                    batch.backward(scaler.scale(loss_of(model, data)))
+                if batch.step == 2 and "0" in model.moe[0].experts:
+                    model.moe[0].experts["0"].get_parameter("0.0.weight").grad.fill_(math.inf)
+                scaler.unscale_(optimizer)
+                for found_inf in scaler._found_inf_per_device(optimizer).values() if tells else ():
+                    comm.all_reduce(found_inf, "max")
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    exchange.detach()
+    assert scaler.get_scale() == 512
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_a_step_that_an_expert_overflows_is_skipped_on_all(thread_generators: Any) -> None:  # noqa: F811
+    one, *_ = run_ranks(1, lambda comm: train_scaled(comm, tells=False))
+    found = merged(run_ranks(2, lambda comm: train_scaled(comm, tells=True)))
+    assert largest_difference(one, found) < 1e-10
+    with pytest.raises(DisagreementError, match="updates since the last exchange"):
+        run_ranks(2, lambda comm: train_scaled(comm, tells=False))
+
+
+@pytest.mark.parametrize("is_frozen_first", [False, True])
+def test_a_loop_without_steps_takes_the_mean(is_frozen_first: bool) -> None:
+    """Each worker has one micro-batch, weighed by nobody: the exchange scales."""
+
+    def step(comm: Communicator) -> dict[str, Tensor]:
+        layer = make_layer(comm, top_k=2)
+        layer.experts.requires_grad_(not is_frozen_first)
+        exchange = allstep.attach(layer, comm)
+        layer.experts.requires_grad_(True)
+        for number in range(2):  # the second adds to what the first has left
+            parts = [values(10, D, seed=2 * number + i) for i in range(2)]
+            for x in parts if comm.size == 1 else parts[comm.rank :][:1]:
+                y, balance = layer(x)
+                (((y - 1).square().mean() + balance) / (2 if comm.size == 1 else 1)).backward()
+        exchange.detach()
+        return gradients(layer)
+
+    one, *_ = run_ranks(1, step)
+    assert largest_difference(one, merged(run_ranks(2, step))) < 1e-10
+    assert max(float(g.abs().max()) for name, g in one.items() if "experts" in name) > 1e-3
+
+
+def test_one_expert_that_is_frozen_and_thawed() -> None:
+    """Which other workers need not know."""
+
+    def train(comm: Communicator) -> dict[str, Tensor]:
+        layer = make_layer(comm, top_k=2)
+        exchange = allstep.attach(layer, comm)
+        found = {}
+        for number, is_trained in enumerate((True, False, True)):
+            if "1" in layer.experts:
+                layer.experts["1"].requires_grad_(is_trained)
+            layer.zero_grad()
+            parts = [values(20, D, seed=2 * number + i) for i in range(2)]
+            for x in parts if comm.size == 1 else parts[comm.rank :][:1]:
+                (layer(x)[0].square().sum() / (2 if comm.size == 1 else 1)).backward()
+            found |= {f"{name} {number}": g.clone() for name, g in gradients(layer).items()}
+        exchange.detach()
+        return found
+
+    one, *_ = run_ranks(1, train)
+    assert largest_difference(one, merged(run_ranks(2, train))) < 1e-10
+    norms = [float(one[f"experts.1.0.weight {number}"].norm()) for number in range(3)]
+    assert norms[0] > 0 and norms[1] == 0 and norms[2] > 0
+
+
+@pytest.mark.parametrize("policy", [allstep.Synchronous(), allstep.Synchronous(plain=True)])
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_only_experts_are_trained(weight: float | None, policy: allstep.Synchronous) -> None:
+    """There is nothing to exchange but the losses' weights."""
+
+    def train(comm: Communicator) -> dict[str, Tensor]:
+        layer = make_layer(comm)
+        layer.router.requires_grad_(False)
+        exchange = allstep.attach(layer, comm, policy)
+        with allstep.data.loader(samples(), comm, global_batch=20, micro_batch=4) as loader:
+            for batch in allstep.steps(loader, exchange):
+                layer.zero_grad()
+                for x, target in batch:
+                    error = (layer(x)[0] - target).square()
+                    if weight is None:
+                        batch.backward(error.mean())
+                    else:
+                        batch.backward(error.sum(), weight=weight * len(x))
+        exchange.detach()
+        return {name: g for name, g in gradients(layer).items() if "experts" in name}
+
+    one, *_ = run_ranks(1, train)
+    assert largest_difference(one, merged(run_ranks(3, train))) < 1e-10
+
+
+def test_experts_without_parameters() -> None:
+    """Workers with fewer micro-batches run them for others, too."""
+
+    def train(comm: Communicator) -> Tensor:
+        layer = make_layer(comm, expert=nn.Tanh, top_k=2)
+        exchange = allstep.attach(layer, comm)
+        with allstep.data.loader(samples(), comm, global_batch=20, micro_batch=4) as loader:
+            for batch in allstep.steps(loader, exchange):
+                layer.zero_grad()
+                for data in batch:
+                    batch.backward(loss_of(layer, data))
+        return layer.router.weight.grad
+
+    (one,) = run_ranks(1, train)
+    for found in run_ranks(2, train, timeout_s=10):
+        assert (found - one).abs().max() < 1e-12
+
+
+def test_evaluation_counts_each_sample_once() -> None:
+    """On workers with different numbers of micro-batches, some without any."""
+
+    def evaluate(comm: Communicator, size: int) -> dict[str, float]:
+        def metrics(model: nn.Module, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
+            return {"error": (loss_of(model, data) * len(data[0]), len(data[0]))}
+
+        dataset = torch.utils.data.Subset(samples(), range(size))
+        evaluator = allstep.Evaluator(metrics, dataset, comm, micro_batch=5)
+        return evaluator(Net(comm))
+
+    for size in (51, 13):
+        (one,) = run_ranks(1, lambda comm, size=size: evaluate(comm, size))
+        for found in run_ranks(4, lambda comm, size=size: evaluate(comm, size)):
+            assert found["error"] == pytest.approx(one["error"], rel=1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bfloat16_has_the_same_bits(size: int) -> None:
+    """Nothing is summed over the workers in the forward pass."""
+
+    def run(comm: Communicator) -> dict[str, Tensor]:
+        layer = make_layer(comm, top_k=2, capacity_factor=1.25).bfloat16()
+        y, balance = layer(values(20, D, seed=3).bfloat16())
+        (y.square().sum() + balance).backward()
+        return {"y": y.detach(), "balance": balance, "router": layer.router.weight.grad}
+
+    (one,) = run_ranks(1, run)
+    assert one["y"].dtype == torch.bfloat16
+    for found in run_ranks(size, run):
+        assert largest_difference(one, found) == 0
+
+
+def test_autocast_of_the_caller_holds_for_its_tokens() -> None:
+    """On a worker that runs experts outside of it, too."""
+    dtypes: list[torch.dtype] = []
+
+    class Seen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x @ torch.ones(D, D)
+            dtypes.append(y.dtype)
+            return y
+
+    def check(comm: Communicator) -> None:
+        layer = MixtureOfExperts(Seen, comm, D, 2, seed=0, seeded=seeded_thread)
+        if comm.rank == 0:
+            with torch.autocast("cpu", torch.bfloat16):
+                assert layer(torch.randn(64, D))[0].dtype == torch.float32
+        else:
+            layer.serve()
+
+    run_ranks(2, check)
+    assert dtypes == [torch.bfloat16] * 2
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+ONE = nn.Linear(D, D)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_experts": 7}, r"`num_experts` \(=7\) must be a multiple of the 2 workers; .* 6, 8"),
+        ({"num_experts": 0}, r"`num_experts` \(=0\) must be an int of at least 1"),
+        ({"top_k": 13}, r"`top_k` \(=13\) must be at most `num_experts` \(=12\)"),
+        ({"top_k": 1.0}, r"`top_k` \(=1.0\) must be an int"),
+        ({"capacity_factor": 0}, r"`capacity_factor` \(=0\) must be positive"),
+        ({"capacity_factor": math.nan}, r"`capacity_factor` \(=nan\) must be positive"),
+        ({"capacity_factor": "1"}, r"`capacity_factor` \(='1'\) must be positive"),
+        ({"expert": ONE}, r"`expert` \(a Linear\) must be a function .* `lambda: nn.L"),
+        ({"expert": lambda: ONE}, "modules with the same parameters"),
+        ({"expert": lambda: nn.LazyLinear(D)}, r"without a shape \(\d+.weight\)"),
+        ({"expert": lambda: nn.BatchNorm1d(D)}, r"batch norm with running statistics \(\d+\)"),
+    ],
+    ids=lambda x: "" if isinstance(x, str) else next(iter(x.items())).__repr__()[:30],
+)
+def test_bad_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run_ranks(2, lambda comm: make_layer(comm, **options))
+
+
+def test_workers_must_make_the_same_layer() -> None:
+    with pytest.raises(DisagreementError, match="top_k"):
+        run_ranks(2, lambda comm: make_layer(comm, top_k=1 + comm.rank))
+
+
+def test_bad_inputs() -> None:
+    def wrong_features(comm: Communicator) -> None:
+        make_layer(comm)(values(3, 5, seed=0))
+
+    with pytest.raises(UsageError, match=r"`x` has shape \(3, 5\).*`in_features` \(=4\)"):
+        run_ranks(1, wrong_features)
+
+    def wrong_shape(comm: Communicator) -> None:
+        make_layer(comm, expert=lambda: nn.Linear(D, 3))(values(9, D, seed=0))
+
+    with pytest.raises(UsageError, match=r"`expert` returned shape \(\d+, 3\)"):
+        run_ranks(1, wrong_shape)
+
+    def several(comm: Communicator) -> None:
+        make_layer(comm, expert=lambda: nn.LSTM(D, D))(values(9, D, seed=0))
+
+    with pytest.raises(UsageError, match=r"`expert` returned a tuple for shape"):
+        run_ranks(1, several)
+
+
+def test_one_worker_in_another_mode() -> None:
+    def without_gradients(comm: Communicator) -> None:
+        with torch.set_grad_enabled(comm.rank == 1):
+            make_layer(comm)(values(3, D, seed=0))
+
+    with pytest.raises(DisagreementError, match="0 in train mode without gradients; rank 1: Mix"):
+        run_ranks(2, without_gradients)
+
+    def evaluating(comm: Communicator) -> None:
+        make_layer(comm).train(comm.rank == 0)(values(3, D, seed=0))
+
+    with pytest.raises(DisagreementError, match="rank 1: MixtureOfExperts 0 in eval mode with"):
+        run_ranks(2, evaluating)
+
+
+def test_ddp_around_it() -> None:
+    """It would average different experts. DDP's mark is the process's, so one rank calls."""
+
+    def call(comm: Communicator) -> None:
+        model = nn.ModuleList([make_layer(comm)])
+        model.forward = model[0].forward
+        ddp = DistributedDataParallel(model, process_group=comm.process_group)
+        if comm.rank == 0:
+            ddp(values(3, D, seed=0))
+
+    with pytest.raises(UsageError, match="called by a DistributedDataParallel around it"):
+        run_ranks(2, call)
+
+
+def test_layers_in_different_orders() -> None:
+    def call(comm: Communicator) -> None:
+        layers = [make_layer(comm), make_layer(comm)]
+        layers[comm.rank](values(3, D, seed=0))
+
+    with pytest.raises(
+        DisagreementError, match=r"\(rank 0: MixtureOfExperts 0 in .*; rank 1: M\w+ 1 in"
+    ):
+        run_ranks(2, call)
+
+
+def test_a_call_of_one_worker_only() -> None:
+    """The other one goes on to the next global batch."""
+
+    def train(comm: Communicator) -> None:
+        layer = make_layer(comm)
+        exchange = allstep.attach(layer, comm)
+        loader = allstep.data.loader(samples(), comm, global_batch=8, micro_batch=4)
+        for batch in allstep.steps(loader, exchange):
+            for data in batch:
+                batch.backward(loss_of(layer, data))
+                if comm.rank == 0:
+                    layer(data[0])
+
+    with pytest.raises(DisagreementError, match="rank 1: the beginning of a global batch"):
+        run_ranks(2, train)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        allstep.Stale(steps=1),
+        allstep.LocalSGD(sync_every=2),
+        allstep.Synchronous(compression="exact"),
+    ],
+    ids=["stale", "local", "exact"],
+)
+def test_policies_that_need_whole_models(policy: Any) -> None:
+    def attach(comm: Communicator) -> None:
+        layer = make_layer(comm)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        allstep.attach(layer, comm, policy, optimizer=optimizer)
+
+    run_ranks(1, attach)
+    with pytest.raises(UsageError, match=r"`model.experts` is divided over them"):
+        run_ranks(2, attach)
+
+
+def test_attached_to_other_workers() -> None:
+    def attach(comm: Communicator) -> None:
+        allstep.attach(make_layer(comm), comm.split(0))
+
+    with pytest.raises(UsageError, match="of another communicator than `comm`"):
+        run_ranks(2, attach)
+
+
+def test_parameters_of_an_expert_and_of_others() -> None:
+    def attach(comm: Communicator) -> None:
+        model = nn.Module()
+        model.moe = make_layer(comm)
+        model.head = nn.Linear(D, 5).double()
+        number = next(iter(model.moe.experts))
+        model.head.weight = model.moe.experts[number][0].weight
+        allstep.attach(model, comm)
+
+    run_ranks(1, attach)
+    with pytest.raises(UsageError, match=r"`head.weight` is also one of `model.moe.experts`"):
+        run_ranks(2, attach)
+
+
+def test_several_exchanges() -> None:
+    def train(comm: Communicator) -> None:
+        exchanges = [allstep.attach(make_layer(comm), comm) for _ in range(2)]
+        loader = allstep.data.loader(samples(), comm, global_batch=4, micro_batch=2)
+        allstep.steps(loader, *exchanges)
+
+    with pytest.raises(UsageError, match="`exchanges` are 2, and a model has experts"):
+        run_ranks(2, train)
+
+
+def test_checkpoints_lose_no_expert(tmp_path: Path) -> None:
+    """What stores rank 0's is refused."""
+
+    def save(comm: Communicator) -> None:
+        allstep.train.Checkpoints(tmp_path, comm).save(1, make_layer(comm).state_dict())
+
+    with pytest.raises(DisagreementError, match="lie on several workers has to be gathered"):
+        run_ranks(2, save)
+
+    def auto(comm: Communicator) -> None:
+        exchange = allstep.attach(make_layer(comm), comm)
+        loader = allstep.data.loader(samples(), comm, global_batch=4, micro_batch=2)
+        allstep.AutoCheckpoint(tmp_path, loader, exchange, state={})
+
+    with pytest.raises(
+        UsageError, match=r"`model.experts` is divided over the workers, and a check"
+    ):
+        run_ranks(2, auto)
+
+    def task(comm: Communicator) -> None:
+        whole = allstep.Task(
+            model=make_layer(comm),
+            train_set=samples(),
+            test_set=samples(),
+            loss=loss_of,
+            metrics=lambda model, data: {},
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            schedule=lambda step: 1.0,
+        )
+        options = allstep.TrainOptions(epochs=1, global_batch=4, micro_batch=2)
+        allstep.fit(whole, options, comm, tmp_path / "run")
+
+    with pytest.raises(UsageError, match=r"`task.model.experts` is divided over the workers"):
+        run_ranks(2, task)
+
+
+class Late(nn.Module):
+    """Whose experts come, if at all, from a list that may be empty when it is attached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+def test_experts_that_join_after_attach() -> None:
+    def run(comm: Communicator, *, is_late: bool) -> tuple[dict[str, Tensor], set[str]]:
+        model, layer = Late(), make_layer(comm)
+        if not is_late:
+            model.layers.append(layer)
+        exchange = allstep.attach(model, comm)
+        if is_late:
+            model.layers.append(layer)
+        model(values(20, D, seed=comm.rank)).square().mean().backward()
+        return gradients(model), set(exchange.divided)
+
+    early = run_ranks(2, lambda comm: run(comm, is_late=False))
+    late = run_ranks(2, lambda comm: run(comm, is_late=True))
+    for (wanted, of_early), (found, of_late) in zip(early, late, strict=True):
+        assert of_late == of_early != set()
+        assert largest_difference(found, wanted) == 0
+
+
+def test_experts_that_join_what_needs_whole_models() -> None:
+    def run(comm: Communicator) -> None:
+        model = Late()
+        model.layers.append(make_layer(Communicator.single_process()))  # whole on each worker
+        allstep.attach(model, comm, allstep.Stale(steps=1))
+        model.layers.append(make_layer(comm))
+        model(values(20, D, seed=comm.rank))
+
+    with pytest.raises(UsageError, match=r"`model.layers.1.experts` is divided over them"):
+        run_ranks(2, run)
+
+
+def test_a_copy_has_the_same_workers() -> None:
+    def check(comm: Communicator) -> None:
+        layer = make_layer(comm)
+        exchange = allstep.attach(layer, comm)
+        average = torch.optim.swa_utils.AveragedModel(layer)
+        other = copy.deepcopy(layer)
+        x = values(9, D, seed=comm.rank)
+        assert torch.equal(other(x)[0], layer(x)[0])
+        assert torch.equal(average(x)[0], layer(x)[0])
+        other(x)[0].sum().backward()  # nobody scales its gradients
+        exchange.detach()
+        layer(x)[0].sum().backward()
+        assert largest_difference(gradients(other), gradients(layer)) == 0
+        allstep.attach(other, comm)
+
+    run_ranks(2, check)
