@@ -18,6 +18,7 @@ from allstep.exchange.hooks import Removable as Removable
 from allstep.exchange.layout import BucketLayout as BucketLayout
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.outer_optimizer import Nesterov
+from allstep.exchange.parameter_server import ParameterServer
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import (
     ExchangePolicy,
@@ -41,6 +42,7 @@ __all__ = [
     "LocalSGD",
     "Nesterov",
     "ParameterAveraging",
+    "ParameterServer",
     "PlainExchange",
     "RunningStatistics",
     "Stale",
