@@ -1,12 +1,15 @@
-"""How a launcher's workers ended, kept in the run's folder."""
+"""What a launcher keeps in the run's folder: where its store is, and how its workers ended."""
 
 import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from allstep.comm import state_folder
+from allstep.errors import UsageError
+from allstep.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def write_exits(run_dir: Path, exits: Exits) -> None:
     """Leaves it for `allstep why`; on a full disk nothing."""
     with contextlib.suppress(OSError):
         _file(run_dir).parent.mkdir(parents=True, exist_ok=True)
-        _file(run_dir).write_text(json.dumps(asdict(exits)), encoding="utf-8")
+        write_whole(_file(run_dir), json.dumps(asdict(exits)))
 
 
 def forget_exits(run_dir: Path | None) -> None:
@@ -43,6 +46,57 @@ def forget_exits(run_dir: Path | None) -> None:
     if run_dir is not None:
         with contextlib.suppress(OSError):
             _file(run_dir).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRecord:
+    """What workers that join must know of the launcher whose run they join.
+
+    Attributes:
+        port: of its store.
+        min_workers: with fewer the run ends.
+        host: where it is.
+    """
+
+    port: int
+    min_workers: int
+    host: str = field(default_factory=socket.gethostname)
+
+
+@contextlib.contextmanager
+def keeping_store(run_dir: Path, record: StoreRecord) -> Iterator[None]:
+    """Keeps it in the run's folder while the launcher is there."""
+    file = _store_file(run_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(asdict(record)))
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def read_store(run_dir: Path) -> StoreRecord:
+    """Of the launcher that trains in a run's folder now.
+
+    Raises:
+        UsageError: if none does, or not on this host, or if it takes no workers.
+    """
+    try:
+        record = StoreRecord(**json.loads(_store_file(run_dir).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        raise UsageError(
+            f"`run` (={run_dir}) takes no workers now: it has ended, or it was started without"
+            " `--elastic`."
+        ) from None
+    if record.host != socket.gethostname():
+        raise UsageError(
+            f"`run` (={run_dir}) is trained on {record.host}; workers can join it there only."
+        )
+    return record
+
+
+def _store_file(run_dir: Path) -> Path:
+    return state_folder(run_dir) / "store.json"
 
 
 def _file(run_dir: Path) -> Path:

@@ -28,9 +28,10 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import TCPStore
 
-from allstep.cli.exits import Exits, forget_exits, write_exits
+from allstep.cli.exits import Exits, StoreRecord, forget_exits, keeping_store, write_exits
 from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
-from allstep.env import environment_of_worker, make_room
+from allstep.comm import await_others
+from allstep.env import environment_of_joiner, environment_of_worker, make_room
 from allstep.train import FAILED, PEER_LOST
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
@@ -56,6 +57,8 @@ class Workers:
         preload: modules to import once, where workers are forked from then; without any, each
             worker is a Python of its own. What the first in this process asks for is imported.
         has_logs: keep what workers print in the folder instead of printing it.
+        min_workers: how few may go on when others are lost; None if all end with the first.
+        joins_port: of the store of a run that these join; None for workers that begin one.
         hosts: makes of a command line one for each worker, which says who it is; by default
             workers are told by this process.
 
@@ -73,6 +76,8 @@ class Workers:
         *,
         preload: Sequence[str] = (),
         has_logs: bool = False,
+        min_workers: int | None = None,
+        joins_port: int | None = None,
         hosts: Callable[[Sequence[str]], list[list[str]]] | None = None,
     ) -> None:
         self.folder = folder
@@ -81,8 +86,12 @@ class Workers:
         self._arguments = arguments
         self._preload = list(preload)
         self._has_logs = has_logs
+        self.min_workers = min_workers
+        self._port = joins_port
+        self._joins = joins_port is not None
         self._hosts = hosts
         self._processes: list[_Process] = []
+        self._cleaned_up: set[int] = set()  # ranks
         self.start_s = 0.0
 
     def start(self) -> Self:
@@ -100,21 +109,30 @@ class Workers:
     def _start(self) -> None:
         self.start_s = time.monotonic()
         write_call(self.folder, self._arguments, None if self._preload else os.getpid())
-        self._store = TCPStore(
-            "127.0.0.1",
-            0,
-            self._num_workers,
-            True,
-            timedelta(seconds=_STORE_TIMEOUT_S),
-            wait_for_workers=False,
-        )
+        if self._port is None:
+            self._store = TCPStore(
+                "127.0.0.1",
+                0,
+                self._num_workers,
+                True,
+                timedelta(seconds=_STORE_TIMEOUT_S),
+                wait_for_workers=False,
+            )
+            self._port = self._store.port
         make_room(4 * self._num_workers + 64)  # pipes to workers, and their connections
         job_id = uuid.uuid4().hex
         for rank in range(self._num_workers):
             self.error_file(rank).parent.mkdir()
             environ = environment_of_worker(
-                rank, self._num_workers, self._store.port, job_id, self.error_file(rank)
+                rank,
+                self._num_workers,
+                self._port,
+                job_id,
+                self.error_file(rank),
+                self.min_workers,
             )
+            if self._joins:
+                environ = environment_of_joiner(environ)
             start = self._fork if self._preload else self._spawn
             self._processes.append(start(rank, environ))
 
@@ -152,6 +170,12 @@ class Workers:
         return self.folder / str(rank) / "error.json"
 
     @property
+    def port(self) -> int:
+        """Of the store in which the workers meet."""
+        assert self._port is not None
+        return self._port
+
+    @property
     def pids(self) -> list[int]:
         """Process ids by rank."""
         return [process.pid or 0 for process in self._processes]
@@ -178,13 +202,33 @@ class Workers:
             time.sleep(min(timeout_s, _POLL_S))
         return None not in self.exit_codes
 
+    def await_others(self, came: Sequence[int]) -> int | None:
+        """Serves the store for workers that have joined, as long as they go on without these.
+
+        Args:
+            came: signals, which end that.
+
+        Returns:
+            The code with which the training has ended; None if it has not.
+        """
+        return None if self._joins else await_others(self._store, lambda: bool(came))
+
+    def kill_left_behind(self, rank: int) -> None:
+        """Kills what a failed worker has left behind, such as its loader's processes.
+
+        Only once and at once: later its process id may be another one's.
+        """
+        if rank not in self._cleaned_up:
+            self._cleaned_up.add(rank)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pids[rank], signal.SIGKILL)
+
     def close(self) -> None:
         """Kills what still runs, and what failed workers have left behind."""
-        for process in self._processes:
+        for rank, process in enumerate(self._processes):
             code = _exit_code(process)
             if code != 0:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid or 0, signal.SIGKILL)
+                self.kill_left_behind(rank)
             if code is None:
                 process.kill()
         for process in self._processes:
@@ -213,11 +257,13 @@ def launch_workers(
     *,
     has_logs: bool = False,
     run_dir: Path | None = None,
+    min_workers: int | None = None,
+    joins_port: int | None = None,
 ) -> int:
-    """Runs workers until all have ended; if one fails, ends the others.
+    """Runs workers until all have ended; if one fails, ends the others, unless they may go on.
 
     Args:
-        num_workers, function, folder, arguments, has_logs: of `Workers`.
+        num_workers, function, folder, arguments, has_logs, min_workers, joins_port: of `Workers`.
         run_dir: where to leave how they ended, for `allstep why`.
 
     Returns:
@@ -225,62 +271,121 @@ def launch_workers(
     """
     with (
         signals_noted() as came,
-        Workers(num_workers, function, folder, arguments, has_logs=has_logs) as workers,
+        Workers(
+            num_workers,
+            function,
+            folder,
+            arguments,
+            has_logs=has_logs,
+            min_workers=min_workers,
+            joins_port=joins_port,
+        ) as workers,
+        contextlib.ExitStack() as stack,
     ):
+        if run_dir is not None and min_workers is not None:  # in the folder of a run of its own
+            stack.enter_context(
+                keeping_store(run_dir, StoreRecord(port=workers.port, min_workers=min_workers))
+            )
         forget_exits(run_dir)
-        failed, killed = _watch(workers, came)
-        if failed and run_dir is not None:
-            first = _root_cause(workers, failed)
+        watch = Watch(workers, came)
+        while not watch.look(_POLL_S):
+            pass
+        failed, killed = watch.failed, watch.killed
+        code = None
+        if failed and min_workers is not None:  # the others may have come to the end without those
+            code = 0 if 0 in workers.exit_codes else workers.await_others(came)
+        if failed and code is None and run_dir is not None:
+            first = root_cause(workers, failed)
             write_exits(run_dir, Exits(workers.exit_codes, first, killed))
-        return 128 + came[0] if came else _explain(workers, failed, killed)
+        if came:
+            return 128 + came[0]
+        return _explain(workers, failed, killed) if code is None else code
 
 
-def _watch(workers: Workers, came: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Waits for the end, handing on signals.
+class Watch:
+    """Follows workers to their end: hands signals on, and ends the others if one has failed.
 
-    Returns:
-        The ranks that failed, the first first, and those that had to be killed.
+    Args:
+        workers: which run.
+        came: signals that this process got, and may still get.
+
+    Attributes:
+        failed: ranks, the first first.
+        killed: ranks that had to be.
     """
-    num_sent = 0
-    failed: list[int] = []
-    killed: list[int] = []
-    deadline_s = math.inf
-    while True:
-        is_over = workers.wait(_POLL_S)
+
+    def __init__(self, workers: Workers, came: Sequence[int]) -> None:
+        self.workers = workers
+        self.failed: list[int] = []
+        self.killed: list[int] = []
+        self._came = came
+        self._num_sent = 0
+        self._deadline_s = math.inf
+
+    def look(self, timeout_s: float) -> bool:
+        """Waits until one more worker has ended, or as long; returns whether all have."""
+        workers = self.workers
+        is_over = workers.wait(timeout_s)
         codes = workers.exit_codes
-        failed += [rank for rank, code in enumerate(codes) if code and rank not in failed]
-        if is_over:
-            return failed, killed
-        now_s = time.monotonic()
-        if len(came) > num_sent:
-            deadline_s = min(deadline_s, now_s + _SHUTDOWN_S)
-            workers.send(came[num_sent])
-            num_sent += 1
-        if failed and not came and deadline_s == math.inf:
-            deadline_s = now_s + _GRACE_S
+        new = [rank for rank, code in enumerate(codes) if code and rank not in self.failed]
+        self.failed += new
+        for rank in new:
+            workers.kill_left_behind(rank)
+        if workers.min_workers is not None and new and not is_over:
+            _tell_of_lost(workers, new)
+        if not is_over:
+            self._end_them()
+        return is_over
+
+    def _end_them(self) -> None:
+        """Tells workers to end if they must, and kills them if they have not, long after."""
+        workers, now_s = self.workers, time.monotonic()
+        if len(self._came) > self._num_sent:
+            self._deadline_s = min(self._deadline_s, now_s + _SHUTDOWN_S)
+            workers.send(self._came[self._num_sent])
+            self._num_sent += 1
+        must_end = self.failed and workers.min_workers is None
+        if must_end and not self._came and self._deadline_s == math.inf:
+            self._deadline_s = now_s + _GRACE_S
             workers.send(signal.SIGTERM)
-        if now_s > deadline_s:
-            killed = [rank for rank, code in enumerate(workers.exit_codes) if code is None]
+        if now_s > self._deadline_s:
+            self.killed = [rank for rank, code in enumerate(workers.exit_codes) if code is None]
             workers.close()
+
+
+def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
+    """Says who was lost of workers that may go on without."""
+    for rank in ranks:
+        code = workers.exit_codes[rank] or 0
+        if code > 128:  # it was asked to end, and the others with it
+            continue
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        pid = workers.pids[rank]
+        print(f"worker {rank} (process {pid}) {how}; the others go on", file=sys.stderr, flush=True)
 
 
 def _explain(workers: Workers, failed: Sequence[int], killed: Sequence[int]) -> int:
     """Prints what no worker could say itself; returns the exit code of the run."""
     if not failed:
         return 0
-    rank = _root_cause(workers, failed)
+    rank = root_cause(workers, failed)
     code = workers.exit_codes[rank] or 0
     if code < 0:
-        name = signal.Signals(-code).name
-        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        if rank in killed:
-            hint = f", for it had not ended {_GRACE_S:g} s after the others: was it stopped?"
-        print(f"error: worker {rank} was killed by {name}{hint}", file=sys.stderr)
+        print(f"error: {words_of_death(workers, rank, killed)}", file=sys.stderr)
         return FAILED
     return FAILED if code == PEER_LOST else code
 
 
-def _root_cause(workers: Workers, failed: Sequence[int]) -> int:
+def words_of_death(workers: Workers, rank: int, killed: Sequence[int]) -> str:
+    """Of a worker that a signal has ended."""
+    number = -(workers.exit_codes[rank] or 0)
+    hint = " (out of memory?)" if number == signal.SIGKILL else ""
+    if rank in killed:
+        hint = f", for it had not ended {_GRACE_S:g} s after the others: was it stopped?"
+    return f"worker {rank} was killed by {signal.Signals(number).name}{hint}"
+
+
+def root_cause(workers: Workers, failed: Sequence[int]) -> int:
     """The worker that failed on its own account: it reported, or was killed, or came first."""
 
     def order(rank: int) -> tuple[bool, bool, float]:

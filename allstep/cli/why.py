@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -66,22 +67,41 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="print it for programs")
     known = parser.parse_args(arguments)
-    states, exits = read_states(known.run), read_exits(known.run)
+    states, exits = left_states(known.run), read_exits(known.run)
     if not states:
         raise UsageError(
             f"`run` (={known.run}) has nothing that its workers left, in"
             f" {state_folder(known.run)}: give the folder of a run that has begun; on another host"
             " it may be there."
         )
-    states = [state for state in states if state.rank < states[0].size]
     finding = find_cause(states, exits)
     if known.json:
-        rows = [{**asdict(state), "process_state": state.process} for state in states]
+        rows = [plain_row(state) for state in states]
         codes = None if exits is None else exits.codes
         print(json.dumps({**asdict(finding), "exit_codes": codes, "ranks": rows}, indent=1))
         return 0
     _print(known.run, finding, states, exits)
     return 0
+
+
+def left_states(run_dir: Path) -> list[WorkerState]:
+    """What the run's workers have left, by rank; of its newest part only."""
+    states = read_states(run_dir)
+    return [state for state in states if state.rank < states[0].size]
+
+
+def plain_row(state: WorkerState) -> dict[str, Any]:
+    """A worker's state for programs."""
+    return {**asdict(state), "process_state": state.process}
+
+
+def is_over(states: Sequence[WorkerState]) -> bool:
+    """Whether no worker goes on, as far as that is known."""
+    return all(state.end or not state.process or _is_lost(state) for state in states)
+
+
+def _is_lost(state: WorkerState) -> bool:
+    return state.process == "?" and state.age_s() > _LOST_S
 
 
 def find_cause(states: Sequence[WorkerState], exits: Exits | None) -> Finding:
@@ -177,7 +197,7 @@ def _stop(open_ended: Sequence[WorkerState]) -> Finding | None:
                 f"{_named(state)} {what}: last seen {age_s:.0f} s ago in {state.where}.",
                 f"`kill -CONT {state.pid}` on {state.host} lets a stopped process go on.",
             )
-        if process == "?" and age_s > _LOST_S:
+        if _is_lost(state):
             return Finding(
                 "lost",
                 state.rank,
@@ -238,8 +258,7 @@ def _print(
     if any(state.rank == finding.rank and state.stacks for state in states):
         file = state_folder(run_dir) / f"rank-{finding.rank}.txt"
         console.print(f"Its stacks: {file}", markup=False, soft_wrap=True)
-    is_over = all(state.end or not state.process for state in states)
-    if is_over and finding.what != "ended well" and run_folder.can_resume(run_dir):
+    if is_over(states) and finding.what != "ended well" and run_folder.can_resume(run_dir):
         command = run_folder.resume_command(run_dir, states[0].size)
         console.print(f"The run can be continued: {command}", markup=False, soft_wrap=True)
     table = Table("rank", "host", "process", "end", "last seen in", "at", "memory", box=None)

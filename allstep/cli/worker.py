@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from allstep.env import num_cores, read_num_threads, set_environment
+from allstep.files import write_whole
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CALL, _RESULT = "call.json", "result.json"
@@ -88,9 +89,7 @@ def read_call(folder: Path) -> Call:
 
 def write_result(folder: Path, plain: Any) -> None:
     """Leaves what came of it, whole or not at all."""
-    draft = folder / f"{_RESULT}.draft"
-    draft.write_text(json.dumps(plain), encoding="utf-8")
-    draft.replace(folder / _RESULT)
+    write_whole(folder / _RESULT, json.dumps(plain))
 
 
 def read_result(folder: Path) -> Any:

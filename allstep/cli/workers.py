@@ -52,7 +52,13 @@ def num_workers_to_start(requested: int | None) -> int | None:
 
 
 def run_on_workers(
-    num_workers: int | None, body: Body, *, run_dir: Path | None = None, **arguments: Any
+    num_workers: int | None,
+    body: Body,
+    *,
+    run_dir: Path | None = None,
+    min_workers: int | None = None,
+    is_apart: bool = False,
+    **arguments: Any,
 ) -> int:
     """Runs a body on workers of this machine, or as one of a launcher's; returns the exit code.
 
@@ -60,23 +66,38 @@ def run_on_workers(
         num_workers: from `num_workers_to_start`; one runs in this process.
         body: a function of a module.
         run_dir: where a launcher leaves how its workers ended.
+        min_workers: how few may go on when others are lost; None if all end with the first.
+        is_apart: whether a single one has a process of its own, too, whose end this one sees.
         arguments: of the body, as plain data.
     """
-    if num_workers is None or num_workers == 1:
+    is_here = num_workers == 1 and min_workers is None and not is_apart
+    if num_workers is None or is_here:
         forget_exits(run_dir)
         return run_here(partial(body, **arguments))
-    return ask_workers(num_workers, body, run_dir=run_dir, **arguments)[0]
+    return ask_workers(num_workers, body, run_dir=run_dir, min_workers=min_workers, **arguments)[0]
 
 
 def ask_workers(
-    num_workers: int, body: Body, *, run_dir: Path | None = None, **arguments: Any
+    num_workers: int,
+    body: Body,
+    *,
+    run_dir: Path | None = None,
+    min_workers: int | None = None,
+    joins_port: int | None = None,
+    **arguments: Any,
 ) -> tuple[int, Any]:
     """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
     from allstep.cli.launch import launch_workers
 
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
         folder = Path(name)
-        code = launch_workers(num_workers, *call_of(folder, body, arguments), run_dir=run_dir)
+        code = launch_workers(
+            num_workers,
+            *call_of(folder, body, arguments),
+            run_dir=run_dir,
+            min_workers=min_workers,
+            joins_port=joins_port,
+        )
         return code, read_result(folder)
 
 

@@ -5,6 +5,10 @@
 
 from allstep.comm.activity import Activity as Activity
 from allstep.comm.communicator import Communicator
+from allstep.comm.divided import DividedModules as DividedModules
+from allstep.comm.divided import divided_modules as divided_modules
+from allstep.comm.divided import divided_prefixes as divided_prefixes
+from allstep.comm.generations import await_others as await_others
 from allstep.comm.group import Topology as Topology
 from allstep.comm.initialise import init
 from allstep.comm.mesh import Mesh

@@ -1,11 +1,12 @@
 """What a worker is doing, noted as it goes, and left in a file for those who ask why a run ended.
 
 [Note: last state] `RUN/last_state/rank-N.txt` begins with a record of a fixed size, one line of
-JSON, which a thread rewrites twice a second: so what was last seen of a worker is known when it is
-stopped, killed or lost, and a step costs no more than to note its phase in memory. Behind it come
-the stacks of all threads if the worker fails, or gets a fatal signal, for which Python's
-faulthandler has the file open. Room for both is taken at the start, in case the disk is full then.
-The same thread says for whom this worker waits, once that takes seconds.
+JSON, which a thread rewrites twice a second: so what was last seen of a worker is known while it
+runs, and when it is stopped, killed or lost, and a step costs no more than to note in memory its
+phase and where its time went. Behind it come the stacks of all threads if the worker fails, or gets
+a fatal signal, for which Python's faulthandler has the file open. Room for both is taken at the
+start, in case the disk is full then. The same thread says for whom this worker waits, once that
+takes seconds.
 """
 
 import atexit
@@ -181,6 +182,7 @@ class LastState:
     def _now(self) -> WorkerState:
         doing, now_s = self._activity, time.monotonic()
         call = doing.oldest_call()
+        data_s, compute_s, wait_s = doing.times_s
         return replace(
             self._own,
             seen_s=time.time(),
@@ -191,6 +193,11 @@ class LastState:
             call_s=0.0 if call is None else now_s - call[1],
             rss_bytes=_rss_bytes(),
             metrics=doing.metrics,
+            num_total_steps=doing.num_total_steps,
+            data_s=data_s,
+            compute_s=compute_s,
+            wait_s=wait_s,
+            straggler=doing.straggler,
         )
 
     def _notice(self) -> None:

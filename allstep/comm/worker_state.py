@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,11 @@ class WorkerState:
         phase, phase_s, step: what it was doing, for how long, in which step.
         call, call_s: what it waited in, and for how long; None if it did not wait.
         rss_bytes: resident memory.
-        metrics: the last ones.
+        metrics: the last ones; None for what is not finite.
+        num_total_steps: of the whole run; None if that is not known.
+        data_s, compute_s, wait_s: how long a step waited for data, computed, and waited for the
+            exchange; means of the last steps.
+        straggler: who keeps the others waiting, and what helps; empty if nobody.
         end, message: how it ended and with which error; None while it has not.
         stacks: of its threads; empty while it has left none.
     """
@@ -51,6 +56,11 @@ class WorkerState:
     call_s: float = 0.0
     rss_bytes: int = 0
     metrics: Mapping[str, float | None]
+    num_total_steps: int | None = None
+    data_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    straggler: str = ""
     end: str | None = None
     message: str = ""
     stacks: str = ""
@@ -147,7 +157,8 @@ def waiting_words(
 
 def record_of(state: WorkerState) -> bytes:
     """One line of JSON, always as long."""
-    metrics = dict(list(state.metrics.items())[:_MOST_METRICS])
+    kept = list(state.metrics.items())[:_MOST_METRICS]
+    metrics = {name: _finite(value) for name, value in kept}
     short = replace(state, message=state.message[:_MOST_CHARACTERS], metrics=metrics)
     fields = asdict(short)
     del fields["stacks"]
@@ -156,6 +167,11 @@ def record_of(state: WorkerState) -> bytes:
         fields["message"], fields["metrics"] = fields["message"][: len(fields["message"]) // 2], {}
         line = json.dumps(fields).encode()
     return line.ljust(RECORD_BYTES - 1) + b"\n"
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no nan nor infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def read_state(file: Path) -> WorkerState | None:

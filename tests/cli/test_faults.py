@@ -34,11 +34,16 @@ class Faulty(Launched):
     ("fault", "error"),
     [
         ("raise_in_collective", "ZeroDivisionError: on purpose"),
-        ("raise_everywhere", "ZeroDivisionError: on purpose"),
-        ("raise_while_peers_compute", "ZeroDivisionError: on purpose"),
-        ("raise_in_loader", "RuntimeError: a sample that can't be read"),
-        ("fit_raise_in_loss", "ZeroDivisionError: on purpose"),
         ("fit_raise_in_loader", "RuntimeError: a sample that can't be read"),
+        *(
+            pytest.param(fault, error, marks=pytest.mark.slow)
+            for fault, error in (
+                ("raise_everywhere", "ZeroDivisionError: on purpose"),
+                ("raise_while_peers_compute", "ZeroDivisionError: on purpose"),
+                ("raise_in_loader", "RuntimeError: a sample that can't be read"),
+                ("fit_raise_in_loss", "ZeroDivisionError: on purpose"),
+            )
+        ),
     ],
 )
 def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error):
@@ -63,7 +68,7 @@ def test_an_exception_ends_all_workers_with_one_traceback(tmp_path, fault, error
         ("raise_data_error", "error: cat.jpg is no image.\n"),
     ],
 )
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_own_error_is_one_line_and_exit_code_2(tmp_path, fault, message, num_workers):
     run = Faulty(num_workers, fault, tmp_path)
     run.pids()
@@ -81,7 +86,14 @@ def test_a_lone_worker_fails_with_a_plain_traceback(tmp_path):
     assert run.errors.count("ZeroDivisionError: on purpose") == 1
 
 
-@pytest.mark.parametrize("fault", ["hang_in_collective", "hang_in_compute", "hang_in_loader"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "hang_in_collective",
+        pytest.param("hang_in_compute", marks=pytest.mark.slow),
+        pytest.param("hang_in_loader", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_worker_is_named_and_its_peers_end(tmp_path, fault):
     run = Faulty(3, fault, tmp_path)
     psutil.Process(run.pids()[1]).kill()
@@ -100,8 +112,15 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
     run.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "number"),
+    [
+        (1, signal.SIGINT),
+        (2, signal.SIGTERM),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_lets_every_worker_finish(tmp_path, number, num_workers):
     run = Faulty(num_workers, "work_until_asked", tmp_path)
     run.pids()
@@ -121,6 +140,7 @@ def test_a_signal_to_one_worker_ends_the_run_with_its_exit_code(tmp_path):
     assert len(list(tmp_path.glob("*.done"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_second_signal_ends_what_does_not_answer(tmp_path, num_workers):
     run = Faulty(num_workers, "hang_in_loader", tmp_path)

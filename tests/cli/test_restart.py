@@ -86,11 +86,10 @@ def test_auto_needs_a_recipe_and_a_folder(refused: Callable[..., str]) -> None:
     assert "needs a recipe" in refused("train", "--resume", "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "flags", [[], pytest.param(["--run-dir", "runs/run"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("flags", [[], ["--run-dir", "runs/run"]])
 def test_torchrun_goes_on_after_a_worker_was_killed(tmp_path: Path, flags: list[str]) -> None:
     agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     agent += ["--max-restarts", "3", "-m", "allstep"]
@@ -113,3 +112,41 @@ def test_auto_begins_where_there_is_no_run(tmp_path: Path) -> None:
     assert run.code == 0, run.errors
     assert "is continued" not in run.output
     assert json.loads((tmp_path / "new" / "report.json").read_text())["num_steps"] == 15
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_restarts_by_the_command_itself(num_workers: int, tmp_path: Path) -> None:
+    """A worker is killed twice, one time more than may be: the second ends the run."""
+    run_dir = tmp_path / "run"
+    flags = ["--run-dir", run_dir, "--epochs", 40, "--restarts", 1, "--workers", num_workers]
+    training = Launched("-m", "allstep", "train", "digits", *flags)
+
+    def has_begun(lines: int) -> bool:
+        file = run_dir / "metrics.jsonl"
+        num_lines = len(file.read_text().splitlines()) if file.exists() else 0
+        return num_lines > lines and any((run_dir / "checkpoints").glob("step-*"))
+
+    training.wait_until(lambda: has_begun(0))
+    first = training.workers()
+    first[-1].kill()
+    training.wait_until(lambda: bool(set(training.workers()) - set(first)))
+    written = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    training.wait_until(lambda: has_begun(written))
+    next(iter(set(training.workers()) - set(first))).kill()
+    training.finish(within_s=60)
+    assert training.code == 1
+    assert f"{run_dir} is continued: restart 1 of 1" in training.output
+    assert training.errors.count("was killed by SIGKILL") == 2
+    assert "The run can be continued" in training.errors
+
+
+def test_restarts_that_cannot_be(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "`restarts` (=-1)" in refused("train", "digits", "--restarts", "-1", "--workers", "1")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "`--max-restarts`" in refused("train", "digits", "--restarts", "1")

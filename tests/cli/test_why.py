@@ -313,8 +313,13 @@ comm.activity.enter("forward", 3)
     ("last_lines", "end", "words"),
     [
         ("raise ValueError('on purpose')", FAILED, "in forward of step 3: ValueError: on purpose"),
-        ("with comm: 1 / 0", FAILED, "in forward of step 3: ZeroDivisionError"),
-        ("comm.close()", WELL, "ended well"),
+        pytest.param(
+            "with comm: 1 / 0",
+            FAILED,
+            "in forward of step 3: ZeroDivisionError",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("comm.close()", WELL, "ended well", marks=pytest.mark.slow),
         ("", EXITED, "ended without `close`"),
     ],
 )

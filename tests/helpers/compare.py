@@ -24,6 +24,12 @@ def newest_tensors(run_dir: Path) -> dict[str, Tensor]:
     return load_file(newest / "tensors.safetensors")
 
 
+def newest_step(run_dir: Path) -> int:
+    """Of a run's newest checkpoint; 0 before the first."""
+    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
 def equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

@@ -57,11 +57,13 @@ class _Outcome:
 class Workers(launch.Workers):
     """Processes that run `fn(*args)`, one a rank; as a context manager it leaves none."""
 
-    def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], **options: Any
+    ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._temporary.name)
         (folder / "call.pickle").write_bytes(pickle.dumps((fn, args)))
-        super().__init__(n, f"{__name__}:run_call", folder, {}, preload=_PRELOAD)
+        super().__init__(n, f"{__name__}:run_call", folder, {}, preload=_PRELOAD, **options)
         self.start()
 
     def kill(self, *ranks: int, signal_number: int = signal.SIGKILL) -> None:
@@ -89,14 +91,14 @@ class Workers(launch.Workers):
         """What the ranks returned; RemoteError with the causing traceback if one raised or died."""
         with contextlib.suppress(TimeoutError):
             self._wait_for_all(timeout_s)
-        outcomes = self._outcomes()
+        outcomes = self.outcomes()
         failures = [outcome for outcome in outcomes.values() if outcome.severity is not None]
         if failures:
             worst = min(failures, key=lambda outcome: outcome.severity or 0)
             raise RemoteError(f"on rank {worst.rank}:\n{worst.value}")
         silent = sorted(set(range(len(self.pids))) - set(outcomes))
         if silent:
-            self._show_stacks()
+            self.show_stacks()
             raise TimeoutError(f"ranks {silent} returned nothing within {timeout_s:g} s")
         return [outcomes[rank].value for rank in sorted(outcomes)]
 
@@ -109,7 +111,7 @@ class Workers(launch.Workers):
             if any(self.exit_codes):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
 
-    def _outcomes(self) -> dict[int, _Outcome]:
+    def outcomes(self) -> dict[int, _Outcome]:
         """By rank, of those who left one or died."""
         found = {}
         for rank, code in enumerate(self.exit_codes):
@@ -120,7 +122,7 @@ class Workers(launch.Workers):
                 found[rank] = _Outcome(rank, f"it died (exit code {code})", severity=1)
         return found
 
-    def _show_stacks(self) -> None:
+    def show_stacks(self) -> None:
         """Has the ranks and their loader processes write to stderr where they are."""
         for pid in self.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -192,6 +194,14 @@ def run_call(folder: Path) -> int:
     draft.write_bytes(pickle.dumps(outcome))
     draft.replace(folder / f"rank-{rank}.pickle")
     return 0 if outcome.severity is None else 1
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:
+    """Asks again and again; shows the end of a log where it takes too long."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, log.read_text()[-4000:] if log.exists() else "no log"
+        time.sleep(0.1)
 
 
 def names_in_dev_shm() -> set[str]:

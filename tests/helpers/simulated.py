@@ -114,6 +114,9 @@ class SimulatedWire:
         names = self.names.part(ranks, rank)
         return SimulatedWire(self._network, f"{self._name}/{name}", names, rank, len(ranks))
 
+    def interrupt(self) -> None:
+        pass
+
     def close(self, *, abort: bool) -> None:
         pass
 

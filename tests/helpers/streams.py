@@ -30,6 +30,21 @@ _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::ma
 _HOST_READS = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
 
 
+def _resolve_operators() -> None:
+    """Has torch make its Python objects of all operators, in one thread.
+
+    Where two threads need one for the first time, under a dispatch mode, torch makes it twice,
+    frees one, and may go on with that: a segmentation fault.
+    """
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        name, _, overload = name.partition(".")
+        getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+
+_resolve_operators()
+
+
 @dataclass
 class Rank:
     """One rank's device.

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import allstep
 from allstep import Communicator, TrainOptions
 from allstep.errors import CheckpointError
 from allstep.train.metrics import read_metrics
+from allstep.train.storage import read_checkpoint
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
 from tests.helpers.processes import Workers
@@ -34,6 +36,7 @@ OPTIONS = TrainOptions(
     checkpoint_every_steps=2,
     keep_checkpoints=2,
 )
+FOLLOWING = replace(OPTIONS, best_metric="accuracy", best_mode="max")
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 
 
@@ -76,7 +79,7 @@ def train(run_dir: Path, happens: Callable[[int], None]) -> tuple[dict[str, Tens
     task = same_model.make_task("adamw")
     task = allstep.Task(**{**vars(task), "metrics": metrics_of})
     resume = any((run_dir / "checkpoints").glob("step-*"))
-    allstep.fit(task, OPTIONS, Communicator.single_process(), run_dir, resume=resume)
+    allstep.fit(task, FOLLOWING, Communicator.single_process(), run_dir, resume=resume)
     return task.model.state_dict(), moments.count
 
 
@@ -120,9 +123,17 @@ def lives(folder: Path, number: signal.Signals, part: slice) -> list[str]:
         state, _ = trained(run_dir, result)
         if differing_names(state, expected):
             wrong.append(f"moment {moment}: other parameters")
+        if differing_names(best_of(run_dir), best_of(folder / "whole")):
+            wrong.append(f"moment {moment}: another best checkpoint")
         if without_times(read_metrics(run_dir)) != without_times(records):
             wrong.append(f"moment {moment}: other metrics")
     return wrong + [f"only {num_moments} moments"] * (num_moments < 100)
+
+
+def best_of(run_dir: Path) -> dict[str, Tensor]:
+    """Its tensors, read with all checks."""
+    model: dict[str, Tensor] = read_checkpoint(run_dir / "checkpoints" / "best")["model"]
+    return model
 
 
 def without_times(records: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -152,7 +163,9 @@ def full_disks(folder: Path, limits: list[int]) -> list[str]:
 
         in_a_child(fail, result)
         message = pickle.loads(result.read_bytes())
-        if not re.search(r"(step-\d+|metrics.jsonl) could not be written .*Free some", message):
+        if not re.search(
+            r"(step-\d+|best|metrics.jsonl) could not be written .*Free some", message
+        ):
             wrong.append(f"limit {limit}: {message}")
         if differing_names(trained(run_dir, result)[0], expected):
             wrong.append(f"limit {limit}: other parameters")

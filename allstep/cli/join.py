@@ -1,0 +1,34 @@
+"""`allstep join`: brings workers to a run that is being trained with `--elastic`."""
+
+import argparse
+from pathlib import Path
+
+from allstep.cli import run_folder
+from allstep.cli.exits import read_store
+from allstep.cli.train import train_worker
+from allstep.cli.workers import ask_workers
+from allstep.errors import check_integer
+
+
+def run(arguments: list[str]) -> int:
+    """Starts workers that take a part from the next step on, and waits for their end."""
+    parser = argparse.ArgumentParser(
+        prog="allstep join",
+        description="Brings workers to a run that is being trained with --elastic.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, on this host")
+    parser.add_argument("--workers", metavar="N", type=int, default=1, help="how many; 1")
+    known = parser.parse_args(arguments)
+    check_integer("workers", known.workers)
+    recipe = run_folder.read_recipe(known.run, argument="run")
+    store = read_store(known.run)
+    recipe.check()
+    return ask_workers(
+        known.workers,
+        train_worker,
+        min_workers=store.min_workers,
+        joins_port=store.port,
+        folder=str(known.run),
+        resume=False,
+    )[0]

@@ -1,0 +1,343 @@
+"""A worker's place among those that train together, while workers come and go."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from allstep.comm.activity import Activity
+from allstep.comm.communicator import Communicator
+from allstep.comm.failures import translated
+from allstep.comm.generations import (
+    POLL_S,
+    Generation,
+    Member,
+    is_over,
+    lost_store_told,
+    newest,
+    stored_in,
+    write_end,
+)
+from allstep.comm.group import Topology
+from allstep.comm.group_wire import GroupWire, connect, shut_down
+from allstep.comm.initialise import set_up_logging
+from allstep.comm.missing import RankNames
+from allstep.comm.places import Place
+from allstep.comm.wire import SingleProcessWire, Wire
+from allstep.env import Launch
+from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
+
+_LOOK_S = 0.2  # between two looks for workers that wait, or have ended
+_NOTICE_S = 0.5  # in which workers mostly learn by themselves that one has ended
+_CONNECT_S = 20.0  # to meet, once all are known to be there
+
+
+class Membership:
+    """This worker's place among the workers of a run that may come and go. [Note: generations]
+
+    Args:
+        launch: says where the launcher serves the store, and with how few workers the run ends.
+        grace_s: how long to wait for a worker of which nobody knows that it has ended: it may be in
+            the middle of a long step.
+
+    Attributes:
+        members: of the present generation, by rank; empty for a worker that waits to join.
+        generation: its number; -1 for a worker that waits to join.
+
+    Raises:
+        UsageError: if no launcher serves a store, or if it has ended.
+    """
+
+    def __init__(self, launch: Launch, *, grace_s: float) -> None:
+        if launch.min_workers is None:
+            raise UsageError(
+                "`elastic` (=True) needs a launcher that lets workers go on when one is lost, and"
+                " serves the store in which they find each other: start them with `allstep train"
+                " RECIPE --elastic --workers N`."
+            )
+        assert launch.master_addr is not None and launch.master_port is not None
+        self.members: tuple[Member, ...] = ()
+        self.generation = -1
+        self._joins = launch.joins
+        self._min_workers = launch.min_workers
+        self._grace_s = grace_s
+        self._own = Member(uuid.uuid4().hex, Place.own())
+        self._num_seen = 0  # of those that have asked to join
+        self._looked_at_s = -_LOOK_S
+        self._is_over = False
+        try:
+            served = TCPStore(
+                launch.master_addr,
+                launch.master_port,
+                is_master=False,
+                timeout=timedelta(seconds=_CONNECT_S),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            raise UsageError(
+                f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"
+                " has ended, or this host can't reach it."
+            ) from error
+        self._store = stored_in(served)
+
+    def begin(self, comm: Communicator) -> None:
+        """The first generation has met. Collective."""
+        texts = comm.all_gather_object(self._own.text)
+        self.members, self.generation = tuple(map(Member.read, texts)), 0
+        self.watch(comm)
+        if comm.rank == 0:
+            Generation(self.members, 0).write(self._store, 0)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this worker has come to a run that others have begun, and is not in it yet."""
+        return self._joins and not self.members
+
+    @property
+    def rank(self) -> int:
+        """This worker's, in the present generation."""
+        return [member.name for member in self.members].index(self._own.name)
+
+    def publish(self, name: str, text: str) -> None:
+        """Leaves a text for workers that join later."""
+        self._store.set(f"text/{name}", text)
+
+    def read(self, name: str) -> str:
+        """What `publish` has left; waits for it.
+
+        Raises:
+            PeerLostError: if the store is gone.
+            UsageError: if the run has ended.
+        """
+        key = f"text/{name}"
+        with lost_store_told():
+            while not self._store.check([key]):
+                self._check_can_join(-1)
+                time.sleep(POLL_S)
+            return self._store.get(key).decode()
+
+    def _check_can_join(self, known: int) -> None:
+        """Raises if nobody is there any more to join.
+
+        Args:
+            known: a generation that is written, or -1.
+        """
+        if is_over(self._store):
+            raise UsageError("The run has ended: there is nothing to join any more.")
+        present = Generation.read(self._store, newest(self._store, known))
+        if present is not None and present.has_died:
+            raise PeerLostError(
+                "All workers of the run have died: there is nothing to join any more. Resume it"
+                " from its newest checkpoint."
+            )
+
+    def end(self, code: int = 0) -> None:
+        """The training is over; nobody can join any more.
+
+        Args:
+            code: for the launcher to exit with, should its own workers all have been lost.
+        """
+        self._is_over = True
+        with suppress(RuntimeError):  # the launcher may be gone
+            write_end(self._store, code)
+
+    def has_joiners(self) -> bool:
+        """Whether workers wait to join; looks a few times a second at most."""
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s < _LOOK_S:
+            return False
+        self._looked_at_s = now_s
+        with lost_store_told():
+            return bool(self._waiting())
+
+    def watch(self, comm: Communicator) -> None:
+        """Breaks off what the present generation waits for once one of its workers has ended.
+
+        As a rule the others learn it by the connection that closes. But they may wait for one that
+        is in a long step, and for one whose connection was closed just when they began to wait.
+
+        Args:
+            comm: of the generation.
+        """
+        places, generation = [member.place for member in self.members], self.generation
+
+        def look() -> None:
+            while generation == self.generation and not self._is_over:
+                time.sleep(_LOOK_S)
+                if any(place.has_ended() for place in places):
+                    time.sleep(_NOTICE_S)
+                    if generation == self.generation and not self._is_over:
+                        comm.interrupt()
+                    return
+
+        threading.Thread(target=look, name="allstep membership", daemon=True).start()
+
+    def next(self, progress: int) -> None:
+        """Becomes a worker of the next generation; waits for one that has room, if it must.
+
+        Args:
+            progress: how far this worker's training is, to be compared; -1 if it has not begun.
+
+        Raises:
+            PeerLostError: if fewer than `min_workers` are left, or if the store is gone.
+            UsageError: if the run has ended meanwhile.
+        """
+        self._own = replace(self._own, progress=progress)
+        with lost_store_told():
+            if self.members:
+                self._come()
+            if not (self.members and self._enter(self.generation + 1)):
+                self._wait_to_join()
+
+    def _come(self) -> None:
+        """Says that this worker is there, and waits until the list is written."""
+        generation = self.generation + 1
+        key = f"{generation}/members"
+        self._store.set(f"{generation}/came/{self._own.name}", self._own.text)
+        deadline_s = time.monotonic() + self._grace_s
+        while not self._store.check([key]):
+            missing = [m for m in self.members if not self._came(generation, m)]
+            if all(m.place.has_ended() for m in missing) or time.monotonic() > deadline_s:
+                self._write_list(generation)
+            else:
+                time.sleep(POLL_S)
+
+    def _came(self, generation: int, member: Member) -> bool:
+        return bool(self._store.check([f"{generation}/came/{member.name}"]))
+
+    def _write_list(self, generation: int) -> None:
+        came = [
+            Member.read(self._store.get(f"{generation}/came/{m.name}").decode())
+            for m in self.members
+            if self._came(generation, m)
+        ]
+        came.sort(key=lambda member: -member.progress)  # stable: the others keep their order
+        waiting = self._waiting()
+        new = Generation((*came, *waiting), self._num_seen + len(waiting))
+        new.write(self._store, generation)
+
+    def _waiting(self) -> list[Member]:
+        """Those that ask to join; up to the first that has not yet said who it is."""
+        found: list[Member] = []
+        for index in range(self._num_seen, self._store.add("num_joiners", 0)):
+            if not self._store.check([f"joiner/{index}"]):
+                break
+            found.append(Member.read(self._store.get(f"joiner/{index}").decode()))
+        return found
+
+    def _enter(self, generation: int) -> bool:
+        """Takes a generation's list as one's own; returns whether this worker is on it."""
+        new = Generation.read(self._store, generation)
+        if new is None or self._own.name not in [member.name for member in new.members]:
+            return False
+        self.members, self.generation, self._num_seen = new.members, generation, new.num_seen
+        if len(self.members) < self._min_workers:
+            raise PeerLostError(
+                f"{len(self.members)} workers are left, fewer than `min_workers`"
+                f" (={self._min_workers}): the run ends; resume it with enough of them."
+            )
+        return True
+
+    def _wait_to_join(self) -> None:
+        """Asks to join, and waits for a generation with this worker."""
+        self._own = replace(self._own, name=uuid.uuid4().hex)
+        generation = newest(self._store)
+        self._store.set(f"joiner/{self._store.add('num_joiners', 1) - 1}", self._own.text)
+        while True:
+            if self._store.check([f"{generation + 1}/members"]):
+                generation += 1
+                if self._enter(generation):
+                    return
+            else:
+                self._check_can_join(generation)
+                time.sleep(POLL_S)
+
+    def meet(self, device: torch.device, timeout_s: float, activity: Activity) -> Wire:
+        """Connects with the other workers of this generation.
+
+        Raises:
+            PeerLostError: if one of them has ended before all had met.
+        """
+        size, rank = len(self.members), self.rank
+        store = PrefixStore(str(self.generation), self._store)
+        if size == 1:
+            return SingleProcessWire(timeout_s, activity)
+        places = [member.place for member in self.members]
+        names = RankNames(range(size), rank, size, store, places, activity)
+        deadline_s = time.monotonic() + 2 * _CONNECT_S
+        check = partial(self._check_all_there, store, names, deadline_s)
+        with lost_store_told():
+            try:
+                group = self._connect(store, device, names, check)
+                wire = GroupWire(group, timeout_s, partial(shut_down, group, device), names)
+            except CommunicationError:
+                store.set("failed", "")
+                raise
+            try:
+                store.add("num_met", 1)
+                while store.add("num_met", 0) < size:
+                    check()
+                    time.sleep(POLL_S)
+            except CommunicationError:
+                store.set("failed", "")
+                wire.close(abort=True)
+                raise
+        return wire
+
+    @staticmethod
+    def _connect(
+        store: Store, device: torch.device, names: RankNames, check: Callable[[], None]
+    ) -> dist.ProcessGroup:
+        rank, size = names.number, names.size
+        with translated("regroup", rank, size, _CONNECT_S):
+            return connect(
+                PrefixStore("group", store),
+                rank,
+                size,
+                device=device,
+                timeout_s=_CONNECT_S,
+                check=check,
+            )
+
+    @staticmethod
+    def _check_all_there(store: Store, names: RankNames, deadline_s: float) -> None:
+        if store.check(["failed"]):
+            raise PeerLostError("A worker was lost before all had met again.")
+        if time.monotonic() > deadline_s:
+            raise CollectiveTimeoutError("Not all workers have met again in time.")
+        names.check_all_there("regroup")
+
+
+def regroup(comm: Communicator, membership: Membership, progress: int) -> None:
+    """Makes of a communicator one of the next generation's workers; all of them call it.
+
+    What was made with it before, such as an exchange, can't be used any more.
+
+    Args:
+        comm: of the present generation, in whatever state; or a lone one of a worker that joins.
+        membership: this worker's.
+        progress: how far its training is, to be compared; -1 if it has not begun.
+
+    Raises:
+        PeerLostError: if too few are left, or if the launcher is gone.
+        UsageError: if the run has ended.
+    """
+    comm.abort()
+    comm.activity.enter("regroup")
+    while True:
+        membership.next(progress)
+        with suppress(PeerLostError, CollectiveTimeoutError):
+            wire = membership.meet(comm.device, comm.timeout_s, comm.activity)
+            break
+    hosts: Sequence[str] = [member.place.host for member in membership.members]
+    comm.become(wire, Topology.from_nodes(hosts, membership.rank))
+    set_up_logging(comm.rank)
+    membership.watch(comm)

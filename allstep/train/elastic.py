@@ -1,0 +1,184 @@
+"""A training that goes on without workers that are lost, and with others that join.
+
+[Note: elastic training] Between two steps a training with exact sums has the same state on every
+worker, in memory. A step changes parameters only once all its sums over the workers have arrived:
+gradients, batch norm's statistics, the loss. So when a worker is lost, each of the others is before
+that step or behind it, never in between: what the step has touched before its update (buffers, the
+grid, the position in the data) was noted at its start, and is taken from there. Workers that are a
+step behind, and those that join, get the state of the most advanced; then all go on as a training
+that is resumed goes on, on another number of workers, without a disk. A step that nobody has ended
+is run again as a whole, by the workers that are there. So each sample counts once, and the bits are
+those of a training that nobody has disturbed.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allstep import __version__
+from allstep.comm import Communicator
+from allstep.comm.membership import Membership, regroup
+from allstep.device import is_accelerator
+from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
+from allstep.train.checkpoint import receive_state, send_state
+from allstep.train.options import TrainOptions
+from allstep.train.task import Task
+
+
+class WorkersWaitError(CommunicationError):
+    """Others wait to join, and all know it."""
+
+
+class Elastic:
+    """What an elastic training asks of its workers in each step. [Note: elastic training]
+
+    Args:
+        comm: the workers.
+        membership: this worker's.
+    """
+
+    def __init__(self, comm: Communicator, membership: Membership) -> None:
+        self._comm = comm
+        self._membership = membership
+        self._others_wait = False
+
+    def commit(self, loss: Tensor) -> Tensor:
+        """The last message before an update, which this worker makes once it has returned.
+
+        Args:
+            loss: this worker's part of the loss.
+
+        Returns:
+            The whole loss, on every worker. Collective.
+        """
+        asks = self._comm.rank == 0 and self._membership.has_joiners()
+        flag = torch.full_like(loss.view(-1)[:1], float(asks))
+        summed = self._comm.all_reduce(torch.cat([loss.view(-1), flag]), check=False)
+        self._others_wait = bool(summed[-1])
+        return summed[:-1].view_as(loss)
+
+    def let_in(self) -> None:
+        """Between two steps; ends the present generation where others wait.
+
+        Raises:
+            WorkersWaitError: on every worker alike.
+        """
+        if self._others_wait:
+            raise WorkersWaitError
+
+
+def check_elastic(options: TrainOptions) -> None:
+    """Refuses what a lost worker would take along.
+
+    Raises:
+        UsageError: names the option and the cure.
+    """
+    reasons = {
+        "compression": options.compression != "exact"
+        and "what is summed otherwise depends on who"
+        ' sums, and residuals go with their worker; set "exact"',
+        "staleness": options.staleness and "gradients in flight go with their worker; set 0",
+        "sync_every": options.sync_every is not None
+        and "between two averages each worker has a model of its own; leave it out",
+        "noise_scale_every_steps": options.noise_scale_every_steps
+        and "what was measured goes with its worker; set 0",
+        "compile": options.compile
+        and "each change of workers would compile anew, with other last bits maybe; leave it out",
+        "shares": options.shares not in ("equal", "measured")
+        and "there would be no share for other numbers of workers; set equal or measured",
+    }
+    for name, reason in reasons.items():
+        if reason:
+            raise UsageError(f"`{name}` (={getattr(options, name)!r}) can't be elastic: {reason}.")
+
+
+def check_device(device: torch.device) -> None:
+    """Raises UsageError on an accelerator, whose calls can't be broken off from outside yet."""
+    if is_accelerator(device):
+        raise UsageError(
+            f"`elastic` (=True) on {device.type}: how its backend lets go of a worker that is lost"
+            " has not been tested; leave it out, and use `--restarts`, or train on CPUs."
+        )
+
+
+def admit(comm: Communicator, membership: Membership, task: Task, options: TrainOptions) -> None:
+    """Begins the first generation, or checks that this worker may join a later one.
+
+    Raises:
+        UsageError: if this worker would train something else than those that it wants to join.
+    """
+    own = _description(task, options)
+    if not membership.waits:
+        membership.begin(comm)
+        if comm.rank == 0:
+            membership.publish("training", own)
+        return
+    theirs, ours = membership.read("training").splitlines(), own.splitlines()
+    for their_line, our_line in zip(theirs, ours, strict=False):
+        if their_line != our_line:
+            raise UsageError(
+                f"This worker can't join: it has {our_line}, the others have {their_line}. Start it"
+                " with the same code, recipe and data."
+            )
+
+
+def _description(task: Task, options: TrainOptions) -> str:
+    """What must be the same for workers to train together, a line each."""
+    parameters = [(n, list(p.shape), str(p.dtype)) for n, p in task.model.named_parameters()]
+    lines = {
+        "allstep": __version__,
+        "torch": torch.__version__,
+        "Python's class of options": type(options).__qualname__,
+        "options": options,
+        "parameters": parameters,
+        "samples": getattr(task.train_set, "__len__", lambda: "?")(),
+    }
+    return "\n".join(f"{name} {value!r}".replace("\n", " ") for name, value in lines.items())
+
+
+def go_on(
+    comm: Communicator, membership: Membership, state: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Makes the next generation of workers, all with the state of the most advanced. Collective.
+
+    Args:
+        comm: of the present generation; of the next one afterwards.
+        membership: this worker's.
+        state: of this worker's training between two steps, None if it has not begun.
+
+    Returns:
+        The state to go on from; None if nobody has begun.
+    """
+    while True:
+        regroup(comm, membership, _progress(state))
+        with suppress(PeerLostError, CollectiveTimeoutError):  # another is lost meanwhile
+            return _shared(comm, membership, state)
+
+
+def _shared(
+    comm: Communicator, membership: Membership, state: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """The state of rank 0, which is the most advanced; its own for a worker that is as far."""
+    if comm.rank == 0:
+        workers = "1 worker goes on" if comm.size == 1 else f"{comm.size} workers go on"
+        where = "from the start" if state is None else f"from step {state['loader']['steps']}"
+        logging.getLogger("allstep").info(f"{workers} {where}")
+    if len({member.progress for member in membership.members}) == 1:
+        return state
+    if comm.rank == 0:
+        send_state(comm, 0 if state is None else state["loader"]["steps"], state)
+        return state
+    received = receive_state(comm)
+    return None if received is None else received[1]
+
+
+def _progress(state: Mapping[str, Any] | None) -> int:
+    """Grows with each step, and with what follows an epoch's last one; -1 before the start."""
+    if state is None:
+        return -1
+    steps: int = state["loader"]["steps"]
+    return steps + int(state["ended_epoch"]) + int(state["evaluated_epoch"])

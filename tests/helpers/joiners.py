@@ -1,0 +1,21 @@
+"""Workers that ask to join an elastic training, as its store has them."""
+
+from torch._C._distributed_c10d import TCPStore
+
+from allstep.comm.generations import Generation, stored_in
+
+
+def num_joiners(port: int) -> int:
+    """How many have asked so far, and said who they are.
+
+    Args:
+        port: of the launcher's store, on this machine.
+    """
+    store = stored_in(TCPStore("127.0.0.1", port))
+    num_asked = store.add("num_joiners", 0)
+    return sum(store.check([f"joiner/{index}"]) for index in range(num_asked))
+
+
+def has_generation(port: int, number: int) -> bool:
+    """Whether it is written who is in a generation."""
+    return Generation.read(stored_in(TCPStore("127.0.0.1", port)), number) is not None
