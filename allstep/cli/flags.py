@@ -59,6 +59,8 @@ def _check(flags: Sequence[str], hints: Mapping[str, Any], prog: str) -> None:
         flag, has_value, value = words.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if name.removeprefix("no_") in hints and bool in _kinds(hints[name.removeprefix("no_")]):
+            if has_value:
+                raise UsageError(f"`{flag}` (={value}) takes no value; `--no-...` is its opposite.")
             continue
         if not flag.startswith("--") or name not in hints:
             names = [f"--{name.replace('_', '-')}" for name in hints]

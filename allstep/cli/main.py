@@ -16,13 +16,18 @@ from allstep.errors import AllstepError, UsageError, nearest_names
 
 _COMMANDS = {
     "train": "train a recipe on any number of workers, or continue a run",
+    "sweep": "train a recipe with several values of its flags, and compare them",
+    "curve": "say what more training data would bring, from trainings on parts of it",
+    "join": "bring workers to a run that is being trained with --elastic",
     "launch": "start a script of your own on several hosts",
+    "cluster": "write a template of nodes in a cloud that train together",
     "recipes": "list the recipes, or show one with all its fields",
     "evaluate": "evaluate a run's newest checkpoint on its whole test set",
     "sharpness": "measure how sharp the minimum is that a run is in",
     "advise": "say whether scaling pays, how, and up to how many workers",
     "doctor": "say what is wrong with hosts and their network, and the cure",
     "demo": "measure large batches, the same model, a slow wire and scaling on this machine",
+    "watch": "show a run's progress and its workers live",
     "why": "say what happened first in a run that died or hangs, and what to do",
     "verify": "say whether a script trains the same model on any number of workers, or why not",
 }

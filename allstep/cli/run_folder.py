@@ -12,6 +12,7 @@ from allstep import __version__
 from allstep.comm import Communicator
 from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
+from allstep.files import write_whole
 from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
 from allstep.train import taken_by, trainer_of, writing
 
@@ -54,7 +55,7 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
     """
     if run_dir is not None:
         check_not_in_training(run_dir)
-        if (run_dir / _RECIPE).exists():
+        if _has_begun(run_dir):
             raise UsageError(
                 f"`run_dir` (={run_dir}) holds a run already: continue it with"
                 f" `allstep train --resume {run_dir}`, or choose another folder; `--resume auto`"
@@ -74,6 +75,12 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
         else:
             _note_starter(path)
             return path
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a run has left more there than its recipe, as one that was refused has not."""
+    traces = (run_dir / "checkpoints", run_dir / "metrics.jsonl", run_dir / _REPORT)
+    return is_run(run_dir) and any(path.exists() for path in traces)
 
 
 def _note_starter(run_dir: Path) -> None:
@@ -104,13 +111,15 @@ def find_run(recipe: AnyRecipe, run_dir: Path | None, *, of_any_launch: bool = T
     if run_dir is None:
         files = Path("runs").glob(f"{recipe.name}-*/{_STARTER}")
         run_dir = max(filter(_is_own, (file.parent for file in files)), default=None)
-    if run_dir is None or not (run_dir / _RECIPE).exists():
+    if run_dir is None or not is_run(run_dir):
         return None
     if not (of_any_launch or _is_own(run_dir)):
         return None
     check_not_in_training(run_dir)
     before = read_recipe(run_dir, argument="run_dir")
     if before != recipe:
+        if not _has_begun(run_dir):
+            return None
         raise UsageError(
             f"`run_dir` (={run_dir}) holds another training ({_difference(before, recipe)}): give"
             f" the same flags, continue it with `allstep train --resume {run_dir}`, or choose"
@@ -184,10 +193,8 @@ def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
         UsageError: if the folder can't be written.
     """
     text = json.dumps(recipe_to_plain(recipe), indent=2)
-    draft = run_dir / f".{_RECIPE}"
     try:
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(run_dir / _RECIPE)
+        write_whole(run_dir / _RECIPE, text + "\n")
     except OSError as error:
         raise UsageError(
             f"`run_dir` (={run_dir}) can't be written ({error.strerror}); choose another folder."
@@ -258,6 +265,11 @@ def check_not_in_training(run_dir: Path) -> None:
         raise UsageError(taken_by(run_dir, trainer))
 
 
+def is_run(run_dir: Path) -> bool:
+    """Whether `allstep train` has begun a run there."""
+    return (run_dir / _RECIPE).exists()
+
+
 def has_checkpoint(run_dir: Path) -> bool:
     """Whether there is something to continue from."""
     return any((run_dir / "checkpoints").glob("step-*"))
@@ -265,7 +277,7 @@ def has_checkpoint(run_dir: Path) -> bool:
 
 def can_resume(run_dir: Path) -> bool:
     """Whether `allstep train --resume` can go on with what is there."""
-    return (run_dir / _RECIPE).exists() and has_checkpoint(run_dir)
+    return is_run(run_dir) and has_checkpoint(run_dir)
 
 
 def _list_runs(run_dir: Path) -> str:
@@ -275,28 +287,35 @@ def _list_runs(run_dir: Path) -> str:
     return nearest_names(str(run_dir), siblings) if siblings else "see `runs/` for your runs."
 
 
-def resume_command(run_dir: Path, num_workers: int) -> str:
+def resume_command(run_dir: Path, num_workers: int, *, elastic: bool = False) -> str:
     """The command line that continues a run."""
     workers = f" --workers {num_workers}" if num_workers > 1 else ""
-    return f"allstep train --resume {shlex.quote(str(run_dir))}{workers}"
+    return f"allstep train --resume {shlex.quote(str(run_dir))}{workers}{elastic * ' --elastic'}"
 
 
 def write_report(run_dir: Path, report: dict[str, Any]) -> None:
     """Writes `report.json`."""
     text = json.dumps(report, indent=2, default=str)
     with writing(run_dir / _REPORT):
-        (run_dir / _REPORT).write_text(text + "\n", encoding="utf-8")
+        write_whole(run_dir / _REPORT, text + "\n")
 
 
-def finished_step(run_dir: Path, recipe: Recipe) -> int | None:
-    """The last step of a run that came to its end and told so; None if something is left to do."""
+def finished_after(run_dir: Path, recipe: Recipe) -> tuple[int, int] | None:
+    """Steps and epochs of a run that came to its end and told so; None if something is left."""
     try:
-        report = json.loads((run_dir / _REPORT).read_text(encoding="utf-8"))
-        is_over = report["interrupted"] is None and report["num_epochs"] >= recipe.epochs
-        step: int = report["num_steps"]
+        report = read_report(run_dir)
+        is_interrupted = report["interrupted"] is not None
+        num_steps, num_epochs = report["num_steps"], report["num_epochs"]
+        is_over = num_epochs >= recipe.epochs or report.get("stopped_early", False)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, or damaged
         return None
-    return step if is_over else None
+    return (num_steps, num_epochs) if is_over and not is_interrupted else None
+
+
+def read_report(run_dir: Path) -> dict[str, Any]:
+    """What `write_report` has left, which is there."""
+    report: dict[str, Any] = json.loads((run_dir / _REPORT).read_text(encoding="utf-8"))
+    return report
 
 
 def forget_report(run_dir: Path) -> None:

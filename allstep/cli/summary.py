@@ -9,7 +9,7 @@ from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
 from allstep.device import num_devices
 from allstep.doctor import measure_gemm_flops
-from allstep.env import num_cores
+from allstep.env import num_cores, read_launch
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
 from allstep.train import RunReport
@@ -42,6 +42,8 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     if report.flops_per_sample is not None:
         peak = measure_gemm_flops(comm, getattr(torch, recipe.precision))
         mfu = report.flops_per_sample * report.samples_per_s / peak
+    is_elastic = read_launch().min_workers is not None
+    resume = resume_command(report.run_dir, comm.size, elastic=is_elastic)
     numbers = RunNumbers(
         workers=comm.size,
         samples_per_s=report.samples_per_s,
@@ -55,7 +57,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
         loader_workers=recipe.loader_workers,
         num_cores=num_cores(),
         num_gpus=num_devices(),
-        resume_command=resume_command(report.run_dir, comm.size) if report.interrupted else None,
+        resume_command=resume if report.interrupted else None,
     )
     return Summary(workers=comm.size, gemm_flops_per_s=peak, mfu=mfu, next_step=next_step(numbers))
 
@@ -83,6 +85,11 @@ def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
         rows.append(("skipped", f"{report.num_skipped} steps, whose gradient was not finite"))
     if report.checkpoint is not None:
         rows.append(("checkpoint", str(report.checkpoint)))
+    if report.best_checkpoint is not None:
+        best = f"{report.best_value:.4f} at step {report.best_step}: {report.best_checkpoint}"
+        rows.append(("best", best))
+    if report.stopped_early:
+        rows.append(("stopped", f"after {report.num_epochs} epochs, without a gain for `patience`"))
     rows.append(("run", str(report.run_dir)))
     rows.append(("next", summary.next_step))
     return rows

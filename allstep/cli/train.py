@@ -4,18 +4,20 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from allstep.cli import run_folder
+from allstep.cli.doctor_together import check_port, refusal
 from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
 from allstep.comm import Communicator
 from allstep.env import read_launch
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_integer
 from allstep.optim import Rescaled
 from allstep.recipes import (
     REGISTRY,
@@ -25,6 +27,7 @@ from allstep.recipes import (
     apply_large_batch,
     describe_changes,
 )
+from allstep.train import FAILED, check_elastic, fit, launcher_lock
 
 _USAGE = """\
 usage: allstep train RECIPE [--workers N] [--run-dir DIR] [--large-batch NAME] [flags of the recipe]
@@ -53,6 +56,21 @@ class LaunchOptions:
     """auto: go on with the run in `run_dir` if there is one, else begin it there. torchrun's
     restarts do so by themselves."""
 
+    elastic: bool = False
+    """Go on without workers that are lost, and with others that `allstep join` brings; the same
+    model. It needs exact sums."""
+
+    min_workers: int = 1
+    """With `elastic`: fewer than this end the run."""
+
+    restarts: int = 0
+    """How often to start the workers again, from the newest checkpoint, when one has failed, or
+    all of an elastic run; not after a mistake in the command line or on a full disk."""
+
+    doctor: Literal["quick"] | None = None
+    """quick: look at the hosts first, for what takes no time, and refuse to train where `allstep
+    doctor` finds a fault that has a cure."""
+
     large_batch: str | None = None
     """A published large-batch recipe, rescaled to this batch and these epochs: goyal_1h,
     akiba_15min, lars_32k, lamb_imagenet, lamb_bert_76min or lamb_fashion. Flags that you give
@@ -80,10 +98,73 @@ def run(arguments: list[str]) -> int:
         with speaking_once():
             print(description)
     num_workers = num_workers_to_start(options.workers)
+    _check_starter(options, num_workers)
+    min_workers = _min_workers(options, recipe, num_workers)
+    _check_host(options, num_workers)
     run_dir, resume = None, False
     if read_launch().rank == 0:  # which alone touches the disk
         run_dir, resume = _open_run(options, recipe)
-    return _train_on(num_workers, run_dir, resume=resume)
+    with _launching(num_workers, run_dir):
+        if run_dir is not None and not resume:
+            run_folder.write_recipe(run_dir, recipe)
+        return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
+
+
+def _check_host(options: LaunchOptions, num_workers: int | None) -> None:
+    """What `doctor` asks for, as far as it needs no workers that have met.
+
+    Raises:
+        UsageError: if there is a fault.
+    """
+    if options.doctor is None:
+        return
+    if num_workers is None:
+        check_port()
+        return
+    folder = options.run_dir or Path("runs")
+    if found := refusal(Communicator.single_process(), folder, num_workers):
+        raise UsageError(found)
+
+
+def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | None) -> int | None:
+    """How few workers may go on; None where all end with the first that is lost.
+
+    Raises:
+        UsageError: if the run can't be elastic.
+    """
+    if not options.elastic:
+        if options.min_workers != 1:
+            raise UsageError(
+                f"`min_workers` (={options.min_workers}) needs `--elastic`: without it all workers"
+                " end when one is lost."
+            )
+        return None
+    assert num_workers is not None
+    check_integer("min_workers", options.min_workers)
+    if options.min_workers > num_workers:
+        raise UsageError(
+            f"`min_workers` (={options.min_workers}) exceeds `workers` (={num_workers})."
+        )
+    if isinstance(recipe, DividedRecipe):
+        raise UsageError(
+            f"`elastic`: {recipe.name} divides its model, whose parts would go with a worker that"
+            " is lost; leave it out, and resume from a checkpoint."
+        )
+    check_elastic(recipe)
+    return options.min_workers
+
+
+def _check_starter(options: LaunchOptions, num_workers: int | None) -> None:
+    """Raises UsageError where another launcher would have to let workers go on, or start again."""
+    check_integer("restarts", options.restarts, 0)
+    for name in ("elastic", "restarts"):
+        value = getattr(options, name)
+        if value and num_workers is None:
+            raise UsageError(
+                f"`{name}` (={value}) needs workers that this command starts, but"
+                f" {read_launch().launcher} has started them: leave it out, and have them started"
+                " again by torchrun's `--max-restarts` or the scheduler."
+            )
 
 
 def _resumed(arguments: Sequence[str]) -> str | None:
@@ -110,9 +191,14 @@ def _open_run(options: LaunchOptions, recipe: AnyRecipe) -> tuple[Path, bool]:
         if found is not None:
             print(f"{found} is continued", flush=True)
             return found, True
-    run_dir = run_folder.make_run_dir(recipe.name, options.run_dir)
-    run_folder.write_recipe(run_dir, recipe)
-    return run_dir, False
+    return run_folder.make_run_dir(recipe.name, options.run_dir), False
+
+
+def _launching(num_workers: int | None, run_dir: Path | None) -> AbstractContextManager[None]:
+    """Keeps other launchers out of the folder where this one starts workers."""
+    if num_workers is None or run_dir is None:
+        return nullcontext()
+    return launcher_lock(run_dir)
 
 
 def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
@@ -189,13 +275,18 @@ def _resume(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="allstep train", allow_abbrev=False)
     parser.add_argument("--resume", metavar="RUN", type=Path, required=True)
     parser.add_argument("--workers", metavar="N", type=int)
+    parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--min-workers", metavar="N", type=int, default=1)
+    parser.add_argument("--restarts", metavar="N", type=int, default=0)
+    parser.add_argument("--doctor", choices=["quick"])
     known, others = parser.parse_known_args(arguments)
     if others:
         names = [word for word in others if not word.lstrip("-").isdigit()] or others
         listed = ", ".join(f"`{word}`" for word in names)
         raise UsageError(
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
-            f" {known.resume}/recipe.json. Only `--workers` may differ."
+            f" {known.resume}/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
+            " `--restarts` and `--doctor` may differ."
         )
     if str(known.resume) == "auto":
         raise UsageError(
@@ -203,12 +294,23 @@ def _resume(arguments: list[str]) -> int:
             " DIR --resume auto."
         )
     num_workers = num_workers_to_start(known.workers)
+    options = LaunchOptions(
+        run_dir=known.resume,
+        elastic=known.elastic,
+        min_workers=known.min_workers,
+        restarts=known.restarts,
+        doctor=known.doctor,
+    )
+    _check_starter(options, num_workers)
+    _check_host(options, num_workers)
     if read_launch().rank > 0:  # the folder is rank 0's, which locks it for all
-        return _train_on(num_workers, None, resume=True)
+        return _train_on(num_workers, None, options, resume=True)
     recipe = run_folder.read_recipe(known.resume, argument="resume")
     run_folder.check_not_in_training(known.resume)
     recipe.check()
-    return _train_on(num_workers, known.resume, resume=True)
+    min_workers = _min_workers(options, recipe, num_workers)
+    with _launching(num_workers, known.resume):
+        return _train_on(num_workers, known.resume, options, resume=True, min_workers=min_workers)
 
 
 def _tell_that_it_is_finished(run_dir: Path) -> bool:
@@ -216,12 +318,13 @@ def _tell_that_it_is_finished(run_dir: Path) -> bool:
     recipe = run_folder.read_recipe(run_dir, argument="resume")
     if not isinstance(recipe, Recipe):
         return False
-    step = run_folder.finished_step(run_dir, recipe)
-    if step is None:
+    finished = run_folder.finished_after(run_dir, recipe)
+    if finished is None:
         return False
+    step, num_epochs = finished
     with speaking_once():
         print(
-            f"{run_dir} finished at step {step}, after {recipe.epochs} epochs; its report.json is"
+            f"{run_dir} finished at step {step}, after {num_epochs} epochs; its report.json is"
             " as it was.\n"
             f"To measure it again: allstep evaluate {shlex.quote(str(run_dir))}\n"
             "For more epochs start a new run, as the learning rate's schedule depends on them:"
@@ -230,26 +333,49 @@ def _tell_that_it_is_finished(run_dir: Path) -> bool:
     return True
 
 
-def _train_on(num_workers: int | None, run_dir: Path | None, *, resume: bool) -> int:
+def _train_on(
+    num_workers: int | None,
+    run_dir: Path | None,
+    options: LaunchOptions,
+    *,
+    resume: bool,
+    min_workers: int | None = None,
+) -> int:
     """Trains; says how to continue if workers that were started didn't come to their end."""
     folder = None if run_dir is None else str(run_dir)
     is_over = resume and run_dir is not None and _tell_that_it_is_finished(run_dir)
     if num_workers is None:
-        return _join_workers(folder, resume, is_over)
+        return _join_workers(folder, resume, is_over, has_doctor=options.doctor is not None)
     if is_over:
         return 0
-    code = run_on_workers(num_workers, train_worker, run_dir=run_dir, folder=folder, resume=resume)
+    restarts = options.restarts
+    for number in range(restarts + 1):
+        code = run_on_workers(
+            num_workers,
+            train_worker,
+            run_dir=run_dir,
+            min_workers=min_workers,
+            is_apart=restarts > 0,
+            folder=folder,
+            resume=resume or number > 0,
+        )
+        if code != FAILED or number == restarts:
+            break
+        print(f"{run_dir} is continued: restart {number + 1} of {restarts}", flush=True)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
-        print(_advice(run_dir, num_workers), file=sys.stderr)
+        print(_advice(run_dir, num_workers, elastic=options.elastic), file=sys.stderr)
     return code
 
 
-def _join_workers(folder: str | None, resume: bool, is_over: bool) -> int:
+def _join_workers(
+    folder: str | None, resume: bool, is_over: bool, *, has_doctor: bool = False
+) -> int:
     """Trains as one of another launcher's workers, which does not know how to continue.
 
     Args:
         folder, resume, is_over: what rank 0 says counts: the run's folder, whether to go on with
             it, and whether there is nothing left to do.
+        has_doctor: whether to look at all workers' hosts first.
     """
     launcher = read_launch().launcher
     known: list[str] = []
@@ -262,6 +388,10 @@ def _join_workers(folder: str | None, resume: bool, is_over: bool) -> int:
         shared, goes_on, has_ended = comm.broadcast_object((folder, resume, is_over))
         if has_ended:
             return 0
+        if has_doctor and (found := refusal(comm, Path(shared), comm.size)):
+            if comm.rank == 0:
+                print(f"error: {found}", file=sys.stderr)
+            return 2
         known.append(shared)
         code = train_worker(comm, folder, goes_on)
         if comm.rank == 0 and code not in (0, 2) and not run_folder.has_report(Path(known[0])):
@@ -271,11 +401,11 @@ def _join_workers(folder: str | None, resume: bool, is_over: bool) -> int:
     return run_here(work, advice=advice)
 
 
-def _advice(run_dir: Path, num_workers: int) -> str:
+def _advice(run_dir: Path, num_workers: int, *, elastic: bool = False) -> str:
     can = "be continued" if run_folder.has_checkpoint(run_dir) else "start again"
     return (
         f"What happened first: allstep why {shlex.quote(str(run_dir))}\n"
-        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
+        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers, elastic=elastic)}"
     )
 
 
@@ -288,23 +418,27 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
         resume: continue from the newest checkpoint; without any, begin.
     """
     recipe, run_dir = run_folder.share_run(comm, folder)
+    if read_launch().min_workers is not None:  # its number changes
+        return _train_recipe(comm, recipe, run_dir, resume=resume, elastic=True)
     with comm.keep_last_state(run_dir):
         return _train_recipe(comm, recipe, run_dir, resume=resume)
 
 
-def _train_recipe(comm: Communicator, recipe: AnyRecipe, run_dir: Path, *, resume: bool) -> int:
+def _train_recipe(
+    comm: Communicator, recipe: AnyRecipe, run_dir: Path, *, resume: bool, elastic: bool = False
+) -> int:
     from allstep.cli.summary import summarize
-    from allstep.train import fit
 
-    if comm.rank == 0:
+    if comm.rank == 0 and not read_launch().joins:
         run_folder.forget_report(run_dir)
-    if resume and not comm.broadcast_object(run_folder.has_checkpoint(run_dir)):
-        resume = False
-        if comm.rank == 0:
-            print(f"{run_dir} has no checkpoint: training starts at its first step", flush=True)
+    goes_on = resume and comm.broadcast_object(run_folder.has_checkpoint(run_dir))
+    if comm.rank == 0 and resume and not goes_on:
+        print(f"{run_dir} has no checkpoint: training starts at its first step", flush=True)
     if isinstance(recipe, DividedRecipe):
-        return recipe.run(comm, run_dir, resume=resume)
-    report = fit(recipe.task(comm), recipe, comm, run_dir, resume=resume)
+        return recipe.run(comm, run_dir, resume=goes_on)
+    # "auto", as a run that was killed early may have left its best checkpoint only
+    how: bool | Literal["auto"] = "auto" if resume else False
+    report = fit(recipe.task(comm), recipe, comm, run_dir, resume=how, elastic=elastic)
     summary = summarize(report, recipe, comm)
     if comm.rank == 0:
         run_folder.write_report(run_dir, {**asdict(report), **asdict(summary)})

@@ -4,6 +4,8 @@
 ends, however it ends, network file systems pass it on to other hosts, and loader processes, which
 may outlive a killed worker for a moment, do not inherit it. The file's text only says whom to name.
 Closing any descriptor of the file lets go of the process's lock too, so `_held` is looked at first.
+A launcher holds `RUN/.launcher.lock` from before it writes the recipe until its workers have ended:
+those that have not begun yet, or that regroup, hold nothing.
 """
 
 import contextlib
@@ -20,13 +22,13 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 
 _logger = logging.getLogger(__name__)
-_FILE = ".lock"
+_FILE, _LAUNCHER_FILE = ".lock", ".launcher.lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _held: set[Path] = set()
 
 
 @contextmanager
-def run_lock(run_dir: Path, comm: Communicator) -> Iterator[None]:
+def run_lock(run_dir: Path, comm: Communicator, *, goes_on: bool = False) -> Iterator[None]:
     """Holds a run's folder, on rank 0 for all; see [Note: run lock]. All workers call it.
 
     Where the file system has no locks, a warning says so and the run goes on.
@@ -34,29 +36,59 @@ def run_lock(run_dir: Path, comm: Communicator) -> Iterator[None]:
     Args:
         run_dir: the run's folder; made if missing.
         comm: the workers that train.
+        goes_on: with a training of this folder in memory: who holds it still is a worker that was
+            left behind, and lets go of it before it does anything else.
 
     Raises:
         UsageError: on every worker, if another process trains there or it can't be written.
     """
-    file = _file(run_dir)
+    file = run_dir.resolve() / _FILE
     descriptor, problem = _acquire(run_dir, file) if comm.rank == 0 else (None, None)
+    if goes_on:
+        problem = None
     try:
         problem = comm.broadcast_object(problem)
         if problem is not None:
             raise UsageError(problem)
         yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
-            _held.discard(file)
+        _let_go(file, descriptor)
+
+
+@contextmanager
+def launcher_lock(run_dir: Path) -> Iterator[None]:
+    """Holds a run's folder for a launcher's workers; see [Note: run lock].
+
+    Raises:
+        UsageError: if another launcher holds it, or it can't be written.
+    """
+    file = run_dir.resolve() / _LAUNCHER_FILE
+    descriptor, problem = _acquire(run_dir, file)
+    if problem is not None:
+        raise UsageError(problem)
+    try:
+        yield
+    finally:
+        _let_go(file, descriptor)
+
+
+def _let_go(file: Path, descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+        _held.discard(file)
 
 
 def trainer_of(run_dir: Path) -> str | None:
     """The process that trains in a run's folder now, and its host; None if there is none."""
-    if _file(run_dir) in _held:
+    folder = run_dir.resolve()
+    return _holder(folder / _FILE) or _holder(folder / _LAUNCHER_FILE)
+
+
+def _holder(file: Path) -> str | None:
+    if file in _held:
         return _this_process()
     try:
-        descriptor = os.open(_file(run_dir), os.O_RDONLY)
+        descriptor = os.open(file, os.O_RDONLY)
     except OSError:
         return None
     try:
@@ -70,7 +102,7 @@ def trainer_of(run_dir: Path) -> str | None:
 
 def _acquire(run_dir: Path, file: Path) -> tuple[int | None, str | None]:
     """A descriptor that holds the lock, or why there is none."""
-    trainer = trainer_of(run_dir)
+    trainer = _holder(file)
     if trainer is not None:
         return None, taken_by(run_dir, trainer)
     try:
@@ -105,10 +137,6 @@ def taken_by(run_dir: Path, trainer: str) -> str:
         f"`run_dir` (={run_dir}) is being trained by {trainer}: wait for its end, or end it with a"
         " checkpoint (Ctrl-C or SIGTERM), then resume it; a second run needs a folder of its own."
     )
-
-
-def _file(run_dir: Path) -> Path:
-    return run_dir.resolve() / _FILE
 
 
 def _this_process() -> str:

@@ -16,6 +16,7 @@ from allstep.cli import run_folder, workers
 from allstep.cli.main import main
 from allstep.cli.train import read_command_line
 from allstep.comm import Communicator
+from allstep.errors import UsageError
 from allstep.train.run_lock import run_lock
 from tests.helpers.gpus import Gpus
 
@@ -93,8 +94,8 @@ def test_nothing_is_a_short_usage(capsys):
 
 
 def test_train_without_a_recipe_lists_them(said):
-    assert "recipes: cots, digits" in said("train")
-    assert "recipes: cots, digits" in said("train", "--workers", "2")
+    assert "recipes: bert, cots, digits" in said("train")
+    assert "recipes: bert, cots, digits" in said("train", "--workers", "2")
 
 
 def test_an_unknown_command_gets_the_nearest(said):
@@ -198,6 +199,20 @@ def test_a_run_folder_that_is_taken(said):
     )
 
 
+def test_a_run_that_was_refused_leaves_its_folder_to_the_next():
+    """As by its workers, who found that there is no such metric."""
+    wrong = {"best_metric": "acuracy", "best_mode": "max"}
+    run_dir = make_run(fields=wrong, checkpoint=False)
+    _, recipe = read_command_line("digits", "--best-metric", "accuracy", "--best-mode", "max")
+    assert run_folder.find_run(recipe, run_dir) is None
+    assert run_folder.make_run_dir("digits", run_dir) == run_dir
+    (run_dir / "metrics.jsonl").touch()  # the control
+    with pytest.raises(UsageError, match="best_metric acuracy, not accuracy"):
+        run_folder.find_run(recipe, run_dir)
+    with pytest.raises(UsageError, match="holds a run already"):
+        run_folder.make_run_dir("digits", run_dir)
+
+
 def test_a_run_folder_that_is_a_file(said):
     Path("a").touch()
     message = said("train", "digits", "--run-dir", "a", "--workers", "2")
@@ -213,7 +228,8 @@ def test_a_run_folder_that_cannot_be_made(said):
 
 
 @pytest.mark.parametrize(
-    ("command", "argument"), [("train --resume", "resume"), ("evaluate", "run")]
+    ("command", "argument"),
+    [("train --resume", "resume"), ("evaluate", "run"), ("watch", "run")],
 )
 class TestExistingRun:
     def test_no_folder(self, said, command, argument):
@@ -305,6 +321,14 @@ def test_a_finished_run_is_left_alone(capsys, num_workers):
     assert "allstep train digits --epochs N" in said
 
 
+def test_a_run_that_stopped_early_is_finished(capsys):
+    run_dir = make_run(fields={"epochs": 4, "best_metric": "loss", "best_mode": "min"})
+    report = {"num_steps": 45, "num_epochs": 3, "interrupted": None, "stopped_early": True}
+    (run_dir / "report.json").write_text(json.dumps(report))
+    assert main(["train", "--resume", "runs/a"]) == 0
+    assert "runs/a finished at step 45, after 3 epochs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "report",
     [
@@ -323,7 +347,7 @@ def test_a_run_with_something_left_to_do_is_not_finished(report):
         text = report if isinstance(report, str) else json.dumps(report)
         (run_dir / "report.json").write_text(text)
     recipe = run_folder.read_recipe(run_dir, argument="resume")
-    assert run_folder.finished_step(run_dir, recipe) is None
+    assert run_folder.finished_after(run_dir, recipe) is None
 
 
 def test_a_number_that_belongs_nowhere_is_refused_at_resume(said):
@@ -337,7 +361,8 @@ def test_recipe_flags_are_refused_at_resume(said):
     message = said("train", "digits", "--resume", "runs/a", "--epochs", "3", "--workers", "2")
     assert message == (
         "error: `digits`, `--epochs` can't be given with `--resume`: the recipe and its fields"
-        " come from runs/a/recipe.json. Only `--workers` may differ."
+        " come from runs/a/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
+        " `--restarts` and `--doctor` may differ."
     )
 
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from allstep.cli.exits import read_exits
+from allstep.cli.main import main
 from allstep.cli.why import find_cause
 from allstep.comm import read_states
 from tests.helpers.launched import Launched
@@ -64,7 +65,7 @@ def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(tmp_path, short_
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
         *(".lock", "recipe.json", "report.json", "metrics.jsonl", "tensorboard", "checkpoints"),
-        "last_state",
+        *(".launcher.lock", "last_state", "metrics.csv"),
     }
     labels = [line.partition(": ")[0] for line in output.splitlines()]
     assert labels == ["accuracy", "loss", "speed", "MFU", "waiting", "checkpoint", "run", "next"]
@@ -84,6 +85,27 @@ def test_a_run_on_two_workers_and_its_evaluation_on_one_and_two(tmp_path, short_
     assert accuracy in together.splitlines()
 
 
+def test_a_run_stops_early_and_its_best_checkpoint_is_evaluated(tmp_path, capsys):
+    """A metric whose least gain is out of reach: the first evaluation stays the last gain."""
+    follow = ["--best-metric", "accuracy", "--best-mode", "max", "--min-delta", "1"]
+    run_dir = str(tmp_path / "run")
+    assert main(["train", "digits", "--run-dir", run_dir, *LONG, *follow, "--patience", "1"]) == 0
+    output = capsys.readouterr().out
+    numbers = report(tmp_path / "run")
+    assert (numbers["num_epochs"], numbers["stopped_early"]) == (2, True)
+    assert f"best: {numbers['best_value']:.4f} at step {numbers['best_step']}: {run_dir}" in output
+    # As of a run that was killed before its first other checkpoint, and while it wrote this one.
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in checkpoints.glob("step-*"):
+        shutil.rmtree(path)
+    (checkpoints / "best").rename(checkpoints / ".old-best")
+    assert main(["evaluate", run_dir, "--checkpoint", "best"]) == 0
+    said = capsys.readouterr().out
+    assert f"{run_dir}, step {numbers['best_step']}\n" in said
+    assert f"accuracy  {numbers['best_value']:.6g}" in said
+
+
+@pytest.mark.slow
 def test_workers_of_torchrun_join(tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = Launched("-m", *torchrun, "-m", "allstep", "train", "digits", *SHORT, cwd=tmp_path)
@@ -93,9 +115,9 @@ def test_workers_of_torchrun_join(tmp_path):
     assert report(run_dir)["workers"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "num_workers", "num_resumed"),
-    [(signal.SIGINT, 2, 1), pytest.param(signal.SIGTERM, 1, 2, marks=pytest.mark.slow)],
+    ("number", "num_workers", "num_resumed"), [(signal.SIGINT, 2, 1), (signal.SIGTERM, 1, 2)]
 )
 def test_an_interrupted_run_continues_on_other_workers(tmp_path, number, num_workers, num_resumed):
     run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", num_workers, *LONG)
@@ -118,6 +140,7 @@ def test_an_interrupted_run_continues_on_other_workers(tmp_path, number, num_wor
     assert numbers["num_steps"] == NUM_LONG_STEPS
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_which_says_how_to_continue(tmp_path):
     run = Command(tmp_path, "train", "digits", "--run-dir", "run", "--workers", 2, *LONG)
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -137,6 +160,7 @@ def test_a_killed_worker_ends_the_run_which_says_how_to_continue(tmp_path):
     assert report(tmp_path / "run")["num_steps"] == NUM_LONG_STEPS
 
 
+@pytest.mark.slow
 def test_a_killed_worker_of_torchrun_is_named_and_the_other_says_how_to_continue(tmp_path):
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "allstep"]
     train = ["train", "digits", "--run-dir", "run", *LONG]
@@ -155,6 +179,7 @@ def test_a_killed_worker_of_torchrun_is_named_and_the_other_says_how_to_continue
     assert "is gone without a word" in found.words
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_or_after_its_last_step(
     tmp_path, short_run
 ):
@@ -172,6 +197,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_or_after_its_last_ste
     assert "next: the run is done; too few steps were left" in again
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, short_run):
     shutil.copytree(short_run[0], tmp_path / "run")
     path = tmp_path / "run" / "recipe.json"
