@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import allstep
 from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
@@ -114,11 +114,20 @@ class Recipe(_Named, TrainOptions, ABC):
     warmup_start: float = 0.0
     """Where the growing rate begins, as a share of its peak."""
 
+    train_share: float = 1.0
+    """Share of the training set to train on: the same samples on any number of workers, chosen by
+    `seed`; those of a smaller share are among those of a larger."""
+
     last_statistics: bool = False
     """Evaluate batch norm with the last step's statistics instead of their moving average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 < self.train_share <= 1:
+            raise UsageError(
+                f"`train_share` (={self.train_share}) must be above 0 and at most 1, which is the"
+                " whole training set."
+            )
         warmup_epochs = self.settings.warmup_epochs  # settings check their own
         if not 0 <= warmup_epochs < self.epochs:
             raise UsageError(
@@ -171,6 +180,11 @@ class Recipe(_Named, TrainOptions, ABC):
         self.check()
         torch.manual_seed(self.seed)
         task = self.build(comm)
+        if self.train_share < 1 and not isinstance(task.train_set, Subset):
+            raise UsageError(
+                f"`train_share` (={self.train_share}): the recipe {self.name} builds its task of"
+                " all samples; let its `build` return `self.make_task(...)`."
+            )
         if self.optimizer == "rmsprop_warmup":  # it counts its transition in steps
             task = replace(task, optimizer=self._rmsprop_warmup(task))
         if self.last_statistics:
@@ -186,7 +200,14 @@ class Recipe(_Named, TrainOptions, ABC):
         later_stages: Sequence[allstep.Stage] = (),
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Task:
-        """The task with the recipe's optimizer and schedule; `train_set` must have a length."""
+        """The task with the recipe's optimizer and schedule, on `train_share` of the samples.
+
+        `train_set` must have a length.
+        """
+        train_set = self._share_of(train_set)
+        later_stages = [
+            replace(stage, train_set=self._share_of(stage.train_set)) for stage in later_stages
+        ]
         assert isinstance(train_set, Sized)
         seconds = [stage.train_set for stage in later_stages]
         num_second = len(seconds[0]) if seconds and isinstance(seconds[0], Sized) else None
@@ -201,6 +222,9 @@ class Recipe(_Named, TrainOptions, ABC):
             collate_fn=collate_fn,
             later_stages=later_stages,
         )
+
+    def _share_of(self, train_set: Dataset[Any]) -> Dataset[Any]:
+        return allstep.data.subset(train_set, self.train_share, seed=self.seed)
 
     def make_optimizer(self, model: nn.Module) -> Optimizer:
         """The optimizer over the model's parameters; biases and normalisation have no decay.

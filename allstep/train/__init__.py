@@ -5,19 +5,26 @@
 
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.batch import Batch, steps
+from allstep.train.best import BestMetric
 from allstep.train.checkpoint import Checkpoints, check_same
 from allstep.train.devices import map_tensors as map_tensors
+from allstep.train.elastic import check_elastic as check_elastic
 from allstep.train.evaluator import Evaluator
 from allstep.train.failures import FAILED as FAILED
 from allstep.train.failures import PEER_LOST as PEER_LOST
 from allstep.train.failures import run_worker as run_worker
-from allstep.train.loop import Loop, Training, fit
-from allstep.train.metrics import MetricsLog
+from allstep.train.fit import fit
+from allstep.train.layer_sharpness import LayerSharpness
+from allstep.train.layer_sharpness import rank_correlation as rank_correlation
+from allstep.train.loop import Loop, Training
+from allstep.train.metrics import Logger, MetricsLog
+from allstep.train.metrics import read_metrics as read_metrics
 from allstep.train.options import TrainOptions
 from allstep.train.precision import Precision as Precision
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
 from allstep.train.run import Run
+from allstep.train.run_lock import launcher_lock as launcher_lock
 from allstep.train.run_lock import taken_by as taken_by
 from allstep.train.run_lock import trainer_of as trainer_of
 from allstep.train.sharpness import Sharpness, sharpness
@@ -32,9 +39,12 @@ from allstep.train.task import Metrics, Stage, Task
 __all__ = [
     "AutoCheckpoint",
     "Batch",
+    "BestMetric",
     "Checkpoints",
     "Evaluator",
     "Interrupts",
+    "LayerSharpness",
+    "Logger",
     "Loop",
     "Metrics",
     "MetricsLog",

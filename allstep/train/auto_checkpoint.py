@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch.optim import Optimizer
 
+from allstep.comm import divided_modules
 from allstep.comm.agreement import agree
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
@@ -296,6 +297,12 @@ def _check_arguments(
         )
     if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
         raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
+    for exchange in exchanges:
+        for name in divided_modules(exchange.model):
+            raise UsageError(
+                f"`exchanges`: `model.{name}` is divided over the workers, and a checkpoint holds"
+                " rank 0's part: save each worker's `state_dict()` in a file of its own."
+            )
     for name, part in state.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UsageError(

@@ -21,7 +21,7 @@ from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.stragglers import COMPUTE_CURE, WorkerTimes
 from allstep.exchange.weighing import mixed_message
-from allstep.nn import GroupedBatchNorm
+from allstep.nn import GroupedBatchNorm, serve_others
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.devices import to_device
 from allstep.train.gradient_guard import GradientGuard
@@ -79,8 +79,9 @@ def steps(
         A `Batch` for each global batch.
 
     Raises:
-        UsageError: if no exchange is given, if the loader can't be cut in global batches, or if
-            `checkpoint` is not entered, not in `epochs`, or of another loader or exchange.
+        UsageError: if no exchange is given, if the loader can't be cut in global batches, if
+            `checkpoint` is not entered, not in `epochs`, or of another loader or exchange, or if
+            there are several exchanges and a model has experts on several workers.
 
     Example:
         >>> import torch, allstep
@@ -110,6 +111,12 @@ def steps(
     if shares is not None and not shares.is_equal:
         for exchange in exchanges:
             _refuse_shares(shares, exchange)
+    if len(exchanges) > 1 and any(exchange.is_divided for exchange in exchanges):
+        raise UsageError(
+            f"`exchanges` are {len(exchanges)}, and a model has experts on several workers, which"
+            " all must call it in the same order: put the models in one `torch.nn.ModuleList` and"
+            " attach that."
+        )
     return _steps(loader, exchanges, replay, checkpoint, clock)
 
 
@@ -136,7 +143,7 @@ def _steps(
     checkpoint: AutoCheckpoint | None,
     clock: Callable[[], float],
 ) -> Iterator["Batch"]:
-    device = exchanges[0].comm.device
+    device, activity = exchanges[0].comm.device, exchanges[0].comm.activity
     is_over = checkpoint is not None and not checkpoint.begin_steps(loader, exchanges)
     exchanges[0].compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
     with preserved_random_state(device):
@@ -146,7 +153,8 @@ def _steps(
             try:
                 yield batch
                 batch.check_finished()
-                exchanges[0].own_times = batch.times
+                times = exchanges[0].own_times = batch.times
+                activity.note_times(times.data_s, times.compute_s, times.wait_s)
                 _follow_shares(loader, exchanges[0])
                 if checkpoint is not None and checkpoint.after_step():
                     break
@@ -217,6 +225,7 @@ class Batch:
         self._position = batch.position
         self._source = batch.micro_batches
         self._num_micro_batches = batch.num_micro_batches
+        self._num_local_micro_batches = batch.num_local_micro_batches
         self._kept: list[MicroBatch] | None = [] if replay else None
         self._exchanges = exchanges
         self._device = exchanges[0].comm.device
@@ -224,7 +233,7 @@ class Batch:
         self._seed = seed
         self._num_passes = 0
         self._exchanged = False
-        self._is_open = False
+        self._is_open = self._is_over = False
         self._losses: list[tuple[Tensor, float, float]] = []  # of this pass: factor, weight
         self._weight: float | None = None  # that the micro-batch was given
         self._num_losses_before = 0  # the micro-batch
@@ -233,6 +242,13 @@ class Batch:
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's micro-batches on its device, each with its random state set."""
+        if self._is_over:
+            raise UsageError(
+                f"Global batch {self.step} was iterated after the next one had been asked for, as"
+                " by `list(steps(...))` or a loop that reads ahead, which throws its micro-batches"
+                " away. Take one batch at a time; Lightning reads none ahead where what it iterates"
+                " has a length."
+            )
         if self._num_passes and self._kept is None:
             raise UsageError(
                 "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
@@ -255,6 +271,7 @@ class Batch:
         ):
             totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
             with _all(statistics.step(total) for statistics, total in totals):
+                self._serve_others()
                 self._gradients.note()
                 for micro_batch in self._fetch():
                     with self._running(micro_batch), self._timing():
@@ -343,7 +360,8 @@ class Batch:
         return loss_sum / weights if weights else math.nan
 
     def check_finished(self) -> None:
-        """Raises if the loop over the micro-batches was left before its end."""
+        """Raises if the loop over the micro-batches was left before its end; none may follow."""
+        self._is_over = True
         if self._is_open:
             raise UsageError(
                 f"The loop over global batch {self.step} was left before its last micro-batch,"
@@ -416,6 +434,13 @@ class Batch:
         if exchange.num_exchanges == num_before:  # no parameter of the model was in this graph
             exchange.synchronize()
         self._exchanged = True
+
+    def _serve_others(self) -> None:
+        """Has this worker's experts at work where others have more micro-batches."""
+        for exchange in self._exchanges:
+            if exchange.is_divided:
+                with exchange.no_sync():
+                    serve_others(exchange.model, self._num_local_micro_batches)
 
     def _synchronize(self) -> None:
         for exchange in self._exchanges:

@@ -1,8 +1,8 @@
-"""A run's checkpoints: the newest few are kept, the newest that is whole is used."""
+"""A run's checkpoints: the newest few and the best stay, the newest that is whole is used."""
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +13,13 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import agree, explain
 from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
 from allstep.exchange.state_sweep import tensor_checksums
-from allstep.train.packing import tensors_in
+from allstep.train.packing import pack, tensors_in
 from allstep.train.storage import Stored, discard, read_stored, sweep, write_checkpoint
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
 _NUM_LISTED = 5
+_MESSAGE_BYTES = 256 << 20
 
 
 class Stateful(Protocol):
@@ -30,7 +31,7 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """The checkpoints of one run, `folder/step-00000120` and so on.
+    """The checkpoints of one run, `folder/step-00000120` and so on, and `folder/best`.
 
     Only rank 0 touches the disk; the others receive what it reads, so that no shared file
     system is needed.
@@ -60,7 +61,7 @@ class Checkpoints:
         comm: Communicator,
         *,
         keep: int = 3,
-        message_bytes: int = 256 << 20,
+        message_bytes: int = _MESSAGE_BYTES,
     ) -> None:
         if keep < 1:
             raise UsageError(f"`keep` (={keep}) must be at least 1; 2 or more is safer.")
@@ -73,6 +74,11 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
         return self.folder / _name(step)
+
+    @property
+    def best_path(self) -> Path:
+        """The folder of the best checkpoint, should there be one."""
+        return self.folder / "best"
 
     def saved_steps(self) -> list[int]:
         """Steps with a checkpoint on this worker's disk, the newest first, whole or not."""
@@ -101,15 +107,32 @@ class Checkpoints:
             DisagreementError: on every worker, if their tensors differ.
         """
         path = self.path(step)
+        self._write(path, step, state)
+        if self._comm.rank == 0:
+            self._damaged.discard(step)
+            self._delete_old(step)
+        return path
+
+    def save_best(self, step: int, state: Any) -> Path:
+        """Writes the checkpoint `best` in the place of the one before. All workers call it.
+
+        However many newer ones are saved, it stays until it is written again.
+
+        Args, Raises: as for `save`.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        self._write(self.best_path, step, state)
+        return self.best_path
+
+    def _write(self, path: Path, step: int, state: Any) -> None:
         self._comm.activity.enter("checkpoint")
         if self._comm.size > 1:
             self._check_same_state(step, state)
         if self._comm.rank == 0:
             sweep(self.folder)
             write_checkpoint(path, state, step=step)
-            self._damaged.discard(step)
-            self._delete_old(step)
-        return path
 
     def _check_same_state(self, step: int, state: Any) -> None:
         """All workers will get rank 0's tensors back."""
@@ -140,21 +163,39 @@ class Checkpoints:
         Raises:
             CheckpointError: on every worker, if the folder can't be read.
         """
+        return self._load(self._read_newest)
+
+    def load_best(self) -> tuple[int, Any] | None:
+        """Reads what `save_best` wrote last. All workers call it.
+
+        Returns:
+            The step and the state, its tensors on the CPU; None if there is none.
+
+        Raises:
+            CheckpointError: on every worker, if it is damaged.
+        """
+        return self._load(self._read_best)
+
+    def _load(self, read: Callable[[], Stored | None]) -> tuple[int, Any] | None:
         self._comm.activity.enter("load of a checkpoint")
         if self._comm.rank == 0:
             try:
-                found = self._read_newest()
+                found = read()
             except Exception as error:
                 self._comm.broadcast_object({"error": f"rank 0 could not load: {error}"})
                 raise
-            return self._send(found)
-        return self._receive()
+            _send(self._comm, found, self._message_bytes)
+            return None if found is None else (found.step, found.unpack())
+        return receive_state(self._comm)
 
-    def restore(self, target: Stateful, *, missing_ok: bool = False) -> int | None:
+    def restore(
+        self, target: Stateful, *, missing_ok: bool = False, best: bool = False
+    ) -> int | None:
         """Loads the newest checkpoint that is whole into `target`. All workers call it.
 
         Args:
             target: what the checkpoint is of.
+            best: load the best one instead.
             missing_ok: where the folder has no checkpoint at all, leave `target` as it is.
 
         Returns:
@@ -163,9 +204,18 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is none, or if it does not fit.
         """
-        if missing_ok and self._newest_step() is None:
-            return None
-        loaded = self.load_latest()
+        if missing_ok:
+            newest, has_best = self._existing()
+            is_there = has_best if best else newest is not None
+            if not is_there:
+                return None
+        loaded = self.load_best() if best else self.load_latest()
+        if loaded is None and best:
+            raise CheckpointError(
+                f"There is no {self.best_path}: a run keeps its best checkpoint if it is told"
+                " its `best_metric`, from the first evaluation on in which that is a number. Take"
+                " the newest."
+            )
         if loaded is None:
             raise CheckpointError(
                 f"There is no whole checkpoint in {self.folder}: there is none, or all are"
@@ -178,8 +228,9 @@ class Checkpoints:
             if isinstance(error, AllstepError):
                 raise
             raise CheckpointError(
-                f"{self.path(step)} does not fit this training ({type(error).__name__}: {error})."
-                " Resume with what wrote it, or train anew, in another folder."
+                f"{self.best_path if best else self.path(step)} does not fit this training"
+                f" ({type(error).__name__}: {error}). Resume with what wrote it, or train anew, in"
+                " another folder."
             ) from error
         return step
 
@@ -189,20 +240,25 @@ class Checkpoints:
         Raises:
             UsageError: naming the folder and the newest step.
         """
-        newest = self._newest_step()
-        if newest is not None:
+        newest, has_best = self._existing()
+        if newest is not None or has_best:
+            which = "`best` only" if newest is None else f"the newest of step {newest}"
             raise UsageError(
-                f"`run_dir`: {self.folder} holds a run's checkpoints (the newest of step {newest});"
-                " resume that run, or take another folder."
+                f"`run_dir`: {self.folder} holds a run's checkpoints ({which}); resume that run,"
+                " or take another folder."
             )
 
-    def _newest_step(self) -> int | None:
-        """With a checkpoint on rank 0's disk, whole or not. All workers call it."""
+    def _existing(self) -> tuple[int | None, bool]:
+        """The newest step on rank 0's disk and whether there is a best one, whole or not.
+
+        All workers call it.
+        """
+        found = None
         if self._comm.rank == 0:
             sweep(self.folder)  # which puts back what a dead writer had moved aside
-        steps = self.saved_steps() if self._comm.rank == 0 else []
-        newest: int | None = self._comm.broadcast_object(max(steps, default=None))
-        return newest
+            found = max(self.saved_steps(), default=None), self.best_path.exists()
+        newest, has_best = self._comm.broadcast_object(found)
+        return newest, has_best
 
     def _read_newest(self) -> Stored | None:
         sweep(self.folder)
@@ -223,28 +279,14 @@ class Checkpoints:
             _logger.warning("%s; there is no older one", reason)
         return None
 
-    def _send(self, found: Stored | None) -> tuple[int, Any] | None:
-        if found is None:
-            self._comm.broadcast_object({})
+    def _read_best(self) -> Stored | None:
+        sweep(self.folder)
+        if not self.best_path.exists():
             return None
-        groups = list(_groups(found.tensors, self._message_bytes))
-        self._comm.broadcast_object({"step": found.step, "data": found.data, "names": groups})
-        for names in groups:
-            self._comm.broadcast(tuple(found.tensors[name] for name in names))
-        return found.step, found.unpack()
-
-    def _receive(self) -> tuple[int, Any] | None:
-        found = self._comm.broadcast_object()
-        if "error" in found:
-            raise CheckpointError(found["error"])
-        if not found:
-            return None
-        tensors: dict[str, Tensor] = {}
-        for names in found["names"]:
-            received = self._comm.broadcast()
-            # a clone each, for they are views of one message
-            tensors.update({n: t.cpu().clone() for n, t in zip(names, received, strict=True)})
-        return found["step"], Stored(found["step"], found["data"], tensors).unpack()
+        try:
+            return read_stored(self.best_path)
+        except CheckpointError:  # a run that goes on may have replaced it meanwhile
+            return read_stored(self.best_path)
 
     def _delete_old(self, step: int) -> None:
         """Keeps the newest whole ones up to `step`.
@@ -260,6 +302,42 @@ class Checkpoints:
             discard(self.path(damaged))
         for old in steps[self._keep :]:
             discard(self.path(old))
+
+
+def send_state(
+    comm: Communicator, step: int, state: Any, message_bytes: int = _MESSAGE_BYTES
+) -> None:
+    """Rank 0 gives all workers a state; the others call `receive_state`."""
+    _send(comm, Stored(step, *pack(state)), message_bytes)
+
+
+def _send(comm: Communicator, found: Stored | None, message_bytes: int) -> None:
+    if found is None:
+        comm.broadcast_object({})
+        return
+    groups = list(_groups(found.tensors, message_bytes))
+    comm.broadcast_object({"step": found.step, "data": found.data, "names": groups})
+    for names in groups:
+        comm.broadcast(tuple(found.tensors[name] for name in names))
+
+
+def receive_state(comm: Communicator) -> tuple[int, Any] | None:
+    """The step and the state that rank 0 gives, its tensors on the CPU; None if it has none.
+
+    Raises:
+        CheckpointError: if rank 0 could not read it.
+    """
+    found = comm.broadcast_object()
+    if "error" in found:
+        raise CheckpointError(found["error"])
+    if not found:
+        return None
+    tensors: dict[str, Tensor] = {}
+    for names in found["names"]:
+        received = comm.broadcast()
+        # a clone each, for they are views of one message
+        tensors.update({n: t.cpu().clone() for n, t in zip(names, received, strict=True)})
+    return found["step"], Stored(found["step"], found["data"], tensors).unpack()
 
 
 def _name(step: int) -> str:

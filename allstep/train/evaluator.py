@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, divided_prefixes
 from allstep.comm.agreement import agree
 from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data.fetch import FetchMicroBatch
@@ -21,6 +21,7 @@ from allstep.errors import DisagreementError, UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.exchange.hooks import Hook
 from allstep.exchange.state_sweep import tensor_checksums
+from allstep.nn import serve_others
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
 
@@ -118,6 +119,7 @@ class Evaluator:
             evaluating(model),
             closing(self._micro_batches()) as micro_batches,
         ):
+            serve_others(model, len(self._part))
             for index, data in micro_batches:
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
@@ -125,6 +127,23 @@ class Evaluator:
         totals = sum_of_digits(self._comm.all_reduce(sums.of(names))).tolist()
         self.totals = {name: (a, b) for name, (a, b) in zip(names, totals, strict=True)}
         return {name: a / b if b else float("nan") for name, (a, b) in self.totals.items()}
+
+    def names(self, model: nn.Module) -> list[str]:
+        """The metrics' names, from a look at the first micro-batch; all workers call it.
+
+        Args:
+            model: as for a measurement.
+
+        Returns:
+            What rank 0 found, on every worker.
+        """
+        self._comm.activity.enter("evaluation")
+        with preserved_random_state(self._comm.device), evaluating(model):
+            seed_all(derive_seed(self._seed, _COMPUTE, 0), self._comm.device)
+            data = self._fetch[0, list(self._cut[0])]
+            names = list(self._metrics(model, to_device(data, self._comm.device)))
+        found: list[str] = self._comm.broadcast_object(names)
+        return found
 
     def _check_same_data(self) -> None:
         """Once; and not where the evaluator is made, for there nobody else waits for it."""
@@ -134,9 +153,14 @@ class Evaluator:
             check_same_samples(comm, action, dataset, self._processes, self._seed)
             self._is_compared = True
 
+    @property
+    def _part(self) -> range:
+        """This worker's micro-batches, by their index in the whole set."""
+        return self._shares.parts(len(self._cut))[self._comm.rank]
+
     def _micro_batches(self) -> Generator[tuple[int, Any], None, None]:
         """This worker's contiguous block of micro-batches, with their index in the whole set."""
-        part = self._shares.parts(len(self._cut))[self._comm.rank]
+        part = self._part
         if not part:
             return
         keys = [(0, list(self._cut[index])) for index in part]
@@ -190,7 +214,12 @@ def _check_same_model(comm: Communicator, model: nn.Module) -> None:
     for exchange in _exchanges_of(model):
         if exchange.comm is comm:
             exchange.agree("evaluate a model")
-    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own = divided_prefixes(model)
+    state = {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and not name.startswith(own)
+    }
     with comm.announced.call("evaluate a model"):
         agree(
             comm,

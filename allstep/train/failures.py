@@ -181,7 +181,9 @@ class _Guard:
         return True
 
     def _peer_failed(self) -> bool:
-        """Whether a worker of this node has failed or is gone."""
+        """Whether a worker of this node has failed or is gone, so that this one must end, too."""
+        if self._launch.min_workers is not None:
+            return False
         if self._error_file is not None:
             for file in self._error_file.parent.parent.glob(f"*/{self._error_file.name}"):
                 if file != self._error_file:

@@ -1,91 +1,23 @@
 """The training loop: updates, with a log, checkpoints, evaluations and a way to stop."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.train.metrics import MetricsLog
-from allstep.train.options import TrainOptions
+from allstep.errors import UsageError
+from allstep.train.best import BestMetric
+from allstep.train.metrics import Logger, MetricsLog
 from allstep.train.progress import Progress
-from allstep.train.report import Meter, RunReport
-from allstep.train.run import Run
+from allstep.train.report import Meter
 from allstep.train.saver import Saver
 from allstep.train.step import Update
 from allstep.train.stop import Interrupts
-from allstep.train.task import Task
-
-
-def fit(
-    task: Task,
-    options: TrainOptions,
-    comm: Communicator,
-    run_dir: Path | str,
-    *,
-    resume: bool = False,
-) -> RunReport:
-    """Trains a task on the workers of `comm`; the result does not depend on their number.
-
-    SIGINT and SIGTERM end the run after the current step with a checkpoint.
-
-    Args:
-        task: model, data, loss, metrics, optimizer.
-        options: epochs, batches, precision, what is kept on disk.
-        comm: the workers; each of them must call this.
-        run_dir: folder for checkpoints and metrics; made if missing.
-        resume: continue from the folder's newest whole checkpoint.
-
-    Returns:
-        The run's numbers, the same on every worker.
-
-    Raises:
-        UsageError: if options or data don't fit, if another process trains in the folder, or if
-            it holds another run.
-        CheckpointError: if there is nothing to resume, or if it is of another model.
-
-    Example:
-        >>> import tempfile
-        >>> from torch import nn
-        >>> from torch.utils.data import TensorDataset
-        >>> def squared_error(model, batch):
-        ...     x, y = batch
-        ...     return (model(x) - y).square().mean()
-        >>> samples = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
-        >>> task = Task(
-        ...     model=nn.Linear(2, 1),
-        ...     train_set=samples,
-        ...     test_set=samples,
-        ...     loss=squared_error,
-        ...     metrics=lambda model, batch: {
-        ...         "error": (len(batch[0]) * squared_error(model, batch), len(batch[0]))
-        ...     },
-        ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        ... )
-        >>> options = TrainOptions(epochs=2, global_batch=4, micro_batch=2)
-        >>> with tempfile.TemporaryDirectory() as run_dir:
-        ...     report = fit(task, options, Communicator.single_process(), run_dir)
-        >>> report.num_steps, list(report.metrics)
-        (4, ['error'])
-    """
-    with closing(Run(task, options, comm)) as run, Interrupts() as interrupts:
-        loop = Loop(
-            run,
-            comm,
-            Path(run_dir),
-            interrupts,
-            epochs=options.epochs,
-            log_every_steps=options.log_every_steps,
-            checkpoint_every_steps=options.checkpoint_every_steps,
-            evaluate_every_epochs=options.evaluate_every_epochs,
-            keep_checkpoints=options.keep_checkpoints,
-        )
-        loop.run(resume=resume)
-        return _report(run, loop, comm, Path(run_dir))
 
 
 class Training(Protocol):
@@ -145,10 +77,15 @@ class Loop:
         checkpoint_every_steps: updates between two checkpoints; None for one an epoch.
         evaluate_every_epochs: epochs between two evaluations; the last one is always evaluated.
         keep_checkpoints: how many of the newest stay.
+        best: by which evaluation a checkpoint is kept beside them, and when to stop early.
+        loggers: get what is logged, on rank 0.
+        has_global_losses: whether updates tell the loss of all workers, instead of a part each.
 
     Attributes:
+        has_begun: whether what it goes on from is loaded.
         meter: how fast it went.
         metrics: of the last evaluation; empty if there was none.
+        best: as given.
     """
 
     def __init__(
@@ -163,8 +100,13 @@ class Loop:
         checkpoint_every_steps: int | None = None,
         evaluate_every_epochs: int = 1,
         keep_checkpoints: int = 3,
+        best: BestMetric | None = None,
+        loggers: Sequence[Logger] = (),
+        has_global_losses: bool = False,
     ) -> None:
         self._training = training
+        self._has_global_losses = has_global_losses
+        self.has_begun = False
         self._comm = comm
         self._saver = Saver(
             self,
@@ -174,14 +116,15 @@ class Loop:
             every_steps=checkpoint_every_steps,
             keep=keep_checkpoints,
         )
-        self._log = MetricsLog(run_dir, comm)
+        self._log = MetricsLog(run_dir, comm, loggers=loggers, keeps_last=has_global_losses)
+        self.best = best
         self._epochs = epochs
         self._log_every_steps = log_every_steps
         self._evaluate_every_epochs = evaluate_every_epochs
         self._losses = torch.zeros((), dtype=torch.float64)
         self._num_losses = 0
         self._evaluated_step: int | None = None
-        self._evaluated_epoch = 0
+        self._evaluated_epoch = self._ended_epoch = 0
         self.meter = Meter()
         self.metrics: Mapping[str, float] = {}
 
@@ -191,51 +134,124 @@ class Loop:
         return self._saver.newest
 
     @property
+    def best_checkpoint(self) -> Path | None:
+        """That of the best evaluation; None if there was none that counts."""
+        has_best = self.best is not None and self.best.step is not None
+        return self._saver.best_path if has_best else None
+
+    @property
     def interrupted(self) -> int | None:
         """Number of the signal that ended it early, or None."""
         return self._saver.interrupted
 
-    def run(self, *, resume: bool = False) -> None:
+    @property
+    def stopped_early(self) -> bool:
+        """Whether it ended before the last epoch as the evaluations brought no more gain."""
+        is_exhausted = self.best is not None and self.best.is_exhausted
+        return is_exhausted and self._training.epoch < self._epochs
+
+    def run(
+        self,
+        *,
+        resume: bool | Literal["auto"] = False,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         """Trains until the last epoch's end or an agreed stop.
 
+        Args:
+            resume: as for `fit`.
+            state: go on from this one instead, of a training that has not been stopped.
+
         Raises:
-            UsageError: if another process trains in the folder, or if it holds another run and
-                `resume` is False.
+            UsageError: if `resume` is none of its values, if another process trains in the folder,
+                or if it holds another run and `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        with self._saver.hold(resume=resume):
+        if resume not in (True, False, "auto"):
+            raise UsageError(f"`resume` (={resume!r}) must be True, False or 'auto'.")
+        with self._saver.hold(resume=None if resume == "auto" else resume, state=state):
+            if self.best is not None:
+                self.best.take_saved((self._saver.load_best() or {}).get("best"))
+            self._note_evaluation()
+            self.has_begun = True
             self._train()
 
     def state_dict(self) -> dict[str, Any]:
-        """The training's state, which epoch was evaluated last, and losses not logged yet."""
+        """The training's state, what evaluations gave, and losses not logged yet."""
+        losses = self._losses.to(self._comm.device, copy=True)
+        if not self._has_global_losses:
+            losses = self._comm.all_reduce(losses)
         return {
             **self._training.state_dict(),
-            "evaluated_epoch": self._evaluated_epoch,
-            "losses": self._comm.all_reduce(self._losses.to(self._comm.device, copy=True)),
+            **self._evaluations(),
+            "losses": losses,
             "num_losses": self._num_losses,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """What the loop itself has of `state_dict`, on this worker alone.
+
+        In a step or in an evaluation it is as before.
+        """
+        return {
+            **self._noted_evaluations,
+            "losses": self._losses,
+            "num_losses": self._num_losses,
+            "ended_epoch": self._ended_epoch,
+            "last_records": self._log.last,
+        }
+
+    def _note_evaluation(self) -> None:
+        """An evaluation is over, with the best checkpoint that came of it."""
+        self._noted_evaluations = self._evaluations()
+
+    def _evaluations(self) -> dict[str, Any]:
+        return {
+            "evaluated_epoch": self._evaluated_epoch,
+            "best": None if self.best is None else self.best.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, with an evaluation if one was still to come."""
         self._training.load_state_dict(state)
         self._evaluated_epoch = state["evaluated_epoch"]
+        if self.best is not None and state.get("best") is not None:
+            self.best.load_state_dict(state["best"])
         losses = state["losses"].to(self._comm.device)  # of all workers together
-        self._losses = losses if self._comm.rank == 0 else torch.zeros_like(losses)
+        has_part = self._comm.rank == 0 or self._has_global_losses
+        self._losses = losses if has_part else torch.zeros_like(losses)
+        self._ended_epoch = state.get("ended_epoch", self._training.epoch)
+        self._log.complete(state.get("last_records", ()))
         self._num_losses = state["num_losses"]
 
     def _train(self) -> None:
+        self._comm.activity.num_total_steps = self._training.num_total_steps
         with (
             closing(self._log),
             Progress(self._training.num_total_steps, self._comm, epochs=self._epochs) as progress,
         ):
+            if self._training.epoch > self._ended_epoch:  # the others' last step was its last
+                self._end_epoch(progress)
             if self._training.epoch >= self._epochs:  # the run may have ended before it could
                 self._training.flush()
             self._evaluate_if_due(progress)
-            while self._training.epoch < self._epochs and self.interrupted is None:
+            while not self._is_over:
                 self._train_epoch(progress)
                 self._end_epoch(progress)
+            if self.stopped_early:
+                self._saver.save(self._training.step)
+                assert self.best is not None
+                progress.note(
+                    f"stopped early after {self.best.patience} evaluations without a gain; best:"
+                    f" {self.best.summary}"
+                )
             if self.interrupted is None and self._evaluated_step != self._training.step:
                 self._evaluate(progress)
+
+    @property
+    def _is_over(self) -> bool:
+        is_last = self._training.epoch >= self._epochs
+        return is_last or self.interrupted is not None or self.stopped_early
 
     def _train_epoch(self, progress: Progress) -> None:
         training = self._training
@@ -266,6 +282,7 @@ class Loop:
             self._saver.save(self._training.step, replace=is_last)
         if self.interrupted is None:
             self._evaluate_if_due(progress)
+        self._ended_epoch = epoch
 
     def _mean_loss(self) -> float:
         """Since the last line; the one wait for the device in the loop."""
@@ -302,37 +319,6 @@ class Loop:
             self._log.write(step, epoch, **{f"test/{k}": v for k, v in self.metrics.items()})
             shown = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
             progress.note(f"epoch {epoch}: {shown}")
-
-
-def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunReport:
-    """The run's numbers; measures the cost of a sample if the run came to its end."""
-    meter = loop.meter
-    local = [meter.samples_per_s, meter.data_share, meter.exchange_share, meter.data_wait_s]
-    means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()
-    samples_per_s, data_share, exchange_share, data_wait_s = means
-    flops_per_sample = single_worker_samples_per_s = None
-    if loop.interrupted is None and meter.num_samples:
-        flops_per_sample, seconds = run.cost_of_sample()
-        if comm.size > 1:
-            wait_s = data_wait_s * comm.size / meter.num_samples
-            single_worker_samples_per_s = 1 / (seconds + wait_s)
-    return RunReport(
-        run_dir=run_dir,
-        num_steps=run.step,
-        num_epochs=run.epoch,
-        metrics=loop.metrics,
-        totals=run.totals if loop.metrics else {},
-        samples_per_s=samples_per_s,
-        num_timed_steps=meter.num_timed_steps,
-        data_share=data_share,
-        exchange_share=exchange_share,
-        flops_per_sample=flops_per_sample,
-        single_worker_samples_per_s=single_worker_samples_per_s,
-        noise_scale=run.noise.scale.value,
-        mean_noise_scale=run.noise.mean_scale.value,
-        useful_batch=run.noise.summary,
-        num_skipped=run.train_step.num_skipped,
-        shares=run.shares,
-        checkpoint=loop.checkpoint,
-        interrupted=loop.interrupted,
-    )
+        if self.best is not None and self.best.update(step, self.metrics):
+            self._saver.save_best(step)
+        self._note_evaluation()

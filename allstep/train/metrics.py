@@ -1,16 +1,18 @@
-"""A run's numbers over time: JSON lines for programs, TensorBoard for eyes."""
+"""A run's numbers over time: JSON lines and CSV for programs, TensorBoard for eyes, loggers."""
 
 import json
 import logging
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from torch import Tensor
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
+from allstep.files import write_table
 from allstep.train.storage import writing
 
 if TYPE_CHECKING:
@@ -18,8 +20,15 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger(__name__)
-_FILE = "metrics.jsonl"
+_FILE, _TABLE = "metrics.jsonl", "metrics.csv"
 _RESERVED = ("time", "non_finite")
+_COMPARED_BYTES = 1 << 16  # of the log's end, for what was written last
+
+
+class Logger(Protocol):
+    """Takes a record's numbers, as `wandb.log` and `mlflow.log_metrics` do."""
+
+    def __call__(self, scalars: dict[str, float], /, *, step: int) -> object: ...
 
 
 class MetricsLog:
@@ -27,15 +36,40 @@ class MetricsLog:
 
     A line is a JSON object with `step`, `epoch`, `time` (seconds since 1970) and the scalars.
     JSON has no nan nor infinity: such a scalar is null, and `non_finite` says what it was.
+    When the log is closed, `run_dir/metrics.csv` gets a row for each step.
+
+    Loggers get each record's scalars and `epoch`. One that raises ends no training: its first
+    exception becomes a warning, later ones are passed over, and it goes on getting records.
 
     Args:
         run_dir: the run's folder; made if missing.
         comm: its workers.
+        loggers: called on rank 0 only.
+        keeps_last: whether every worker keeps the last records, in case rank 0 dies before they are
+            in the file.
+
+    Attributes:
+        last: the last two records, a step's and an evaluation's, if they are kept.
+
+    Raises:
+        UsageError: if a logger can't be called.
     """
 
-    def __init__(self, run_dir: Path | str, comm: Communicator) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        comm: Communicator,
+        *,
+        loggers: Sequence[Logger] = (),
+        keeps_last: bool = False,
+    ) -> None:
         self._run_dir = Path(run_dir)
         self._is_writer = comm.rank == 0
+        _check_loggers(loggers)
+        self._loggers, self._failed = list(loggers), set[int]()
+        self._last_step = 0
+        self._keeps_last = keeps_last
+        self.last: list[dict[str, Any]] = []
         self._file: TextIO | None = None
         self._board: SummaryWriter | None = None
 
@@ -51,26 +85,60 @@ class MetricsLog:
             UsageError: if a name is one of the record's own.
             CheckpointError: if the disk is full or can't be written.
         """
-        if not self._is_writer:
-            return
         for name in _RESERVED:
             if name in scalars:
                 raise UsageError(f"`{name}` is one of the record's own names; choose another.")
+        if not (self._is_writer or self._keeps_last):
+            return
         values = {name: _plain(value) for name, value in scalars.items()}
-        self._append({"step": step, "epoch": epoch, "time": time.time()} | _as_json(values))
+        record = {"step": step, "epoch": epoch, "time": time.time()} | _as_json(values)
+        if self._keeps_last:
+            if _kind(record) in map(_kind, self.last):  # of an evaluation that was begun again
+                return
+            self.last = [*self.last[-1:], record]
+        if not self._is_writer:
+            return
+        self._append(record)
         with writing(self._run_dir / "tensorboard"):
             if self._board is None:
                 self._board = _open_board(self._run_dir, step)
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
+        self._last_step = step
+        for index, logger in enumerate(self._loggers):
+            try:
+                logger({"epoch": epoch, **values}, step=step)
+            except Exception as error:
+                if index not in self._failed:
+                    _warn_of(logger, index, step, error)
+                self._failed.add(index)
+
+    def complete(self, last: Sequence[dict[str, Any]]) -> None:
+        """Appends those of the last records that whoever wrote before has not written.
+
+        Args:
+            last: `last` of a log in the same folder.
+        """
+        self.last = list(last)
+        path = self._run_dir / _FILE
+        if not (self._is_writer and last):
+            return
+        read = _records(path, _COMPARED_BYTES) if path.is_file() else []
+        written = {_kind(record) for record in read[-2 * len(last) :]}
+        self._last_step = last[-1]["step"]
+        for record in last:
+            if _kind(record) not in written:
+                self._append(record)
 
     def close(self) -> None:
-        """Closes both files; what a full disk did not take is lost, and a warning says so."""
-        for file in (self._file, self._board):
+        """Closes the files; what a full disk did not take is lost, and a warning says so."""
+        closing = [file.close for file in (self._file, self._board) if file is not None]
+        if self._file is not None:
+            closing.append(lambda: _write_table(self._run_dir, self._last_step))
+        for close in closing:
             try:
-                if file is not None:
-                    file.close()
-            except OSError as error:
+                close()
+            except (OSError, UsageError) as error:  # someone may have deleted them
                 _logger.warning("%s: the end of the log is lost (%s)", self._run_dir, error)
         self._file = self._board = None
 
@@ -83,7 +151,7 @@ class MetricsLog:
             self._file.flush()
 
 
-def read_metrics(path: Path | str) -> list[dict[str, float]]:
+def read_metrics(path: Path | str, *, last_bytes: int | None = None) -> list[dict[str, float]]:
     """Reads a run's records, one a step, in the order of steps.
 
     Lines of the same step are merged; a later line wins, for after a resumption steps repeat.
@@ -91,6 +159,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
 
     Args:
         path: a `metrics.jsonl` or the run's folder.
+        last_bytes: read only so much of its end; None for all of it.
 
     Raises:
         UsageError: if there is no such file.
@@ -101,11 +170,54 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
     if not path.is_file():
         raise UsageError(f"`path` (={path}) does not exist; give a run's folder.")
     records: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        record = _parsed(line)
-        if record is not None:
-            records.setdefault(int(record["step"]), {}).update(record)
+    for record in _records(path, last_bytes):
+        records.setdefault(int(record["step"]), {}).update(record)
     return [records[step] for step in sorted(records)]
+
+
+def _write_table(run_dir: Path, last_step: int) -> None:
+    """A row for each step of the log, whole or not at all; a cell is empty if there is none.
+
+    What the log has of later steps was undone when the run went back to a checkpoint.
+    """
+    records = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    write_table(run_dir / _TABLE, columns, records)
+
+
+def _check_loggers(loggers: Sequence[Logger]) -> None:
+    if callable(loggers):
+        name = getattr(loggers, "__name__", "logger")
+        raise UsageError(f"`loggers` (={loggers}) must be a list: [{name}].")
+    for index, logger in enumerate(loggers):
+        if not callable(logger):
+            raise UsageError(
+                f"`loggers[{index}]` (={logger!r}) can't be called as logger(scalars, step=step):"
+                " give a function as `wandb.log`, or an object's method, as `log_metrics` of one"
+                " of Lightning's loggers."
+            )
+
+
+def _warn_of(logger: Logger, index: int, step: int, error: Exception) -> None:
+    _logger.warning(
+        "`loggers[%d]` (%s) failed at step %d (%s: %s): training goes on, metrics.jsonl has all;"
+        " what else fails in it is passed over",
+        index,
+        getattr(logger, "__qualname__", type(logger).__name__),
+        step,
+        type(error).__name__,
+        error,
+    )
+
+
+def _records(path: Path, last_bytes: int | None) -> list[dict[str, float]]:
+    """One a line, in the file's order, of its end only if so many bytes are given."""
+    with path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, path.stat().st_size - last_bytes))
+        text = file.read().decode("utf-8", errors="replace")
+    parsed = map(_parsed, text.splitlines())
+    return [record for record in parsed if record is not None]
 
 
 def _parsed(line: str) -> dict[str, float] | None:
@@ -118,6 +230,11 @@ def _parsed(line: str) -> dict[str, float] | None:
         return None
     words = record.pop("non_finite", {})
     return record | {name: float(word) for name, word in words.items()}
+
+
+def _kind(record: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """What tells a record from others: its step, and what it holds."""
+    return record["step"], frozenset(record) - {"non_finite"}
 
 
 def _plain(value: float | Tensor) -> float:

@@ -7,6 +7,7 @@ from allstep.data.sampler import check_batches
 from allstep.data.shares import SharesArgument
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import ExchangePolicy, make_policy
+from allstep.train.best import BestMetric
 
 _SPARSE = ("powersgd", "topk")  # what they leave out comes in later steps
 
@@ -102,6 +103,40 @@ class TrainOptions:
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay on disk."""
 
+    best_metric: str | None = None
+    """A metric of the evaluation; the checkpoint that is best by it stays beside the newest."""
+
+    best_mode: Literal["min", "max"] | None = None
+    """Whether more or less of `best_metric` is better."""
+
+    patience: int | None = None
+    """Evaluations in a row without a gain in `best_metric` after which training stops early."""
+
+    min_delta: float = 0.0
+    """What `best_metric` must be better by to be a gain for `patience`."""
+
+    @property
+    def best(self) -> BestMetric | None:
+        """Follows `best_metric` from a run's start on; None if there is none to follow.
+
+        Raises:
+            UsageError: if it and the fields that go with it don't fit each other.
+        """
+        if self.best_metric is not None:
+            return BestMetric(
+                self.best_metric,
+                str(self.best_mode),
+                patience=self.patience,
+                min_delta=self.min_delta,
+            )
+        for name, unused in (("best_mode", None), ("patience", None), ("min_delta", 0.0)):
+            value = getattr(self, name)
+            if value != unused:
+                raise UsageError(
+                    f"`{name}` (={value!r}) needs `best_metric`: give the name of a metric."
+                )
+        return None
+
     @property
     def is_exact(self) -> bool:
         """Whether gradients are summed so that the bits don't depend on the workers' number."""
@@ -138,7 +173,7 @@ class TrainOptions:
             ) from None
 
     def __post_init__(self) -> None:
-        _ = self.exchange_policy  # checks its own
+        _ = self.exchange_policy, self.best  # which check their own
         if self.loader_shares != "equal" and self.sync_every is not None:
             raise UsageError(
                 f"`shares` (={self.shares!r}) would have a worker with more micro-batches count for"

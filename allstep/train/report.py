@@ -32,6 +32,9 @@ class RunReport:
             None if it was not measured. `useful_batch` says it in words.
         mean_noise_scale: the same over the whole run (its last stage), as `Target` wants it.
         checkpoint: the newest checkpoint.
+        best_checkpoint: the best one by `best_metric`; None if there is none.
+        best_step, best_value: optimizer steps done and the metric's value at the best evaluation.
+        stopped_early: whether `patience` ended the run before its last epoch.
         num_skipped: steps left out because their gradient was not finite.
         shares: who has fewer micro-batches of a global batch and why; None if all are alike.
         interrupted: number of the signal that ended the run early, or None.
@@ -52,6 +55,10 @@ class RunReport:
     mean_noise_scale: float | None
     useful_batch: str | None
     checkpoint: Path | None
+    best_checkpoint: Path | None
+    best_step: int | None
+    best_value: float | None
+    stopped_early: bool
     num_skipped: int
     shares: str | None
     interrupted: int | None

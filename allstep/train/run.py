@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, divided_modules
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
 from allstep.device import has_streams
+from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.train.batch import seed_update, steps
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
+from allstep.train.elastic import Elastic
 from allstep.train.evaluator import Evaluator
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
@@ -42,17 +44,31 @@ class Run:
         task: what to train.
         options: how.
         comm: the workers that train together.
+        elastic: where the training goes on when workers come and go.
     """
 
-    def __init__(self, task: Task, options: TrainOptions, comm: Communicator) -> None:
+    def __init__(
+        self,
+        task: Task,
+        options: TrainOptions,
+        comm: Communicator,
+        elastic: Elastic | None = None,
+    ) -> None:
         self._task = task
         self._options = options
         self._comm = comm
+        self._elastic = elastic
         self._threads = Threads(options.threads, is_exact=options.is_exact, device=comm.device)
         self.precision = Precision(
             options.precision, comm.device, channels_last=options.channels_last
         )
         self._model = self.precision.prepare_model(task.model)
+        for name in divided_modules(self._model):
+            raise UsageError(
+                f"`task.model.{name}` is divided over the workers, which a run's checkpoints,"
+                " gradient norms and noise scale don't see: train it in a loop of your own, with"
+                " `allstep.steps`."
+            )
         self._optimizer = task.optimizer(self._model)
         self.exchange = attach(
             self._model,
@@ -62,6 +78,16 @@ class Run:
             scaler=self.precision.scaler,
             optimizer=self._optimizer,
         )
+        try:
+            self._prepare()
+        except BaseException:
+            self.exchange.detach()
+            self._threads.give_back()
+            raise
+
+    def _prepare(self) -> None:
+        """The rest of what it is made of, which workers check together."""
+        task, options, elastic = self._task, self._options, self._elastic
         self.noise = NoiseProbe(
             self.exchange,
             self.precision,
@@ -80,9 +106,12 @@ class Run:
             self.noise,
             options.clip_norm,
             options.nonfinite,
+            commit=None if elastic is None else elastic.commit,
         )
         self._stages = all_stages(task, options)
         self._enter(0)
+        self._before: dict[str, Any] = {}
+        self._note_step_start()
 
     def _enter(self, stage_index: int) -> None:
         """Takes up a stage's data, from its beginning."""
@@ -119,6 +148,11 @@ class Run:
         return self._stages[self._stage_index]
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether it goes on when workers come and go."""
+        return self._elastic is not None
+
+    @property
     def step(self) -> int:
         """Optimizer steps since the run's start."""
         return self.loader.step
@@ -152,15 +186,21 @@ class Run:
 
     def updates(self) -> Iterator[Update]:
         """Makes the rest of the epoch's updates, one each time that it is asked for the next."""
-        return map(self.train_step, steps(self.loader, self.exchange))
+        for batch in steps(self.loader, self.exchange):
+            update = self.train_step(batch)
+            self._note_step_start()
+            yield update
+            if self._elastic is not None:
+                self._elastic.let_in()
 
     def mean_loss(self, loss: Tensor, num_steps: int) -> float:
         """Over the steps since the last call; of sums with weights, over all these.
 
         Carries what was measured of the gradients' noise along.
         """
-        summed = self.noise.all_reduce(self._comm, loss.flatten()).view_as(loss)
-        total, weight = sum_of_digits(summed).tolist()
+        if self._elastic is None:  # else it is of all workers already
+            loss = self.noise.all_reduce(self._comm, loss.flatten()).view_as(loss)
+        total, weight = sum_of_digits(loss).tolist()
         return float(total / (weight or num_steps))
 
     def scalars(self, loss: float) -> dict[str, float]:
@@ -198,10 +238,41 @@ class Run:
         with self.precision.autocast():
             return self._evaluator(self._model)
 
+    def metric_names(self) -> list[str]:
+        """The names that `evaluate` will give; all workers call it."""
+        with self.precision.autocast():
+            return self._evaluator.names(self._model)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
         self.noise.flush(self._comm)
+        return self._state(self.exchange.state_dict(), self.loader.state_dict())
+
+    def state_at_step_start(self) -> dict[str, Any]:
+        """The same as `state_dict` was before the step that is under way, on this worker alone.
+
+        Its tensors are those of the training, but for what a step changes before its update.
+        [Note: elastic training]
+        """
+        before = self._before
+        state = self._state(before["exchange"], before["loader"])
+        model = {n: before["buffers"].get(n, tensor) for n, tensor in state["model"].items()}
+        return state | {"model": model, "stage": before["stage"]}
+
+    def _note_step_start(self) -> None:
+        """Keeps what a step changes before its update."""
+        if self._elastic is None:
+            return
+        buffers = self._model.named_buffers(remove_duplicate=False)  # as in the model's state
+        self._before = {
+            "buffers": {name: buffer.clone() for name, buffer in buffers},
+            "stage": self._stage_index,
+            "exchange": self.exchange.replicated_state(),
+            "loader": self.loader.state_dict(),
+        }
+
+    def _state(self, exchange: dict[str, Any], loader: dict[str, int]) -> dict[str, Any]:
         is_shared = self._comm.rank == 0 or self.exchange.averaging is None
         return {
             "options": self._kept_options(),
@@ -211,8 +282,8 @@ class Run:
             "scaler": self.precision.scaler.state_dict(),
             "num_skipped": self.train_step.num_skipped,
             "stage": self._stage_index,
-            "loader": self.loader.state_dict(),
-            "exchange": self.exchange.state_dict(),
+            "loader": loader,
+            "exchange": exchange,
             "noise_scale": self.noise.state_dict(),
         }
 
@@ -235,6 +306,7 @@ class Run:
         self.exchange.load_state_dict(state["exchange"])
         self.noise.load_state_dict(state["noise_scale"])
         self.train_step.num_skipped = state["num_skipped"]
+        self._note_step_start()
 
     def cost_of_sample(self) -> tuple[float | None, float]:
         """Floating-point operations and seconds of a sample, one worker having the machine.

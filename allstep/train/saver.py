@@ -1,17 +1,21 @@
 """When a run saves and when it stops, on all its workers alike, and what it goes on from."""
 
+import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from allstep.comm import SIGNALLED, Communicator
-from allstep.errors import UsageError
+from allstep.errors import CheckpointError, UsageError
 from allstep.train.checkpoint import Checkpoints, Stateful
 from allstep.train.run_lock import run_lock
 from allstep.train.stop import Interrupts, StopAgreement
+
+_logger = logging.getLogger(__name__)
 
 
 class Saver:
@@ -64,12 +68,15 @@ class Saver:
         self._saved_step: int | None = None
 
     @contextmanager
-    def hold(self, *, resume: bool | None) -> Iterator[int | None]:
+    def hold(
+        self, *, resume: bool | None, state: Mapping[str, Any] | None = None
+    ) -> Iterator[int | None]:
         """Holds the folder, begins with what is there, and keeps what the worker does.
 
         Args:
             resume: load the newest checkpoint; False refuses a folder with checkpoints, None does
                 whichever fits.
+            state: to go on from in place of a checkpoint, the same on all workers.
 
         Yields:
             The step of the checkpoint that was loaded, or None.
@@ -79,8 +86,11 @@ class Saver:
                 `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
-        with run_lock(self._run_dir, self._comm), self._comm.keep_last_state(self._run_dir):
-            if resume is False:
+        lock = run_lock(self._run_dir, self._comm, goes_on=state is not None)
+        with lock, self._comm.keep_last_state(self._run_dir):
+            if state is not None:
+                self._target.load_state_dict(state)
+            elif resume is False:
                 self._checkpoints.refuse_existing()
             else:
                 missing_ok = resume is None
@@ -122,6 +132,28 @@ class Saver:
         if replace or self._saved_step != step:
             self.newest = self._checkpoints.save(step, self._target.state_dict())
             self._saved_step, self._saved_at_s = step, self._clock()
+
+    @property
+    def best_path(self) -> Path:
+        """The folder of the best checkpoint, should there be one."""
+        return self._checkpoints.best_path
+
+    def save_best(self, step: int) -> None:
+        """Writes the best checkpoint.
+
+        Args:
+            step: updates made.
+        """
+        self._checkpoints.save_best(step, self._target.state_dict())
+
+    def load_best(self) -> Any:
+        """The state in the best checkpoint; None if there is none, or it is damaged."""
+        try:
+            loaded = self._checkpoints.load_best()
+        except CheckpointError as error:
+            _logger.warning("%s; the next evaluation will take its place", error)
+            return None
+        return loaded and loaded[1]
 
     def _asks_to_save(self) -> bool:
         """Rank 0's clock counts: others may be ahead of it, or behind."""

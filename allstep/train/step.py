@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,6 +56,7 @@ class TrainStep:
         noise: sees the gradients of some steps.
         clip_norm: largest L2 norm of the global gradient, or None.
         nonfinite: what a gradient that is not finite does: "raise", "skip" or "propagate".
+        commit: given the loss before the update; gives what to log in its place.
 
     Attributes:
         num_skipped: steps that were left out.
@@ -70,6 +72,7 @@ class TrainStep:
         noise: NoiseProbe,
         clip_norm: float | None = None,
         nonfinite: Literal["raise", "skip", "propagate"] = "raise",
+        commit: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._task = task
         self._model = model
@@ -79,6 +82,7 @@ class TrainStep:
         self._noise = noise
         self._clip_norm = clip_norm
         self._nonfinite = nonfinite
+        self._commit = commit
         self.num_skipped = 0
         if nonfinite == "skip" or precision.scaler.is_enabled():
             exchange.statistics.leave_out_nonfinite()
@@ -119,6 +123,8 @@ class TrainStep:
             loss = self._local_gradient(batch, data)
             local_loss = local_loss.to(loss.device) + loss
         self._noise.see_global(batch)
+        if self._commit is not None:
+            local_loss = self._commit(local_loss)
         if self._exchange.has_gradients:
             self.update(batch.step - self._exchange.policy.staleness)
         return Update(

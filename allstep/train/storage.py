@@ -104,10 +104,12 @@ def read_checkpoint(path: Path | str) -> Any:
 def read_stored(path: Path | str) -> Stored:
     """The checked parts of a checkpoint; see `read_checkpoint`."""
     path = Path(path)
-    step = verify(path)["step"]
+    manifest = verify(path)
     with _damage_named(path):
         data = (path / _STATE).read_bytes()
-        stored = Stored(step, data, safetensors.torch.load_file(path / _TENSORS))
+        stored = Stored(manifest["step"], data, safetensors.torch.load_file(path / _TENSORS))
+        if _read_manifest(path) != manifest:
+            raise CheckpointError("was replaced while it was read")
         stored.unpack()  # checksums prove that nothing changed, not that the writer was right
     return stored
 
@@ -244,10 +246,16 @@ def _digest(path: Path) -> dict[str, Any]:
 
 def _put_in_place(temporary: Path, path: Path) -> None:
     aside = path.with_name(_ASIDE + path.name)
-    if os.path.lexists(path):
-        _remove(aside)
-        os.rename(path, aside)
-    os.rename(temporary, path)
+    while True:
+        if os.path.lexists(path):
+            _remove(aside)
+            os.rename(path, aside)
+        try:
+            os.rename(temporary, path)
+            break
+        except OSError:
+            if not os.path.lexists(path):  # else a reader's sweep has put it back
+                raise
     _sync(path.parent)
     _remove(aside)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -416,6 +417,49 @@ def test_sweep_restores_a_checkpoint_moved_aside(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".old-step-00000001")
     assert loaded_step(tmp_path) == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_reader_that_puts_back_what_a_living_writer_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `allstep evaluate RUN --checkpoint best` may, while the run is in training."""
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    checkpoints.save_best(1, a_state(1))
+    rename, num_sweeps = os.rename, 0
+
+    def rename_and_sweep(source: Path, target: Path) -> None:
+        nonlocal num_sweeps
+        rename(source, target)
+        if Path(target).name == ".old-best" and num_sweeps < 2:
+            num_sweeps += 1
+            rename(target, source)
+
+    monkeypatch.setattr(os, "rename", rename_and_sweep)
+    checkpoints.save_best(2, a_state(2))
+    assert num_sweeps == 2
+    loaded = checkpoints.load_best()
+    assert loaded is not None and loaded[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_best_checkpoint_that_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    checkpoints.save_best(1, a_state(1))
+    load_file = safetensors.torch.load_file
+    pending = [2]
+
+    def replace_and_load(path: Path) -> Any:
+        for step in pending:
+            pending.remove(step)
+            checkpoints.save_best(step, a_state(step))
+        return load_file(path)
+
+    monkeypatch.setattr("safetensors.torch.load_file", replace_and_load)
+    loaded = checkpoints.load_best()
+    assert loaded is not None and loaded[0] == 2
+    assert_identical(loaded[1], a_state(2))  # no mixture of both
 
 
 def save_for_ever(folder: str, step: int) -> None:

@@ -93,6 +93,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert read_log(found) == read_log(expected), found  # with the evaluations
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_exact_runs_have_the_same_bits_on_any_number_of_workers(tmp_path: Path) -> None:
     """Parameters, running statistics, losses, noise scale, metrics."""

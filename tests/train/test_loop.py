@@ -6,6 +6,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 import allstep
 from allstep import Communicator, Task, TrainOptions
 from allstep.data import GlobalBatch, MicroBatch
-from allstep.errors import DisagreementError
+from allstep.errors import DisagreementError, UsageError
 from allstep.optim import LAMB
-from allstep.train import Batch, Update
+from allstep.train import Batch, Logger, Update
 from allstep.train.metrics import read_metrics
 from allstep.train.report import Meter
 from allstep.train.run import Run
@@ -41,13 +42,19 @@ def options_for(**changes: Any) -> TrainOptions:
 
 
 def train(
-    comm: Communicator, run_dir: Path, *, resume: bool = False, **changes: Any
+    comm: Communicator,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    loggers: Sequence[Logger] = (),
+    **changes: Any,
 ) -> dict[str, Tensor]:
     task = same_model.make_task("sgd", augment=False)
     for module in task.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    allstep.fit(task, options_for(**changes), comm, run_dir, resume=resume)
+    options = options_for(**changes)
+    allstep.fit(task, options, comm, run_dir, resume=resume, loggers=loggers)
     return task.model.state_dict()
 
 
@@ -127,6 +134,46 @@ def test_fit_report_metrics_and_checkpoints(tmp_path: Path) -> None:
         "step-00000004",
         "step-00000008",
     ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loggers_are_called_on_rank_0_and_end_nothing(fails: bool, tmp_path: Path) -> None:
+    calls: list[tuple[int, int, list[str]]] = []
+
+    def run(comm: Communicator) -> dict[str, Tensor]:
+        def logger(scalars: dict[str, float], *, step: int) -> None:
+            calls.append((comm.rank, step, sorted(scalars)))
+            if fails:
+                raise RuntimeError("the service is down")
+
+        return train(comm, tmp_path / "run", loggers=[logger], epochs=2, log_every_steps=3)
+
+    states = run_ranks(2, run)
+    training = ["epoch", "loss", "samples_per_s"]
+    assert [(rank, step) for rank, step, _ in calls] == [(0, step) for step in (3, 4, 6, 8)]
+    assert [set(training) <= set(names) for _, _, names in calls] == [True, False] * 2
+    assert [names == ["epoch", "test/accuracy"] for *_, names in calls] == [False, True] * 2
+    plain = run_ranks(2, lambda comm: train(comm, tmp_path / "plain", epochs=2, log_every_steps=3))
+    assert not differing_names(states[0], plain[0])
+
+
+def test_resume_auto_begins_and_goes_on(tmp_path: Path) -> None:
+    def fit(comm: Communicator, **changes: Any) -> int:
+        task = same_model.make_task("sgd", augment=False)
+        options = options_for(**changes)
+        return allstep.fit(task, options, comm, tmp_path, resume="auto").num_steps
+
+    assert run_ranks(2, lambda comm: fit(comm)) == [4, 4]
+    assert run_ranks(2, lambda comm: fit(comm, epochs=2)) == [8, 8]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert max(record["step"] for record in records) == 8
+    assert sum("test/accuracy" in record and record["step"] == 8 for record in records) == 1
+    with pytest.raises(UsageError, match=r"`resume` .='Auto'. must be True, False or 'auto'"):
+        arguments: Any = {"resume": "Auto"}
+        task = same_model.make_task("sgd")
+        allstep.fit(task, options_for(), Communicator.single_process(), tmp_path, **arguments)
+    with pytest.raises(UsageError, match="holds a run's checkpoints"):  # the control
+        train(Communicator.single_process(), tmp_path)
 
 
 def test_logged_loss_is_the_global_mean(tmp_path: Path) -> None:

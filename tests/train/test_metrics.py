@@ -1,8 +1,12 @@
 """The metrics log: valid JSON always, survives kills, TensorBoard shows the same numbers."""
 
+import csv
+import errno
 import json
+import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +80,14 @@ def test_read_metrics_later_lines_of_a_step_win(tmp_path: Path) -> None:
     assert found == [(1, 1.0, None), (2, 2.0, 0.5), (3, 1.0, None)]
 
 
+def test_read_metrics_of_the_end_only(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    read = [[r["step"] for r in read_metrics(tmp_path, last_bytes=n)] for n in (1, size // 2, size)]
+    assert read == [[], [3], [1, 2, 3]]
+    assert read_metrics(tmp_path, last_bytes=2 * size) == read_metrics(tmp_path)
+
+
 def test_metrics_log_writes_on_rank_0_only(tmp_path: Path) -> None:
     def log(comm: Communicator) -> None:
         run_dir = tmp_path / str(comm.rank)
@@ -95,6 +107,114 @@ def test_metrics_log_tensorboard_of_a_resumed_run(tmp_path: Path) -> None:
     events.Reload()
     shown = [(e.step, e.value) for e in events.Scalars("loss")]
     assert shown == [(1, 1.0), (2, 2.0), (3, 2.0)]
+
+
+def table_of(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_metrics_table_has_each_step_once(tmp_path: Path) -> None:
+    """After going back from step 4 to 1, and no further than 2 since."""
+    write(tmp_path, 1, 2, 3, 4, loss=1.0)
+    assert [row["step"] for row in table_of(tmp_path)] == ["1", "2", "3", "4"]
+    log = MetricsLog(tmp_path, Communicator.single_process())
+    log.write(2, 0, loss=math.nan)
+    log.write(2, 1, **{"test/a, b": 0.1 + 0.2})
+    log.close()
+    first, second = table_of(tmp_path)
+    assert list(first) == ["step", "epoch", "time", "loss", "test/a, b"]
+    assert (first["step"], first["loss"], first["test/a, b"]) == ("1", "1.0", "")
+    assert (second["step"], second["loss"]) == ("2", "nan")
+    assert float(second["test/a, b"]) == 0.1 + 0.2
+    assert not (tmp_path / ".metrics.csv").exists()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # the control
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 2, 2]
+
+
+def test_metrics_table_of_a_log_that_was_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path, Communicator.single_process())
+    log.write(1, 0, loss=1.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    log.close()
+    assert "the end of the log is lost" in caplog.text
+
+
+def test_loggers_get_each_record(tmp_path: Path) -> None:
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    def spoil(scalars: dict[str, float], *, step: int) -> None:
+        scalars.clear()
+
+    def note(scalars: dict[str, float], *, step: int) -> None:
+        seen.append((step, scalars))
+
+    log = MetricsLog(tmp_path, Communicator.single_process(), loggers=[spoil, note])
+    log.write(3, 1, loss=torch.tensor(0.25), rate=math.inf)
+    log.close()
+    assert seen == [(3, {"epoch": 1, "loss": 0.25, "rate": math.inf})]
+
+
+def test_logger_that_raises_is_named_once_and_called_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+
+    def flaky(scalars: dict[str, float], *, step: int) -> None:
+        if step < 3:
+            raise ConnectionError("no route to host")
+        seen.append(step)
+
+    def stop(scalars: dict[str, float], *, step: int) -> None:
+        raise KeyboardInterrupt
+
+    log = MetricsLog(tmp_path, Communicator.single_process(), loggers=[flaky])
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            log.write(step, 0, loss=0.5)
+    log.close()
+    assert seen == [3]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "`loggers[0]`" in message and "flaky) failed at step 1 (ConnectionError: no" in message
+    assert len(read_metrics(tmp_path)) == 3
+    log = MetricsLog(tmp_path, Communicator.single_process(), loggers=[stop])
+    with pytest.raises(KeyboardInterrupt):
+        log.write(4, 0, loss=0.5)
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("loggers", "message"),
+    [
+        (print, r"`loggers` .=<built-in function print>. must be a list: \[print\]"),
+        (["wandb"], r"`loggers\[0\]` .='wandb'. can't be called as logger.scalars, step=step."),
+        ([print, object()], r"`loggers\[1\]` .=<object object at .*`log_metrics`"),
+    ],
+)
+def test_loggers_that_can_not_be_called_are_refused(
+    loggers: Any, message: str, tmp_path: Path
+) -> None:
+    """On every worker, before the first step."""
+
+    def refused(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match=message):
+            MetricsLog(tmp_path, comm, loggers=loggers)
+
+    run_ranks(2, refused)
+
+
+def test_metrics_table_on_a_full_disk_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(csv.DictWriter, "writerows", full)
+    write(tmp_path, 1, loss=1.0)
+    assert "No space left" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
 
 def test_metrics_log_refuses_wrong_arguments(tmp_path: Path) -> None:

@@ -86,10 +86,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]
-)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_resume_after_kill_9_at_twenty_instants_bit_for_bit(
     part: int, uninterrupted: dict[str, Tensor], tmp_path: Path
 ) -> None:

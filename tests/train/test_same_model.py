@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 
 TOLERANCE = 1e-10
 NUM_WORKERS = (1, 2, 3, 4, 5, 6)
-QUICK = [(1, 2), (2, 0), (3, 2), (6, 0)]  # workers, loader processes of each
+QUICK = [(1, 2), (2, 0), (3, 2)]  # workers, loader processes of each
 
 
 def train_with_fit(

@@ -4,6 +4,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,17 @@ def test_steps_refuse_to_iterate_a_batch_twice() -> None:
         list(batch)
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_steps_refuse_a_batch_after_the_next_was_asked_for(replay: bool) -> None:
+    """Its micro-batches are gone: a loop that reads ahead would train on nothing."""
+    comm = Communicator.single_process()
+    exchange = allstep.attach(make_model(), comm)
+    ahead = list(allstep.steps(make_loader(comm), exchange, replay=replay))
+    for batch in ahead:
+        with pytest.raises(UsageError, match=f"Global batch {batch.step} .* reads ahead"):
+            list(batch)
+
+
 def test_steps_refuse_to_leave_the_inner_loop_early() -> None:
     comm = Communicator.single_process()
     exchange = allstep.attach(make_model(), comm)
@@ -356,7 +368,7 @@ def test_a_learning_rate_that_changes_in_the_inner_loop_is_an_error(
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         exchange = allstep.attach(model, comm)
         batches = allstep.steps(make_loader(comm), exchange)
-        for batch in (next(batches), next(batches)):
+        for batch in islice(batches, 2):
             for x, y in batch:
                 batch.backward(loss_of(model, x, y))
             optimizer.step()

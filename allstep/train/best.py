@@ -1,0 +1,143 @@
+"""The best evaluation of a run by one of its metrics, and when to stop waiting for a better one."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from allstep.errors import UsageError, check_integer, nearest_names
+from allstep.train.checkpoint import check_same
+
+
+class BestMetric:
+    """Follows one metric over a run's evaluations.
+
+    It looks at nothing but the evaluations' results, which are the same on every worker; so all
+    workers find the same step best and stop at the same one.
+
+    Args:
+        metric: its name in what the evaluation gives.
+        mode: whether the largest value is best, or the smallest.
+        patience: evaluations in a row without a gain after which training stops; None for never.
+        min_delta: what a value must be better by to be a gain; the best checkpoint is replaced by
+            any that is better.
+
+    Attributes:
+        value: the best so far; None before the first that is a number.
+        step: optimizer steps done then.
+
+    Raises:
+        UsageError: if an argument is out of range.
+
+    >>> best = BestMetric("accuracy", "max", patience=2)
+    >>> for step, accuracy in enumerate([0.5, 0.7, 0.6, 0.7]):
+    ...     is_best = best.update(step, {"accuracy": accuracy})
+    >>> best.step, best.value, best.is_exhausted
+    (1, 0.7, True)
+    """
+
+    def __init__(
+        self, metric: str, mode: str, *, patience: int | None = None, min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise UsageError(
+                f"`best_mode` (={mode}) must be 'max' if more of `best_metric` (={metric}) is"
+                " better, or 'min' if less is."
+            )
+        if patience is not None:
+            check_integer("patience", patience, cure="leave it out to train all epochs")
+        if not 0 <= min_delta < math.inf:
+            raise UsageError(f"`min_delta` (={min_delta}) must be a number of 0 or more.")
+        self.metric, self.patience = metric, patience
+        self.value: float | None = None
+        self.step: int | None = None
+        self._mode, self._min_delta = mode, min_delta
+        self._reference: float | None = None  # the last gain
+        self._num_without_gain = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there was no gain for as long as `patience` says."""
+        return self.patience is not None and self._num_without_gain >= self.patience
+
+    @property
+    def summary(self) -> str:
+        """The best value and its step, in words."""
+        if self.step is None:
+            return f"{self.metric} was never a number"
+        return f"{self.metric} {self.value:.4f} at step {self.step}"
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises UsageError if the metric is none of those that there are."""
+        names = list(names)
+        if self.metric not in names:
+            cure = nearest_names(self.metric, names) if names else "it gives none."
+            raise UsageError(
+                f"`best_metric` (={self.metric!r}) is no metric of the evaluation; {cure}"
+            )
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Takes an evaluation in; returns whether it is the best so far.
+
+        A value that is nan is never better, and counts as one without a gain.
+
+        Raises:
+            UsageError: if the metric is missing; names those that there are.
+        """
+        self.check_names(metrics)
+        value = float(metrics[self.metric])
+        if self._is_better(value, self._reference, self._min_delta):
+            self._reference, self._num_without_gain = value, 0
+        else:
+            self._num_without_gain += 1
+        is_best = self._is_better(value, self.value)
+        if is_best:
+            self.value, self.step = value, step
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next decision depends on but `patience` and `min_delta`."""
+        return {
+            "best_metric": self.metric,
+            "best_mode": self._mode,
+            "value": self.value,
+            "step": self.step,
+            "reference": self._reference,
+            "num_without_gain": self._num_without_gain,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave.
+
+        Raises:
+            CheckpointError: if it is of another metric, whose values can't be compared.
+        """
+        self._check_same_metric(state)
+        self.value, self.step = state["value"], state["step"]
+        self._reference = state["reference"]
+        self._num_without_gain = state["num_without_gain"]
+
+    def take_saved(self, state: Mapping[str, Any] | None) -> None:
+        """Takes value and step from the best checkpoint, which may be of after the newest one.
+
+        What it has to be better than on a resumed run is what lies on the disk; `patience` counts
+        by `load_state_dict` only, so that the run stops where an undisturbed one does.
+
+        Args:
+            state: what `state_dict` gave then; None if there is no such checkpoint.
+
+        Raises:
+            CheckpointError: if it is of another metric.
+        """
+        if state is None:
+            self.value = self.step = None
+            return
+        self._check_same_metric(state)
+        self.value, self.step = state["value"], state["step"]
+
+    def _check_same_metric(self, state: Mapping[str, Any]) -> None:
+        check_same(state, {"best_metric": self.metric, "best_mode": self._mode})
+
+    def _is_better(self, value: float, than: float | None, by: float = 0.0) -> bool:
+        if than is None:
+            return not math.isnan(value)
+        return value > than + by if self._mode == "max" else value < than - by
