@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from allstep.cli.advise_curve import read_growth
 from allstep.cli.advise_files import check_files, write_files
 from allstep.cli.advise_flags import check_numbers, read_machines
 from allstep.cli.advise_measure import Answer, check_flags, measure_here, worker_counts
 from allstep.cli.advise_output import Advice, show
-from allstep.cli.advise_subject import Subject, read_command_line, read_subject
+from allstep.cli.advise_subject import Subject, is_script, read_command_line, read_subject
 from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
 from allstep.cli.workers import ask_workers
@@ -19,6 +20,7 @@ from allstep.plan import (
     POLICIES,
     AccuracyTable,
     Cluster,
+    Growth,
     Prediction,
     Stragglers,
     Target,
@@ -49,12 +51,14 @@ def run(
     check_numbers(known)
     if not known.measure or read_launch().rank == 0:  # of several, one writes
         check_files(known)
+    recipe = None if name is None or is_script(name) else name
+    growth = None if known.curve is None else read_growth(known.curve, recipe)
     subject = read_subject(known, name, rest, launch)
     table = measured_accuracy() if accuracy is None else accuracy
     if known.measure:
         check_flags(known)
         local = (num_devices(), num_cores()) if num_local is None else num_local
-        return _measure(known, subject, table, worker_counts(known, local), start)
+        return _measure(known, subject, table, worker_counts(known, local), growth, start)
     cluster, counts = read_machines(known)
     stragglers = Stragglers(spread=known.stragglers / 100)
     noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
@@ -63,7 +67,7 @@ def run(
     advice = _advise(known, job, cluster, predictions, table, noise_scale)
     if name is None and known.step_ms is None:
         advice = replace(advice, assumption=_lent_speed(cluster))
-    _show(known, advice)
+    _show(known, replace(advice, growth=growth))
     return 0
 
 
@@ -78,6 +82,7 @@ def _measure(
     subject: Subject,
     table: AccuracyTable,
     counts: Sequence[int],
+    growth: Growth | None,
     start: Callable[..., tuple[int, Any]],
 ) -> int:
     """Runs every policy on the workers at hand, and puts what they took beside the prediction."""
@@ -98,7 +103,7 @@ def _measure(
         }
         cluster = last.measurements.cluster
         advice = _advise(known, job, cluster, predictions, table, noise_scale, measured_s)
-        _show(known, advice)
+        _show(known, replace(advice, growth=growth))
 
     return measure_here(subject.question, counts, finish, start)
 

@@ -93,6 +93,8 @@ def plain_advice(advice: Advice) -> dict[str, Any]:
         "lossy": _plain_or_none(advice, found.lossy),
         "lossy_in_code": None if found.lossy is None else found.lossy.policy.in_code,
         "lossy_advice": found.lossy_sentence,
+        "would_help": None if advice.growth is None else advice.growth.what,
+        "curve_advice": None if advice.growth is None else advice.growth.sentence,
     }
 
 

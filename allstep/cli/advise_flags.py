@@ -67,6 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
         " batches cost in samples",
     )
     job.add_argument(
+        "--curve",
+        metavar="FILE",
+        type=Path,
+        help="curve.json of `allstep curve`: says whether more data, a larger model or more workers"
+        " would help",
+    )
+    job.add_argument(
         "--max-points-lost",
         metavar="X",
         type=float,

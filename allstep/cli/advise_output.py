@@ -10,6 +10,7 @@ from allstep.cli.rows import make_console
 from allstep.plan import (
     AccuracyTable,
     Cluster,
+    Growth,
     Prediction,
     Recommendation,
     Target,
@@ -32,6 +33,7 @@ class Advice:
         recommendation: what to do.
         measured_s: seconds of a step by policy and number of workers, where it was run.
         assumption: what else the predictions rest on, in words.
+        growth: what a learning curve says, if one was given.
     """
 
     job: TrainingSpec
@@ -42,6 +44,7 @@ class Advice:
     recommendation: Recommendation
     measured_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
     assumption: str = ""
+    growth: Growth | None = None
 
     @property
     def worker_counts(self) -> list[int]:
@@ -93,6 +96,8 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
             console.print(f"\n[bold]{name}:[/] {escape(sentence)}")
         if prediction is not None:
             console.print(f"[bold]in code:[/] {prediction.policy.in_code}", soft_wrap=True)
+    if advice.growth is not None:
+        console.print(f"\n[bold]curve:[/] {escape(advice.growth.sentence)}")
 
 
 def _assumptions(advice: Advice) -> str:

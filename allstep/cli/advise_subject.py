@@ -72,13 +72,14 @@ def read_command_line(arguments: Sequence[str]) -> tuple[str | None, Namespace, 
         return None, make_parser().parse_args(arguments), []
     name, *flags = arguments
     split = flags.index("--") if "--" in flags else len(flags)
-    if not _is_script(name) and {"-h", "--help"} & set(flags[:split]):
+    if not is_script(name) and {"-h", "--help"} & set(flags[:split]):
         _show_help(name)
     known, rest = make_parser().parse_known_args(flags[:split])
     return name, known, [*rest, *flags[split + 1 :]]
 
 
-def _is_script(name: str) -> bool:
+def is_script(name: str) -> bool:
+    """Whether it names a user's script, not a recipe."""
     return name.endswith(".py") or "/" in name
 
 
@@ -116,9 +117,9 @@ def read_subject(
             cure = f"give it to the script behind `--`, `allstep advise {name} ... -- {flag} ...`"
             raise UsageError(
                 f"`{field}` (={getattr(known, field)}) is measured for a recipe or a script: leave"
-                f" `{flag}` out, or {cure if _is_script(name) else f'leave `{name}` out'}."
+                f" `{flag}` out, or {cure if is_script(name) else f'leave `{name}` out'}."
             )
-    if _is_script(name):
+    if is_script(name):
         return _Script(known, Path(name), rest, launch)
     return _NamedRecipe(known, name, rest)
 

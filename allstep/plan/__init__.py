@@ -5,6 +5,13 @@ from allstep.plan.cluster import Cluster
 from allstep.plan.cluster_files import preset_names, read_cluster
 from allstep.plan.describe import chart, plain_data, seconds_text, timeline
 from allstep.plan.fit import Fit, Timing, fit_link
+from allstep.plan.growth import Growth
+from allstep.plan.learning_curve import (
+    HeldOutErrors,
+    Interval,
+    LearningCurve,
+    fit_learning_curve,
+)
 from allstep.plan.measured_collective import MeasuredCollective
 from allstep.plan.next_step import RunNumbers, next_step
 from allstep.plan.nodes import Link
@@ -26,6 +33,10 @@ __all__ = [
     "AccuracyTable",
     "Cluster",
     "Fit",
+    "Growth",
+    "HeldOutErrors",
+    "Interval",
+    "LearningCurve",
     "Link",
     "MeasuredCollective",
     "NoiseScale",
@@ -40,6 +51,7 @@ __all__ = [
     "TrainingSpec",
     "Workload",
     "chart",
+    "fit_learning_curve",
     "fit_link",
     "measured_accuracy",
     "next_step",

@@ -75,11 +75,12 @@ def exchange_traffic(
 ) -> Traffic:
     """What the worker of a rank sends in one exchange, to the byte."""
     element_bytes = _element_bytes(workload, policy)
-    sent = (
-        bucket_traffic(policy.compression, policy.algorithm, nodes, rank, size, element_bytes)
-        for size in _bucket_sizes(workload, policy)
-    )
-    return sum(sent, start=Traffic())
+    sizes = _bucket_sizes(workload, policy)
+    sent_for = {
+        size: bucket_traffic(policy.compression, policy.algorithm, nodes, rank, size, element_bytes)
+        for size in {*sizes}
+    }
+    return sum((sent_for[size] for size in sizes), start=Traffic())
 
 
 def _element_bytes(workload: Workload, policy: PolicySpec) -> int:
@@ -111,17 +112,22 @@ class _Simulation:
         self.stragglers = stragglers if cluster.num_workers > 1 else NO_STRAGGLERS
         sizes = _bucket_sizes(workload, policy)
         self.buckets = workload.buckets(sizes)
-        self.costs = [self.exchange_cost(size) for size in sizes]
+        cost_of = {size: self.exchange_cost(size) for size in {*sizes}}
+        self.costs = [cost_of[size] for size in sizes]
         self.take_s = self.take_up_s(sizes)
         self.land_s = [self.landing_s(size) for size in sizes]
         self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.land_s)
         # Equal workers are all at the same point: one clock stands for them.
-        self.progress = np.zeros(cluster.num_workers if self.stragglers.is_active else 1)
+        self.advance_to(np.zeros(cluster.num_workers if self.stragglers.is_active else 1))
         self.wire = Activity()
         self.ends_s: list[list[float]] = []  # of the collectives of each step
         self.step = 0
         self.landed_s = 0.0  # when the buckets so far are where the gradients are
         self.forget_totals()
+
+    def advance_to(self, progress: NDArray[np.float64]) -> None:
+        """Sets all clocks."""
+        self.progress, self.most_progress = progress, float(progress.max())
 
     def forget_totals(self) -> None:
         self.drawn_s = 0.0  # compute of the mean worker
@@ -171,7 +177,7 @@ class _Simulation:
     @property
     def last_s(self) -> float:
         """Where the slowest worker's clock stands."""
-        return self.wire.time_at(float(self.progress.max()))
+        return self.wire.time_at(self.most_progress)
 
     def run(self) -> StepReport:
         self.fill_pipeline()
@@ -258,7 +264,7 @@ class _Simulation:
 
     def compute(self, name: str, work_s: NDArray[np.float64]) -> None:
         start_s = self.last_s
-        self.progress = self.progress + work_s
+        self.advance_to(self.progress + work_s)
         self.spans.append(Span("compute", name, start_s, self.last_s))
 
     def communicate(self, index: int, work_left_s: float) -> float:
@@ -277,14 +283,14 @@ class _Simulation:
         self.busy_s += end_s - start_s
         self.spans.append(Span("wire", f"bucket {index}", start_s, end_s))
         if self.land_s[index]:
-            backward_end_s = self.wire.time_at(float(self.progress.max()) + work_left_s)
+            backward_end_s = self.wire.time_at(self.most_progress + work_left_s)
             self.landed_s = max(self.landed_s, backward_end_s, end_s) + self.land_s[index]
         return end_s
 
     def limit(self, work_left_s: float) -> float:
         """How far workers get, at most, before they need what goes on the wire now."""
         num_free = self.policy.staleness - len(self.ends_s)  # steps that wait for nothing
-        limit = float(self.progress.max()) + work_left_s + num_free * self.step_work_s
+        limit = self.most_progress + work_left_s + num_free * self.step_work_s
         for ends_s in self.ends_s:
             limit = max(limit, self.wire.progress_at(ends_s[-1])) + self.step_work_s
         return limit
@@ -304,4 +310,4 @@ class _Simulation:
         self.straggler_s += float(waits_s.mean()) - exposed_s
         if exposed_s:
             self.spans.append(Span("wait", "wait", last_s, end_s))
-        self.progress = waiting
+        self.advance_to(waiting)

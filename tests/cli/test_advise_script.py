@@ -228,7 +228,9 @@ def test_the_script_is_alone_whoever_started_advise(launcher):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_script_and_leaves_nothing(number):
     advise = start("--", "stuck")
     while not (Path("pid").exists() and Path("pid").read_text()):
@@ -242,6 +244,7 @@ def test_a_signal_ends_the_script_and_leaves_nothing(number):
     assert left_over() == []
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_script_that_is_stuck_is_ended_and_shown():
     advise = start("--timeout-s", "1", "--", "stuck")

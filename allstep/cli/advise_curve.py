@@ -1,0 +1,43 @@
+"""What `allstep advise` takes from the file of `allstep curve`."""
+
+import json
+from pathlib import Path
+
+from allstep.errors import UsageError
+from allstep.plan import Growth, Interval
+
+
+def read_growth(path: Path, recipe: str | None) -> Growth:
+    """What a learning curve says beyond the samples that there are.
+
+    Args:
+        path: of a curve.json.
+        recipe: what advice is asked for; None if it is no recipe.
+
+    Raises:
+        UsageError: if the file isn't there, none of `allstep curve`, or another recipe's.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        found = plain["recipe"]
+        fit, twice = plain["newest_fit"], plain["twice_the_samples"]
+        growth = Growth(
+            num_samples=int(plain["num_samples"]),
+            error=float(plain["all_samples"]["error"]),
+            twice=float(twice["error"]),
+            twice_interval=Interval(float(twice["low"]), float(twice["high"])),
+            floor=None if fit["floor"] is None else float(fit["floor"]),
+            floor_interval=Interval(**fit["floor_interval"]),
+        )
+    except OSError as error:
+        raise UsageError(f"`curve` (={path}) can't be read ({error.strerror}).") from None
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(
+            f"`curve` (={path}) is no curve.json of `allstep curve`; give the one in its folder."
+        ) from None
+    if recipe not in (None, found):
+        raise UsageError(
+            f"`curve` (={path}) is of the recipe {found}, not of {recipe}; give one of"
+            f" `allstep curve {recipe}`."
+        )
+    return growth

@@ -1,0 +1,304 @@
+"""The error against the amount of training data: a fit, and what it says of more of it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allstep.errors import UsageError, check_integer
+
+_EXPONENTS = np.geomspace(0.01, 4.0, 65)  # those that others have measured are 0.05 to 1
+_NUM_ZOOMS = 8
+_NUM_ZOOMS_OF_PROFILE = 1
+_NUM_REWEIGHTINGS = 4
+_NUM_BISECTIONS = 16
+_AMOUNTS_FOR_FLOOR = 4
+_LEAST = 1e-300  # in place of a 0 that would be divided by
+_Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class HeldOutErrors:
+    """Of a model trained on `num_samples`, `num_wrong` of `num_held_out` answers are wrong.
+
+    Several of the same `num_samples` are trainings with other seeds.
+    """
+
+    num_samples: int
+    num_wrong: float
+    num_held_out: float
+
+    @property
+    def error(self) -> float:
+        """Share of wrong answers."""
+        return self.num_wrong / self.num_held_out
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where a number is, with some confidence."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+class LearningCurve:
+    """error(n) = scale * n**-exponent + floor; made by `fit_learning_curve`.
+
+    Args:
+        measured: trainings on at least two amounts of data.
+        confidence: of all intervals, which are 0 to 1 where two trainings are all there is.
+
+    Attributes:
+        scale, exponent, floor: scale and floor are 0 or more, the exponent is above 0. With fewer
+            than four amounts of data the floor is not fitted, but taken as 0.
+        floor_interval: where the floor is.
+        has_floor: whether the floor was fitted.
+        is_floor_known: whether the measured errors tell the floor from 0.
+        seed_deviation: standard deviation between seeds beyond that of the held-out set's
+            samples, relative to the error.
+        dispersion: how much farther than expected the errors are from the curve: a ratio of
+            variances, 1 or more.
+    """
+
+    def __init__(self, measured: Sequence[HeldOutErrors], confidence: float) -> None:
+        num_samples = np.array([float(each.num_samples) for each in measured])
+        amounts = np.unique(num_samples)
+        self.confidence = confidence
+        self._unit = float(amounts[-1])  # so that n**-exponent is near 1
+        self._n = num_samples / self._unit
+        self._errors = np.array([each.error for each in measured])
+        self._held_out = np.array([float(each.num_held_out) for each in measured])
+        self.has_floor = len(amounts) >= _AMOUNTS_FOR_FLOOR
+        self.seed_deviation = self._measure_seed_deviation()
+        self._weights, self._misfit, self.exponent, scale, self.floor = self._fit()
+        self.scale = scale * self._unit**self.exponent
+        num_free = len(measured) - 2 - self.has_floor
+        self.dispersion = max(1.0, self._misfit / num_free) if num_free > 0 else 1.0
+        # Without a training more than the curve has numbers, nothing says how far they scatter.
+        self._quantile = t_quantile(confidence, num_free) if num_free > 0 else math.inf
+        self.floor_interval = self._interval(math.inf, self.floor)
+        self.is_floor_known = self.has_floor and self.floor_interval.low > 0
+
+    def error(self, num_samples: float) -> float:
+        """What the curve says of a model that is trained on so many samples."""
+        return float(self.scale * num_samples**-self.exponent + self.floor)
+
+    def interval(self, num_samples: float, *, num_runs: int | None = None) -> Interval:
+        """Where the error of so many samples is.
+
+        The profile likelihood: every error for which some curve through it, of any exponent and
+        floor, is not much farther from the measured errors than the best one; how much is a
+        quantile of Student's t.
+
+        Args:
+            num_samples: to train on.
+            num_runs: for the mean that so many trainings with other seeds would measure on the
+                held-out set, which scatters itself; None for the curve.
+
+        Returns:
+            An interval with `confidence`.
+        """
+        expected = self.error(num_samples)
+        found = self._interval(num_samples / self._unit, expected)
+        if num_runs is None:
+            return found
+        check_integer("num_runs", num_runs)
+        variance = self._variance(np.array([expected]), self._held_out[:1])[0] / num_runs
+        own = self._quantile * math.sqrt(self.dispersion * variance)
+        return Interval(
+            max(0.0, expected - math.hypot(expected - found.low, own)),
+            min(1.0, expected + math.hypot(found.high - expected, own)),
+        )
+
+    def _measure_seed_deviation(self) -> float:
+        """By the variance between trainings on the same amount, less the held-out set's."""
+        excesses, weights = [], []
+        for amount in np.unique(self._n):
+            errors = self._errors[self._n == amount]
+            if len(errors) > 1 and (mean := errors.mean()) > 0:
+                held_out = self._held_out[self._n == amount].mean()
+                excesses.append((errors.var(ddof=1) - mean * (1 - mean) / held_out) / mean**2)
+                weights.append(len(errors) - 1)
+        return math.sqrt(max(0.0, np.average(excesses, weights=weights))) if excesses else 0.0
+
+    def _variance(self, expected: _Vector, held_out: _Vector) -> _Vector:
+        """Of an error: that of a binomial share, and that between seeds."""
+        least = 0.5 / held_out  # where no answer is wrong, the true share needs not be 0
+        share = np.clip(expected, least, 1 - least)
+        variance: _Vector = share * (1 - share) / held_out + (self.seed_deviation * share) ** 2
+        return variance
+
+    def _fit(self) -> tuple[_Vector, float, float, float, float]:
+        """Weights, their sum of squares, exponent, scale and floor.
+
+        The weights depend on the curve and the curve on them: a few times one after the other.
+        """
+        expected = np.array([self._errors[self._n == n].mean() for n in self._n])
+        for _ in range(_NUM_REWEIGHTINGS):
+            weights = 1 / self._variance(expected, self._held_out)
+            exponent, misfit = _least(partial(self._misfits, weights), _NUM_ZOOMS)
+            (scale,), (floor,), _ = self._lines(weights, np.array([exponent]))
+            expected = scale * self._n**-exponent + floor
+        return weights, misfit, exponent, float(scale), float(floor)
+
+    def _misfits(self, w: _Vector, exponents: _Vector) -> _Vector:
+        return self._lines(w, exponents)[2]
+
+    def _lines(self, w: _Vector, exponents: _Vector) -> tuple[_Vector, _Vector, _Vector]:
+        """Scale and floor of 0 or more in least squares, and the squares, for each exponent."""
+        x, y = self._n ** -exponents[:, None], self._errors
+        scale = np.maximum((x * y) @ w / (x**2 @ w), 0)
+        floor = np.zeros(len(exponents))
+        if self.has_floor:
+            from_mean = x - (x @ w)[:, None] / w.sum()
+            slope = np.maximum((from_mean * y) @ w / np.maximum(from_mean**2 @ w, _LEAST), 0)
+            height = (y @ w - slope * (x @ w)) / w.sum()
+            scale, floor = np.where(height > 0, (slope, height), (scale, floor))
+        residuals = y - scale[:, None] * x - floor[:, None]
+        return scale, floor, residuals**2 @ w
+
+    def _interval(self, n: float, best: float) -> Interval:
+        """Where the error of n, in units of the largest amount, is; of n = inf it is the floor."""
+        least = min(self._misfit, self._profile(best, n))
+        limit = least + self.dispersion * self._quantile**2
+
+        def is_inside(value: float) -> bool:
+            return self._profile(value, n) <= limit
+
+        return Interval(_edge(is_inside, best, 0.0), _edge(is_inside, best, 1.0))
+
+    def _profile(self, value: float, n: float) -> float:
+        """The least sum of squares of all curves with this value at n.
+
+        error(x) = value + scale * (x**-exponent - n**-exponent), where the floor, value - scale *
+        n**-exponent, is 0 or more.
+        """
+        w, y = self._weights, self._errors - value
+
+        def misfit(exponents: _Vector) -> _Vector:
+            at_n = np.zeros(len(exponents)) if n == math.inf else n**-exponents
+            x = self._n ** -exponents[:, None] - at_n[:, None]
+            scale = np.maximum((x * y) @ w / np.maximum(x**2 @ w, _LEAST), 0)
+            if n < math.inf:
+                scale = np.minimum(scale, value / at_n)
+            return np.asarray((y - scale[:, None] * x) ** 2 @ w)
+
+        return _least(misfit, _NUM_ZOOMS_OF_PROFILE)[1]
+
+
+def fit_learning_curve(
+    measured: Sequence[HeldOutErrors], *, confidence: float = 0.95
+) -> LearningCurve:
+    """The power law with a floor that explains measured errors best.
+
+    error(n) = scale * n**-exponent + floor, in least squares with weights 1 / variance; the
+    variance is that of a binomial share on the held-out set and, with several seeds, what they
+    differ by beyond it
+
+    Args:
+        measured: trainings on at least two amounts of data, of the same recipe.
+        confidence: of the intervals, between 0 and 1.
+
+    Returns:
+        The curve.
+
+    Raises:
+        UsageError: if there are fewer amounts, a number is out of range, or the error doesn't
+            fall with the amount.
+
+    >>> amounts = 100, 400, 1600, 6400
+    >>> points = [HeldOutErrors(n, 1000 * (2 * n**-0.5 + 0.01), 1000) for n in amounts]
+    >>> curve = fit_learning_curve(points)
+    >>> round(curve.scale, 3), round(curve.exponent, 3), round(curve.floor, 3)
+    (2.0, 0.5, 0.01)
+    >>> round(curve.error(25_600), 4)
+    0.0225
+
+    Source: Cortes et al., 1993, "Learning curves: asymptotic values and rate of convergence",
+    NeurIPS 6; Hestness et al., 2017, arXiv:1712.00409.
+    """
+    if not 0 < confidence < 1:
+        raise UsageError(f"`confidence` (={confidence}) must be between 0 and 1; 0.95 is usual.")
+    for each in measured:
+        if each.num_samples < 1 or not 0 <= each.num_wrong <= each.num_held_out:
+            raise UsageError(
+                f"`measured` (={each}) must have samples to train on, and at most as many wrong"
+                " answers as were held out."
+            )
+    amounts = sorted({each.num_samples for each in measured})
+    if len(amounts) < 2:
+        raise UsageError(
+            f"`measured` has trainings on {len(amounts)} amounts of data (={amounts}): a curve"
+            " takes two or more, and four for its floor."
+        )
+    first, last = (
+        np.mean([each.error for each in measured if each.num_samples == amount])
+        for amount in (amounts[0], amounts[-1])
+    )
+    if not last < first:
+        raise UsageError(
+            f"`measured`: the error doesn't fall from {amounts[0]:,} samples ({first:.2%}) to"
+            f" {amounts[-1]:,} ({last:.2%}), so that no curve follows; train on amounts that lie"
+            " farther apart."
+        )
+    return LearningCurve(measured, confidence)
+
+
+def t_quantile(confidence: float, num_free: float) -> float:
+    """What Student's t is below in absolute value with some confidence.
+
+    To about 1 % for a confidence of up to 0.95; at 0.99 too small by 3 % with 3 degrees of freedom.
+
+    Args:
+        confidence: between 0 and 1.
+        num_free: degrees of freedom, 1 or more.
+
+    Returns:
+        The quantile, by a series in 1 / num_free; exact for one and two.
+
+    >>> [round(t_quantile(0.95, n), 2) for n in (1, 2, 9, math.inf)]
+    [12.71, 4.3, 2.26, 1.96]
+
+    Source: Abramowitz and Stegun, 1964, 26.7.3, 26.7.4 and 26.7.5.
+    """
+    if num_free == 1:
+        return math.tan(math.pi * confidence / 2)
+    if num_free == 2:
+        return confidence * math.sqrt(2 / (1 - confidence**2))
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    return (
+        z
+        + (z**3 + z) / (4 * num_free)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * num_free**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * num_free**3)
+    )
+
+
+def _least(misfit: Callable[[_Vector], _Vector], num_zooms: int) -> tuple[float, float]:
+    """The exponent of the least misfit, and that: on a grid, then on ever finer ones around it."""
+    exponents = _EXPONENTS
+    for _ in range(num_zooms + 1):
+        misfits = misfit(exponents)
+        best = int(misfits.argmin())
+        found = float(exponents[best]), float(misfits[best])
+        low, high = exponents[max(best - 1, 0)], exponents[min(best + 1, len(exponents) - 1)]
+        exponents = np.geomspace(low, high, 13)
+    return found
+
+
+def _edge(is_inside: Callable[[float], bool], inner: float, outer: float) -> float:
+    """The end of an interval between a number in it and one that may be, by bisection."""
+    if is_inside(outer):
+        return outer
+    for _ in range(_NUM_BISECTIONS):
+        middle = (inner + outer) / 2
+        inner, outer = (middle, outer) if is_inside(middle) else (inner, middle)
+    return inner
