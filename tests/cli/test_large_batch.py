@@ -168,3 +168,20 @@ def test_bad_sharpness(trained: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "has no recipe.json" in capsys.readouterr().err
     assert main(["sharpness", str(trained / "nothing")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_sharpness_of_each_layer(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    request = Request(samples=32, sigma=0.05, num_draws=2, max_products=6, layers=True)
+    sharpness_worker(Communicator.single_process(), str(trained), asdict(request))
+    layers = json.loads((trained / "sharpness.json").read_text())["layers"]
+    shown = capsys.readouterr().out
+    names = [
+        name
+        for name, _ in Digits(width=4).task(Communicator.single_process()).model.named_parameters()
+    ]
+    assert [layer["name"] for layer in layers] == names
+    assert all(name in shown for name in names)
+    assert "1 / curvature" in shown and "|w| / |g|" in shown

@@ -1,0 +1,205 @@
+"""Which trainings a sweep has: the product of its lists; and the folder that they are kept in."""
+
+import contextlib
+import io
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allstep import __version__
+from allstep.cli.run_folder import data_parallel, recipe_to_plain
+from allstep.cli.train import read_command_line
+from allstep.cli.trainings import Training, check_folders, write_json
+from allstep.errors import UsageError
+
+_PLAN = "sweep.json"
+_WHOLE = ("shares",)  # a value may have commas itself
+_OF_ONE_RUN = {
+    "run_dir": "each has a folder of its own below that of all",
+    "resume": "what is finished or begun there is found without it",
+    "elastic": "train such a run alone",
+    "min_workers": "it goes with `--elastic`",
+    "restarts": "give the same command again, and it goes on",
+    "doctor": "look before, by `allstep doctor`",
+}
+_OF_ALL = ("best_metric", "best_mode")  # what their table is sorted by
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The trainings of a sweep.
+
+    Attributes:
+        axes: the flags with several values, and these.
+        trainings: one for each of their combinations, the last flag's values changing first.
+        values: by a training's name, its value of each of them.
+    """
+
+    axes: Mapping[str, Sequence[str]]
+    trainings: Sequence[Training]
+    values: Mapping[str, Mapping[str, str]]
+
+
+def read_axes(flags: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The flags that have several values, by field, and the words of all others.
+
+    Raises:
+        UsageError: if a list has an empty place or a value twice, or a flag is given twice.
+
+    >>> read_axes(["--lr", "0.1,0.2", "--epochs", "3", "--compile", "--optimizer=sgd,lamb"])
+    ({'lr': ['0.1', '0.2'], 'optimizer': ['sgd', 'lamb']}, ['--epochs', '3', '--compile'])
+    """
+    axes: dict[str, list[str]] = {}
+    others: list[str] = []
+    seen: set[str] = set()
+    words = list(flags)
+    while words:
+        flag, has_value, value = words.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        _check_flag(flag, name, seen)
+        given = [flag] if not has_value else [f"{flag}={value}"]
+        if not has_value and words and not words[0].startswith("--"):
+            value = words.pop(0)
+            given.append(value)
+        if "," in value and name in _OF_ALL:
+            raise UsageError(
+                f"`{name}` (={value}) must be one for all trainings, whose table is sorted by it."
+            )
+        if "," in value and name not in _WHOLE:
+            axes[name] = _split(name, value)
+        else:
+            others += given
+    return axes, others
+
+
+def _check_flag(flag: str, name: str, seen: set[str]) -> None:
+    if name in _OF_ONE_RUN:
+        raise UsageError(f"`{flag}` is of one run, not of several: {_OF_ONE_RUN[name]}.")
+    if name in seen:
+        raise UsageError(f"`{name}` is given twice; give a list: `{flag} VALUE,VALUE`.")
+    if flag.startswith("--"):
+        seen.add(name)
+
+
+def _split(name: str, text: str) -> list[str]:
+    values = [part.strip() for part in text.split(",")]
+    if "" in values:
+        raise UsageError(f"`{name}` (={text}) has an empty place; give values between commas.")
+    twice = [value for number, value in enumerate(values) if value in values[:number]]
+    if twice:
+        raise UsageError(f"`{name}` (={text}) has {twice[0]} twice; give each value once.")
+    return values
+
+
+def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> Plan:
+    """The trainings that a command line stands for; each is checked as `allstep train` would.
+
+    Raises:
+        UsageError: if a list or one of the trainings' flags is wrong.
+    """
+    axes, others = read_axes(flags)
+    trainings: list[Training] = []
+    values: dict[str, dict[str, str]] = {}
+    for combination in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, combination, strict=True))
+        training = make_training(recipe_name, chosen, others, folder)
+        same = [each.name for each in trainings if each.recipe == training.recipe]
+        if same or training.name in values:
+            raise UsageError(
+                f"{training.name} and {(same or [training.name])[0]} are the same training; give"
+                " each value once."
+            )
+        training.recipe.check()
+        trainings.append(training)
+        values[training.name] = chosen
+    return Plan(axes, trainings, values)
+
+
+def make_training(
+    recipe_name: str, chosen: Mapping[str, str], others: Sequence[str], folder: Path
+) -> Training:
+    """One training, whose folder is named by what is chosen.
+
+    Args:
+        recipe_name: which recipe.
+        chosen: values by field, in place of lists.
+        others: the words of the flags that all trainings have.
+        folder: of all trainings.
+    """
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    with contextlib.redirect_stdout(io.StringIO()):  # what a large-batch recipe was rescaled to
+        _, recipe = read_command_line(recipe_name, *others, *words)
+    parts = [f"{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    name = re.sub(r"[^\w.=,+-]", "_", ",".join(parts)) or "run"
+    return Training(name, data_parallel(recipe), folder / name)
+
+
+def keep_plan(folder: Path, trainings: Sequence[Training], argument: str) -> None:
+    """Makes the folder, or finds the same trainings in it.
+
+    Args:
+        folder: of the trainings.
+        trainings: all of them.
+        argument: what the caller names the folder, for messages.
+
+    Raises:
+        UsageError: if it holds other trainings or something else, one of them is being trained
+            now, or it can't be written.
+    """
+    plain = _plain(trainings)
+    _check_same(folder, plain, argument)
+    check_folders(trainings)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"`{argument}` (={folder}) can't be made ({error.strerror}); choose another folder."
+        ) from None
+    if not (folder / _PLAN).exists():
+        write_json(folder / _PLAN, {"allstep": __version__, "runs": plain})
+
+
+def _plain(trainings: Sequence[Training]) -> dict[str, Any]:
+    plain = {each.name: recipe_to_plain(each.recipe) for each in trainings}
+    for run in plain.values():
+        del run["allstep"]
+    found: dict[str, Any] = json.loads(json.dumps(plain))  # tuples are lists there
+    return found
+
+
+def _check_same(folder: Path, plain: Mapping[str, Any], argument: str) -> None:
+    try:
+        before = json.loads((folder / _PLAN).read_text(encoding="utf-8"))["runs"]
+        names = before.keys() | plain.keys()
+    except FileNotFoundError:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(
+                f"`{argument}` (={folder}) has other files, and no {_PLAN}; choose a new folder."
+            ) from None
+        return
+    except NotADirectoryError:
+        raise UsageError(f"`{argument}` (={folder}) is a file; give a folder.") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+        raise UsageError(f"{folder / _PLAN} is damaged; choose a new folder.") from None
+    differing = sorted(name for name in names if before.get(name) != plain.get(name))
+    if differing:
+        raise UsageError(
+            f"`{argument}` (={folder}) holds another sweep"
+            f" ({_difference(differing[0], before, plain)}): give the same flags to go on with it,"
+            " or choose another folder."
+        )
+
+
+def _difference(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if name not in now or name not in before:
+        return f"{name} is only in {'that' if name in before else 'this'} one"
+    old, new = before[name], now[name]
+    if old["recipe"] != new["recipe"]:
+        return f"of {old['recipe']}, not {new['recipe']}"
+    names = sorted(old["fields"].keys() | new["fields"].keys())
+    field = next(each for each in names if old["fields"].get(each) != new["fields"].get(each))
+    return f"{field} {old['fields'].get(field)}, not {new['fields'].get(field)}"

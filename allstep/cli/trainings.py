@@ -1,0 +1,220 @@
+"""Several trainings side by side, each as `allstep train` runs it, in a run's folder of its own."""
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from allstep.cli import run_folder
+from allstep.cli.exits import Exits, forget_exits, write_exits
+from allstep.cli.launch import Watch, Workers, root_cause, signals_noted, words_of_death
+from allstep.cli.train import train_worker
+from allstep.cli.worker import last_lines, share_cores
+from allstep.cli.workers import call_of, num_workers_to_start
+from allstep.comm import Communicator
+from allstep.device import num_devices
+from allstep.env import num_cores, read_launch
+from allstep.errors import UsageError, check_integer
+from allstep.files import write_whole
+from allstep.recipes import Recipe
+
+# Imported once, where all workers are forked from; else each takes seconds to begin.
+_PRELOAD = (
+    "allstep.cli.trainings",
+    "allstep.cli.summary",
+    "torch._dynamo",
+    "torch.utils.flop_counter",
+    "torch.utils.tensorboard",
+)
+_POLL_S = 0.05
+_NUM_LOG_LINES = 50
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of several trainings.
+
+    Attributes:
+        name: unlike the others', the folder's name too.
+        recipe: with all its fields.
+        run_dir: the run's folder.
+    """
+
+    name: str
+    recipe: Recipe
+    run_dir: Path
+
+    def read_report(self) -> dict[str, Any] | None:
+        """What the run came to; None if it has not come to its end."""
+        if run_folder.finished_after(self.run_dir, self.recipe) is None:
+            return None
+        report: dict[str, Any] = run_folder.read_report(self.run_dir)
+        return report
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a training.
+
+    Attributes:
+        training: which.
+        report: as in its `report.json`; None if it did not come to its end.
+        failure: why it did not, where that was not Ctrl-C.
+    """
+
+    training: Training
+    report: Mapping[str, Any] | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """How many trainings run at a time, and on how many workers each."""
+
+    num_jobs: int
+    num_workers: int
+
+
+def read_jobs(jobs: int | None, workers: int | None) -> Jobs:
+    """What a command line asks for; by default as many trainings as the cores have room for.
+
+    On GPUs one at a time, as each training takes the first ones.
+
+    Raises:
+        UsageError: if a number is out of range, or another launcher has started this process.
+    """
+    launcher = read_launch().launcher
+    if launcher != "none":
+        raise UsageError(
+            f"This command starts its trainings' workers itself, but {launcher} has started it:"
+            " call it once, without a launcher."
+        )
+    num_workers = num_workers_to_start(1 if workers is None else workers)
+    assert num_workers is not None
+    if jobs is None:
+        return Jobs(1 if num_devices() else max(1, num_cores() // num_workers), num_workers)
+    check_integer("jobs", jobs, cure="leave it out for as many as the cores have room for")
+    if num_devices() and jobs > 1:
+        raise UsageError(
+            f"`jobs` (={jobs}): trainings on GPUs run one at a time, on the first GPUs; leave it"
+            " out."
+        )
+    return Jobs(jobs, num_workers)
+
+
+def check_folders(trainings: Sequence[Training]) -> None:
+    """Raises UsageError if a run's folder holds another training, or one that goes on now."""
+    for training in trainings:
+        run_folder.find_run(training.recipe, training.run_dir)
+
+
+def run_trainings(
+    trainings: Sequence[Training], jobs: Jobs, on_end: Callable[[Outcome], None]
+) -> tuple[list[Outcome], int | None]:
+    """Runs those that are not finished, from where they are; at the end no process is left.
+
+    SIGINT and SIGTERM are handed on: trainings end with a checkpoint, and no other begins.
+
+    Args:
+        trainings: in the order in which they begin.
+        jobs: how many at a time.
+        on_end: called with each that ends, as it does.
+
+    Returns:
+        What became of each, in their order, and the signal that came.
+    """
+    found = {each.name: Outcome(each, each.read_report()) for each in trainings}
+    waiting = [each for each in trainings if found[each.name].report is None]
+
+    def end(outcome: Outcome) -> None:
+        found[outcome.training.name] = outcome
+        on_end(outcome)
+
+    with (
+        signals_noted() as came,
+        tempfile.TemporaryDirectory(prefix="allstep-") as folder,
+        ExitStack() as stack,
+    ):
+        running: list[tuple[Training, Watch]] = []
+        while running or (waiting and not came):
+            while waiting and not came and len(running) < jobs.num_jobs:
+                training = waiting.pop(0)
+                try:
+                    workers = _workers(training, jobs, Path(folder) / training.name)
+                except UsageError as error:  # its folder was taken meanwhile, or can't be written
+                    end(Outcome(training, failure=str(error)))
+                else:
+                    running.append((training, Watch(stack.enter_context(workers), came)))
+            for training, watch in list(running):
+                if watch.look(_POLL_S / len(running)):
+                    running.remove((training, watch))
+                    end(_outcome(training, watch, is_stopped=bool(came)))
+        return list(found.values()), came[0] if came else None
+
+
+def _workers(training: Training, jobs: Jobs, folder: Path) -> Workers:
+    folder.mkdir()
+    run_dir = training.run_dir
+    if run_folder.find_run(training.recipe, run_dir) is None:
+        run_folder.make_run_dir(training.recipe.name, run_dir)
+        run_folder.write_recipe(run_dir, training.recipe)
+    forget_exits(run_dir)
+    arguments = {"folder": str(run_dir), "num_jobs": jobs.num_jobs}
+    call = call_of(folder, train_beside_others, arguments)
+    return Workers(jobs.num_workers, *call, has_logs=True, preload=_PRELOAD)
+
+
+def train_beside_others(comm: Communicator, folder: str, num_jobs: int) -> int:
+    """What each worker of a training does, with its share of the cores; returns its exit code.
+
+    Args:
+        comm: the training's workers.
+        folder: the run's.
+        num_jobs: trainings at a time.
+    """
+    share_cores(comm.local_size * num_jobs)
+    return train_worker(comm, folder, resume=True)
+
+
+def _outcome(training: Training, watch: Watch, *, is_stopped: bool) -> Outcome:
+    if not watch.failed:
+        return Outcome(training, training.read_report())
+    if is_stopped:
+        return Outcome(training)
+    workers = watch.workers
+    rank = root_cause(workers, watch.failed)
+    write_exits(training.run_dir, Exits(workers.exit_codes, rank, watch.killed))
+    if (workers.exit_codes[rank] or 0) < 0:
+        return Outcome(training, failure=words_of_death(workers, rank, watch.killed))
+    lines = last_lines(workers.folder, rank, _NUM_LOG_LINES)
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    words = [*errors, *lines[-1:], f"it ended with code {workers.exit_codes[rank]}"]
+    return Outcome(training, failure=words[0])
+
+
+def metric_of(recipe: Recipe, report: Mapping[str, Any]) -> float:
+    """What runs of a recipe are compared by: `best_metric` at its best, else the last accuracy.
+
+    NaN if the run has none.
+    """
+    value = report["metrics"].get("accuracy") if recipe.best is None else report["best_value"]
+    return math.nan if value is None else float(value)
+
+
+def write_json(path: Path, plain: Any) -> None:
+    """Writes a file for programs, whole or not at all.
+
+    Raises:
+        UsageError: if it can't be written.
+    """
+    try:
+        write_whole(path, json.dumps(plain, indent=1, default=str) + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be written ({error.strerror}); choose another folder."
+        ) from None
