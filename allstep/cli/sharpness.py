@@ -3,26 +3,32 @@
 import argparse
 import itertools
 import json
+import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from torch import Tensor, nn
 
 from allstep import data
 from allstep.cli import run_folder
-from allstep.cli.rows import print_rows
+from allstep.cli.rows import make_console, print_rows
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.errors import check_integer
+from allstep.files import write_whole
 from allstep.recipes import Recipe
 from allstep.train import (
     Checkpoints,
+    LayerSharpness,
     Progress,
     Run,
     Sharpness,
     check_sharpness_arguments,
+    rank_correlation,
     sharpness,
 )
 
@@ -38,6 +44,7 @@ class Request:
     sigma: float
     num_draws: int
     max_products: int
+    layers: bool = False
 
 
 def run(arguments: list[str]) -> int:
@@ -65,8 +72,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--max-products", metavar="N", type=int, default=100, help="most Hessian-vector products"
     )
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="also for each layer, beside the trust ratios of LARS and LAMB",
+    )
     known = parser.parse_args(arguments)
-    request = Request(known.samples, known.sigma, known.num_draws, known.max_products)
+    request = Request(known.samples, known.sigma, known.num_draws, known.max_products, known.layers)
     recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
     run_folder.check_has_checkpoint(known.run, argument="run")
     check_integer("samples", request.samples, cure="2048 is usual")
@@ -88,7 +100,7 @@ def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -
     if comm.rank == 0:
         _show(measured, step)
         path = run_dir / _FILE
-        path.write_text(json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
+        write_whole(path, json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
         print_rows([("file", str(path))])
 
 
@@ -113,7 +125,9 @@ def _measure(
     )
     with loader:
         batch = next(loader.global_batches())
-        most_times = 1 + request.max_products + request.num_draws
+        num_layers = request.layers * sum(p.requires_grad for p in task.model.parameters())
+        most_products = (1 + num_layers) * request.max_products
+        most_times = 1 + most_products + request.num_draws + request.layers
         num_passes = itertools.count(1)
         with Progress(most_times * batch.num_local_micro_batches, comm, unit="pass") as progress:
 
@@ -130,6 +144,7 @@ def _measure(
                 sigma=request.sigma,
                 num_draws=request.num_draws,
                 seed=recipe.seed,
+                layers=request.layers,
             )
     return measured, step
 
@@ -152,3 +167,48 @@ def _show(measured: Sharpness, step: int) -> None:
         ),
     ]
     print_rows(rows)
+    if measured.layers:
+        _show_layers(measured.layers)
+
+
+def _show_layers(layers: Sequence[LayerSharpness]) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer", no_wrap=True)
+    for name in ("parameters", "1 / curvature", "|w| / |g|", "|w| / sqrt(n)", "density of g"):
+        table.add_column(name, justify="right")
+    for layer in layers:
+        curvature, residual = layer.top_eigenvalue, layer.residual
+        mark = "" if residual <= _LARGE_RESIDUAL else " ?"
+        table.add_row(
+            layer.name,
+            f"{layer.num_parameters:,}",
+            f"{1 / curvature:.3g}{mark}" if curvature > 0 else "none",
+            f"{layer.lars_ratio:.3g}",
+            f"{layer.lamb_ratio:.3g}",
+            f"{layer.gradient_density:.2f}",
+        )
+    make_console().print(table)
+    if any(layer.residual > _LARGE_RESIDUAL for layer in layers):
+        print("?: not converged, raise --max-products")
+    print_rows(_correlations(layers))
+
+
+def _correlations(layers: Sequence[LayerSharpness]) -> list[tuple[str, str]]:
+    """How well the two trust ratios put the layers in the order of 1 / curvature."""
+    known = [
+        layer
+        for layer in layers
+        if layer.top_eigenvalue > 0 and layer.residual <= _LARGE_RESIDUAL and layer.gradient_norm
+    ]
+    rows = []
+    for name, ratio in (("LARS", "lars_ratio"), ("LAMB", "lamb_ratio")):
+        pairs = [(getattr(layer, ratio), 1 / layer.top_eigenvalue) for layer in known]
+        correlation = rank_correlation(pairs)
+        if math.isfinite(correlation):
+            rows.append(
+                (
+                    f"{name}'s ratio and 1 / curvature",
+                    f"rank correlation {correlation:.2f} over {len(pairs)} layers",
+                )
+            )
+    return rows

@@ -19,11 +19,11 @@ from allstep.comm import Communicator
 from allstep.data import GlobalBatch
 from allstep.data.random import derive_seed
 from allstep.errors import AllstepError, UsageError, check_integer
-from allstep.train.devices import to_device
+from allstep.train.curvature import Objective, top_eigenvalue
 from allstep.train.evaluator import evaluating
-from allstep.train.hessian import hessian_product
+from allstep.train.layer_sharpness import LayerSharpness, measure_layers
 
-_START, _NOISE = 0x7374617274, 0x6E6F697365
+_NOISE = 0x6E6F697365
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Sharpness:
         sigma: as given.
         num_draws: of the noise.
         num_samples: that the loss is the mean of.
+        layers: every parameter tensor by itself, if asked for.
     """
 
     loss: float
@@ -53,6 +54,7 @@ class Sharpness:
     sigma: float
     num_draws: int
     num_samples: int
+    layers: tuple[LayerSharpness, ...] = ()
 
 
 def sharpness(
@@ -66,6 +68,7 @@ def sharpness(
     sigma: float = 0.05,
     num_draws: int = 8,
     seed: int = 0,
+    layers: bool = False,
 ) -> Sharpness:
     """Measures how sharp the loss is around the model's weights. Collective.
 
@@ -85,6 +88,8 @@ def sharpness(
         sigma: size of the noise, relative to each tensor's root mean square.
         num_draws: of the noise.
         seed: of the first vector and of the noise.
+        layers: whether to measure every parameter tensor by itself, too; each takes up to
+            `max_products` more.
 
     Returns:
         The largest eigenvalue and the mean rise of the loss, the same on every worker.
@@ -108,7 +113,7 @@ def sharpness(
     al., 2017, arXiv:1609.04836.
     """
     check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
-    objective = _Objective(model, loss, batch, comm)
+    objective = Objective(model, loss, batch, comm)
     with sdpa_kernel(SDPBackend.MATH), evaluating(model):  # the other kernels have one derivative
         at_rest = objective.value()
         if not math.isfinite(at_rest):
@@ -116,10 +121,15 @@ def sharpness(
                 f"The loss is {at_rest}: the weights are of a training that diverged, and no"
                 " minimum is near them. Lower its learning rate."
             )
-        eigenvalue, residual, num_products = _top_eigenvalue(
+        eigenvalue, residual, num_products = top_eigenvalue(
             objective, max_products=max_products, tolerance=tolerance, seed=seed
         )
         rises = _loss_rises(objective, at_rest, sigma=sigma, num_draws=num_draws, seed=seed)
+        measured = (
+            measure_layers(objective, max_products=max_products, tolerance=tolerance, seed=seed)
+            if layers
+            else ()
+        )
     return Sharpness(
         loss=at_rest,
         top_eigenvalue=eigenvalue,
@@ -130,143 +140,13 @@ def sharpness(
         sigma=sigma,
         num_draws=num_draws,
         num_samples=batch.num_samples,
+        layers=measured,
     )
-
-
-class _Objective:
-    """The mean loss over the samples of all workers, as a function of the weights."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        batch: GlobalBatch,
-        comm: Communicator,
-    ) -> None:
-        self._model = model
-        self._loss = loss
-        self._comm = comm
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise UsageError("`model` has no trainable parameter; check `requires_grad`.")
-        self._parts = [
-            (micro_batch.num_samples / batch.num_samples, to_device(micro_batch.data, comm.device))
-            for micro_batch in batch.micro_batches
-        ]
-        seen = sum(share for share, _ in self._parts)
-        total = torch.tensor(seen, dtype=torch.float64, device=comm.device)
-        if abs(float(comm.all_reduce(total)) - 1) > 1e-6:
-            raise UsageError(
-                "`batch` has been iterated over already; take a fresh one from"
-                " `loader.global_batches()`."
-            )
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters)
-
-    @torch.no_grad()
-    def value(self) -> float:
-        """The mean loss."""
-        total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        for share, data in self._parts:
-            total += share * self._loss(self._model, data).double()
-        return float(self._comm.all_reduce(total))
-
-    def hessian_times(self, vector: Tensor) -> Tensor:
-        """H times a flat vector, float64; its pieces are in the parameters' order."""
-        total = torch.zeros_like(vector)
-        sizes = [p.numel() for p in self.parameters]
-        pieces = [
-            piece.view_as(p).to(p.dtype)
-            for piece, p in zip(torch.split(vector, sizes), self.parameters, strict=True)
-        ]
-        for share, data in self._parts:
-            with torch.enable_grad():
-                loss = self._loss(self._model, data)
-                products = hessian_product(loss, self.parameters, pieces)
-            flat = [
-                torch.zeros_like(p) if product is None else product
-                for product, p in zip(products, self.parameters, strict=True)
-            ]
-            total += share * torch.cat([tensor.reshape(-1).double() for tensor in flat])
-        return self._comm.all_reduce(total)
-
-
-def _top_eigenvalue(
-    objective: _Objective, *, max_products: int, tolerance: float, seed: int
-) -> tuple[float, float, int]:
-    """(eigenvalue, residual, products).
-
-    Half of the products show whether the eigenvalue of largest magnitude is negative; then the
-    other half are of H plus that magnitude, whose largest is the top one. So they are where both
-    signs are so near in magnitude that the vector still holds both.
-    """
-    begin = _Iteration(_start(objective, seed))
-    found = _dominant(
-        objective, begin, 0.0, num_products=-(-max_products // 2), tolerance=tolerance
-    )
-    num_left = max_products - found.num_products
-    if found.eigenvalue < 0 or found.residual >= 1:
-        begin = _Iteration(_start(objective, seed), num_products=found.num_products)
-        found = _dominant(
-            objective, begin, -found.length, num_products=num_left, tolerance=tolerance
-        )
-    elif found.residual >= tolerance:
-        found = _dominant(objective, found, 0.0, num_products=num_left, tolerance=tolerance)
-    return found.eigenvalue, found.residual, found.num_products
-
-
-@dataclass(frozen=True)
-class _Iteration:
-    """Where a power iteration stands: its unit vector, what that says, and products so far.
-
-    `length` is |H v|, the largest magnitude of an eigenvalue once it has converged.
-    """
-
-    vector: Tensor
-    eigenvalue: float = math.nan
-    residual: float = math.inf
-    length: float = 0.0
-    num_products: int = 0
-
-
-def _start(objective: _Objective, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(derive_seed(seed, _START))
-    vector = torch.randn(objective.num_parameters, generator=generator, dtype=torch.float64)
-    unit: Tensor = vector / vector.norm()
-    return unit.to(objective.parameters[0].device)
-
-
-def _dominant(
-    objective: _Objective, begin: _Iteration, shift: float, *, num_products: int, tolerance: float
-) -> _Iteration:
-    """On to the eigenvalue of H whose distance from `shift` is largest, by power iteration."""
-    at = begin
-    for _ in range(num_products):
-        product = objective.hessian_times(at.vector)
-        eigenvalue = float(at.vector @ product)
-        distance = float((product - eigenvalue * at.vector).norm())
-        residual = distance / abs(eigenvalue) if eigenvalue else math.inf
-        shifted = product - shift * at.vector
-        length = float(shifted.norm())
-        if not math.isfinite(length):
-            raise AllstepError(
-                "The loss has no finite second derivative at these weights (a norm or a root at 0,"
-                " or numbers too large for their type), so that no eigenvalue can be told."
-            )
-        if not length:  # H is `shift` times the identity
-            return _Iteration(at.vector, shift, 0.0, abs(shift), at.num_products + 1)
-        vector = at.vector if residual < tolerance else shifted / length
-        at = _Iteration(vector, eigenvalue, residual, float(product.norm()), at.num_products + 1)
-        if residual < tolerance:
-            break
-    return at
 
 
 @torch.no_grad()
 def _loss_rises(
-    objective: _Objective, at_rest: float, *, sigma: float, num_draws: int, seed: int
+    objective: Objective, at_rest: float, *, sigma: float, num_draws: int, seed: int
 ) -> Tensor:
     """The rise of the loss for each draw of the noise; the weights are as before afterwards."""
     kept = [p.detach().clone() for p in objective.parameters]

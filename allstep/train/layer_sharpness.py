@@ -1,0 +1,116 @@
+"""How each layer's curvature goes with the step that LARS and LAMB would make there."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from allstep.train.curvature import Objective, top_eigenvalue
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSharpness:
+    """A parameter tensor of a model, seen by itself; norms are L2.
+
+    Attributes:
+        name: the parameter's.
+        num_parameters: its elements.
+        weight_norm: of its values.
+        gradient_norm: of the mean loss's gradient.
+        gradient_density: |g|_1^2 / (num_parameters |g|_2^2): 1 if all elements have one magnitude,
+            1 / num_parameters if a single one is not zero.
+        top_eigenvalue: largest eigenvalue of the loss's Hessian in this parameter alone, which is
+            the gradient's Lipschitz constant there as far as it is the largest in magnitude.
+        residual: of the eigenvalue, as in `Sharpness`.
+
+    Source: You et al., 2020, arXiv:1904.00962 (a Lipschitz constant for each layer); Bernstein et
+    al., 2018, arXiv:1802.04434 (density).
+    """
+
+    name: str
+    num_parameters: int
+    weight_norm: float
+    gradient_norm: float
+    gradient_density: float
+    top_eigenvalue: float
+    residual: float
+
+    @property
+    def lars_ratio(self) -> float:
+        """weight_norm / gradient_norm, what LARS multiplies a layer's learning rate by."""
+        return self.weight_norm / self.gradient_norm if self.gradient_norm else math.nan
+
+    @property
+    def lamb_ratio(self) -> float:
+        """weight_norm / sqrt(num_parameters), LAMB's in its first step, an update of signs."""
+        return self.weight_norm / math.sqrt(self.num_parameters)
+
+
+def measure_layers(
+    objective: Objective, *, max_products: int, tolerance: float, seed: int
+) -> tuple[LayerSharpness, ...]:
+    """Every parameter tensor of a model by itself. Collective.
+
+    Args:
+        objective: the loss, as a function of all of them.
+        max_products, tolerance, seed: for each eigenvalue, as in `sharpness`.
+    """
+    sizes = [p.numel() for p in objective.parameters]
+    gradients = torch.split(objective.gradient(), sizes)
+    return tuple(
+        _measure(objective.of(name), name, gradient, max_products, tolerance, seed)
+        for name, gradient in zip(objective.names, gradients, strict=True)
+    )
+
+
+def _measure(
+    objective: Objective,
+    name: str,
+    gradient: Tensor,
+    max_products: int,
+    tolerance: float,
+    seed: int,
+) -> LayerSharpness:
+    (weight,) = objective.parameters
+    eigenvalue, residual, _ = top_eigenvalue(
+        objective, max_products=max_products, tolerance=tolerance, seed=seed
+    )
+    squares = float(gradient.square().sum())
+    magnitudes = float(gradient.abs().sum())
+    return LayerSharpness(
+        name=name,
+        num_parameters=weight.numel(),
+        weight_norm=float(weight.detach().double().norm()),
+        gradient_norm=math.sqrt(squares),
+        gradient_density=magnitudes**2 / (weight.numel() * squares) if squares else math.nan,
+        top_eigenvalue=eigenvalue,
+        residual=residual,
+    )
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's: 1 if both numbers of the pairs rise together, -1 if one falls as the other rises.
+
+    Args:
+        pairs: finite numbers; equal ones share the mean of their ranks.
+
+    Returns:
+        The correlation of the ranks; not a number below three pairs, or if one side is constant.
+
+    >>> rank_correlation([(1.0, 10.0), (2.0, 1000.0), (3.0, 100.0)])
+    0.5
+
+    Source: Spearman, 1904, The American Journal of Psychology 15.
+    """
+    if len(pairs) < 3:
+        return math.nan
+    ranks = torch.stack([_ranks(side) for side in torch.tensor(pairs, dtype=torch.float64).T])
+    return round(float(torch.corrcoef(ranks)[0, 1]), 12)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    below = (values[:, None] > values).sum(1)
+    equal = (values[:, None] == values).sum(1)
+    return below + (equal - 1).double() / 2
