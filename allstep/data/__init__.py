@@ -14,6 +14,7 @@ from allstep.data.map_loader import MapLoader
 from allstep.data.sampler import GlobalBatchSampler
 from allstep.data.splitting import split
 from allstep.data.streams import StreamLoader
+from allstep.data.subsets import subset, subset_size
 
 if TYPE_CHECKING:
     from allstep.data import image_folder as image_folder
@@ -27,6 +28,8 @@ __all__ = [
     "loader",
     "read_idx",
     "split",
+    "subset",
+    "subset_size",
 ]
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "collate_padded",
     "encode",
     "find_texts",
+    "hide_tokens",
     "num_masked",
     "read_text",
     "split_paragraphs",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 PADDING = -100  # a target that doesn't count, as in torch's losses
+_LONG_WORD = 64  # characters
 _NUM_BYTES = 256
 _NUM_SPECIAL = 2  # the two highest tokens: the end of a text, and what hides a token
 
@@ -63,7 +65,7 @@ def read_text(path: Path) -> str:
 
 
 def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """A text's beginning and its end, cut between two words.
+    """A text's beginning and its end, cut between two words, or anywhere if none is near.
 
     Args:
         text: a whole document.
@@ -72,9 +74,11 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     >>> split_text("one two three four", 0.5)
     ('one two', ' three four')
     """
-    cut = round((1 - held_out) * len(text))
+    cut = middle = round((1 - held_out) * len(text))
     while 0 < cut < len(text) and not text[cut].isspace():
         cut -= 1
+    if middle - cut > max(_LONG_WORD, 0.05 * len(text)):  # languages without spaces
+        cut = middle
     return text[:cut], text[cut:]
 
 
@@ -224,13 +228,37 @@ def num_masked(sequence_length: int) -> int:
     return max(1, round(0.15 * sequence_length))
 
 
+def hide_tokens(targets: Tensor, mask: int, random_tokens: range) -> Tensor:
+    """What a model sees of the tokens that it is to predict: 80 % are hidden, 10 % are others.
+
+    Draws from torch's random state.
+
+    Args:
+        targets: int64 [masked].
+        mask: the token that hides 80 % of them.
+        random_tokens: those that 10 % become; another 10 % stay.
+
+    Returns:
+        int64 [masked].
+
+    >>> shown = hide_tokens(torch.full((1000,), 7), 4, range(8, 50))
+    >>> 750 < int((shown == 4).sum()) < 850, 60 < int((shown == 7).sum()) < 140
+    (True, True)
+
+    Source: Devlin et al., 2018, arXiv:1810.04805, section 3.1.
+    """
+    kind = torch.rand(targets.shape)
+    random = torch.randint(random_tokens.start, random_tokens.stop, targets.shape)
+    shown = torch.where(kind < 0.9, random, targets)
+    return torch.where(kind < 0.8, mask, shown)
+
+
 class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
     """Sequences in which some tokens are hidden, to be predicted from all the others.
 
     As many in each sequence, so that the mean over a micro-batch's predictions is the mean over
-    its samples. Of the chosen tokens 80 % become the special token `vocab_size - 1`, 10 % a
-    random one, and 10 % stay. Draws from torch's random state, which the loader sets for each
-    sample.
+    its samples. `hide_tokens` hides them, by the special token `vocab_size - 1`. Draws from
+    torch's random state, which the loader sets for each sample.
 
     Args:
         tokens: [token], from `encode`; a last incomplete sequence is left out.
@@ -258,11 +286,6 @@ class MaskedSequences(Dataset[tuple[Tensor, Tensor, Tensor]]):
         order = torch.randperm(self._sequence_length)
         positions = order[: num_masked(self._sequence_length)].sort().values
         targets = inputs[positions]
-        inputs[positions] = self._hide(targets)
+        mask = self._vocab_size - 1
+        inputs[positions] = hide_tokens(targets, mask, range(self._vocab_size - _NUM_SPECIAL))
         return inputs, targets, positions
-
-    def _hide(self, targets: Tensor) -> Tensor:
-        kind = torch.rand(targets.shape)
-        random = torch.randint(self._vocab_size - _NUM_SPECIAL, targets.shape)
-        shown = torch.where(kind < 0.9, random, targets)
-        return torch.where(kind < 0.8, self._vocab_size - 1, shown)

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 
 from allstep.recipes.base import DividedRecipe, Recipe
+from allstep.recipes.bert_files import load_bert as load_bert
+from allstep.recipes.bert_files import save_bert as save_bert
 from allstep.recipes.large_batch import apply_large_batch as apply_large_batch
 from allstep.recipes.large_batch import describe_changes as describe_changes
 
-__all__ = ["REGISTRY", "AnyRecipe", "DividedRecipe", "Recipe"]
+__all__ = ["REGISTRY", "AnyRecipe", "DividedRecipe", "Recipe", "load_bert", "save_bert"]
 
 AnyRecipe = Recipe | DividedRecipe
 """What `allstep train` can run."""
@@ -33,6 +35,7 @@ class _Registry(Mapping[str, type[AnyRecipe]]):
 
 REGISTRY: Mapping[str, type[AnyRecipe]] = _Registry(
     {
+        "bert": ("allstep.recipes.bert", "Bert"),
         "cots": ("allstep.recipes.cots", "Cots"),
         "digits": ("allstep.recipes.digits", "Digits"),
         "fashion": ("allstep.recipes.fashion", "Fashion"),

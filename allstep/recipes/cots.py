@@ -10,6 +10,7 @@ from torch import Tensor
 
 import allstep
 from allstep import Communicator, UsageError
+from allstep.files import write_whole
 from allstep.recipes.base import DividedRecipe
 from allstep.recipes.cots_data import (
     Photos,
@@ -177,7 +178,7 @@ class Cots(DividedRecipe):
             "interrupted": loop.interrupted,
         }
         if comm.rank == 0:
-            (run_dir / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            write_whole(run_dir / "report.json", json.dumps(report, indent=2) + "\n")
             show(report, run_dir)
         return 128 + loop.interrupted if loop.interrupted else 0
 

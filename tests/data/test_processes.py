@@ -146,9 +146,9 @@ if __name__ == "__main__":
     ("then", "code", "method"),
     [
         ("pass", 0, "fork"),
-        ("sys.exit(3)", 3, "fork"),
+        pytest.param("sys.exit(3)", 3, "fork", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), 9)", -9, "fork"),
-        ("os.kill(os.getpid(), 9)", -9, "forkserver"),
+        pytest.param("os.kill(os.getpid(), 9)", -9, "forkserver", marks=pytest.mark.slow),
     ],
 )
 def test_processes_end_with_a_worker_that_left_them_open(then: str, code: int, method: str) -> None:

@@ -88,3 +88,37 @@ def test_the_roots_mistake_ends_every_worker(dataset: Any) -> None:
         return str(caught.value)
 
     assert len(run_ranks(2, part)) == 2
+
+
+def test_range_of_a_part_as_the_migration_page_has_it() -> None:
+    """ChainerMN's `scatter_index`."""
+
+    def found(comm: Communicator) -> tuple[int, int]:
+        part = allstep.data.split(range(10), comm)
+        begin, end = part[0], part[len(part) - 1] + 1  # type: ignore[arg-type]
+        return begin, end
+
+    assert run_ranks(3, found) == [(0, 4), (4, 7), (7, 10)]
+
+
+def test_loader_of_data_that_only_rank_0_has() -> None:
+    """As the migration pages have it; the batches are those of a single process."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(13, 3, generator=generator), torch.arange(13)
+
+    def seen(comm: Communicator) -> list[tuple[int, list[int]]]:
+        x, y = comm.broadcast(data if comm.rank == 0 else None)
+        loader = allstep.data.loader(TensorDataset(x, y), comm, global_batch=6, micro_batch=2)
+        found = []
+        with loader:
+            for batch in loader.global_batches():
+                for micro_batch in batch.micro_batches:
+                    values, labels = micro_batch.data
+                    assert torch.equal(values, data[0][labels])
+                    found.append((batch.step, labels.tolist()))
+        return found
+
+    (whole,) = run_ranks(1, seen)
+    parts = run_ranks(3, seen)
+    assert sorted(chain(*parts)) == sorted(whole)
+    assert all(len(part) < len(whole) for part in parts)

@@ -70,6 +70,13 @@ def test_the_parts_are_the_text(held_out: float) -> None:
     assert len(end) / len(TEXTS[0]) == pytest.approx(held_out, abs=0.02)
 
 
+@pytest.mark.parametrize("text", ["\u65e5\u672c\u8a9e" * 1000, "title\n" + "ACGT" * 500])
+def test_a_text_without_spaces_is_cut_anyhow(text: str) -> None:
+    begin, end = split_text(text, 0.1)
+    assert begin + end == text
+    assert len(end) == pytest.approx(0.1 * len(text), abs=1)
+
+
 class TestTokens:
     def test_give_the_text_back(self, tokenizer: str) -> None:
         texts = [TEXTS[3], "never seen: Ωμέγα 漢字 🙂 \x00 [MASK]", ""]

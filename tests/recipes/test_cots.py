@@ -225,6 +225,7 @@ def test_cots_nets_on_four_workers(pixels):
     assert on_grid((2, 1), maps) == [[4 * depth for depth in depths]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_cots_command_on_two_workers(tmp_path):
     flags = ["--steps", "3", "--patches", "40", "--batch", "8", "--workers", "2"]

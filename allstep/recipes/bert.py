@@ -1,0 +1,189 @@
+"""BERT on any folder of text files: hidden tokens, and which of two segments belong together."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, Metrics, Task
+from allstep.recipes.bert_data import SPECIAL, SegmentPairs, encode, learn_vocabulary
+from allstep.recipes.bert_model import BertConfig, BertForPreTraining
+from allstep.recipes.text import log_frequencies
+from allstep.recipes.texts import TokenRecipe
+
+Size = Literal["tiny", "mini", "small", "base", "large"]
+
+_SIZES: dict[Size, tuple[int, int, int]] = {  # blocks, features, heads
+    "tiny": (2, 128, 2),
+    "mini": (4, 256, 4),
+    "small": (4, 512, 8),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}
+_LEAST_SEQUENCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bert(TokenRecipe):
+    """Reads `folder/**/*.txt`, each file a document, learns WordPiece tokens and pre-trains BERT.
+
+    Short sequences first, then, in a second stage, longer ones. The texts are kept in memory as
+    tokens. The end of each is held out.
+
+    Source: Devlin et al., 2018, arXiv:1810.04805; sizes below base by Turc et al., 2019,
+    arXiv:1908.08962; LAMB and the stages by You et al., 2020, arXiv:1904.00962.
+    """
+
+    name: ClassVar[str] = "bert"
+    summary: ClassVar[str] = "any folder of text files, BERT tiny to large; minutes"
+    warmup_share: ClassVar[float] = 0.1
+    second_batch_share: ClassVar[float] = 0.5
+
+    epochs: int = 4
+    global_batch: int = 32
+    micro_batch: int = 16
+    optimizer: allstep.optim.OptimizerName = "lamb"
+    lr: float = 2e-2
+    lr_schedule: allstep.optim.ScheduleName = "linear"
+    weight_decay: float = 0.01
+    clip_norm: float | None = 1.0
+
+    size: Size = "tiny"
+    """2, 4, 4, 12 or 24 blocks of 128, 256, 512, 768 or 1,024 features."""
+
+    vocab_size: int = 4096
+    """The most different tokens, learned from the training texts."""
+
+    dropout: float = 0.1
+    """Share of the features dropped after the embedding and in each block, and of the attention."""
+
+    second_sequence_length: int | None = 128
+    """Tokens of a sample in a second stage at the end of the run; None for no such stage."""
+
+    second_global_batch: int | None = None
+    """Samples of one optimizer step in the second stage; by default half of the first's."""
+
+    second_lr_share: float = 2 / 3
+    """Peak learning rate of the second stage, as a share of `lr`; it begins again from 0."""
+
+    second_warmup_epochs: float = 0.1
+    """Epochs in which the second stage's rate grows linearly to its peak."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer = allstep.errors.check_integer
+        check_integer("sequence_length", self.sequence_length, _LEAST_SEQUENCE, "it counts tokens")
+        check_integer("vocab_size", self.vocab_size, 2 * len(SPECIAL), "five of them are special")
+        allstep.errors.check_choice("size", self.size, _SIZES)
+
+    @property
+    def config(self) -> BertConfig:
+        """The model's size.
+
+        >>> Bert(size="base").config.intermediate_size
+        3072
+        """
+        layers, width, heads = _SIZES[self.size]
+        return BertConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=self.longest_sequence,
+            hidden_dropout_prob=self.dropout,
+            attention_probs_dropout_prob=self.dropout,
+        )
+
+    def describe(self) -> str:
+        """The model's size."""
+        with torch.device("meta"):
+            model = BertForPreTraining(self.config)
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        return f"BERT {self.size}: {num_weights / 1e6:,.1f} M weights"
+
+    def vocabulary(self, comm: Communicator) -> list[str]:
+        """The tokens in the order of their numbers, learned by rank 0. Collective."""
+        train_texts, _ = self.read_texts()
+        return self._learn_vocabulary(train_texts, comm)
+
+    def build(self, comm: Communicator) -> Task:
+        """The task on the folder's texts."""
+        train_texts, test_texts = self.read_texts()
+        vocabulary = self._learn_vocabulary(train_texts, comm)
+        train, test = encode(vocabulary, train_texts), encode(vocabulary, test_texts)
+        self.check_enough(len(train.tokens), "tokens", "to train on")
+        self.check_enough(len(test.tokens), "tokens", "held out")
+
+        def make_sets(length: int) -> tuple[SegmentPairs, SegmentPairs]:
+            num_tokens = len(vocabulary)
+            return SegmentPairs(train, length, num_tokens), SegmentPairs(test, length, num_tokens)
+
+        return self.make_task(
+            BertForPreTraining(self.config),
+            *make_sets(self.sequence_length),
+            PreTraining(log_frequencies(train.tokens, self.vocab_size)),
+            self.later_stages(make_sets),
+        )
+
+    def _learn_vocabulary(self, texts: list[str], comm: Communicator) -> list[str]:
+        learned = learn_vocabulary(texts, self.vocab_size) if comm.rank == 0 else None
+        found: list[str] = comm.broadcast_object(learned)
+        return found
+
+
+@dataclass(frozen=True)
+class PreTraining:
+    """The mean over all hidden tokens of a global batch, and the mean over its pairs of segments.
+
+        loss = (sum of tokens' losses + most_masked * sum of pairs' losses) / number of tokens
+
+    where `most_masked` is how many tokens a full sequence hides, so that both means count the same
+    if all sequences are full.
+
+    Args:
+        unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].
+    """
+
+    unigram_log_probs: Tensor
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+        """The sum over a micro-batch of `SegmentPairs`, nats, and the number of hidden tokens."""
+        tokens, segments, positions, targets, is_random = batch
+        scores, relations = model(tokens, segments, positions)
+        masked = _sum_of_losses(scores.flatten(0, 1), targets.flatten())
+        total = masked + targets.shape[1] * _sum_of_losses(relations, is_random)
+        return total, float(_counts(targets).sum())
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
+        """Sums and counts of the hidden tokens' and the pairs' losses (nats) and right answers.
+
+        `loss`, `accuracy` and `unigram`, the loss of a guess by frequency, of the hidden tokens;
+        `pair_loss` and `pair_accuracy`.
+        """
+        tokens, segments, positions, targets, is_random = batch
+        scores, relations = model(tokens, segments, positions)
+        counts = _counts(targets)
+        targets, scores = targets[counts], scores[counts]
+        num_tokens, num_pairs = len(targets), len(is_random)
+        unigram = self.unigram_log_probs.to(targets.device)[targets]
+        return {
+            "loss": (_sum_of_losses(scores, targets), num_tokens),
+            "unigram": (-unigram.sum(), num_tokens),
+            "accuracy": ((scores.argmax(1) == targets).sum(), num_tokens),
+            "pair_loss": (_sum_of_losses(relations, is_random), num_pairs),
+            "pair_accuracy": ((relations.argmax(1) == is_random).sum(), num_pairs),
+        }
+
+
+def _counts(targets: Tensor) -> Tensor:
+    return targets != allstep.data.text_folder.PADDING
+
+
+def _sum_of_losses(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(
+        scores, targets, ignore_index=allstep.data.text_folder.PADDING, reduction="sum"
+    )

@@ -1,0 +1,172 @@
+"""What recipes on the tokens of a folder of text files share: their texts and a second stage."""
+
+from abc import ABC
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch.utils.data import Dataset
+
+import allstep
+from allstep import UsageError
+from allstep.recipes.base import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecipe(Recipe, ABC):
+    """Reads `folder/**/*.txt` and learns from sequences of tokens, longer ones at the end.
+
+    The texts are kept in memory as tokens. The end of each is held out.
+    """
+
+    second_batch_share: ClassVar[float] = 1.0
+    """Of `global_batch`, where `second_global_batch` is left out."""
+
+    folder: Path = Path("texts")
+    """Folder with .txt files in UTF-8, in sub-folders or not."""
+
+    held_out: float = 0.1
+    """Share of each text, at its end, that is held out for testing."""
+
+    vocab_size: int = 2048
+    """Number of different tokens, learned from the training texts."""
+
+    sequence_length: int = 64
+    """Tokens of a sample, or the most of them."""
+
+    dropout: float = 0.0
+    """Share of the features dropped after the embedding and in each block."""
+
+    second_sequence_length: int | None = None
+    """Tokens of a sample in a second stage at the end of the run; None for no such stage."""
+
+    second_epochs: int = 1
+    """Epochs of the second stage, the last of `epochs`."""
+
+    second_global_batch: int | None = None
+    """Samples of one optimizer step in the second stage; by default as in the first."""
+
+    second_lr_share: float = 1.0
+    """Peak learning rate of the second stage, as a share of `lr`; it begins again from 0."""
+
+    second_warmup_epochs: float = 0.0
+    """Epochs in which the second stage's rate grows linearly to its peak."""
+
+    def __post_init__(self) -> None:
+        if self.second_sequence_length is not None:
+            self._check_second_stage()  # by the names of the flags
+        super().__post_init__()
+        if not 0 < self.held_out < 1:
+            raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
+        allstep.errors.check_integer("sequence_length", self.sequence_length, 2, "it counts tokens")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"`dropout` (={self.dropout}) must be at least 0 and below 1.")
+
+    def _check_second_stage(self) -> None:
+        if self.longest_sequence <= self.sequence_length:
+            raise UsageError(
+                f"`second_sequence_length` (={self.second_sequence_length}) must exceed"
+                f" `sequence_length` (={self.sequence_length}); leave it out for one stage."
+            )
+        if not 1 <= self.second_epochs < self.epochs:
+            raise UsageError(
+                f"`second_epochs` (={self.second_epochs}) must be at least 1 and below `epochs`"
+                f" (={self.epochs})."
+            )
+        if not 0 <= self.second_warmup_epochs < self.second_epochs:
+            raise UsageError(
+                f"`second_warmup_epochs` (={self.second_warmup_epochs}) must be 0 or more and below"
+                f" `second_epochs` (={self.second_epochs})."
+            )
+        if not self.second_lr_share > 0:
+            raise UsageError(f"`second_lr_share` (={self.second_lr_share}) must be positive.")
+        if self.second_batch < 1 or self.second_batch % self.second_micro_batch:
+            raise UsageError(
+                f"`second_global_batch` (={self.second_batch}) must be a multiple of the second"
+                f" stage's micro-batch (={self.second_micro_batch}, as many tokens as"
+                f" `micro_batch` of the first)."
+            )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest samples, of all stages."""
+        return self.second_sequence_length or self.sequence_length
+
+    @property
+    def second_batch(self) -> int:
+        """Samples of a step in the second stage."""
+        if self.second_global_batch is not None:
+            return self.second_global_batch
+        return round(self.second_batch_share * self.global_batch)
+
+    @property
+    def second_micro_batch(self) -> int:
+        """Samples that go through the model at once in the second stage: as many tokens."""
+        return max(1, self.micro_batch * self.sequence_length // self.longest_sequence)
+
+    @property
+    def second_stage(self) -> allstep.optim.SecondStage | None:
+        """How the rate goes in the second stage, if there is one."""
+        if self.second_sequence_length is None:
+            return None
+        return allstep.optim.SecondStage(
+            epochs=self.second_epochs,
+            lr=self.lr * self.second_lr_share,
+            warmup_epochs=self.second_warmup_epochs,
+        )
+
+    def with_second_stage(
+        self, mixed: allstep.optim.MixedBatch, second: allstep.optim.SecondStage
+    ) -> Self:
+        """This recipe with a second stage of longer sequences."""
+        return replace(
+            self,
+            second_sequence_length=mixed.length_factor * self.sequence_length,
+            second_epochs=second.epochs,
+            second_global_batch=round(mixed.batch_share * self.global_batch),
+            second_lr_share=mixed.lr_share,
+            second_warmup_epochs=second.warmup_epochs,
+        )
+
+    def check(self) -> None:
+        """Looks for tokenizers, the folder and enough text in it."""
+        self.need_package("tokenizers", "tokenizers")
+        paths = allstep.data.text_folder.find_texts(self.folder)
+        num_bytes = sum(path.stat().st_size for path in paths)
+        # A token is a byte or more, so this much is certain before any file is read.
+        self.check_enough(round(self.held_out * num_bytes), "bytes", "held out")
+
+    def read_texts(self) -> tuple[list[str], list[str]]:
+        """The texts' beginnings, to train on, and their ends, held out."""
+        reader = allstep.data.text_folder
+        texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
+        parts = [reader.split_text(text, self.held_out) for text in texts]
+        return [train for train, _ in parts], [test for _, test in parts]
+
+    def later_stages(
+        self, make_sets: Callable[[int], tuple[Dataset[Any], Dataset[Any]]]
+    ) -> list[allstep.Stage]:
+        """The second stage, if there is one, on sets with samples of so many tokens."""
+        if self.second_sequence_length is None:
+            return []
+        train_set, test_set = make_sets(self.second_sequence_length)
+        return [
+            allstep.Stage(
+                first_epoch=self.epochs - self.second_epochs,
+                train_set=train_set,
+                test_set=test_set,
+                global_batch=self.second_batch,
+                micro_batch=self.second_micro_batch,
+            )
+        ]
+
+    def check_enough(self, count: int, unit: str, part: str) -> None:
+        """Raises UsageError if there is less than a sequence."""
+        if count <= self.longest_sequence:
+            name = "second_sequence_length" if self.second_sequence_length else "sequence_length"
+            raise UsageError(
+                f"`folder` (={self.folder}) has too little text: {count} {unit} {part} are less"
+                f" than one sequence of `{name}` (={self.longest_sequence}) tokens and"
+                " the next one. Add text, or lower it."
+            )
