@@ -4,14 +4,14 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.compare import newest_tensors
+from tests.helpers.compare import newest_step, newest_tensors
 from tests.helpers.named_hosts import named_hosts
+from tests.helpers.processes import wait_until
 from tests.helpers.slurm import Slurm, slurm_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -44,18 +44,18 @@ def test_a_batch_job_goes_on_after_sigterm_and_the_loss_of_a_node(
     job = slurm.run(*environ, *line, cwd=tmp_path).strip()
     log = tmp_path / f"allstep-{job}.log"
 
-    wait_for(lambda: newest_step(run_dir) >= 5, log)
+    wait_until(lambda: newest_step(run_dir) >= 5, WAIT_S, log)
     slurm.run("scancel", "--signal=TERM", job)
-    wait_for(lambda: restarts(slurm, job) == 1, log)
+    wait_until(lambda: restarts(slurm, job) == 1, WAIT_S, log)
     assert "exit code 143" in log.read_text()
 
     stopped_at = newest_step(run_dir)
-    wait_for(lambda: is_running(slurm, job) and newest_step(run_dir) > stopped_at, log)
+    wait_until(lambda: is_running(slurm, job) and newest_step(run_dir) > stopped_at, WAIT_S, log)
     slurm.run("scontrol", "update", "NodeName=beta", "State=DOWN", "Reason=test")
-    wait_for(lambda: restarts(slurm, job) == 2, log)
+    wait_until(lambda: restarts(slurm, job) == 2, WAIT_S, log)
     slurm.run("scontrol", "update", "NodeName=beta", "State=RESUME")
-    wait_for(lambda: is_running(slurm, job) or slurm.state(job) == "COMPLETED", log)
-    wait_for(lambda: slurm.state(job) == "COMPLETED", log)
+    wait_until(lambda: is_running(slurm, job) or slurm.state(job) == "COMPLETED", WAIT_S, log)
+    wait_until(lambda: slurm.state(job) == "COMPLETED", WAIT_S, log)
 
     one = tmp_path / "one"
     alone = [sys.executable, "-m", "allstep", "train", *FLAGS, "--run-dir", str(one)]
@@ -70,7 +70,7 @@ def test_a_batch_job_goes_on_after_sigterm_and_the_loss_of_a_node(
 
 def is_running(slurm: Slurm, job: str) -> bool:
     """Spares it the two minutes that Slurm lets a job wait that is put back into the queue."""
-    if slurm.state(job) == "PENDING":
+    if slurm.state(job) == "PENDING" and not slurm.has_files(job):
         line = slurm.line("scontrol", "update", f"JobId={job}", "StartTime=now")
         subprocess.run(line, capture_output=True)  # it may have started by now
     return slurm.state(job) == "RUNNING"
@@ -81,16 +81,3 @@ def restarts(slurm: Slurm, job: str) -> int:
     found = re.search(r"Restarts=(\d+)", slurm.run("scontrol", "show", "job", job))
     assert found is not None
     return int(found[1])
-
-
-def newest_step(run_dir: Path) -> int:
-    """0 before the first checkpoint."""
-    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
-    return max((int(name[len("step-") :]) for name in names), default=0)
-
-
-def wait_for(condition: Callable[[], bool], log: Path) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, log.read_text()[-4000:] if log.exists() else "no log"
-        time.sleep(0.1)

@@ -3,9 +3,10 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -23,14 +24,16 @@ class NamedHosts:
         self.names = NAMES[: len(self.namespaces)]
         self.addresses = [f"10.78.0.{number + 1}" for number in range(len(self.namespaces))]
 
-    def write_host_files(self) -> None:
+    def write_host_files(self, others: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Name -> address: what all of them know besides their own names."""
         for number, namespace in enumerate(self.namespaces):
             lines = ["127.0.0.1 localhost"]
             for other, name in enumerate(self.names):
                 address = "127.0.1.1" if other == number else self.addresses[other]
                 lines.append(f"{address} {name}")
+            lines += [f"{address} {name}" for name, address in others.items()]
             folder = _FILES / namespace
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text("\n".join(lines) + "\n")
 
     def remove_host_files(self) -> None:

@@ -21,7 +21,7 @@ class Slurm:
     """Commands of a running cluster; the first host has the controller."""
 
     def __init__(self, hosts: NamedHosts, folder: Path) -> None:
-        self.hosts, self._conf = hosts, folder / "slurm.conf"
+        self.hosts, self._folder, self._conf = hosts, folder, folder / "slurm.conf"
 
     def line(self, *command: object, host: int = 0) -> list[str]:
         """A command line that runs one of Slurm's commands on a host."""
@@ -45,6 +45,11 @@ class Slurm:
         """Of a job, in Slurm's words, such as PENDING, RUNNING and COMPLETED."""
         words = self.run("scontrol", "show", "job", job).split()
         return next(word for word in words if word.startswith("JobState="))[len("JobState=") :]
+
+    def has_files(self, job: str) -> bool:
+        """Whether a node still has a job's; it could not start again there, and would be held."""
+        folders = [self._folder / name / f"job{int(job):05}" for name in self.hosts.names]
+        return any(folder.exists() for folder in folders)
 
 
 @contextmanager
