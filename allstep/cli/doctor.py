@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from allstep.cli.doctor_faults import Finding, find_faults
+from allstep.cli.doctor_together import read_together
 from allstep.cli.host import facts_of
 from allstep.cli.host_link import HostLink
 from allstep.cli.hosts import split_host_options
@@ -77,32 +78,25 @@ def _look_together(
     """The same by a launcher's workers, one of each node; the exit code is rank 0's."""
     interface = read_gloo_interface()
     address = next((own for name, own in own_addresses() if name == interface), "127.0.0.1")
-    times_s = []
-    for _ in range(3):
-        comm.barrier()
-        times_s.append(time.time())
     with ExitStack() as stack:
-        own = None
-        if comm.local_rank == 0:
+
+        def read() -> dict[str, Any]:
             server = EchoServer()
             stack.callback(server.close)
-            name = f"{os.uname().nodename} (rank {comm.rank})"
-            own = name, (address, *server.ports), facts_of([], []) | probe_machine(**machine)
-        every = comm.all_gather_object((own, times_s))
-        leaders = {rank: them[0] for rank, them in enumerate(every) if them[0] is not None}
+            return probe_machine(**machine) | {"echo": (address, *server.ports)}
+
+        leaders = read_together(comm, read)
+        echoes = {host.name: host.reading.pop("echo") for host in leaders}
         links = {}
-        for rank, one in leaders.items():
-            for other in leaders.values():
-                if rank == comm.rank and other[0] != one[0]:
-                    links[one[0], other[0]] = probe(*other[1])
+        for host in leaders:
+            for other, echo in echoes.items():
+                if host.rank == comm.rank and other != host.name:
+                    links[host.name, other] = probe(*echo)
             comm.barrier()
         seen = comm.all_gather_object([[*pair, found] for pair, found in links.items()])
     if comm.rank != 0:
         return 0
-    readings = {}
-    for rank, (name, _, reading) in leaders.items():
-        pairs = zip(every[rank][1], every[0][1], strict=True)
-        readings[name] = reading | {"skew_s": min(abs(there - here) for there, here in pairs)}
+    readings = {host.name: host.reading for host in leaders}
     return _judge(readings, {(one, other): f for part in seen for one, other, f in part}, known)
 
 

@@ -42,7 +42,8 @@ def find_faults(
     """What is wrong, by host and link.
 
     Args:
-        readings: host -> `facts_of` and `probe_machine`, and `skew_s`, its clock's difference.
+        readings: host -> `facts_of` and `probe_machine`, and `skew_s`, its clock's difference;
+            cores may be missing.
         links: (host, other) -> `probe`.
         num_workers: in all.
         model_bytes: of the parameters.
@@ -95,12 +96,6 @@ def _faults_of_host(
             "docker run --shm-size 8g, or mount -o remount,size=8g /dev/shm",
         ),
         (
-            "port taken",
-            is_first and own["is_port_taken"],
-            "another program listens on the port of rank 0",
-            "another --master-port",
-        ),
-        (
             "clock",
             own["skew_s"] > _CLOCK_S,
             f"its clock differs by {own['skew_s']:.1f} s from this machine's",
@@ -113,7 +108,14 @@ def _faults_of_host(
             "another --run-dir, or fewer checkpoints (--checkpoint-every-steps)",
         ),
     ]
-    return [Finding(fault, host, what, cure) for fault, is_there, what, cure in table if is_there]
+    found = [Finding(fault, host, what, cure) for fault, is_there, what, cure in table if is_there]
+    return [*found, port_taken(host)] if is_first and own["is_port_taken"] else found
+
+
+def port_taken(host: str) -> Finding:
+    """The first host has no port for rank 0."""
+    what = "another program listens on the port of rank 0"
+    return Finding("port taken", host, what, "another --master-port")
 
 
 def _different_versions(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
@@ -135,7 +137,9 @@ def _slow_cores(readings: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """Cores against the others of their host: another processor may round and run otherwise."""
     found = []
     for host, own in readings.items():
-        cores = own["cores"]
+        cores = own.get("cores")
+        if not cores:
+            continue
         usual_s = statistics.median_low(time_s for time_s, _ in cores.values())
         right = statistics.mode(digest for _, digest in cores.values())
         for core, (time_s, digest) in cores.items():

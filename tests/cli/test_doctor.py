@@ -125,6 +125,66 @@ def test_limits_and_shared_memory_are_read_from_the_system() -> None:
     assert {"limit of open files", "limit of stacks", "shared memory"} <= named
 
 
+TRAIN = ("train", "digits", "--epochs", "1", "--width", "4", "--log-every-steps", "1000")
+
+
+def test_a_training_looks_at_a_sound_host_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TRAIN, "--run-dir", str(tmp_path / "run"), "--doctor", "quick"]) == 0
+    assert (tmp_path / "run" / "report.json").exists()
+    assert "`doctor`" not in capsys.readouterr().err
+
+
+def test_a_training_is_refused_on_a_host_whose_folder_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path("/proc/runs/first")  # not even by root
+    assert main([*TRAIN, "--run-dir", str(run_dir), "--doctor", "quick"]) == FOUND
+    printed = capsys.readouterr().err
+    assert f"  {os.uname().nodename}: slow disk: 0.00 MB/s" in printed
+    assert "    cure: another --run-dir" in printed
+
+
+@pytest.mark.process
+def test_a_training_is_refused_where_the_port_of_rank_0_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        srun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "allstep", *TRAIN, "--doctor", "quick"],
+            cwd=tmp_path,
+            env=os.environ | srun | {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == FOUND, done.stderr
+    assert "127.0.0.1: port taken: another program listens" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.net
+@pytest.mark.process
+@pytest.mark.slow
+def test_workers_of_a_launcher_are_refused_by_the_host_that_has_a_fault(tmp_path: Path) -> None:
+    """One of two has a low limit of processes; both end, and the run's folder stays free."""
+    run_dir = tmp_path / "run"
+    train = [*TRAIN, "--run-dir", run_dir, "--doctor", "quick"]
+    environ = ["env", "WORLD_SIZE=2", "MASTER_ADDR=10.78.0.1", "MASTER_PORT=29500"]
+    python = [sys.executable, "-m", "allstep", *train]
+    few = ["prlimit", "--nproc=100", *python]
+    commands = [
+        [*environ, f"RANK={rank}", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", *command]
+        for rank, command in enumerate((python, few))
+    ]
+    with named_hosts() as two:
+        ended = two.outputs(commands, timeout_s=200, cwd=ROOT)
+        assert [code for code, _ in ended] == [FOUND, FOUND], ended
+        assert "beta (rank 1): limit of processes: 100 processes" in ended[0][1]
+        assert "alpha" not in ended[0][1]
+    assert main([*TRAIN, "--run-dir", str(run_dir)]) == 0
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[NamedHosts]:
     with named_hosts(3) as made:

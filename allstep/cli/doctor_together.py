@@ -1,0 +1,94 @@
+"""What the doctor reads of hosts whose workers have met already, and whether to train there."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allstep.cli.doctor_faults import Finding, find_faults, port_taken
+from allstep.cli.host import facts_of
+from allstep.cli.probe_machine import is_port_taken, probe_limits
+from allstep.comm import Communicator
+from allstep.env import read_launch
+from allstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class HostReading:
+    """What was read of a host.
+
+    Attributes:
+        rank: of the worker that has read it.
+        name: of the host, for people.
+        reading: for `find_faults`.
+    """
+
+    rank: int
+    name: str
+    reading: dict[str, Any]
+
+
+def read_together(comm: Communicator, read: Callable[[], dict[str, Any]]) -> list[HostReading]:
+    """Readings of all hosts, the same on every rank. Collective.
+
+    Args:
+        comm: all workers; one of each host reads.
+        read: what is added to `facts_of`, and to the difference of its clock to rank 0's.
+    """
+    times_s = []
+    for _ in range(3):
+        comm.barrier()
+        times_s.append(time.time())
+    name = os.uname().nodename + (f" (rank {comm.rank})" if comm.size > 1 else "")
+    own = (name, facts_of([], []) | read()) if comm.local_rank == 0 else None
+    every = comm.all_gather_object((own, times_s))
+    found = []
+    for rank, (host, there_s) in enumerate(every):
+        if host is not None:
+            pairs = zip(there_s, every[0][1], strict=True)
+            skew_s = min(abs(there - here) for there, here in pairs)
+            found.append(HostReading(rank, host[0], host[1] | {"skew_s": skew_s}))
+    return found
+
+
+def refusal(comm: Communicator, folder: Path, num_workers: int) -> str:
+    """Why not to train: what `allstep doctor` would find and has a cure. Collective.
+
+    What takes no time is read: limits, shared memory, versions, clocks, the disk of a folder.
+
+    Args:
+        comm: all workers that have been started.
+        folder: in which the run is written.
+        num_workers: that will train together.
+
+    Returns:
+        Each fault, its host and the cure, the same on all ranks; empty if there is none.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+    def read() -> dict[str, Any]:
+        return probe_limits(4 * num_workers + 96, port=None, folder=str(existing))
+
+    readings = {host.name: host.reading for host in read_together(comm, read)}
+    return _refusal([finding for finding in find_faults(readings, {}, num_workers) if finding.cure])
+
+
+def check_port() -> None:
+    """Refuses where another program has the port on which rank 0 shall serve the store."""
+    launch = read_launch()
+    port = launch.master_port
+    if launch.rank == 0 and not launch.has_store and port is not None and is_port_taken(port):
+        raise UsageError(_refusal([port_taken(launch.master_addr or "this host")]))
+
+
+def _refusal(found: Sequence[Finding]) -> str:
+    if not found:
+        return ""
+    lines = [f"  {f.where}: {f.fault}: {f.what}\n    cure: {f.cure}" for f in found]
+    head = (
+        "`doctor` (=quick) has found what would harm the training; leave it out to train all the"
+        " same:"
+    )
+    return "\n".join([head, *lines])
