@@ -38,12 +38,12 @@ def machines_worker(comm: Communicator) -> int:
                 ranks[value].append(str(rank))
             told = "; ".join(f"{value} on {', '.join(who)}" for value, who in ranks.items())
             print(f"{name}: {'the same on all' if len(ranks) == 1 else told}")
-        print(_verdict(comm.size, list(unlike), threads))
+        print(_conclusion(comm.size, list(unlike), threads))
     return 1 if unlike else 0
 
 
-def _verdict(size: int, unlike: list[str], threads: list[int]) -> str:
-    """>>> _verdict(2, [], [1, 1])
+def _conclusion(size: int, unlike: list[str], threads: list[int]) -> str:
+    """>>> _conclusion(2, [], [1, 1])
     '2 workers compute alike, with 1 thread each.'
     """
     if not unlike:

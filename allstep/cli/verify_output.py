@@ -131,7 +131,7 @@ def _difference(comparison: Comparison, run: RunRecord, step: int) -> str:
 
 
 def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
-    lines = [_verdict(comparison, run, diagnosis)]
+    lines = [_conclusion(comparison, run, diagnosis)]
     if diagnosis.rounding is not None:
         lines += _rounding(diagnosis.rounding)
     if diagnosis.nonfinite_at is not None and diagnosis.divergence is None:
@@ -152,7 +152,7 @@ def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> 
     return "\n".join(lines)
 
 
-def _verdict(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
+def _conclusion(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
     workers, one = _workers(run.size), comparison.one
     if diagnosis.divergence is not None:
         without = "Without rounding it" if diagnosis.rounding is not None else "It"
@@ -240,7 +240,7 @@ def _plain(script: Path, comparison: Comparison) -> dict[str, Any]:
         "script": str(script),
         "is_same": comparison.is_same,
         "runs": [_plain_run(comparison, run) for run in comparison.runs],
-        "verdicts": [
+        "results": [
             {
                 "workers": run.size,
                 "is_same": diagnosis.is_same,

@@ -139,13 +139,13 @@ def test_real_workers_of_the_right_script(tmp_path):
     assert [run["workers"] for run in found["runs"]] == [1, 2]
     assert found["runs"][0]["steps"][0]["samples"] == [12]
     assert found["runs"][1]["steps"][0]["samples"] == [4, 8]
-    (verdict,) = found["verdicts"]
-    assert (verdict["divergence"], verdict["causes"]) == (None, [])
-    assert max(verdict["differences"]) < 1e-5
+    (result,) = found["results"]
+    assert (result["divergence"], result["causes"]) == (None, [])
+    assert max(result["differences"]) < 1e-5
     assert list(tmp_path.glob("allstep*")) == []
 
 
-def test_a_table_and_a_verdict(verify, run_here, capsys):
+def test_a_table_and_a_result(verify, run_here, capsys):
     script = write_script(TRAIN)
     # Each worker alone runs the whole batch: the same model, for nothing.
     assert verify(script, "--steps", "3", "--", "9") == 1
@@ -288,14 +288,14 @@ def test_json_has_null_for_what_is_not_finite(verify, launched, capsys, first_ba
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)
     steps = found["runs"][1]["steps"]
     assert [step["gradient_norm"] for step in steps] == [1.0, 1.0, None, None]
-    (verdict,) = found["verdicts"]
+    (result,) = found["results"]
     if first_bad == 2:
-        assert (verdict["nonfinite_at"], verdict["num_steps"]) == (2, 2)
-        assert verdict["divergence"] is None
+        assert (result["nonfinite_at"], result["num_steps"]) == (2, 2)
+        assert result["divergence"] is None
     else:
-        assert verdict["nonfinite_at"] is None
-        assert verdict["divergence"]["step"] == 2
-        assert verdict["divergence"]["difference"] is None
+        assert result["nonfinite_at"] is None
+        assert result["divergence"]["step"] == 2
+        assert result["divergence"]["difference"] is None
 
 
 def test_a_learning_rate_beyond_all_reason(verify, run_here, capsys):

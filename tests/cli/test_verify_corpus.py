@@ -44,12 +44,12 @@ def run(name: str, size: int, num_steps: int) -> int:
     return main(["verify", str(FOLDER / "corpus.py"), *flags, "--", name], launch=launch)
 
 
-def verdict(name: str, capsys, *, size: int = 2, num_steps: int = 10) -> dict:
+def result_of(name: str, capsys, *, size: int = 2, num_steps: int = 10) -> dict:
     """What `allstep verify` finds."""
     code = run(name, size, num_steps)
     printed = capsys.readouterr()
     assert printed.out, printed.err
-    (found,) = json.loads(printed.out)["verdicts"]
+    (found,) = json.loads(printed.out)["results"]
     assert code == (0 if found["is_same"] else 1)
     return found
 
@@ -65,20 +65,18 @@ def check(name: str, found: dict) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("name", QUICK)
 def test_verify_on_some_of_the_scripts(name, capsys):
-    check(name, verdict(name, capsys))
+    check(name, result_of(name, capsys))
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "gone_without"),
-    [
-        pytest.param("mnist_steps_high_rate", 3, "order of sums", marks=pytest.mark.slow),
-        ("cnn_high_rate", 2, "float32"),
-    ],
+    [("mnist_steps_high_rate", 3, "order of sums"), ("cnn_high_rate", 2, "float32")],
 )
 def test_verify_tells_amplified_rounding_from_a_mistake(name, size, gone_without, capsys):
     """PyTorch's MNIST example: conv net, Adadelta, StepLR; with dropout in `steps`."""
-    found = verdict(name, capsys, size=size, num_steps=26)
+    found = result_of(name, capsys, size=size, num_steps=26)
     check(name, found)
     assert max(found["differences"]) > found["limit"]  # else the test shows nothing
     rounding = found["rounding"]
@@ -93,7 +91,7 @@ def test_verify_tells_amplified_rounding_from_a_mistake(name, size, gone_without
 @pytest.mark.skipif(not FASHION.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 def test_verify_on_the_mnist_example_at_full_size(capsys):
     """Rate 1.0; `verify` once took it for random numbers of the worker."""
-    found = verdict("fashion_steps", capsys, size=3, num_steps=12)
+    found = result_of("fashion_steps", capsys, size=3, num_steps=12)
     assert (found["is_same"], found["causes"]) == (True, [])
     assert max(found["differences"]) > found["limit"]
     assert found["rounding"]["vanishes_without"] == "order of sums"
@@ -111,7 +109,7 @@ def test_verify_says_what_the_exchange_finds_itself(name, capsys):
 @pytest.mark.process
 @pytest.mark.parametrize("name", sorted({*CASES.SOUND, *CASES.BUGS} - {*QUICK}))
 def test_verify_on_all_scripts(name, capsys):
-    check(name, verdict(name, capsys))
+    check(name, result_of(name, capsys))
 
 
 def test_corpus_has_thirty_scripts_of_each_kind():

@@ -9,6 +9,7 @@ from allstep import Communicator
 from allstep.doctor import Failure, RunRecord, limit_of, read_worker
 from allstep.doctor.verify.record import write_worker
 from allstep.doctor.verify.recorder import Recorder
+from allstep.nn import MixtureOfExperts
 from tests.doctor.trainings import train_once
 
 
@@ -65,6 +66,28 @@ def test_recorder_takes_conjugated_inputs():
     (step,) = train_once(nn.Sequential(model, Magnitude()), x.conj()).steps
     (same,) = train_once(nn.Sequential(model, Magnitude()), x.conj().resolve_conj()).steps
     assert step.samples == same.samples
+
+
+class Experts(nn.Module):
+    """A layer whose experts are on one worker each, if there are several."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe = MixtureOfExperts(
+            lambda: nn.Linear(3, 3), Communicator.single_process(), 3, num_experts=2, seed=0
+        )
+
+    def forward(self, x):
+        y, balance_loss = self.moe(x)
+        return y.sum() + balance_loss
+
+
+def test_recorder_leaves_out_what_one_worker_has():
+    """On one worker, too, which is compared with several."""
+    record = train_once(Experts(), torch.randn(4, 3))
+    (step,) = record.steps
+    assert list(record.initial_parameters) == ["moe.router.weight"]
+    assert list(step.gradients) == list(step.parameters) == ["moe.router.weight"]
 
 
 class Constant(nn.Module):

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from allstep.doctor.files import write_whole
 from allstep.doctor.script import Failure
 from allstep.doctor.verify.sketch import Sketch
+from allstep.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)

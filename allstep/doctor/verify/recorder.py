@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, DividedModules
 from allstep.doctor.script import Attach
 from allstep.doctor.verify.ablation import Ablation, Factor
 from allstep.doctor.verify.checksums import checksum, checksums_of_samples, random_states
@@ -222,9 +222,12 @@ class Recorder:
             yield from ((name, p) for name, p in self._named(model) if id(p) in known)
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """But for what only one worker has, on which the others' parameters depend anyway."""
         prefix = f"model {self._models.index(model)}: " if len(self._models) > 1 else ""
+        divided = (m for m in model.modules() if isinstance(m, DividedModules))
+        own = {p for module in divided for p in module.parameters()}
         for name, p in model.named_parameters():
-            if not is_lazy(p):
+            if not is_lazy(p) and p not in own:
                 yield prefix + name, p
 
 
