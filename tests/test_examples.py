@@ -32,13 +32,13 @@ def test_alone_it_learns(alone):
     assert float(alone.split()[2].rstrip(",")) > 0.9
 
 
-@pytest.mark.parametrize("num_workers", ["2", "3"])
+@pytest.mark.parametrize("num_workers", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_torchrun_gives_the_same(alone, num_workers):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_workers]
     assert run(sys.executable, *torchrun, SCRIPT) == alone
 
 
-@pytest.mark.parametrize("package", mpi.LAUNCHERS)
+@pytest.mark.parametrize("package", ["openmpi-bin", pytest.param("mpich", marks=pytest.mark.slow)])
 def test_mpirun_gives_the_same(alone, package):
     mpirun = mpi.LAUNCHERS[package]
     if mpirun is None:
