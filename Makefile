@@ -2,13 +2,14 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# One more than cores: tests of faults mostly wait.
-TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+# Two more than cores, as tests of faults mostly wait; one where trainings are whole.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
+SLOW_TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 # Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: train test test-slow test-many fuzz lint docs clean
+.PHONY: train test test-slow test-many nemesis fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
@@ -17,11 +18,21 @@ test: $(VENV)/test.stamp
 	scripts/install_test_packages
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(TEST_PROCESSES) --dist worksteal
 
-# Real clusters and long random runs; every property-based test with many more examples.
+# Real clusters, other people's frameworks and long random runs; every property-based test with many
+# more examples.
 test-slow: $(VENV)/test.stamp
 	scripts/install_test_packages
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough --timeout 1500 \
-		--numprocesses $(TEST_PROCESSES) --dist worksteal
+	@$(MAKE) --no-print-directory $(VENV)/frameworks.stamp || \
+		echo "not installed: allstep[frameworks] (pip failed); the tests that need it are skipped"
+	@$(MAKE) --no-print-directory $(VENV)/cluster_tools.stamp || \
+		echo "not installed: tests/helpers/cluster_tools.txt (pip failed); the tests that need it are skipped"
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough --timeout 2400 \
+		--numprocesses $(SLOW_TEST_PROCESSES) --dist worksteal
+
+# Workers of elastic trainings that are killed and join at any call, by so many seeds.
+SEEDS ?= 100
+nemesis: $(VENV)/test.stamp
+	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py -k any_call
 
 # N runs in random order on a busy machine; counts the failures of each test.
 N ?= 10
@@ -51,12 +62,19 @@ clean:
 # A stamp says that an extra is installed as these files want it; the package's own has the version.
 $(VENV)/recipes.stamp: EXTRAS := recipes,plot
 $(VENV)/test.stamp: EXTRAS := test
+$(VENV)/frameworks.stamp: EXTRAS := test,frameworks
 $(VENV)/lint.stamp: EXTRAS := test,lint,docs
 
 $(VENV)/%.stamp: pyproject.toml constraints.txt allstep/__init__.py | $(BIN)/pip
 	@echo "Installing allstep[$(EXTRAS)] in $(VENV); the first time it takes a few minutes."
 	@$(LOCK) $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# Large programs that only check files, apart from allstep's packages.
+$(VENV)/cluster_tools.stamp: tests/helpers/cluster_tools.txt | $(BIN)/pip
+	@$(LOCK) sh -c '"$(PYTHON)" -m venv $(VENV)/cluster_tools && \
+		$(VENV)/cluster_tools/bin/pip install --quiet --disable-pip-version-check --requirement $<'
 	@touch $@
 
 # pip is the last thing that venv makes.

@@ -30,6 +30,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 import allstep
+from allstep.comm.agreement import digest
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.parameters import signature
 from allstep.exchange.state_sweep import StateSweep
@@ -66,6 +67,7 @@ def agreement_pct(repeats: int) -> list[float]:
     parameters = dict(model.named_parameters())
     buckets = BucketSet.new(BucketPlan.of([list(parameters)], parameters, 2))
     described, optimizer = signature(parameters), torch.optim.AdamW(parameters.values())
+    described_digest = digest(described)
     sweep, counter = StateSweep(), count()
     sweep.set_tensors(parameters)
     comm = allstep.Communicator.single_process()
@@ -74,7 +76,8 @@ def agreement_pct(repeats: int) -> list[float]:
         number = next(counter)
         sweep.note_update(optimizer, number)
         state = sweep.next_part(number, torch.device("cpu"))
-        buckets.write_check(0, f"exchange gradients {number}", described, state)
+        action = f"exchange gradients {number}"
+        buckets.write_check(0, action, described, described_digest, state)
         buckets.plan.check(buckets.flats).zero_()  # what the sum over workers that agree is
         buckets.read_agreement().raise_if_bad(comm)
 

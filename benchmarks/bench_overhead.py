@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Estimate, estimate, interleave, print_headline, ratio, write_results
@@ -53,7 +54,7 @@ class Cut:
             yield GlobalBatch(step, 0, num_samples, micro_batches, len(parts), len(parts))
 
 
-def fashion_task(num_samples: int) -> Task:
+def fashion_task(num_samples: int, **fields: Any) -> Task:
     """The recipe on random pictures, so that nothing needs to be installed."""
     with tempfile.TemporaryDirectory() as folder:
         for part in ("train", "t10k"):
@@ -61,7 +62,7 @@ def fashion_task(num_samples: int) -> Task:
             write_idx(Path(folder) / f"{part}-images-idx3-ubyte", pictures)
             labels = torch.randint(0, 10, (num_samples,), dtype=torch.uint8)
             write_idx(Path(folder) / f"{part}-labels-idx1-ubyte", labels)
-        recipe = Fashion(folder=Path(folder), global_batch=GLOBAL_BATCH)
+        recipe = Fashion(folder=Path(folder), global_batch=GLOBAL_BATCH, **fields)
         return recipe.task(allstep.Communicator.single_process())
 
 

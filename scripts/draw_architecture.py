@@ -29,6 +29,7 @@ WHAT = {
     "env": "what the launcher says",
     "device": "streams, events",
     "errors": "what can go wrong",
+    "files": "whole or not there",
 }
 BOX_W, BOX_H, GAP_X, GAP_Y, MARGIN = 150, 46, 22, 46, 16
 

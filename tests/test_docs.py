@@ -36,6 +36,19 @@ def test_the_api_has_all_of_a_room(room: str) -> None:
     assert wanted <= set(shown)
 
 
+# An excerpt that shows what is different in an example; the lines that go are not in it.
+EXCERPT = re.compile(r'^```diff title="(.*?)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def test_excerpts_are_in_their_examples() -> None:
+    excerpts = EXCERPT.findall((ROOT / "docs" / "guides" / "frameworks.md").read_text())
+    assert len(excerpts) == 3
+    for path, excerpt in excerpts:
+        example = (ROOT / path).read_text()
+        for line in excerpt.splitlines():
+            assert (line[1:] in example) is not line.startswith("-"), line
+
+
 def test_pages_are_found() -> None:
     assert ROOT / "docs" / "guides" / "own-loop.md" in PAGES
 
