@@ -19,9 +19,9 @@ from tests.helpers.processes import wait_until
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--epochs", "4", "--width", "4", "--checkpoint-every-steps", "5")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # threads of nodes that share cores wait for each other
-WAIT_S = 250.0
+WAIT_S = 450.0  # more than `init` waits: a node that came too early is healed by that
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1000)]
 
 CHECKS = {
     "kubernetes_validate": """
@@ -125,11 +125,12 @@ class Nodes:
         self._path = f"{write_programs(folder / 'bin')}:{os.environ['PATH']}"
         self._running = [self._start(rank) for rank in range(len(started.commands))]
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, delay_s: int = 0) -> subprocess.Popen[bytes]:
         self.num_starts += 1
         # A node's processes end with the first of them.
         alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        command = self._hosts.line(rank, [*alone, *self._started.commands[rank]])
+        later = ["sh", "-c", 'sleep "$0" && exec "$@"', str(delay_s)]
+        command = self._hosts.line(rank, [*alone, *later, *self._started.commands[rank]])
         environ = os.environ | {"PATH": self._path, "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -153,7 +154,7 @@ class Nodes:
         failed = [rank for rank in ranks if self._running[rank].poll() not in (None, 0)]
         for rank in ranks if failed and self._started.restarts_all else failed:
             self.lose(rank)
-            self._running[rank] = self._start(rank)
+            self._running[rank] = self._start(rank, self._started.restart_delay_s)
         assert self.num_starts < 20, self.log.read_text()[-4000:]
         return False
 

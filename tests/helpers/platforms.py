@@ -12,6 +12,7 @@ import yaml
 from allstep.cli.aws_template import CloudNodes, make_template
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+_JOB_BACKOFF_S = 10  # after which a Job makes the first pod anew; then twice as long each time
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Started:
         environs: what the platform and the file add to each node's environment.
         names: of each node for the others; empty where they use addresses.
         restarts_all: whether the platform starts all nodes again when one is lost, or that one.
+        restart_delay_s: how long a node that is lost stays away at least.
     """
 
     commands: Sequence[Sequence[str]]
     environs: Sequence[Mapping[str, str]]
     names: Sequence[str] = field(default=())
     restarts_all: bool = False
+    restart_delay_s: int = 0
 
 
 def read(path: str, shared: Path) -> list[Any]:
@@ -53,6 +56,7 @@ def kubernetes(shared: Path, addresses: Sequence[str], flags: Sequence[str]) -> 
         [[_expand(word, environ) for word in words] for environ in environs],
         environs,
         names=[f"{job['metadata']['name']}-{index}.{pod['subdomain']}" for index in range(count)],
+        restart_delay_s=_JOB_BACKOFF_S,
     )
 
 
@@ -77,7 +81,8 @@ def kubeflow(shared: Path, addresses: Sequence[str], flags: Sequence[str]) -> St
         }
         for index in range(trainer["numNodes"])
     ]
-    return Started([[*trainer["command"], *trainer["args"], *flags]] * len(names), environs, names)
+    commands = [[*trainer["command"], *trainer["args"], *flags]] * len(names)
+    return Started(commands, environs, names, restart_delay_s=_JOB_BACKOFF_S)
 
 
 def skypilot(shared: Path, addresses: Sequence[str], flags: Sequence[str]) -> Started:
@@ -128,7 +133,7 @@ def aws(shared: Path, addresses: Sequence[str], flags: Sequence[str]) -> Started
     (folder / "boot.sh").write_text("".join(texts))
     node = [sys.executable, "-m", "tests.helpers.aws_node", str(folder)]
     commands = [[*node, str(rank), own, addresses[0]] for rank, own in enumerate(addresses)]
-    return Started(commands, [{}] * len(commands))
+    return Started(commands, [{}] * len(commands), restart_delay_s=10)  # as the script's service
 
 
 def _first_name(function: Mapping[str, Any]) -> str:
