@@ -211,7 +211,8 @@ class BucketSet:
     ) -> None:
         """Has the first bucket's tail compare plan, action and state with the other workers'."""
         self.action, self.described, self.state = action, described, state
-        mine = digest((self.plan.digest, action, described_digest, state.rates if state else ()))
+        updates = (state.num_updates, state.rates) if state else ()
+        mine = digest((self.plan.digest, action, described_digest, updates))
         words = state.words if state else None
         write_check(self.plan.check(self.flats), rank, mine, words)
 

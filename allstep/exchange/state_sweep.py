@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from allstep.device import is_accelerator
 
 NUM_PARTS = 128
-_FEWEST_WORDS = 1 << 14  # of a part; fewer take as long
+_FEWEST_WORDS = 1 << 13  # of a part; fewer take as long
 _MOST_TENSORS = 16  # in a part; each takes some calls
 _MOST_WORDS = 1 << 20  # that are looked at together, at eight bytes each
 _PRIME = (1 << 28) - 57
@@ -29,6 +29,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16}
 
 Entries = tuple[tuple[str, str], ...]
 """Names and values in words, as `comm.agreement.explain` takes them."""
+
+Rates = tuple[str, int, Mapping[str, Any]]
+"""An optimizer's class, the group of its parameters, and that group's settings by name."""
 
 
 def words_of(tensor: Tensor) -> Tensor:
@@ -84,31 +87,31 @@ def _on_host(sums: list[Tensor]) -> list[int]:
     return [next(found[number.device]) for number in sums]
 
 
-def rates_of(optimizer: Optimizer, group: int) -> Entries:
-    """What a group of an optimizer's parameters is updated with, in words.
+def rates_of(optimizer: Optimizer, group: int) -> Rates:
+    """What a group of an optimizer's parameters is updated with.
 
     What lies on a device is left out: to look at it would mean to wait for it.
 
     >>> layer = torch.nn.Linear(2, 1)
-    >>> rates_of(torch.optim.SGD(layer.parameters(), lr=0.1), 0)[:2]
-    (("SGD's lr in group 0", '0.1'), ("SGD's momentum in group 0", '0'))
+    >>> kind, group, settings = rates_of(torch.optim.SGD(layer.parameters(), lr=0.1), 0)
+    >>> kind, group, settings["lr"], settings["momentum"]
+    ('SGD', 0, 0.1, 0)
     """
-    kind = type(optimizer).__name__
-    values = optimizer.param_groups[group]
-    return tuple(
-        (f"{kind}'s {name} in group {group}", repr(number))
-        for name, value in values.items()
+    settings = {
+        name: number
+        for name, value in optimizer.param_groups[group].items()
         if name != "params" and (number := _number(value)) is not None
-    )
+    }
+    return type(optimizer).__name__, group, settings
 
 
 def _number(value: Any) -> Any:
     """A setting that is plain data or a tensor of one number on the CPU; None if it is not."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and not is_accelerator(value.device) else None
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_number, value))
-    return value if isinstance(value, (bool, int, float, str)) else None
+    return tuple(map(_number, value)) if isinstance(value, (tuple, list)) else None
 
 
 @dataclass(frozen=True)
@@ -118,19 +121,25 @@ class StatePart:
     Attributes:
         tensors: name -> how many of the words are of it.
         words: the bits of parts of tensors, side by side.
-        rates: of the optimizers that made a step since the last exchange.
+        num_updates: steps of optimizers since the last exchange.
+        rates: of each optimizer that made one.
     """
 
     tensors: Mapping[str, int]
     words: Tensor
-    rates: Entries
+    num_updates: int
+    rates: tuple[Rates, ...]
 
     def entries(self) -> Entries:
         """In words, for the error; waits for the device."""
+        found = [("updates since the last exchange", str(self.num_updates))]
+        for index, (kind, group, settings) in enumerate(self.rates):
+            of = f" of optimizer {index}" if len(self.rates) > 1 else ""
+            found += [(f"{kind}'s {n} in group {group}{of}", repr(x)) for n, x in settings.items()]
         pieces = torch.split(self.words, list(self.tensors.values()))
-        sums = [f"checksum {int(checksum(piece)):07x}" for piece in pieces]
-        names = [f"values of {name}" for name in self.tensors]
-        return (*self.rates, *zip(names, sums, strict=True))
+        for name, piece in zip(self.tensors, pieces, strict=True):
+            found.append((f"values of {name}", f"checksum {int(checksum(piece)):07x}"))
+        return tuple(found)
 
 
 class StateSweep:
@@ -139,7 +148,7 @@ class StateSweep:
     def __init__(self) -> None:
         self._parts: list[dict[str, slice]] = []
         self._tensors: Mapping[str, Tensor] = {}
-        self._updates: dict[int, Entries] = {}  # id of an optimizer -> the rates of its last step
+        self._updates: dict[int, Rates] = {}  # id of an optimizer -> the rates of its last step
         self._num_updates = 0
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -168,13 +177,11 @@ class StateSweep:
         turn = self._parts[number % len(self._parts)] if self._parts else {}
         pieces = [words_of(self._tensors[name])[part].to(device) for name, part in turn.items()]
         words = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int32, device=device)
-        rates = [("updates since the last exchange", str(self._num_updates))]
-        for index, entries in enumerate(self._updates.values()):
-            of = f" of optimizer {index}" if len(self._updates) > 1 else ""
-            rates += [(name + of, value) for name, value in entries]
+        tensors = dict(zip(turn, map(len, pieces), strict=True))
+        state = StatePart(tensors, words, self._num_updates, tuple(self._updates.values()))
         self._updates.clear()
         self._num_updates = 0
-        return StatePart(dict(zip(turn, map(len, pieces), strict=True)), words, tuple(rates))
+        return state
 
 
 def _split(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, slice]]:

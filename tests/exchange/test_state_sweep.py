@@ -197,7 +197,7 @@ def test_a_sweep_takes_each_element_once() -> None:
     tensors = {"big": big, "empty": torch.zeros(0), **{f"small{i}": t for i, t in enumerate(small)}}
     sweep, device = StateSweep(), torch.device("cpu")
     sweep.set_tensors(tensors)
-    num_parts = 7  # five with big, which end with 15 small ones, then 16 and 9
+    num_parts = 11  # nine with big, which end with 15 small ones, then 16 and 9
     before = [sweep.next_part(k, device) for k in range(num_parts)]
     assert sum(sum(part.tensors.values()) for part in before) == 70_000 + 120
     assert sweep.next_part(num_parts, device).tensors == before[0].tensors
