@@ -1,17 +1,14 @@
 """Advice as JSON and as a picture."""
 
 import json
-import os
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from allstep.cli.advise_output import Advice
-from allstep.errors import UsageError
+from allstep.cli.output_files import check_plot, check_writable, writing
 from allstep.plan import Prediction, plain_data
 
 
@@ -19,39 +16,12 @@ def check_files(known: Namespace) -> None:
     """Refuses files that can't be written, before anything is done for them.
 
     Raises:
-        UsageError: if a folder is missing, closed or in the way; or if there is nothing to draw
-            with, or no such kind of picture.
+        UsageError: see `check_writable` and `check_plot`.
     """
-    for argument in ("json", "plot"):
-        path = getattr(known, argument)
-        if path is not None:
-            _check_writable(argument, path)
+    if known.json is not None:
+        check_writable("json", known.json)
     if known.plot is not None:
-        _check_picture(known.plot)
-
-
-def _check_writable(argument: str, path: Path) -> None:
-    reason = None
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not path.parent.is_dir():
-        reason = f"there is no folder {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "you may not write there"
-    if reason is not None:
-        raise UsageError(f"`{argument}` (={path}) can't be written: {reason}.")
-
-
-def _check_picture(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
-            " or leave `--plot` out."
-        )
-    canvas = import_module("matplotlib.backend_bases").FigureCanvasBase
-    kinds = sorted(canvas.get_supported_filetypes())
-    if path.suffix.lower().removeprefix(".") not in kinds:
-        raise UsageError(f"`plot` (={path}) must end in a kind of picture: .{', .'.join(kinds)}.")
+        check_plot(known.plot)
 
 
 def write_files(known: Namespace, advice: Advice) -> None:
@@ -68,7 +38,8 @@ def write_files(known: Namespace, advice: Advice) -> None:
 
 def _write_json(path: Path, advice: Advice) -> None:
     text = json.dumps(plain_advice(advice), indent=2, allow_nan=False) + "\n"
-    _write("json", path, lambda: path.write_text(text, encoding="utf-8"))
+    with writing(f"`json` (={path})"):
+        path.write_text(text, encoding="utf-8")
 
 
 def plain_advice(advice: Advice) -> dict[str, Any]:
@@ -135,11 +106,5 @@ def _write_plot(path: Path, advice: Advice) -> None:
     axes.set_title(advice.cluster.name, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
-    _write("plot", path, lambda: figure.savefig(path, dpi=150))
-
-
-def _write(argument: str, path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"`{argument}` (={path}) can't be written: {error}.") from None
+    with writing(f"`plot` (={path})"):
+        figure.savefig(path, dpi=150)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from allstep.cli.aws_template import CloudNodes, make_template
+from allstep.cli.output_files import writing
 from allstep.cli.train import LaunchOptions, read_command_line
 from allstep.errors import UsageError
 from allstep.files import write_whole
@@ -30,12 +31,8 @@ def run(arguments: list[str]) -> int:
     if known.output is None:
         print(text, end="")
     else:
-        try:
+        with writing(f"`output` (={known.output})"):
             write_whole(known.output, text)
-        except OSError as error:
-            raise UsageError(
-                f"`output` (={known.output}) can't be written ({error.strerror}); choose another."
-            ) from None
     _advise(nodes, known.output)
     return 0
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
+from allstep.cli.output_files import writing
 from allstep.cli.rows import make_console
 from allstep.cli.sweep_plan import Plan
 from allstep.cli.trainings import Outcome, metric_of, write_json
-from allstep.errors import UsageError
 from allstep.files import write_table
 from allstep.recipes import Recipe
 
@@ -136,15 +136,11 @@ def write_files(folder: Path, results: Results) -> list[str]:
     plain = [row.as_plain() for row in results.rows]
     write_json(folder / "table.json", as_plain(results))
     names = list(dict.fromkeys(name for row in plain for name in row))
-    try:
+    with writing(str(folder)):
         write_table(folder / "table.csv", names, plain)
         if find_spec("matplotlib") is None:
             return ["table.json", "table.csv"]
         _make_figure(results).savefig(folder / "plot.png", dpi=120)
-    except OSError as error:
-        raise UsageError(
-            f"{folder} can't be written ({error.strerror}); choose another folder."
-        ) from None
     return ["table.json", "table.csv", "plot.png"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allstep.cli import advise, advise_files
+from allstep.cli import advise, output_files
 from allstep.cli.main import main
 from allstep.plan import AccuracyTable, measured_accuracy
 
@@ -75,7 +75,7 @@ def test_a_picture():
 
 
 def test_a_picture_without_matplotlib(refuse, monkeypatch):
-    monkeypatch.setattr(advise_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     message = refuse(*BARE, "--plot", "out.png")
     assert "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
 
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
 
 
 def test_a_closed_folder_is_refused(refuse, monkeypatch):
-    monkeypatch.setattr(advise_files.os, "access", lambda path, mode: str(path) != ".")
+    monkeypatch.setattr(output_files.os, "access", lambda path, mode: str(path) != ".")
     message = refuse(*BARE, "--json", "out.json")
     assert "`json` (=out.json) can't be written: you may not write there." in message
 
@@ -112,4 +112,4 @@ def test_the_table_is_shown_though_the_disk_is_full(capsys):
     assert main(["advise", *BARE, "--json", "/dev/full"]) == 2
     found = capsys.readouterr()
     assert "advice: " in found.out
-    assert found.err.startswith("error: `json` (=/dev/full) can't be written: ")
+    assert found.err.startswith("error: `json` (=/dev/full) can't be written (")

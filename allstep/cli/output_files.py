@@ -1,0 +1,62 @@
+"""Files that commands write: refused before any work where that can be seen, named where not."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from allstep.errors import UsageError
+
+
+def check_writable(argument: str, path: Path) -> None:
+    """Refuses a file that can't be written, before anything is done for it.
+
+    Raises:
+        UsageError: if its folder is missing or closed, or a folder is in its place.
+    """
+    reason = None
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "you may not write there"
+    if reason is not None:
+        raise UsageError(f"`{argument}` (={path}) can't be written: {reason}.")
+
+
+def check_plot(path: Path) -> None:
+    """Refuses `--plot` where the picture can't be drawn or written.
+
+    Raises:
+        UsageError: if it can't be written; or if there is nothing to draw with, or no such kind of
+            picture.
+    """
+    check_writable("plot", path)
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
+            " or leave `--plot` out."
+        )
+    canvas = import_module("matplotlib.backend_bases").FigureCanvasBase
+    kinds = sorted(canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise UsageError(f"`plot` (={path}) must end in a kind of picture: .{', .'.join(kinds)}.")
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Around the writing of a file.
+
+    Args:
+        what: is written, for the error: an argument with its value, or a path.
+
+    Raises:
+        UsageError: if the system refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} can't be written ({error.strerror}); choose another.") from None
