@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from allstep.cli.doctor_faults import Finding, find_faults
+from allstep.cli.doctor_faults import find_faults
 from allstep.cli.doctor_together import read_together
+from allstep.cli.finding import Finding
 from allstep.cli.host import facts_of
 from allstep.cli.host_link import HostLink
 from allstep.cli.hosts import split_host_options
+from allstep.cli.links_picture import draw_links
+from allstep.cli.output_files import check_plot, writing
 from allstep.cli.probe_machine import probe_machine
 from allstep.cli.probe_network import EchoServer, probe
 from allstep.cli.workers import run_here
@@ -36,10 +40,17 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("--hosts", metavar="A,B,...", help="hosts that ssh reaches")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the links between hosts")
     parser.add_argument("--port", type=int, help="of rank 0: whether it is free on the first host")
     parser.add_argument("--workers", type=int, default=16, help="in all, for the limits")
     parser.add_argument("--model-bytes", type=int, default=0, help="of parameters, for /dev/shm")
     known = parser.parse_args(rest)
+    if known.plot is not None:
+        if options is None and read_launch().size == 1:
+            raise UsageError(
+                "`plot` draws links between hosts, and there is one; name more with --hosts."
+            )
+        check_plot(known.plot)
     machine = {"num_descriptors": 4 * known.workers + 96, "port": known.port, "folder": "."}
     if options is None and read_launch().size > 1:
         return run_here(partial(_look_together, known=known, machine=machine))
@@ -69,6 +80,9 @@ def _judge(
     """Prints what is wrong; returns the exit code."""
     found = find_faults(readings, links, known.workers, known.model_bytes)
     _show(found, readings, links, is_json=known.json)
+    if known.plot is not None and links:
+        with writing(f"`plot` (={known.plot})"):
+            draw_links(known.plot, links)
     return FOUND if any(finding.cure for finding in found) else 0
 
 

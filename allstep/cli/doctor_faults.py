@@ -1,11 +1,13 @@
 """What readings of hosts and their network say is wrong; nothing is measured here."""
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from allstep.cli.finding import Finding
+from allstep.cli.gpu_faults import faults_of_gpus
 from allstep.cli.probe_machine import is_own_name_loopback
+from allstep.cli.ring_order import best_ring, slowest_bps
 
 _SLOW = 3.0  # times slower than the usual is a fault
 _CLOCK_S = 2.0
@@ -13,24 +15,15 @@ _LOSS = 0.01
 _SHARED_BYTES = 128 << 20
 _STACK_BYTES = 1 << 20
 _DISK_BYTES_PER_S = 5e6
-_SAME = {"python": "Python", "torch": "torch", "allstep": "allstep", "code": "the code of allstep"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, where, and what helps.
-
-    Attributes:
-        fault: its name, for programs.
-        where: a host, or one host and another.
-        what: was found.
-        cure: what helps; empty if it does no harm to allstep.
-    """
-
-    fault: str
-    where: str
-    what: str
-    cure: str
+_LOCKED_BYTES = 1 << 30
+_SAME = {
+    "python": "Python",
+    "torch": "torch",
+    "allstep": "allstep",
+    "code": "the code of allstep",
+    "driver": "the GPUs' driver",
+    "nccl": "NCCL",
+}
 
 
 def find_faults(
@@ -43,7 +36,7 @@ def find_faults(
 
     Args:
         readings: host -> `facts_of` and `probe_machine`, and `skew_s`, its clock's difference;
-            cores may be missing.
+            cores and GPUs may be missing.
         links: (host, other) -> `probe`.
         num_workers: in all.
         model_bytes: of the parameters.
@@ -53,9 +46,10 @@ def find_faults(
         found += _faults_of_host(host, own, num_workers, model_bytes, is_first=number == 0)
     found += _different_versions(readings)
     found += _slow_cores(readings)
+    found += faults_of_gpus(readings)
     for (one, other), link in links.items():
         found += _faults_of_link(f"{one} to {other}", other, link)
-    return found + _slow_links(links)
+    return found + _slow_links(links) + _slow_ring(list(readings), links)
 
 
 def _faults_of_host(
@@ -88,6 +82,12 @@ def _faults_of_host(
             own["num_processes"] is not None and own["num_processes"] < 64 * num_workers,
             f"{own['num_processes']} processes and threads are allowed",
             "ulimit -u 65536; --pids-limit of docker run",
+        ),
+        (
+            "limit of locked memory",
+            own["locked_bytes"] is not None and own["locked_bytes"] < _LOCKED_BYTES,
+            f"{own['locked_bytes']} bytes may be locked; NCCL locks more for InfiniBand",
+            "ulimit -l unlimited; LimitMEMLOCK= of a unit; --ulimit memlock=-1 of docker run",
         ),
         (
             "shared memory",
@@ -124,12 +124,12 @@ def _different_versions(readings: Mapping[str, Mapping[str, Any]]) -> list[Findi
         Finding(
             "versions",
             host,
-            f"{what} {own[key]}, on {first} {readings[first][key]}",
+            f"{what} {own.get(key)}, on {first} {readings[first].get(key)}",
             "install the same on all hosts",
         )
         for host, own in readings.items()
         for key, what in _SAME.items()
-        if own[key] != readings[first][key]
+        if own.get(key) != readings[first].get(key)
     ]
 
 
@@ -162,6 +162,13 @@ def _faults_of_link(where: str, other: str, link: Mapping[str, Any]) -> list[Fin
         what = "small messages arrive and large ones don't"
         cure = "the same MTU on hosts and switches: ip link set eth0 mtu 1500"
         return [Finding("MTU", where, what, cure)]
+    if link["own"] != link["seen"]:
+        what = f"{other} gets what comes from {link['own']} as if from {link['seen']}"
+        cure = (
+            "no translation of addresses (NAT) between the hosts, as workers connect both ways: one"
+            " network, a VPN, or --network=host of docker run"
+        )
+        return [Finding("NAT", where, what, cure)]
     if link["loss"] > _LOSS:
         what = f"{100 * link['loss']:.1f} % of the packets are lost"
         return [Finding("packet loss", where, what, "look at cable, port and duplex of both hosts")]
@@ -180,3 +187,19 @@ def _slow_links(links: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Find
             what = f"it sends {best / 1e6:.0f} Mbit/s at most, others {fastest / 1e6:.0f}"
             found.append(Finding("slow port", host, what, "look at the speed that ethtool tells"))
     return found
+
+
+def _slow_ring(
+    hosts: Sequence[str], links: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> list[Finding]:
+    """The order of the hosts, if another one makes the ring of the workers faster."""
+    rates = {pair: link["rate_bps"] for pair, link in links.items()}
+    if not all(rates.get((one, other)) for one in hosts for other in hosts if one != other):
+        return []
+    order = best_ring(hosts, rates)
+    if order == list(hosts):
+        return []
+    given, best = (slowest_bps(names, rates) / 1e6 for names in (hosts, order))
+    what = f"a ring in this order sends {given:.0f} Mbit/s at its slowest link, another {best:.0f}"
+    cure = f"give the hosts in the order {','.join(order)}; workers are numbered by it"
+    return [Finding("order of the hosts", ", ".join(hosts), what, cure)]

@@ -12,21 +12,24 @@ from typing import Any
 
 import numpy as np
 
+from allstep.cli.probe_gpus import has_gpus, probe_gpus
 from allstep.env import is_loopback, make_room
 
 _SIDE = 192
 _REPEATS = 7
 _DISK_BYTES = 16 << 20
 _SHARED = Path("/dev/shm")
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
 def probe_machine(num_descriptors: int, port: int | None, folder: str) -> dict[str, Any]:
-    """Readings of this host, as plain data; see `probe_limits`."""
-    return probe_limits(num_descriptors, port, folder) | {"cores": measure_cores()}
+    """Readings of this host, as plain data; see `probe_limits` and `probe_gpus`."""
+    found = probe_limits(num_descriptors, port, folder) | {"cores": measure_cores()}
+    return found | (probe_gpus() if has_gpus() else {})
 
 
 def probe_limits(num_descriptors: int, port: int | None, folder: str) -> dict[str, Any]:
-    """What takes no time to read: all but its cores.
+    """What takes no time to read: all but its cores and GPUs.
 
     Args:
         num_descriptors: open files and connections that a worker will need.
@@ -39,6 +42,7 @@ def probe_limits(num_descriptors: int, port: int | None, folder: str) -> dict[st
         "num_descriptors": make_room(num_descriptors),
         "stack_bytes": _soft_limit(resource.RLIMIT_STACK),
         "num_processes": _soft_limit(resource.RLIMIT_NPROC),
+        "locked_bytes": _soft_limit(resource.RLIMIT_MEMLOCK) if _has_infiniband() else None,
         "shared_bytes": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
         "is_port_taken": port is not None and is_port_taken(port),
         "disk_bytes_per_s": measure_disk(Path(folder)),
@@ -61,6 +65,10 @@ def _soft_limit(kind: int) -> int | None:
     """None where there is no limit."""
     limit, _ = resource.getrlimit(kind)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _has_infiniband() -> bool:
+    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 def is_port_taken(port: int) -> bool:

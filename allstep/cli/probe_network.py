@@ -4,6 +4,7 @@ Runs in `allstep host` and does not import torch.
 """
 
 import contextlib
+import ipaddress
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 _CONNECT_S = 5.0
 _ECHO_S = 5.0
+_ADDRESS_BYTES = 64
 _LARGE_BYTES = 64 << 10
 _STREAM_BYTES = 16 << 20
 _STREAM_S = 3.0
@@ -58,10 +60,16 @@ def listening_socket(port: int) -> socket.socket:
 
 
 def _answer(stream: socket.socket) -> None:
-    """Says after each message of a length, which comes first, that all of it has come."""
+    """Says after each message of a length, which comes first, that all of it has come.
+
+    One of no length asks from which address it came.
+    """
     with contextlib.suppress(OSError), stream:
         while head := stream.recv(8, socket.MSG_WAITALL):
             left = int.from_bytes(head, "big")
+            if not left:
+                stream.sendall(stream.getpeername()[0].encode().ljust(_ADDRESS_BYTES))
+                continue
             while left:
                 left -= len(stream.recv(min(left, 1 << 20))) or left
             stream.sendall(b"\1")
@@ -71,10 +79,12 @@ def probe(address: str, stream_port: int, datagram_port: int) -> dict[str, Any]:
     """What this host finds of another that serves.
 
     Returns:
-        error: why no connection comes about, else empty; is_large_lost: small messages arrive and
+        error: why no connection comes about, else empty; own, seen: the address from which this
+        host sends, and from which the other gets it; is_large_lost: small messages arrive and
         large ones don't; latency_s, rate_bps: of a stream; loss: share of datagrams, there or back.
     """
     found: dict[str, Any] = {"error": "", "is_large_lost": False, "latency_s": None}
+    found |= {"own": "", "seen": ""}
     found |= {"rate_bps": None, "loss": None}
     try:
         stream = socket.create_connection((address, stream_port), _CONNECT_S)
@@ -85,6 +95,8 @@ def probe(address: str, stream_port: int, datagram_port: int) -> dict[str, Any]:
         stream.settimeout(_ECHO_S)
         try:
             found["latency_s"] = min(_send(stream, 8) for _ in range(20))
+            found["own"] = _plain(stream.getsockname()[0])
+            found["seen"] = _plain(_seen_address(stream))
         except OSError as error:
             return found | {"error": str(error)}
         try:
@@ -106,6 +118,18 @@ def _send(stream: socket.socket, num_bytes: int) -> float:
     if not stream.recv(1):
         raise OSError("the other end closed the connection")
     return time.monotonic() - start_s
+
+
+def _seen_address(stream: socket.socket) -> str:
+    """By which the other end knows this host."""
+    stream.sendall(bytes(8))
+    return stream.recv(_ADDRESS_BYTES, socket.MSG_WAITALL).decode().strip()
+
+
+def _plain(address: str) -> str:
+    """Without an interface, and IPv4's as such."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 def _measure_rate_bps(stream: socket.socket) -> float:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from allstep.cli.doctor import FOUND
 from allstep.cli.doctor_faults import find_faults
+from allstep.cli.links_picture import draw_links
 from allstep.cli.main import main
 from allstep.cli.probe_machine import measure_disk
 from tests.helpers.named_hosts import NamedHosts, named_hosts
@@ -29,12 +31,16 @@ SOUND: dict[str, Any] = {
     "num_descriptors": 1000,
     "stack_bytes": 8 << 20,
     "num_processes": None,
+    "locked_bytes": None,
     "shared_bytes": 8 << 30,
     "is_port_taken": False,
     "disk_bytes_per_s": 1e8,
     "cores": CORES,
 }
 LINK = {"error": "", "is_large_lost": False, "latency_s": 1e-4, "rate_bps": 9e8, "loss": 0.0}
+LINK |= {"own": "10.0.0.1", "seen": "10.0.0.1"}
+GPU = {"kind": "H100", "time_s": 1e-3, "num_wrong": 0, "slowed_by": []}
+GPU |= {"num_memory_errors": 0, "has_bad_rows": False}
 HOSTS = ("alpha", "beta", "gamma")
 
 
@@ -67,6 +73,18 @@ def test_sound_hosts_have_no_faults() -> None:
         ({"cores": CORES | {"2": [4e-3, "a1"]}}, "slow core"),
         ({"cores": CORES | {"3": [1e-3, "ff"]}}, "lying core"),
         ({"cores": {"0": [9e-3, "a1"], "1": [1e-3, "a1"]}}, "slow core"),
+        ({"locked_bytes": 8 << 20}, "limit of locked memory"),
+        ({"gpus": [GPU, GPU | {"num_wrong": 3}]}, "lying GPU"),
+        ({"gpus": [GPU, GPU | {"time_s": 2e-3}]}, "slow GPU"),
+        ({"gpus": [GPU | {"slowed_by": ["heat (hardware)"]}]}, "slowed GPU"),
+        ({"gpus": [GPU | {"num_memory_errors": 2}]}, "memory errors"),
+        ({"gpus": [GPU | {"has_bad_rows": True}]}, "memory errors"),
+        ({"gpus": [GPU, GPU], "wrong_copies": [[0, 1, "zeros"]]}, "copies between GPUs"),
+        ({"stuck": "a copy from GPU 0 to GPU 1"}, "copies between GPUs"),
+        ({"stuck": "the start of CUDA"}, "stuck GPU"),
+        ({"error": "a matrix product on GPU 1: an illegal memory access"}, "failed GPU"),
+        ({"missing": "the GPUs: torch is built without them"}, "not looked at"),
+        ({"driver": "580.1"}, "versions"),
     ],
 )
 def test_a_fault_of_a_host_is_named(changed: dict[str, Any], fault: str) -> None:
@@ -79,6 +97,7 @@ def test_a_fault_of_a_host_is_named(changed: dict[str, Any], fault: str) -> None
         ({"error": "timed out"}, "unreachable"),
         ({"is_large_lost": True, "rate_bps": None, "loss": None}, "MTU"),
         ({"loss": 0.05}, "packet loss"),
+        ({"seen": "10.0.0.254"}, "NAT"),
     ],
 )
 def test_a_fault_of_a_link_is_named(changed: dict[str, Any], fault: str) -> None:
@@ -89,6 +108,31 @@ def test_a_slow_port_is_named_and_a_slow_link_to_it_is_not() -> None:
     slow = {"rate_bps": 9e7}
     links = {("beta", "alpha"): slow, ("beta", "gamma"): slow, ("alpha", "beta"): slow}
     assert faults(links=links) == [("slow port", "beta")]
+
+
+def test_gpus_of_other_kinds_may_be_slower() -> None:
+    assert faults({"gpus": [GPU, GPU | {"kind": "L4", "time_s": 1e-2}]}) == []
+
+
+def test_another_order_of_the_hosts_is_proposed_where_its_ring_is_faster() -> None:
+    slow = {"rate_bps": 1e8}
+    pairs = [(one, other) for one in HOSTS for other in HOSTS if one != other]
+    links = dict.fromkeys(zip(HOSTS, (*HOSTS[1:], HOSTS[0]), strict=True), slow)
+    readings = dict.fromkeys(HOSTS, SOUND)
+    found = find_faults(readings, {p: LINK | links.get(p, {}) for p in pairs}, num_workers=3)
+    assert [(f.fault, f.where) for f in found] == [("order of the hosts", "alpha, beta, gamma")]
+    assert found[0].cure.startswith("give the hosts in the order alpha,gamma,beta;")
+
+
+def test_a_picture_of_the_links(tmp_path: Path) -> None:
+    links = {("alpha", "beta"): LINK, ("beta", "alpha"): LINK | {"latency_s": None}}
+    draw_links(tmp_path / "links.png", links)
+    assert (tmp_path / "links.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_of_one_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--plot", "links.png"]) == 2
+    assert "`plot` draws links between hosts, and there is one" in capsys.readouterr().err
 
 
 def test_the_exit_code_and_json_of_one_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +256,7 @@ def examine(
     code = main([*line, "--remote-dir", str(ROOT)])
     findings = json.loads(capsys.readouterr().out)["findings"]
     # What a machine has that others use, too, and how fast, is no test.
-    others = ("slow core", "slow disk", "shared memory")
+    others = ("slow core", "slow disk", "shared memory", "order of the hosts")
     is_noisy = any(f["fault"] in others for f in findings)
     found = {(f["fault"], f["where"]) for f in findings if f["fault"] not in others}
     has_cure = any(f["cure"] for f in findings if f["fault"] not in others)
@@ -235,14 +279,14 @@ def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
         2: f"ip saddr {beta} ip length > 1000 drop",
     }
     chain = "add table inet t; add chain inet t in { type filter hook input priority 0; }; "
-    try:
-        for host, rule in rules.items():
-            hosts.run(host, "nft", f"{chain} add rule inet t in {rule}")
-    except (AssertionError, FileNotFoundError) as error:
-        pytest.skip(f"no nftables: {error}")
     shape = ("rate", "20mbit", "burst", 32768, "latency", "100ms")
-    hosts.run(2, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
-    code, found = examine(hosts, tmp_path, capsys)
+    chains = {host: f"{chain} add rule inet t in {rule}" for host, rule in rules.items()}
+    with planted(hosts, chains):
+        hosts.run(2, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape)
+        try:
+            code, found = examine(hosts, tmp_path, capsys)
+        finally:
+            hosts.run(2, "tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo")
     assert code == 2
     assert found - loopback == {
         ("packet loss", "gamma to alpha"),
@@ -251,3 +295,37 @@ def test_faults_of_a_network_are_named_and_none_of_a_sound_one(
         ("MTU", "beta to gamma"),
         ("slow port", "gamma"),
     }
+
+
+@pytest.mark.net
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_translated_address_is_named(
+    hosts: NamedHosts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chain = "add table ip t; add chain ip t out { type nat hook postrouting priority 100; }; "
+    other = ("10.78.0.200/24", "dev", "eth0")
+    rule = f"ip daddr {hosts.addresses[2]} snat to 10.78.0.200"
+    with planted(hosts, {0: f"{chain} add rule ip t out {rule}"}):
+        hosts.run(0, "ip", "address", "add", *other)
+        try:
+            _, found = examine(hosts, tmp_path, capsys)
+        finally:
+            hosts.run(0, "ip", "address", "delete", *other)
+    assert {where for fault, where in found if fault == "NAT"} == {"alpha to gamma"}
+
+
+@contextmanager
+def planted(hosts: NamedHosts, rules: dict[int, str]) -> Iterator[None]:
+    """Hosts with rules of nftables; skips where there are none."""
+    try:
+        for host, rule in rules.items():
+            try:
+                hosts.run(host, "nft", rule)
+            except (AssertionError, FileNotFoundError) as error:
+                pytest.skip(f"no nftables: {error}")
+        yield
+    finally:
+        for host in rules:
+            with suppress(AssertionError, FileNotFoundError):
+                hosts.run(host, "nft", "flush ruleset")
