@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from allstep.exchange import optimizer_watch
 from tests.helpers import generators
 
 # Ranks are threads or processes on few cores; more threads inside each only fight.
@@ -91,3 +92,10 @@ def _default_dtype_does_not_leak() -> Iterator[None]:
     if leaked != torch.float32:
         torch.set_default_dtype(torch.float32)
         pytest.fail(f"The test left torch's default dtype at {leaked}.")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_attached() -> Iterator[None]:
+    """What a test has left attached is none of the next one's optimizers' business."""
+    yield
+    optimizer_watch._here.exchanges.clear()

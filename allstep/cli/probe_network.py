@@ -133,13 +133,14 @@ def _plain(address: str) -> str:
 
 
 def _measure_rate_bps(stream: socket.socket) -> float:
-    """Bits a second that arrive; of messages that take long enough to tell."""
+    """Bits a second that arrive, of the fastest of three messages that take long enough to tell."""
     stream.settimeout(20 * _STREAM_S)
     num_bytes = 1 << 18
     while True:
         time_s = _send(stream, num_bytes)
         if time_s > _STREAM_S / 10 or num_bytes >= _STREAM_BYTES:
-            return 8 * num_bytes / time_s
+            # One alone may have met a moment in which a host was busy.
+            return 8 * num_bytes / min(time_s, *(_send(stream, num_bytes) for _ in range(2)))
         num_bytes *= 4
 
 

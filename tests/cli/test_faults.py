@@ -104,7 +104,9 @@ def test_a_killed_worker_is_named_and_its_peers_end(tmp_path, fault):
 
 def test_workers_end_when_their_launcher_is_killed(tmp_path):
     run = Faulty(2, "hang_in_loader", tmp_path)
-    run.pids()
+    workers = [psutil.Process(pid) for pid in run.pids()]
+    # A loader that is being started meanwhile may outlive its worker until it looks for it.
+    run.wait_until(lambda: all(len(worker.children()) >= 2 for worker in workers))
     family = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
     _, alive = psutil.wait_procs(family, timeout=STOP_S)

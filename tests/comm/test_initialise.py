@@ -203,8 +203,10 @@ def launch(rank, size=2, **changes):
     return Launch(**(fields | changes))
 
 
-def connect(of, timeout_s, folder=None):
+def connect(of, timeout_s, folder=None, meetings=None):
     meeting = Rendezvous(of, timeout_s, folder)
+    if meetings is not None:
+        meetings.append(meeting)  # which serves at MASTER_PORT until it is let go
     try:
         store = meeting.connect()
         gather_places(store, of, Place.own(), meeting.deadline_s, timeout_s)
@@ -215,10 +217,11 @@ def connect(of, timeout_s, folder=None):
 
 def connect_all(launches, timeout_s=20, folder=None):
     """What each launch comes to, a thread each: a store, or an error."""
+    meetings = []
 
     def outcome(of):
         try:
-            return connect(of, timeout_s, folder)
+            return connect(of, timeout_s, folder, meetings)
         except AllstepError as error:
             return error
 
