@@ -7,7 +7,7 @@ from typing import Any
 
 from allstep.cli.advise_curve import read_growth
 from allstep.cli.advise_files import check_files, write_files
-from allstep.cli.advise_flags import check_numbers, read_machines
+from allstep.cli.advise_flags import check_numbers, read_machines, read_price
 from allstep.cli.advise_measure import Answer, check_flags, measure_here, worker_counts
 from allstep.cli.advise_output import Advice, show
 from allstep.cli.advise_subject import Subject, is_script, read_command_line, read_subject
@@ -16,12 +16,14 @@ from allstep.cli.quantities import parse_count
 from allstep.cli.workers import ask_workers
 from allstep.device import num_devices
 from allstep.env import num_cores, read_launch
+from allstep.errors import UsageError
 from allstep.plan import (
     POLICIES,
     AccuracyTable,
     Cluster,
     Growth,
     Prediction,
+    Price,
     Stragglers,
     Target,
     TrainingSpec,
@@ -52,22 +54,25 @@ def run(
     if not known.measure or read_launch().rank == 0:  # of several, one writes
         check_files(known)
     recipe = None if name is None or is_script(name) else name
+    price = read_price(known)
     growth = None if known.curve is None else read_growth(known.curve, recipe)
     subject = read_subject(known, name, rest, launch)
     table = measured_accuracy() if accuracy is None else accuracy
     if known.measure:
         check_flags(known)
         local = (num_devices(), num_cores()) if num_local is None else num_local
-        return _measure(known, subject, table, worker_counts(known, local), growth, start)
+        counts = worker_counts(known, local)
+        return _measure(known, subject, table, counts, growth, price, start)
     cluster, counts = read_machines(known)
     stragglers = Stragglers(spread=known.stragglers / 100)
     noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
     job = _with_length(subject.job(cluster), total_samples)
+    _check_length(job, price)
     predictions = predict(job, cluster, POLICIES, counts, stragglers)
     advice = _advise(known, job, cluster, predictions, table, noise_scale)
     if name is None and known.step_ms is None:
         advice = replace(advice, assumption=_lent_speed(cluster))
-    _show(known, replace(advice, growth=growth))
+    _show(known, replace(advice, growth=growth, price=price))
     return 0
 
 
@@ -83,6 +88,7 @@ def _measure(
     table: AccuracyTable,
     counts: Sequence[int],
     growth: Growth | None,
+    price: Price | None,
     start: Callable[..., tuple[int, Any]],
 ) -> int:
     """Runs every policy on the workers at hand, and puts what they took beside the prediction."""
@@ -91,6 +97,7 @@ def _measure(
     def finish(answers: Sequence[Answer]) -> None:
         last = answers[-1]
         job = _with_length(last.job, total_samples)
+        _check_length(job, price)
         predictions = [
             replace(p, total_samples=job.total_samples)
             for found in answers
@@ -103,7 +110,7 @@ def _measure(
         }
         cluster = last.measurements.cluster
         advice = _advise(known, job, cluster, predictions, table, noise_scale, measured_s)
-        _show(known, replace(advice, growth=growth))
+        _show(known, replace(advice, growth=growth, price=price))
 
     return measure_here(subject.question, counts, finish, start)
 
@@ -136,6 +143,14 @@ def _advise(
 def _with_length(job: TrainingSpec, total_samples: int | None) -> TrainingSpec:
     """The training with the length that a flag gives it, if one does."""
     return job if total_samples is None else replace(job, total_samples=total_samples)
+
+
+def _check_length(job: TrainingSpec, price: Price | None) -> None:
+    if price is not None and job.total_samples is None:
+        raise UsageError(
+            f"`price_per_hour` (={price.per_hour:g}) says what a training costs whose length is"
+            " known; give `--total-samples`, too."
+        )
 
 
 def _count(known: Namespace, name: str) -> int | None:

@@ -80,12 +80,15 @@ def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
         batches = prediction.global_batch, prediction.single_worker_batch
         samples = target.samples(batches[0]) / target.samples(batches[1])
         time = 1 / target.speed_up(prediction)
+    bill = advice.bill(prediction)
     return {
         **plain_data(prediction),
         "points_lost": None if cost is None else asdict(cost),
         "measured_s": advice.measured_s.get((prediction.policy.name, prediction.num_workers)),
         "relative_samples_to_target": samples,
         "relative_time_to_target": time,
+        "training_hours": None if bill is None else bill.hours,
+        "training_cost": None if bill is None else bill.total,
     }
 
 

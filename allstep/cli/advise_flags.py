@@ -7,7 +7,7 @@ from pathlib import Path
 from allstep.cli.quantities import parse_bandwidth, parse_counts
 from allstep.doctor import read_measurements
 from allstep.errors import UsageError, check_integer, check_not_negative, check_positive
-from allstep.plan import Cluster, Link, preset_names, read_cluster
+from allstep.plan import Cluster, Link, Price, preset_names, read_cluster
 
 # What TCP leaves of a line with frames of 1,500 bytes.
 _TCP_SHARE = 0.94
@@ -126,6 +126,31 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the machines at hand: measure them, then run every policy on them, too",
     )
+    price = parser.add_argument_group("the price")
+    price.add_argument(
+        "--price-per-hour",
+        metavar="X",
+        type=float,
+        help="of a machine: says what the whole training costs",
+    )
+    price.add_argument(
+        "--interruptions-per-day",
+        metavar="X",
+        type=float,
+        help="of a machine, as a spot instance is taken away (default: 0)",
+    )
+    price.add_argument(
+        "--restart-s",
+        metavar="S",
+        type=float,
+        help="seconds from an interruption to the next step (default: 120)",
+    )
+    price.add_argument(
+        "--checkpoint-every-s",
+        metavar="S",
+        type=float,
+        help="seconds between checkpoints (default: 600)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--timeline", action="store_true", help="show the recommended step")
     output.add_argument("--json", metavar="FILE", type=Path, help="write all numbers")
@@ -158,6 +183,25 @@ def check_numbers(known: Namespace) -> None:
             f"`stragglers` (={known.stragglers:g}) must be at most {_MOST_STRAGGLERS}; 5 is about"
             " 5 %."
         )
+
+
+def read_price(known: Namespace) -> Price | None:
+    """What machines cost; None if it wasn't given.
+
+    Raises:
+        UsageError: for numbers out of range, or for interruptions without a price.
+    """
+    names = ("interruptions_per_day", "restart_s", "checkpoint_every_s")
+    given = {name: value for name in names if (value := getattr(known, name)) is not None}
+    if known.price_per_hour is None:
+        for name, value in given.items():
+            raise UsageError(
+                f"`{name}` (={value:g}) counts in what the training costs; give"
+                " `--price-per-hour`, too."
+            )
+        return None
+    check_not_negative("price_per_hour", known.price_per_hour, "2.5 for a machine and an hour")
+    return Price(per_hour=known.price_per_hour, **given)
 
 
 def read_machines(known: Namespace) -> tuple[Cluster, list[int]]:

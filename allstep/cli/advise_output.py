@@ -12,15 +12,32 @@ from allstep.plan import (
     Cluster,
     Growth,
     Prediction,
+    Price,
     Recommendation,
     Target,
     TrainingSpec,
     chart,
     seconds_text,
     timeline,
+    work_s,
 )
 
 _POLICY_WIDTH, _CELL_WIDTH, _ACCURACY_WIDTH = 18, 8, 14
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a whole training costs.
+
+    Attributes:
+        num_machines: that are paid.
+        hours: that it takes, with interruptions.
+        total: of all machines, in the currency of the price.
+    """
+
+    num_machines: int
+    hours: float
+    total: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +51,7 @@ class Advice:
         measured_s: seconds of a step by policy and number of workers, where it was run.
         assumption: what else the predictions rest on, in words.
         growth: what a learning curve says, if one was given.
+        price: of the machines, if it was given; the training's length is known then.
     """
 
     job: TrainingSpec
@@ -45,6 +63,7 @@ class Advice:
     measured_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
     assumption: str = ""
     growth: Growth | None = None
+    price: Price | None = None
 
     @property
     def worker_counts(self) -> list[int]:
@@ -64,6 +83,24 @@ class Advice:
         """One worker, if it was asked about; with any policy, as nothing is exchanged."""
         return next((p for p in self.predictions if p.num_workers == 1), None)
 
+    @property
+    def worth_showing(self) -> list[Prediction]:
+        """One worker, and of each other number of workers what may be recommended."""
+        lone = self.one_worker
+        return [*([] if lone is None else [lone]), *self.recommendation.best]
+
+    def bill(self, prediction: Prediction) -> Bill | None:
+        """What the training costs with a prediction; None if it isn't known."""
+        undisturbed_s = work_s(prediction, self.target)
+        if self.price is None or undisturbed_s is None:
+            return None
+        num_machines = -(-prediction.num_workers // self.cluster.workers_per_node)
+        return Bill(
+            num_machines,
+            self.price.seconds(undisturbed_s, num_machines) / 3600,
+            self.price.total(undisturbed_s, num_machines),
+        )
+
 
 def show(advice: Advice, *, with_timeline: bool) -> None:
     """Prints everything, as wide as the terminal allows."""
@@ -79,6 +116,8 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
         console.print(_beside(advice))
     if advice.target is not None:
         console.print(_to_target(advice, advice.target))
+    if advice.price is not None:
+        console.print(_bills(advice))
     lines = chart(advice.predictions)
     if max(map(len, lines)) <= console.width:
         console.print("\n".join(lines), markup=False, soft_wrap=True)
@@ -186,12 +225,31 @@ def _to_target(advice: Advice, target: Target) -> Table:
     for title in ("workers", "batch", "samples to target", "speed-up to target", "policy"):
         table.add_column(title, justify="left" if title == "policy" else "right")
     one_worker = advice.one_worker
-    for p in (*([] if one_worker is None else [one_worker]), *advice.recommendation.best):
+    for p in advice.worth_showing:
         table.add_row(
             f"{p.num_workers:,}",
             f"{p.global_batch:,}",
             f"{target.samples(p.global_batch) / target.samples(p.single_worker_batch):.2f}x",
             f"{target.speed_up(p):.1f}x",
             "one worker" if p is one_worker else p.policy.name,
+        )
+    return table
+
+
+def _bills(advice: Advice) -> Table:
+    """Hours and cost of the whole training; a star marks the cheapest."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("workers", "machines", "hours", "cost", "policy"):
+        table.add_column(title, justify="left" if title == "policy" else "right")
+    bills = [(p, bill) for p in advice.worth_showing if (bill := advice.bill(p)) is not None]
+    cheapest = min((bill.total for _, bill in bills), default=0.0)
+    for p, bill in bills:
+        star = "*" if bill.total == cheapest else ""
+        table.add_row(
+            f"{p.num_workers:,}",
+            f"{bill.num_machines:,}",
+            f"{bill.hours:,.2f}",
+            f"{star}{bill.total:,.2f}",
+            "one worker" if p is advice.one_worker else p.policy.name,
         )
     return table

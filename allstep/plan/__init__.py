@@ -18,6 +18,7 @@ from allstep.plan.nodes import Link
 from allstep.plan.noise_scale import NoiseScale
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import WORTH_ADDING, Prediction, predict
+from allstep.plan.price import Price, work_s
 from allstep.plan.recommend import Recommendation, recommend
 from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
@@ -42,6 +43,7 @@ __all__ = [
     "NoiseScale",
     "PolicySpec",
     "Prediction",
+    "Price",
     "Recommendation",
     "RunNumbers",
     "StepReport",
@@ -63,4 +65,5 @@ __all__ = [
     "seconds_text",
     "simulate",
     "timeline",
+    "work_s",
 ]

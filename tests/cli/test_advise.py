@@ -462,3 +462,46 @@ def test_help_has_an_example(capsys):
         main(["advise", "--help"])
     assert stop.value.code == 0
     assert "allstep advise --params 25M" in capsys.readouterr().out
+
+
+def bills(text):
+    """(workers, machines, hours, cost, policy) of each row; a star marks the cheapest."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["workers", "machines"])
+    stop = lines.index("efficiency")
+    return [line.split(maxsplit=4) for line in lines[start + 1 : stop]]
+
+
+@pytest.mark.parametrize(("more", "factor"), [((), 1.0), (("--interruptions-per-day", "2"), 1.01)])
+def test_what_a_training_costs(say, more, factor):
+    """One worker takes 110 ms for 32 of 115 million samples."""
+    flags = ("--workers", "1,2,4,8", "--per-node", "4", "--total-samples", "115M")
+    rows = bills(say(*BARE, *flags, "--price-per-hour", "3", *more))
+    assert [row[:2] for row in rows] == [["1", "1"], ["2", "1"], ["4", "1"], ["8", "2"]]
+    hours = 115e6 / 32 * 0.110 / 3600
+    assert float(rows[0][2]) == pytest.approx(factor * hours, rel=2e-3)
+    for _, machines, row_hours, cost, _ in rows:
+        total = 3 * int(machines) * float(row_hours)
+        assert float(cost.strip("*")) == pytest.approx(total, rel=2e-3)
+    assert [row[3][0] == "*" for row in rows] == [False, False, True, False]
+
+
+def test_a_noise_scale_makes_large_batches_dearer(say):
+    flags = ("--workers", "1,8", "--total-samples", "115M", "--price-per-hour", "3")
+    plain, dearer = (bills(say(*BARE, *flags, *more)) for more in ((), ("--noise-scale", "1000")))
+    assert dearer[0] == plain[0]
+    ratio = float(dearer[1][2]) / float(plain[1][2])
+    assert ratio == pytest.approx((1 + 256 / 1000) / (1 + 32 / 1000), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--price-per-hour", "3"), "`price_per_hour` (=3) says what a training costs"),
+        (("--restart-s", "3"), "`restart_s` (=3) counts in what the training costs"),
+        (("--price-per-hour", "-1"), "`price_per_hour` (=-1"),
+        (("--price-per-hour", "3", "--checkpoint-every-s", "0"), "`checkpoint_every_s` (=0"),
+    ],
+)
+def test_a_price_is_refused(refuse, flags, message):
+    assert message in refuse(*BARE, *flags)
