@@ -5,6 +5,7 @@ exchanges that the same thread has attached, and raises before anything is chang
 costs about as much as walking through the optimizer's parameters once.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -54,6 +55,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.exchanges = WeakSet[Watched]()
         self.has_updated = False  # an optimizer of theirs has made a step
+        self.told = WeakSet[Optimizer]()  # those of models that were not attached
 
 
 _here = _Here()
@@ -84,6 +86,8 @@ def _before_step(
     trained = [p for i, p in parameters.items() if i in others and p.grad is not None]
     if len(others) == len(parameters):
         _refuse_stranger(optimizer, exchanges, has_gradients=bool(trained))
+        if trained:
+            _tell_of_stranger(optimizer, exchanges[0].comm)
         return None
     _here.has_updated = True
     _refuse_early(optimizer, [exchange for exchange, ids in held if ids])
@@ -117,6 +121,18 @@ def _refuse_stranger(
             f"The {_kind(optimizer)} makes a step, and holds no parameter of the attached model"
             " (it may have been made of a copy, or of a model that was replaced since); make it of"
             " `model.parameters()`, of the model that was given to `attach`."
+        )
+
+
+def _tell_of_stranger(optimizer: Optimizer, comm: Communicator) -> None:
+    """Says once that a model is trained by each worker for itself."""
+    if comm.size > 1 and comm.rank == 0 and optimizer not in _here.told:
+        _here.told.add(optimizer)
+        logging.getLogger("allstep").warning(
+            "the %s trains a model that was not attached: each of %d workers makes another one of"
+            " it. Attach it, too (`allstep.attach(model, comm)`), if that is not meant.",
+            _kind(optimizer),
+            comm.size,
         )
 
 

@@ -82,7 +82,8 @@ class TestServers:
         self, servers: Servers, tmp_path: Path
     ) -> None:
         flags = ("--epochs", 1, "--width", 4)
-        code, text = servers.run("train", "digits", *flags, "--run-dir", tmp_path / "two")
+        more = ("--run-dir", tmp_path / "two", "--doctor", "quick")
+        code, text = servers.run("train", "digits", *flags, *more)
         assert code == 0, text
         assert re.search(r"alpha, beta: Python [\d.]+, torch .* rank 0 at 10\.78\.0\.1:\d+;", text)
         assert re.search(r"carried: OMP_NUM_THREADS=\d+\n", text)

@@ -132,7 +132,9 @@ def test_parameters_beside_the_attached_model_are_refused(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_other_models_have_optimizers_of_their_own(size: int) -> None:
+def test_other_models_have_optimizers_of_their_own(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """A probe, layers that join, several models under one optimizer, frozen parameters."""
 
     def worker(comm: Communicator) -> None:
@@ -157,6 +159,9 @@ def test_other_models_have_optimizers_of_their_own(size: int) -> None:
             alone.step()
 
     run_ranks(size, worker)
+    told = [r.getMessage() for r in caplog.records if "was not attached" in r.getMessage()]
+    assert len(told) == (size > 1)
+    assert all("the SGD trains a model" in words for words in told)
 
 
 def train_by_lbfgs(
