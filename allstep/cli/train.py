@@ -98,6 +98,8 @@ def run(arguments: list[str]) -> int:
         with speaking_once():
             print(description)
     num_workers = num_workers_to_start(options.workers)
+    if num_workers is not None:  # others meet first
+        recipe.check_workers(num_workers)
     _check_starter(options, num_workers)
     min_workers = _min_workers(options, recipe, num_workers)
     _check_host(options, num_workers)
@@ -308,6 +310,8 @@ def _resume(arguments: list[str]) -> int:
     recipe = run_folder.read_recipe(known.resume, argument="resume")
     run_folder.check_not_in_training(known.resume)
     recipe.check()
+    if num_workers is not None:
+        recipe.check_workers(num_workers)
     min_workers = _min_workers(options, recipe, num_workers)
     with _launching(num_workers, known.resume):
         return _train_on(num_workers, known.resume, options, resume=True, min_workers=min_workers)

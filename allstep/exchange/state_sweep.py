@@ -25,6 +25,7 @@ _FEWEST_WORDS = 1 << 13  # of a part; fewer take as long
 _MOST_TENSORS = 16  # in a part; each takes some calls
 _MOST_WORDS = 1 << 20  # that are looked at together, at eight bytes each
 _PRIME = (1 << 28) - 57
+_PARAMETERS = ("params", "param_names")  # of a group; divided ones are each worker's own
 _WORDS = {1: torch.uint8, 2: torch.int16}
 
 Entries = tuple[tuple[str, str], ...]
@@ -100,7 +101,7 @@ def rates_of(optimizer: Optimizer, group: int) -> Rates:
     settings = {
         name: number
         for name, value in optimizer.param_groups[group].items()
-        if name != "params" and (number := _number(value)) is not None
+        if name not in _PARAMETERS and (number := _number(value)) is not None
     }
     return type(optimizer).__name__, group, settings
 

@@ -39,6 +39,16 @@ class _Named:
             UsageError: if data or a package is missing; says how to get it.
         """
 
+    def check_workers(self, num_workers: int) -> None:
+        """Looks whether so many workers can train it; cheap, and before they do anything.
+
+        Args:
+            num_workers: all of them.
+
+        Raises:
+            UsageError: if they can't; says how many can.
+        """
+
     def data_paths(self) -> list[Path]:
         """Files and folders that the training reads; by default all fields that are paths."""
         values = (getattr(self, field.name) for field in fields(cast(Any, self)))
@@ -175,8 +185,9 @@ class Recipe(_Named, TrainOptions, ABC):
         """The task of `fit`, with the initial weights that `seed` stands for.
 
         Raises:
-            UsageError: as `check` does.
+            UsageError: as `check` and `check_workers` do.
         """
+        self.check_workers(comm.size)
         self.check()
         torch.manual_seed(self.seed)
         task = self.build(comm)

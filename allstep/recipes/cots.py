@@ -143,9 +143,19 @@ class Cots(DividedRecipe):
         if self.faces is not None or self.face_share:
             read_portraits(self.faces)
 
+    def check_workers(self, num_workers: int) -> None:
+        """Refuses nets that can't have equally many workers."""
+        if num_workers % self.data_parallel:
+            raise UsageError(
+                f"`data_parallel` (={self.data_parallel}) must divide the workers ({num_workers});"
+                f" start a multiple of {self.data_parallel}."
+            )
+
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:
         """Trains the stages, tests the neurons, writes pictures and `report.json`."""
-        mesh = self._mesh(comm)
+        self.check_workers(comm.size)
+        nets = self.data_parallel
+        mesh = comm.mesh(data=nets, model=comm.size // nets)  # who share a net, and one each of all
         grid = allstep.nn.Grid(mesh["model"])
         paths, portraits = find_photographs(self.photos, self.folder), read_portraits(self.faces)
         photographs = self._read(paths[::2], self.channels, self.pixels)
@@ -181,15 +191,6 @@ class Cots(DividedRecipe):
             write_whole(run_dir / "report.json", json.dumps(report, indent=2) + "\n")
             show(report, run_dir)
         return 128 + loop.interrupted if loop.interrupted else 0
-
-    def _mesh(self, comm: Communicator) -> "allstep.comm.Mesh[Communicator]":
-        """An axis of nets, and one of the workers that share one."""
-        if comm.size % self.data_parallel:
-            raise UsageError(
-                f"`data_parallel` (={self.data_parallel}) must divide the workers ({comm.size});"
-                f" start a multiple of {self.data_parallel}."
-            )
-        return comm.mesh(data=self.data_parallel, model=comm.size // self.data_parallel)
 
     @property
     def learning_rate(self) -> float:

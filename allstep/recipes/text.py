@@ -1,5 +1,6 @@
 """Any folder of text files and a small transformer that fills in or continues."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.texts import TokenRecipe
-from allstep.recipes.transformer import Transformer
+from allstep.recipes.transformer import Experts, Transformer
 
 _MIN_VOCAB_SIZE = 258
 
@@ -50,6 +51,21 @@ class Text(TokenRecipe):
     heads: int = 4
     """Heads of its attention; they share the width."""
 
+    experts: int | None = None
+    """Feed-forward networks of each block, divided over the workers, of which a token goes through
+    `top_k`; a multiple of the workers. None for a single one."""
+
+    top_k: int = 2
+    """Experts of a token, each with 1 / top_k of the hidden features that a single one has."""
+
+    capacity_factor: float | None = None
+    """An expert takes at most this many times an equal share of a micro-batch's tokens, whatever
+    the workers; the others are dropped from its sum, second choices first, also for tokens that
+    come later. None for no limit."""
+
+    balance_weight: float = 0.01
+    """Weight in the loss of what makes the router use all experts alike."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer = allstep.errors.check_integer
@@ -63,6 +79,45 @@ class Text(TokenRecipe):
         for name in ("width", "depth", "heads"):
             check_integer(name, getattr(self, name))
         allstep.errors.check_multiple("width", self.width, "heads", self.heads)
+        if self.experts is not None:
+            self._check_experts(self.experts)
+
+    def _check_experts(self, num_experts: int) -> None:
+        for name, least in (("experts", 2), ("top_k", 1)):
+            allstep.errors.check_integer(name, getattr(self, name), least)
+        if self.top_k > num_experts:
+            raise UsageError(f"`top_k` (={self.top_k}) must be at most `experts` (={num_experts}).")
+        if 4 * self.width % self.top_k:
+            raise UsageError(
+                f"`top_k` (={self.top_k}) must divide the {4 * self.width} hidden features of a"
+                f" block, four times `width` (={self.width}): 1, 2 or 4 always do."
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise UsageError(
+                f"`capacity_factor` (={self.capacity_factor}) must be positive, 1.25 say, or None"
+                " for no limit."
+            )
+        if not 0 <= self.balance_weight < math.inf:
+            raise UsageError(f"`balance_weight` (={self.balance_weight}) must be 0 or more.")
+        needs_whole = {
+            "compression": self.compression == "exact",
+            "staleness": self.staleness > 0,
+            "sync_every": self.sync_every is not None,
+        }
+        for name in (name for name, is_set in needs_whole.items() if is_set):
+            raise UsageError(
+                f"`{name}` (={getattr(self, name)!r}) is for models that are whole on every worker,"
+                f" and `experts` (={num_experts}) are divided over them; leave one of them out."
+            )
+
+    def check_workers(self, num_workers: int) -> None:
+        """Refuses experts that don't divide over the workers."""
+        if self.experts is not None and self.experts % num_workers:
+            nearest = allstep.errors.nearest_multiples(self.experts, num_workers)
+            raise UsageError(
+                f"`experts` (={self.experts}) must be a multiple of the {num_workers} workers, as"
+                f" each has as many; nearest: {nearest}."
+            )
 
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's texts."""
@@ -79,15 +134,28 @@ class Text(TokenRecipe):
             heads=self.heads,
             dropout=self.dropout,
             causal=self.objective == "causal",
+            experts=self._experts(comm),
         )
         return self.make_task(
             model,
             *make_sets(self.sequence_length),
             LanguageModelling(
-                log_frequencies(train_tokens, self.vocab_size), self.samples == "paragraphs"
+                log_frequencies(train_tokens, self.vocab_size),
+                self.samples == "paragraphs",
+                self.balance_weight,
             ),
             self.later_stages(make_sets),
             allstep.data.text_folder.collate_padded if self.samples == "paragraphs" else None,
+        )
+
+    def _experts(self, comm: Communicator) -> Experts | None:
+        if self.experts is None:
+            return None
+        return Experts(
+            comm=comm,
+            num=self.experts,
+            top_k=self.top_k,
+            capacity_factor=self.capacity_factor,
         )
 
     def _tokens(self, comm: Communicator) -> tuple[Tensor, Tensor]:
@@ -125,35 +193,59 @@ class LanguageModelling:
     Args:
         unigram_log_probs: logarithm of each token's frequency in the training set, [vocab_size].
         is_padded: whether some targets are padding.
+        balance_weight: of a mixture's balance loss beside the mean cross-entropy.
     """
 
     unigram_log_probs: Tensor
     is_padded: bool = False
+    balance_weight: float = 0.0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-        """Sum of the targets' cross-entropies, nats, and their number."""
+        """Sum of the targets' cross-entropies, nats, and their number.
+
+        A balance loss is added for each target, so that a micro-batch's counts by its targets.
+        """
         inputs, targets, *positions = batch
-        logits = model(inputs, *positions)
+        logits, *balance_loss = _outputs(model, inputs, *positions)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        if not self.is_padded:
-            return total, targets.numel()
-        return total, float((targets != allstep.data.text_folder.PADDING).sum())
+        count = float(targets.numel())
+        if self.is_padded:
+            count = float((targets != allstep.data.text_folder.PADDING).sum())
+        for balance in balance_loss:
+            total = total + self.balance_weight * count * balance
+        return total, count
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
-        """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`."""
+        """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`.
+
+        With experts also of `balance`, a token, and `dropped`, the share of choices without room.
+        """
         inputs, targets, *positions = batch
-        logits = model(inputs, *positions).flatten(0, 1)
-        targets = targets.flatten()
+        logits, *balance_loss = _outputs(model, inputs, *positions)
+        logits, targets = logits.flatten(0, 1), targets.flatten()
         if self.is_padded:
             counts = targets != allstep.data.text_folder.PADDING
             logits, targets = logits[counts], targets[counts]
         count = len(targets)
         unigram = self.unigram_log_probs.to(targets.device)[targets]
-        return {
+        found: dict[str, tuple[float | Tensor, float | Tensor]] = {
             "loss": (F.cross_entropy(logits, targets, reduction="sum"), count),
             "unigram": (-unigram.sum(), count),
             "accuracy": ((logits.argmax(1) == targets).sum(), count),
         }
+        for balance in balance_loss:
+            num_tokens = inputs.numel()
+            layers = [m for m in model.modules() if isinstance(m, allstep.nn.MixtureOfExperts)]
+            num_choices = num_tokens * sum(layer.top_k for layer in layers)
+            found["balance"] = (balance * num_tokens, num_tokens)
+            found["dropped"] = (sum(layer.num_dropped for layer in layers), num_choices)
+        return found
+
+
+def _outputs(model: nn.Module, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The logits, and a balance loss if the model has experts."""
+    found = model(*inputs)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def log_frequencies(tokens: Tensor, vocab_size: int) -> Tensor:

@@ -185,8 +185,9 @@ def _report(run: Run, loop: Loop, comm: Communicator, run_dir: Path) -> RunRepor
     means = comm.all_reduce(torch.tensor(local, dtype=torch.float64), "mean").tolist()
     samples_per_s, data_share, exchange_share, data_wait_s = means
     flops_per_sample = single_worker_samples_per_s = None
-    if loop.interrupted is None and meter.num_samples:
-        flops_per_sample, seconds = run.cost_of_sample()
+    cost = run.cost_of_sample() if loop.interrupted is None and meter.num_samples else None
+    if cost is not None:
+        flops_per_sample, seconds = cost
         if comm.size > 1:
             wait_s = data_wait_s * comm.size / meter.num_samples
             single_worker_samples_per_s = 1 / (seconds + wait_s)

@@ -1,13 +1,15 @@
 """The compute dtype of a run: plain, autocast, or autocast with a gradient scaler."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from allstep.exchange import Exchange
 from allstep.train.devices import map_tensors
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,12 +49,15 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, self._autocast_dtype)
 
-    def step(self, optimizer: Optimizer, clip_norm: float | None) -> None:
+    def step(self, optimizer: Optimizer, exchange: Exchange, clip_norm: float | None) -> None:
         """One update from the global gradient in `p.grad`, clipped if asked for."""
         if clip_norm is not None:
             self.scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            clip_grad_norm_(parameters, clip_norm)
+            if exchange.is_divided:
+                clip_grads_with_norm_(parameters, clip_norm, _norm_over_all(parameters, exchange))
+            else:
+                clip_grad_norm_(parameters, clip_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -62,3 +67,17 @@ class Precision:
         if self._channels_last and tensor.dim() == 4:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
+
+
+def _norm_over_all(parameters: Iterable[nn.Parameter], exchange: Exchange) -> Tensor:
+    """The norm of the gradients, those of parameters that only other workers have included."""
+    divided = set(exchange.divided.values())
+    shared: list[Tensor] = []
+    own: list[Tensor] = []
+    for p in parameters:
+        if p.grad is not None:
+            (own if p in divided else shared).append(p.grad)
+    of_own = get_total_norm(own).double().square()  # float32 where no own expert had a token
+    of_divided = exchange.comm.all_reduce(of_own.to(exchange.comm.device))
+    of_shared = get_total_norm(shared)
+    return (of_shared.double().square() + of_divided).sqrt().to(of_shared.dtype)

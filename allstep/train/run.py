@@ -14,6 +14,7 @@ from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.train.batch import seed_update, steps
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
+from allstep.train.divided import own_states, whole_states
 from allstep.train.elastic import Elastic
 from allstep.train.evaluator import Evaluator
 from allstep.train.noise import NoiseProbe
@@ -63,12 +64,7 @@ class Run:
             options.precision, comm.device, channels_last=options.channels_last
         )
         self._model = self.precision.prepare_model(task.model)
-        for name in divided_modules(self._model):
-            raise UsageError(
-                f"`task.model.{name}` is divided over the workers, which a run's checkpoints,"
-                " gradient norms and noise scale don't see: train it in a loop of your own, with"
-                " `allstep.steps`."
-            )
+        _check_divided(self._model, options)
         self._optimizer = task.optimizer(self._model)
         self.exchange = attach(
             self._model,
@@ -274,11 +270,12 @@ class Run:
 
     def _state(self, exchange: dict[str, Any], loader: dict[str, int]) -> dict[str, Any]:
         is_shared = self._comm.rank == 0 or self.exchange.averaging is None
+        model, optimizer = whole_states(self._model, self._optimizer, self._comm)
         return {
             "options": self._kept_options(),
             "threads": self._threads.state_dict(),
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict() if is_shared else None,
+            "model": model,
+            "optimizer": optimizer if is_shared else None,
             "scaler": self.precision.scaler.state_dict(),
             "num_skipped": self.train_step.num_skipped,
             "stage": self._stage_index,
@@ -295,8 +292,11 @@ class Run:
         """
         check_same(state["options"], self._kept_options())
         self._threads.load_state_dict(state["threads"])
-        load_model_state(self._model, state["model"])
-        load_optimizer_state(self._optimizer, state["optimizer"])
+        model, optimizer = own_states(
+            self._model, self._optimizer, self._comm, state["model"], state["optimizer"]
+        )
+        load_model_state(self._model, model)
+        load_optimizer_state(self._optimizer, optimizer)
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         if state["stage"] != self._stage_index:
@@ -308,13 +308,16 @@ class Run:
         self.train_step.num_skipped = state["num_skipped"]
         self._note_step_start()
 
-    def cost_of_sample(self) -> tuple[float | None, float]:
+    def cost_of_sample(self) -> tuple[float | None, float] | None:
         """Floating-point operations and seconds of a sample, one worker having the machine.
 
-        The operations are None if they can't be counted. The seconds are those of compute and
+        None if no worker has the whole model. The operations are None if they can't be counted.
+        The seconds are those of compute and
         update, without waiting for data or workers. The worker uses all cores, unless the number
         of threads belongs to the run.
         """
+        if self.exchange.is_divided:
+            return None
         stage = self.stage
         data, num_threads = self.train_step.first_data, self._threads.num
         cost = probe(self._task, self.precision, self._comm, data, num_threads)
@@ -330,3 +333,19 @@ class Run:
     def _kept_options(self) -> dict[str, Any]:
         stages = [[s.first_epoch, s.global_batch, s.micro_batch] for s in self._stages]
         return {name: getattr(self._options, name) for name in _KEPT_OPTIONS} | {"stages": stages}
+
+
+def _check_divided(model: nn.Module, options: TrainOptions) -> None:
+    """Refuses what looks at one worker's gradients, if there are parts of the model on others."""
+    for name in divided_modules(model):
+        reason = f"`task.model.{name}` is divided over the workers"
+        if options.precision == "float16":
+            raise UsageError(
+                f"`precision` (={options.precision!r}) scales by the gradients that a worker sees,"
+                f" and {reason}: take 'bfloat16'."
+            )
+        if every := options.noise_scale_every_steps:
+            raise UsageError(
+                f"`noise_scale_every_steps` (={every}) needs a micro-batch's whole gradient on one"
+                f" worker, and {reason}: leave it out."
+            )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, divided_modules
 from allstep.data import GlobalBatch
 from allstep.data.random import derive_seed
 from allstep.errors import AllstepError, UsageError, check_integer
@@ -95,7 +95,8 @@ def sharpness(
         The largest eigenvalue and the mean rise of the loss, the same on every worker.
 
     Raises:
-        UsageError: if a number is out of range, or the model has nothing to train.
+        UsageError: if a number is out of range, the model has nothing to train, or a part of it is
+            divided over workers.
         AllstepError: if the loss is not finite, or has no finite second derivative.
 
     >>> from torch.utils.data import TensorDataset
@@ -113,6 +114,11 @@ def sharpness(
     al., 2017, arXiv:1609.04836.
     """
     check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
+    for name in divided_modules(model):
+        raise UsageError(
+            f"`model.{name}` is divided over the {comm.size} workers, and each needs the second"
+            " derivatives of all of it: measure on one, as with `allstep sharpness --workers 1`."
+        )
     objective = Objective(model, loss, batch, comm)
     with sdpa_kernel(SDPBackend.MATH), evaluating(model):  # the other kernels have one derivative
         at_rest = objective.value()

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -143,7 +144,7 @@ class TrainStep:
         """
         self._set_learning_rate(self._task.schedule(step))
         if self._is_good(step):
-            self._precision.step(self._optimizer, self._clip_norm)
+            self._precision.step(self._optimizer, self._exchange, self._clip_norm)
         else:
             self.num_skipped += 1
         self._optimizer.zero_grad(set_to_none=True)
@@ -154,12 +155,18 @@ class TrainStep:
             return True
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
-        if any(math.isfinite(nn.utils.get_total_norm(grads, order)) for order in (2.0, math.inf)):
+        norms = (nn.utils.get_total_norm(grads, order) for order in (2.0, math.inf))
+        is_good, comm = any(map(math.isfinite, norms)), self._exchange.comm
+        if self._exchange.is_divided:  # others see other gradients
+            is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
+        if is_good:
             return True
         if self._nonfinite == "skip":
             return False
         named = getattr(self._model, "_orig_mod", self._model).named_parameters()
         bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
+        if self._exchange.is_divided:
+            bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:

@@ -796,21 +796,32 @@ def test_checkpoints_lose_no_expert(tmp_path: Path) -> None:
     ):
         run_ranks(2, auto)
 
-    def task(comm: Communicator) -> None:
-        whole = allstep.Task(
-            model=make_layer(comm),
-            train_set=samples(),
-            test_set=samples(),
-            loss=loss_of,
-            metrics=lambda model, data: {},
-            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-            schedule=lambda step: 1.0,
-        )
-        options = allstep.TrainOptions(epochs=1, global_batch=4, micro_batch=2)
-        allstep.fit(whole, options, comm, tmp_path / "run")
 
-    with pytest.raises(UsageError, match=r"`task.model.experts` is divided over the workers"):
-        run_ranks(2, task)
+def test_sharpness_needs_whole_models() -> None:
+    def measure(comm: Communicator) -> None:
+        loader = allstep.data.loader(samples(), comm, global_batch=4, micro_batch=2)
+        batch = next(loader.global_batches())
+        allstep.train.sharpness(make_layer(comm), loss_of, batch, comm)
+
+    with pytest.raises(UsageError, match=r"`model.experts` is divided over the 2 workers"):
+        run_ranks(2, measure)
+
+
+def test_optimizers_that_name_parameters(thread_generators: Any) -> None:  # noqa: F811
+    """Workers have others in the same group."""
+
+    def train(comm: Communicator) -> None:
+        model = Net(comm)
+        exchange = allstep.attach(model, comm)
+        optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
+        loader = allstep.data.loader(samples(), comm, global_batch=20, micro_batch=4)
+        for batch in allstep.steps(loader, exchange):
+            for data in batch:
+                batch.backward(loss_of(model, data))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(2, train)
 
 
 class Late(nn.Module):
