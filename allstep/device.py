@@ -185,6 +185,13 @@ def device_id(device: torch.device) -> str:
     return _driver.identity(device) if has_streams(device) else ""
 
 
+def nccl_version() -> str:
+    """Of NVIDIA's library of collectives, or AMD's; empty where torch has none."""
+    if not torch.distributed.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
 def current_stream(device: torch.device) -> Stream:
     """The stream that gets what is called now."""
     return _driver.current_stream(device)

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allstep.device import synchronize
+from allstep.device import (
+    default_device,
+    device_id,
+    is_accelerator,
+    nccl_version,
+    num_devices,
+    synchronize,
+)
 
 _SIDE = 2048
 _LARGEST = 8  # sums of 2048 products of such whole numbers are exact in float32, in any order
@@ -91,10 +98,10 @@ def what_arrives(source: torch.device, target: torch.device) -> str:
 
 def _own_words(device: torch.device) -> dict[str, Any]:
     """A GPU's kind, and what its driver counts."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return {"kind": device.type} | read_counters("")
-    properties = torch.cuda.get_device_properties(device)
-    return {"kind": properties.name} | read_counters(f"GPU-{getattr(properties, 'uuid', '')}")
+    kind = torch.get_device_module(device).get_device_properties(device).name
+    return {"kind": kind} | read_counters(f"GPU-{device_id(device)}")
 
 
 def read_counters(uuid: str) -> dict[str, Any]:
@@ -156,12 +163,11 @@ def main() -> None:
         say(driver=nvml.nvmlSystemGetDriverVersion())
     elif torch.version.cuda:
         say(missing="the driver's counters of heat and memory errors: pip install 'allstep[gpus]'")
-    if torch.version.cuda and torch.distributed.is_nccl_available():
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        say(nccl=".".join(map(str, version)))
-    if not torch.cuda.is_available():
+    say(nccl=nccl_version())
+    kind, count = default_device(), num_devices()
+    if not count:
         say(missing=f"the GPUs: torch {torch.__version__} is built without them or finds none")
-    measure([torch.device("cuda", index) for index in range(torch.cuda.device_count())], say)
+    measure([torch.device(kind.type, index) for index in range(count)], say)
     say(doing="end")
 
 
