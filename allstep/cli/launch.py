@@ -32,7 +32,7 @@ from allstep.cli.exits import Exits, StoreRecord, forget_exits, keeping_store, w
 from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
 from allstep.comm import await_others
 from allstep.env import environment_of_joiner, environment_of_worker, make_room
-from allstep.train import FAILED, PEER_LOST
+from allstep.train import FAILED, PEER_LOST, REPEAT_S
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
 # ends them at once, so this only bounds a wait that nobody watches.
@@ -206,12 +206,12 @@ class Workers:
         """Serves the store for workers that have joined, as long as they go on without these.
 
         Args:
-            came: signals, which end that.
+            came: signals that this process got, and may still get: they are asked to stop then.
 
         Returns:
             The code with which the training has ended; None if it has not.
         """
-        return None if self._joins else await_others(self._store, lambda: bool(came))
+        return None if self._joins else await_others(self._store, came, _impatience(came))
 
     def kill_left_behind(self, rank: int) -> None:
         """Kills what a failed worker has left behind, such as its loader's processes.
@@ -243,6 +243,21 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _impatience(came: Sequence[int]) -> Callable[[], bool]:
+    """Looks for signals; whether one came later than by chance, or the first long ago."""
+    seen_at_s: list[float] = []
+
+    def look() -> bool:
+        now_s = time.monotonic()
+        seen_at_s.extend(now_s for _ in came[len(seen_at_s) :])
+        if not seen_at_s:
+            return False
+        first_s, last_s = seen_at_s[0], seen_at_s[-1]
+        return last_s - first_s > REPEAT_S or now_s - first_s > _SHUTDOWN_S
+
+    return look
 
 
 def _exit_code(process: _Process) -> int | None:

@@ -23,6 +23,7 @@ from allstep.comm.generations import (
     is_over,
     lost_store_told,
     newest,
+    signal_to_stop,
     stored_in,
     write_end,
 )
@@ -149,14 +150,18 @@ class Membership:
         with suppress(RuntimeError):  # the launcher may be gone
             write_end(self._store, code)
 
-    def has_joiners(self) -> bool:
-        """Whether workers wait to join; looks a few times a second at most."""
+    def look(self) -> tuple[bool, int | None]:
+        """What is asked of this generation; looks a few times a second at most.
+
+        Returns:
+            Whether workers wait to join, and the signal by which the launcher asks all to stop.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_at_s < _LOOK_S:
-            return False
+            return False, None
         self._looked_at_s = now_s
         with lost_store_told():
-            return bool(self._waiting())
+            return bool(self._waiting()), signal_to_stop(self._store)
 
     def watch(self, comm: Communicator) -> None:
         """Breaks off what the present generation waits for once one of its workers has ended.

@@ -30,6 +30,7 @@ from allstep.train.run_lock import trainer_of as trainer_of
 from allstep.train.sharpness import Sharpness, sharpness
 from allstep.train.sharpness import check_sharpness_arguments as check_sharpness_arguments
 from allstep.train.step import Update
+from allstep.train.stop import REPEAT_S as REPEAT_S
 from allstep.train.stop import Interrupts, StopAgreement
 from allstep.train.storage import read_checkpoint as read_checkpoint
 from allstep.train.storage import write_checkpoint as write_checkpoint

@@ -5,13 +5,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from allstep.cli.exits import StoreRecord, keeping_store, read_store
 from allstep.cli.main import main
 from allstep.errors import UsageError
 from allstep.train.metrics import read_metrics
-from tests.helpers.joiners import num_joiners
+from tests.helpers.joiners import has_generation, num_joiners
 from tests.helpers.launched import Launched
 
 
@@ -60,6 +61,35 @@ def test_one_worker_is_asked_to_end(tmp_path: Path) -> None:
     assert list((run_dir / "checkpoints").glob("step-*"))
     resume = f"allstep train --resume {run_dir} --workers 2 --elastic"
     assert resume in " ".join(training.output.split())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_ctrl_c_where_only_workers_that_joined_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They stop after their step, with a checkpoint, and `allstep why` names the signal."""
+    run_dir = tmp_path / "run"
+    training = start(run_dir, epochs=200)
+    port = read_store(run_dir).port
+    joining = Launched("-m", "allstep", "join", run_dir)
+    joining.wait_until(lambda: has_generation(port, 1))
+    for worker in training.workers():
+        worker.send_signal(signal.SIGKILL)
+    training.wait_until(lambda: not any(map(is_running, training.workers())))
+    training.process.send_signal(signal.SIGINT)
+    training.finish(within_s=120)
+    joining.finish(within_s=120)
+    assert (training.code, joining.code) == (128 + signal.SIGINT, 128 + signal.SIGINT)
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert "the run was interrupted; continue it with" in " ".join(joining.output.split())
+    capsys.readouterr()
+    assert main(["why", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["what"] == "signalled"
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from allstep.train.run import Run
 from allstep.train.task import Stage
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
-from tests.helpers.joiners import has_generation, num_joiners
+from tests.helpers.joiners import asks_to_stop, has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.same_model import Images
 
@@ -348,6 +349,31 @@ def test_all_that_began_are_lost_and_too_few_are_left(tmp_path: Path) -> None:
             assert ended(joiner) == [1], joiner.outcomes()
             assert "fewer than `min_workers` (=2)" in joiner.outcomes()[0].value
     assert len(lines_of(run_dir)) < NUM_STEPS
+
+
+def test_a_launcher_that_has_lost_its_workers_is_asked_to_end(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """Those who joined stop after their step, with a checkpoint, from which the run goes on."""
+    run_dir, goes_on, is_asked = (tmp_path / name for name in ("run", "goes_on", "is_asked"))
+    begun = (run_dir, {0: ("commit", 8)}, HeldAt(5, goes_on))
+    with Workers(1, train, begun, min_workers=1) as workers:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        later = (run_dir, {}, HeldAt(9, is_asked))
+        with Workers(1, train, later, min_workers=1, joins_port=workers.port) as joiner:
+            wait_until(lambda: num_joiners(workers.port) == 1, workers)
+            goes_on.touch()
+            assert ended(workers) == [-signal.SIGKILL]
+            with ThreadPoolExecutor(1) as pool:
+                code = pool.submit(workers.await_others, [signal.SIGINT])
+                wait_until(lambda: code.done() or asks_to_stop(workers.port), joiner)
+                is_asked.touch()
+                assert code.result() == 128 + signal.SIGINT
+            assert ended(joiner) == [0], joiner.outcomes()
+    assert len(lines_of(run_dir)) < NUM_STEPS
+    task, comm = same_model.make_task("sgd"), Communicator.single_process()
+    allstep.fit(task, OPTIONS, comm, run_dir, resume=True)
+    check_same(run_dir, undisturbed)
 
 
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
