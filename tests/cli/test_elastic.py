@@ -10,9 +10,10 @@ import pytest
 
 from allstep.cli.exits import StoreRecord, keeping_store, read_store
 from allstep.cli.main import main
+from allstep.comm import read_states
 from allstep.errors import UsageError
 from allstep.train.metrics import read_metrics
-from tests.helpers.joiners import has_generation, num_joiners
+from tests.helpers.joiners import num_joiners
 from tests.helpers.launched import Launched
 
 
@@ -71,9 +72,8 @@ def test_ctrl_c_where_only_workers_that_joined_are_left(
     """They stop after their step, with a checkpoint, and `allstep why` names the signal."""
     run_dir = tmp_path / "run"
     training = start(run_dir, epochs=200)
-    port = read_store(run_dir).port
     joining = Launched("-m", "allstep", "join", run_dir)
-    joining.wait_until(lambda: has_generation(port, 1))
+    joining.wait_until(lambda: len(read_states(run_dir)) == 3)  # it has the training's state
     for worker in training.workers():
         worker.send_signal(signal.SIGKILL)
     training.wait_until(lambda: not any(map(is_running, training.workers())))

@@ -304,6 +304,28 @@ def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
     check_same(run_dir, undisturbed)
 
 
+@pytest.mark.parametrize("moment", [("text", 1), ("_check_can_join", 1)])
+def test_a_worker_that_is_killed_as_it_asks_to_join(
+    moment: Moment, tmp_path: Path, undisturbed: Path
+) -> None:
+    """Another joins after it."""
+    run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
+    with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        killed = (run_dir, {0: moment})
+        with Workers(1, train, killed, min_workers=1, joins_port=workers.port) as first:
+            assert ended(first) == [-signal.SIGKILL]
+        num_before = num_joiners(workers.port)
+        later = Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port)
+        with later as second:
+            wait_until(lambda: num_joiners(workers.port) > num_before, workers)
+            goes_on.touch()
+            assert ended(workers) == [0]
+            assert ended(second) == [0], second.outcomes()
+            assert second.outcomes()[0].value > 1000  # it has trained
+    check_same(run_dir, undisturbed)
+
+
 def test_joining_a_generation_that_is_written_while_one_looks(
     tmp_path: Path, undisturbed: Path
 ) -> None:
