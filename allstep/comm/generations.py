@@ -24,7 +24,7 @@ from allstep.comm.places import Place
 from allstep.errors import CommunicationError, PeerLostError
 
 POLL_S = 0.01
-_ROOT, _OVER, _STOP = "allstep/membership", "over", "stop"
+_ROOT, _OVER, _STOP, _JOINERS = "allstep/membership", "over", "stop", "joiners"
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,18 @@ def newest(store: Store, known: int = -1) -> int:
     while store.check([f"{known + 1}/members"]):
         known += 1
     return known
+
+
+def ask_to_join(store: Store, member: Member) -> None:
+    """Says who wants to join, in one message: nobody asks without a name."""
+    store.append(_JOINERS, member.text + "\n")
+
+
+def joiners(store: Store) -> list[Member]:
+    """All that have ever asked, in the order in which they did."""
+    if not store.check([_JOINERS]):
+        return []
+    return list(map(Member.read, store.get(_JOINERS).decode().splitlines()))
 
 
 def write_end(store: Store, code: int) -> None:

@@ -1,6 +1,7 @@
 """Workers are killed at any call, and others join: the training goes on, with the same bits."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -304,6 +305,17 @@ def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
     check_same(run_dir, undisturbed)
 
 
+def ask_to_join(moment: Moment | None, log: Path) -> None:
+    """As a worker that may be killed meanwhile, and soon says that it waits."""
+    logger = logging.getLogger("allstep")
+    logger.addHandler(logging.FileHandler(log))
+    logger.setLevel(logging.INFO)
+    membership = Membership(read_launch(), grace_s=30.0, notice_s=0.1)
+    if moment is not None:
+        Calls(moment)
+    membership.next(-1)
+
+
 @pytest.mark.parametrize("moment", [("text", 1), ("_check_can_join", 1)])
 def test_a_worker_that_is_killed_as_it_asks_to_join(
     moment: Moment, tmp_path: Path, undisturbed: Path
@@ -312,8 +324,8 @@ def test_a_worker_that_is_killed_as_it_asks_to_join(
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
-        killed = (run_dir, {0: moment})
-        with Workers(1, train, killed, min_workers=1, joins_port=workers.port) as first:
+        asks = ask_to_join, (moment, tmp_path / "log")
+        with Workers(1, *asks, min_workers=1, joins_port=workers.port) as first:
             assert ended(first) == [-signal.SIGKILL]
         num_before = num_joiners(workers.port)
         later = Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port)
@@ -324,6 +336,18 @@ def test_a_worker_that_is_killed_as_it_asks_to_join(
             assert ended(second) == [0], second.outcomes()
             assert second.outcomes()[0].value > 1000  # it has trained
     check_same(run_dir, undisturbed)
+
+
+def test_a_worker_that_waits_long_to_join_says_for_whom(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    held = HeldAt(5, tmp_path / "never")
+    with Workers(1, train, (run_dir, {}, held), min_workers=1) as workers:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        asks = ask_to_join, (None, log)
+        with Workers(1, *asks, min_workers=1, joins_port=workers.port) as joiner:
+            wait_until(lambda: log.exists() and "\n" in log.read_text(), joiner)
+        assert "this worker waits to join for 0.1 s" in log.read_text()
+        assert f"a step of rank 0 (process {workers.pids[0]} on " in log.read_text()
 
 
 def test_joining_a_generation_that_is_written_while_one_looks(
