@@ -280,6 +280,12 @@ def _resume(arguments: list[str]) -> int:
     parser.add_argument("--restarts", metavar="N", type=int, default=0)
     parser.add_argument("--doctor", choices=["quick"])
     known, others = parser.parse_known_args(arguments)
+    if str(known.resume) == "auto":
+        name = next((word for word in others if word in REGISTRY), "digits")
+        raise UsageError(
+            "`resume` (=auto) needs a recipe and the run's folder, first the recipe: allstep train"
+            f" {name} --run-dir DIR --resume auto."
+        )
     if others:
         names = [word for word in others if not word.lstrip("-").isdigit()] or others
         listed = ", ".join(f"`{word}`" for word in names)
@@ -287,11 +293,6 @@ def _resume(arguments: list[str]) -> int:
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
             f" {known.resume}/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
             " `--restarts` and `--doctor` may differ."
-        )
-    if str(known.resume) == "auto":
-        raise UsageError(
-            "`resume` (=auto) needs a recipe and the run's folder: allstep train digits --run-dir"
-            " DIR --resume auto."
         )
     num_workers = num_workers_to_start(known.workers)
     options = LaunchOptions(
