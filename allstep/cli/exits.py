@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from allstep.comm import state_folder
+from allstep.comm import WorkerState, state_folder
 from allstep.errors import UsageError
 from allstep.files import write_whole
 
@@ -16,15 +16,24 @@ from allstep.files import write_whole
 class Exits:
     """How a launcher's workers ended.
 
+    Ranks are those with which the workers began; others may have gone on without them.
+
     Attributes:
         codes: exit codes by rank, negative if a signal ended it.
         first: the rank that failed on its own account.
         killed: ranks that the launcher killed, for they had not ended long after others failed.
+        pids: process ids by rank.
     """
 
     codes: Sequence[int | None]
     first: int
     killed: Sequence[int]
+    pids: Sequence[int]
+
+    def rank_of(self, state: WorkerState | None) -> int | None:
+        """With which rank the worker of a state began; None if another launcher started it."""
+        pid = None if state is None else state.pid
+        return self.pids.index(pid) if pid in self.pids else None
 
 
 def read_exits(run_dir: Path) -> Exits | None:

@@ -311,7 +311,7 @@ def launch_workers(
             code = 0 if 0 in workers.exit_codes else workers.await_others(came)
         if failed and code is None and run_dir is not None:
             first = root_cause(workers, failed)
-            write_exits(run_dir, Exits(workers.exit_codes, first, killed))
+            write_exits(run_dir, Exits(workers.exit_codes, first, killed, workers.pids))
         if came:
             return 128 + came[0]
         return _explain(workers, failed, killed) if code is None else code
@@ -401,9 +401,14 @@ def words_of_death(workers: Workers, rank: int, killed: Sequence[int]) -> str:
 
 
 def root_cause(workers: Workers, failed: Sequence[int]) -> int:
-    """The worker that failed on its own account: it reported, or was killed, or came first."""
+    """The worker that failed on its own account: it reported, or was killed, or came first.
+
+    Of those that may go on without each other the last one ended the run.
+    """
 
     def order(rank: int) -> tuple[bool, bool, float]:
+        if workers.min_workers is not None:
+            return (False, workers.exit_codes[rank] == PEER_LOST, -failed.index(rank))
         file = workers.error_file(rank)
         has_reported = file.is_file()
         time_s = file.stat().st_mtime if has_reported else failed.index(rank)

@@ -15,7 +15,7 @@ from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
-from allstep.comm import Communicator
+from allstep.comm import Communicator, read_states
 from allstep.env import read_launch
 from allstep.errors import UsageError, check_integer
 from allstep.optim import Rescaled
@@ -107,6 +107,7 @@ def run(arguments: list[str]) -> int:
     with _launching(num_workers, run_dir):
         if run_dir is not None and not resume:
             run_folder.write_recipe(run_dir, recipe)
+        _note_launch(run_dir, options)
         return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
 
 
@@ -199,6 +200,17 @@ def _launching(num_workers: int | None, run_dir: Path | None) -> AbstractContext
     if num_workers is None or run_dir is None:
         return nullcontext()
     return launcher_lock(run_dir)
+
+
+def _note_launch(run_dir: Path | None, options: LaunchOptions) -> None:
+    """Leaves it for those who say how to go on; on rank 0, which has the folder."""
+    if run_dir is not None:
+        run_folder.note_launch(
+            run_dir,
+            elastic=options.elastic,
+            min_workers=options.min_workers,
+            restarts=options.restarts,
+        )
 
 
 def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
@@ -311,6 +323,7 @@ def _resume(arguments: list[str]) -> int:
     recipe.check()
     min_workers = _min_workers(options, recipe, num_workers)
     with _launching(num_workers, known.resume):
+        _note_launch(known.resume, options)
         return _train_on(num_workers, known.resume, options, resume=True, min_workers=min_workers)
 
 
@@ -364,7 +377,9 @@ def _train_on(
             break
         print(f"{run_dir} is continued: restart {number + 1} of {restarts}", flush=True)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
-        print(_advice(run_dir, num_workers, elastic=options.elastic), file=sys.stderr)
+        states = read_states(run_dir) if options.elastic else []  # others may have joined
+        num_last = states[0].size if states else num_workers
+        print(_advice(run_dir, num_last), file=sys.stderr)
     return code
 
 
@@ -402,11 +417,11 @@ def _join_workers(
     return run_here(work, advice=advice)
 
 
-def _advice(run_dir: Path, num_workers: int, *, elastic: bool = False) -> str:
+def _advice(run_dir: Path, num_workers: int) -> str:
     can = "be continued" if run_folder.has_checkpoint(run_dir) else "start again"
     return (
         f"What happened first: allstep why {shlex.quote(str(run_dir))}\n"
-        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers, elastic=elastic)}"
+        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
     )
 
 

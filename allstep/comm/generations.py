@@ -104,7 +104,7 @@ def newest(store: Store, known: int = -1) -> int:
 
 def ask_to_join(store: Store, member: Member) -> None:
     """Says who wants to join, in one message: nobody asks without a name."""
-    store.append(_JOINERS, member.text + "\n")
+    store.append(_JOINERS, member.text + "\n")  # type: ignore[attr-defined]  # no stub
 
 
 def joiners(store: Store) -> list[Member]:

@@ -4,22 +4,25 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from allstep.cli import run_folder
 from allstep.cli.exits import StoreRecord, keeping_store, read_store
 from allstep.cli.main import main
 from allstep.comm import read_states
 from allstep.errors import UsageError
+from allstep.recipes.digits import Digits
 from allstep.train.metrics import read_metrics
 from tests.helpers.joiners import num_joiners
 from tests.helpers.launched import Launched
 
 
-def start(run_dir: Path, *, epochs: int) -> Launched:
+def start(run_dir: Path, *flags: object, epochs: int) -> Launched:
     """`digits` on two workers, which have made some steps."""
-    flags = ("--workers", 2, "--elastic", "--run-dir", run_dir, "--epochs", epochs)
+    flags = ("--workers", 2, "--elastic", "--run-dir", run_dir, "--epochs", epochs, *flags)
     training = Launched("-m", "allstep", "train", "digits", *flags)
     training.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
     return training
@@ -73,7 +76,9 @@ def test_ctrl_c_where_only_workers_that_joined_are_left(
     run_dir = tmp_path / "run"
     training = start(run_dir, epochs=200)
     joining = Launched("-m", "allstep", "join", run_dir)
-    joining.wait_until(lambda: len(read_states(run_dir)) == 3)  # it has the training's state
+    joining.wait_until(
+        lambda: [state.size for state in read_states(run_dir)] == [3] * 3
+    )  # it has the training's state
     for worker in training.workers():
         worker.send_signal(signal.SIGKILL)
     training.wait_until(lambda: not any(map(is_running, training.workers())))
@@ -125,6 +130,53 @@ def test_launchers_that_end_all(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert "torchrun has started them" in refused("train", "digits", "--elastic")
+
+
+@pytest.mark.parametrize(
+    ("launch", "num_workers", "flags"),
+    [
+        ({}, 1, ""),
+        ({}, 2, " --workers 2"),
+        ({"restarts": 3}, 2, " --workers 2 --restarts 3"),
+        ({"elastic": True}, 1, " --elastic"),
+        (
+            {"elastic": True, "min_workers": 2, "restarts": 1},
+            1,  # is left, too few to go on with
+            " --workers 2 --elastic --min-workers 2 --restarts 1",
+        ),
+    ],
+)
+def test_the_command_that_continues_a_run_has_the_flags_of_its_launch(
+    launch: dict[str, Any], num_workers: int, flags: str, tmp_path: Path
+) -> None:
+    recipe = Digits(lr=0.1)
+    run_folder.write_recipe(tmp_path, recipe)
+    run_folder.note_launch(tmp_path, elastic=True, min_workers=5)  # of an earlier part
+    run_folder.note_launch(tmp_path, **launch)
+    expected = f"allstep train --resume {tmp_path}{flags}"
+    assert run_folder.resume_command(tmp_path, num_workers) == expected
+    assert run_folder.read_recipe(tmp_path, argument="run") == recipe
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_that_has_lost_all_its_workers_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as many as were there last, and as it was launched; so does `allstep why`."""
+    run_dir = tmp_path / "run"
+    training = start(run_dir, "--min-workers", 2, epochs=200)
+    joining = Launched("-m", "allstep", "join", run_dir)
+    joining.wait_until(lambda: [state.size for state in read_states(run_dir)] == [3] * 3)
+    for worker in [*training.workers(), *joining.workers()]:
+        worker.send_signal(signal.SIGKILL)
+    training.finish(within_s=120)
+    joining.finish(within_s=120)
+    command = f"allstep train --resume {run_dir} --workers 3 --elastic --min-workers 2"
+    assert command in training.errors
+    capsys.readouterr()
+    assert main(["why", str(run_dir)]) == 0
+    assert command in capsys.readouterr().out or not run_folder.has_checkpoint(run_dir)
 
 
 def test_where_workers_join_is_kept_while_the_launcher_is_there(tmp_path: Path) -> None:
