@@ -297,11 +297,11 @@ def launch_workers(
         ) as workers,
         contextlib.ExitStack() as stack,
     ):
+        forget_exits(run_dir)
         if run_dir is not None and min_workers is not None:  # in the folder of a run of its own
             stack.enter_context(
                 keeping_store(run_dir, StoreRecord(port=workers.port, min_workers=min_workers))
             )
-        forget_exits(run_dir)
         watch = Watch(workers, came)
         while not watch.look(_POLL_S):
             pass

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from allstep.cli import run_folder
-from allstep.cli.exits import StoreRecord, keeping_store, read_store
+from allstep.cli.exits import StoreRecord, forget_exits, keeping_store, read_store
 from allstep.cli.main import main
 from allstep.comm import read_states
 from allstep.errors import UsageError
@@ -184,6 +184,29 @@ def test_where_workers_join_is_kept_while_the_launcher_is_there(tmp_path: Path) 
         assert read_store(tmp_path) == StoreRecord(port=1234, min_workers=3)
     with pytest.raises(UsageError, match="takes no workers now"):
         read_store(tmp_path)
+
+
+def test_joining_where_the_launcher_was_killed(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Its record is there still, its lock is not."""
+    run_folder.write_recipe(tmp_path, Digits())
+    launcher = Launched("-c", _LAUNCHER, tmp_path)
+    launcher.wait_until(lambda: (tmp_path / "last_state" / "store.json").exists())
+    assert read_store(tmp_path).port == 9  # the control
+    launcher.process.send_signal(signal.SIGKILL)
+    launcher.finish(within_s=60)
+    assert "was killed; `allstep why` says how" in refused("join", str(tmp_path))
+    forget_exits(tmp_path)  # as the next launcher does
+    assert "was started without `--elastic`" in refused("join", str(tmp_path))
+
+
+_LAUNCHER = """
+import pathlib, signal, sys
+from allstep.cli.exits import StoreRecord, keeping_store
+from allstep.train import launcher_lock
+run_dir = pathlib.Path(sys.argv[1])
+with launcher_lock(run_dir), keeping_store(run_dir, StoreRecord(port=9, min_workers=1)):
+    signal.pause()
+"""
 
 
 def test_joining_what_takes_no_workers(tmp_path: Path, refused: Callable[..., str]) -> None:
