@@ -28,6 +28,7 @@ from allstep.comm.membership import Membership
 from allstep.env import read_launch
 from allstep.train.elastic import Elastic
 from allstep.train.run import Run
+from allstep.train.stop import Interrupts
 
 NUM_WORKERS, MICRO_BATCH = 4, 32
 OVERHEAD_STEPS = 40  # of an epoch
@@ -200,7 +201,7 @@ def measure_overhead(folder: Path) -> None:
         membership.begin(comm)
         loops = {
             "plain": updates(task, comm, None),
-            "elastic": updates(task, comm, Elastic(comm, membership)),
+            "elastic": updates(task, comm, Elastic(comm, membership, Interrupts())),
         }
         found: dict[str, dict[str, list[float]]] = {n: {"wall": [], "cpu": []} for n in loops}
         for repeat in range(-_WARMUPS, repeats):

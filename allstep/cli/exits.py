@@ -7,24 +7,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from allstep.comm import state_folder
+from allstep.comm import WorkerState, state_folder
 from allstep.errors import UsageError
 from allstep.files import write_whole
+from allstep.train import launcher_has_ended
 
 
 @dataclass(frozen=True)
 class Exits:
     """How a launcher's workers ended.
 
+    Ranks are those with which the workers began; others may have gone on without them.
+
     Attributes:
         codes: exit codes by rank, negative if a signal ended it.
         first: the rank that failed on its own account.
         killed: ranks that the launcher killed, for they had not ended long after others failed.
+        pids: process ids by rank.
     """
 
     codes: Sequence[int | None]
     first: int
     killed: Sequence[int]
+    pids: Sequence[int]
+
+    def rank_of(self, state: WorkerState | None) -> int | None:
+        """With which rank the worker of a state began; None if another launcher started it."""
+        pid = None if state is None else state.pid
+        return self.pids.index(pid) if pid in self.pids else None
 
 
 def read_exits(run_dir: Path) -> Exits | None:
@@ -45,7 +55,8 @@ def forget_exits(run_dir: Path | None) -> None:
     """Deletes what the launcher of an earlier part of a run has left."""
     if run_dir is not None:
         with contextlib.suppress(OSError):
-            _file(run_dir).unlink(missing_ok=True)
+            for file in (_file(run_dir), _store_file(run_dir)):
+                file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +90,8 @@ def read_store(run_dir: Path) -> StoreRecord:
     """Of the launcher that trains in a run's folder now.
 
     Raises:
-        UsageError: if none does, or not on this host, or if it takes no workers.
+        UsageError: if none does, or not on this host, or if it takes no workers. One that was
+            killed has left its record, but not its lock.
     """
     try:
         record = StoreRecord(**json.loads(_store_file(run_dir).read_text(encoding="utf-8")))
@@ -88,6 +100,11 @@ def read_store(run_dir: Path) -> StoreRecord:
             f"`run` (={run_dir}) takes no workers now: it has ended, or it was started without"
             " `--elastic`."
         ) from None
+    if launcher_has_ended(run_dir):
+        raise UsageError(
+            f"`run` (={run_dir}) takes no workers now: its launcher on {record.host} was killed;"
+            " `allstep why` says how to continue the run."
+        )
     if record.host != socket.gethostname():
         raise UsageError(
             f"`run` (={run_dir}) is trained on {record.host}; workers can join it there only."

@@ -32,7 +32,7 @@ from allstep.cli.exits import Exits, StoreRecord, forget_exits, keeping_store, w
 from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
 from allstep.comm import await_others
 from allstep.env import environment_of_joiner, environment_of_worker, make_room
-from allstep.train import FAILED, PEER_LOST
+from allstep.train import FAILED, PEER_LOST, REPEAT_S
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
 # ends them at once, so this only bounds a wait that nobody watches.
@@ -206,12 +206,12 @@ class Workers:
         """Serves the store for workers that have joined, as long as they go on without these.
 
         Args:
-            came: signals, which end that.
+            came: signals that this process got, and may still get: they are asked to stop then.
 
         Returns:
             The code with which the training has ended; None if it has not.
         """
-        return None if self._joins else await_others(self._store, lambda: bool(came))
+        return None if self._joins else await_others(self._store, came, _impatience(came))
 
     def kill_left_behind(self, rank: int) -> None:
         """Kills what a failed worker has left behind, such as its loader's processes.
@@ -243,6 +243,21 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _impatience(came: Sequence[int]) -> Callable[[], bool]:
+    """Looks for signals; whether one came later than by chance, or the first long ago."""
+    seen_at_s: list[float] = []
+
+    def look() -> bool:
+        now_s = time.monotonic()
+        seen_at_s.extend(now_s for _ in came[len(seen_at_s) :])
+        if not seen_at_s:
+            return False
+        first_s, last_s = seen_at_s[0], seen_at_s[-1]
+        return last_s - first_s > REPEAT_S or now_s - first_s > _SHUTDOWN_S
+
+    return look
 
 
 def _exit_code(process: _Process) -> int | None:
@@ -282,11 +297,11 @@ def launch_workers(
         ) as workers,
         contextlib.ExitStack() as stack,
     ):
+        forget_exits(run_dir)
         if run_dir is not None and min_workers is not None:  # in the folder of a run of its own
             stack.enter_context(
                 keeping_store(run_dir, StoreRecord(port=workers.port, min_workers=min_workers))
             )
-        forget_exits(run_dir)
         watch = Watch(workers, came)
         while not watch.look(_POLL_S):
             pass
@@ -296,7 +311,7 @@ def launch_workers(
             code = 0 if 0 in workers.exit_codes else workers.await_others(came)
         if failed and code is None and run_dir is not None:
             first = root_cause(workers, failed)
-            write_exits(run_dir, Exits(workers.exit_codes, first, killed))
+            write_exits(run_dir, Exits(workers.exit_codes, first, killed, workers.pids))
         if came:
             return 128 + came[0]
         return _explain(workers, failed, killed) if code is None else code
@@ -386,9 +401,14 @@ def words_of_death(workers: Workers, rank: int, killed: Sequence[int]) -> str:
 
 
 def root_cause(workers: Workers, failed: Sequence[int]) -> int:
-    """The worker that failed on its own account: it reported, or was killed, or came first."""
+    """The worker that failed on its own account: it reported, or was killed, or came first.
+
+    Of those that may go on without each other the last one ended the run.
+    """
 
     def order(rank: int) -> tuple[bool, bool, float]:
+        if workers.min_workers is not None:
+            return (False, workers.exit_codes[rank] == PEER_LOST, -failed.index(rank))
         file = workers.error_file(rank)
         has_reported = file.is_file()
         time_s = file.stat().st_mtime if has_reported else failed.index(rank)

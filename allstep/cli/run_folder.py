@@ -1,5 +1,6 @@
 """A run's folder: `recipe.json`, checkpoints, metrics and, at the end, `report.json`."""
 
+import contextlib
 import json
 import shlex
 from dataclasses import fields
@@ -287,10 +288,54 @@ def _list_runs(run_dir: Path) -> str:
     return nearest_names(str(run_dir), siblings) if siblings else "see `runs/` for your runs."
 
 
-def resume_command(run_dir: Path, num_workers: int, *, elastic: bool = False) -> str:
-    """The command line that continues a run."""
-    workers = f" --workers {num_workers}" if num_workers > 1 else ""
-    return f"allstep train --resume {shlex.quote(str(run_dir))}{workers}{elastic * ' --elastic'}"
+def note_launch(
+    run_dir: Path, *, elastic: bool = False, min_workers: int = 1, restarts: int = 0
+) -> None:
+    """Leaves in `recipe.json` how the run is launched, for `resume_command`.
+
+    On a full disk it leaves nothing.
+
+    Args:
+        run_dir: of a run whose recipe is written.
+        elastic, min_workers, restarts: as for `allstep train`.
+    """
+    launch = {
+        **({"elastic": True, "min_workers": min_workers} if elastic else {}),
+        **({"restarts": restarts} if restarts else {}),
+    }
+    with contextlib.suppress(OSError):
+        plain = json.loads((run_dir / _RECIPE).read_text(encoding="utf-8"))
+        if plain.pop("launch", {}) != launch:
+            noted = plain | ({"launch": launch} if launch else {})
+            write_whole(run_dir / _RECIPE, json.dumps(noted, indent=2) + "\n")
+
+
+def _read_launch(run_dir: Path) -> dict[str, int]:
+    """What `note_launch` has left; empty where there is nothing to say, or it can't be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        launch: dict[str, int] = json.loads((run_dir / _RECIPE).read_text("utf-8"))["launch"]
+        return launch
+    return {}
+
+
+def resume_command(run_dir: Path, num_workers: int) -> str:
+    """The command line that continues a run, launched as it was.
+
+    Args:
+        run_dir: the run's folder.
+        num_workers: that trained last; of an elastic run at least as many as may not be missing.
+    """
+    launch = _read_launch(run_dir)
+    min_workers, restarts = launch.get("min_workers", 1), launch.get("restarts", 0)
+    num_workers = max(num_workers, min_workers)
+    flags = {
+        f"--workers {num_workers}": num_workers > 1,
+        "--elastic": "elastic" in launch,
+        f"--min-workers {min_workers}": min_workers > 1,
+        f"--restarts {restarts}": restarts > 0,
+    }
+    words = [flag for flag, is_given in flags.items() if is_given]
+    return " ".join(["allstep train --resume", shlex.quote(str(run_dir)), *words])
 
 
 def write_report(run_dir: Path, report: dict[str, Any]) -> None:

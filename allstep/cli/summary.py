@@ -9,7 +9,7 @@ from allstep.cli.run_folder import resume_command
 from allstep.comm import Communicator
 from allstep.device import num_devices
 from allstep.doctor import measure_gemm_flops
-from allstep.env import num_cores, read_launch
+from allstep.env import num_cores
 from allstep.plan import RunNumbers, next_step
 from allstep.recipes import Recipe
 from allstep.train import RunReport
@@ -42,8 +42,7 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     if report.flops_per_sample is not None:
         peak = measure_gemm_flops(comm, getattr(torch, recipe.precision))
         mfu = report.flops_per_sample * report.samples_per_s / peak
-    is_elastic = read_launch().min_workers is not None
-    resume = resume_command(report.run_dir, comm.size, elastic=is_elastic)
+    resume = resume_command(report.run_dir, comm.size)
     numbers = RunNumbers(
         workers=comm.size,
         samples_per_s=report.samples_per_s,

@@ -15,7 +15,7 @@ from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
 from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
-from allstep.comm import Communicator
+from allstep.comm import Communicator, read_states
 from allstep.env import read_launch
 from allstep.errors import UsageError, check_integer
 from allstep.optim import Rescaled
@@ -109,6 +109,7 @@ def run(arguments: list[str]) -> int:
     with _launching(num_workers, run_dir):
         if run_dir is not None and not resume:
             run_folder.write_recipe(run_dir, recipe)
+        _note_launch(run_dir, options)
         return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
 
 
@@ -203,6 +204,17 @@ def _launching(num_workers: int | None, run_dir: Path | None) -> AbstractContext
     return launcher_lock(run_dir)
 
 
+def _note_launch(run_dir: Path | None, options: LaunchOptions) -> None:
+    """Leaves it for those who say how to go on; on rank 0, which has the folder."""
+    if run_dir is not None:
+        run_folder.note_launch(
+            run_dir,
+            elastic=options.elastic,
+            min_workers=options.min_workers,
+            restarts=options.restarts,
+        )
+
+
 def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
     """Trains on workers of other hosts, which read the command line again."""
     if not arguments:
@@ -282,6 +294,12 @@ def _resume(arguments: list[str]) -> int:
     parser.add_argument("--restarts", metavar="N", type=int, default=0)
     parser.add_argument("--doctor", choices=["quick"])
     known, others = parser.parse_known_args(arguments)
+    if str(known.resume) == "auto":
+        name = next((word for word in others if word in REGISTRY), "digits")
+        raise UsageError(
+            "`resume` (=auto) needs a recipe and the run's folder, first the recipe: allstep train"
+            f" {name} --run-dir DIR --resume auto."
+        )
     if others:
         names = [word for word in others if not word.lstrip("-").isdigit()] or others
         listed = ", ".join(f"`{word}`" for word in names)
@@ -289,11 +307,6 @@ def _resume(arguments: list[str]) -> int:
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
             f" {known.resume}/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
             " `--restarts` and `--doctor` may differ."
-        )
-    if str(known.resume) == "auto":
-        raise UsageError(
-            "`resume` (=auto) needs a recipe and the run's folder: allstep train digits --run-dir"
-            " DIR --resume auto."
         )
     num_workers = num_workers_to_start(known.workers)
     options = LaunchOptions(
@@ -314,6 +327,7 @@ def _resume(arguments: list[str]) -> int:
         recipe.check_workers(num_workers)
     min_workers = _min_workers(options, recipe, num_workers)
     with _launching(num_workers, known.resume):
+        _note_launch(known.resume, options)
         return _train_on(num_workers, known.resume, options, resume=True, min_workers=min_workers)
 
 
@@ -367,7 +381,9 @@ def _train_on(
             break
         print(f"{run_dir} is continued: restart {number + 1} of {restarts}", flush=True)
     if run_dir is not None and code not in (0, 2) and not run_folder.has_report(run_dir):
-        print(_advice(run_dir, num_workers, elastic=options.elastic), file=sys.stderr)
+        states = read_states(run_dir) if options.elastic else []  # others may have joined
+        num_last = states[0].size if states else num_workers
+        print(_advice(run_dir, num_last), file=sys.stderr)
     return code
 
 
@@ -405,11 +421,11 @@ def _join_workers(
     return run_here(work, advice=advice)
 
 
-def _advice(run_dir: Path, num_workers: int, *, elastic: bool = False) -> str:
+def _advice(run_dir: Path, num_workers: int) -> str:
     can = "be continued" if run_folder.has_checkpoint(run_dir) else "start again"
     return (
         f"What happened first: allstep why {shlex.quote(str(run_dir))}\n"
-        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers, elastic=elastic)}"
+        f"The run can {can}: {run_folder.resume_command(run_dir, num_workers)}"
     )
 
 

@@ -189,7 +189,7 @@ def _outcome(training: Training, watch: Watch, *, is_stopped: bool) -> Outcome:
         return Outcome(training)
     workers = watch.workers
     rank = root_cause(workers, watch.failed)
-    write_exits(training.run_dir, Exits(workers.exit_codes, rank, watch.killed))
+    write_exits(training.run_dir, Exits(workers.exit_codes, rank, watch.killed, workers.pids))
     if (workers.exit_codes[rank] or 0) < 0:
         return Outcome(training, failure=words_of_death(workers, rank, watch.killed))
     lines = last_lines(workers.folder, rank, _NUM_LOG_LINES)

@@ -161,22 +161,23 @@ def _crash(states: Sequence[WorkerState]) -> Finding | None:
 def _death(states: Sequence[WorkerState], exits: Exits) -> Finding | None:
     """Of the worker that ended first, as its launcher saw it."""
     rank, code = exits.first, exits.codes[exits.first] or 0
-    state = next((state for state in states if state.rank == rank), None)
-    if code >= 0:
-        return None
+    state = next((state for state in states if exits.rank_of(state) == rank), None)
+    if code >= 0 or (state is None and any(other.rank == rank for other in states)):
+        return None  # others went on without it
+    own_rank = rank if state is None else state.rank
     name = f"rank {rank}" if state is None else _named(state)
     seen = ", before it left a word" if state is None else f", last seen in {state.where}"
     if rank in exits.killed:
         return Finding(
             "stopped",
-            rank,
+            own_rank,
             f"{name} did not answer and was killed by its launcher{seen}; the others had waited"
             " for it.",
             "It was stopped (SIGSTOP, a debugger), or hung in native code or in a file system.",
         )
     number = signal.Signals(-code)
     words = f"{name} was killed by {number.name}{seen}{_memory(state)}."
-    return Finding("killed", rank, words, _KILLED if number == signal.SIGKILL else "")
+    return Finding("killed", own_rank, words, _KILLED if number == signal.SIGKILL else "")
 
 
 _KILLED = (
@@ -264,7 +265,10 @@ def _print(
     table = Table("rank", "host", "process", "end", "last seen in", "at", "memory", box=None)
     left = {state.rank: state for state in states}
     for rank in range(states[0].size):
-        state, code = left.get(rank), "" if exits is None else _exit(exits, rank)
+        state = left.get(rank)
+        code = (
+            "" if exits is None else _exit(exits, rank if state is None else exits.rank_of(state))
+        )
         if state is None:
             table.add_row(str(rank), "", "", code or "left nothing here", "", "", "")
             continue
@@ -280,7 +284,9 @@ def _still(state: WorkerState) -> str:
     return "stopped" if state.is_stopped else words.get(state.process, "runs")
 
 
-def _exit(exits: Exits, rank: int) -> str:
+def _exit(exits: Exits, rank: int | None) -> str:
+    if rank is None or rank >= len(exits.codes):
+        return ""
     code = exits.codes[rank]
     if code is None or code >= 0:
         return f"exit code {code}"

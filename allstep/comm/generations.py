@@ -14,7 +14,7 @@ make the next one.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -24,7 +24,7 @@ from allstep.comm.places import Place
 from allstep.errors import CommunicationError, PeerLostError
 
 POLL_S = 0.01
-_ROOT, _OVER = "allstep/membership", "over"
+_ROOT, _OVER, _STOP, _JOINERS = "allstep/membership", "over", "stop", "joiners"
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,18 @@ def newest(store: Store, known: int = -1) -> int:
     return known
 
 
+def ask_to_join(store: Store, member: Member) -> None:
+    """Says who wants to join, in one message: nobody asks without a name."""
+    store.append(_JOINERS, member.text + "\n")  # type: ignore[attr-defined]  # no stub
+
+
+def joiners(store: Store) -> list[Member]:
+    """All that have ever asked, in the order in which they did."""
+    if not store.check([_JOINERS]):
+        return []
+    return list(map(Member.read, store.get(_JOINERS).decode().splitlines()))
+
+
 def write_end(store: Store, code: int) -> None:
     """Says that the training is over, and with which code the launcher is to exit."""
     store.set(_OVER, str(code))
@@ -112,11 +124,19 @@ def is_over(store: Store) -> bool:
     return bool(store.check([_OVER]))
 
 
-def await_others(served: Store, gives_up: Callable[[], bool]) -> int | None:
+def signal_to_stop(store: Store) -> int | None:
+    """The signal by which the launcher asks all workers to stop; None if it doesn't."""
+    return int(store.get(_STOP)) if store.check([_STOP]) else None
+
+
+def await_others(
+    served: Store, came: Sequence[int], gives_up: Callable[[], bool] = lambda: False
+) -> int | None:
     """Waits, for a launcher whose own workers have ended, as long as others go on.
 
     Args:
         served: the store.
+        came: signals that the launcher got, and may still get; the others are asked to stop then.
         gives_up: looked at now and then; whether not to wait any more.
 
     Returns:
@@ -124,6 +144,8 @@ def await_others(served: Store, gives_up: Callable[[], bool]) -> int | None:
     """
     store, number = stored_in(served), -1
     while not (is_over(store) or gives_up()):
+        if came and signal_to_stop(store) is None:
+            store.set(_STOP, str(int(came[0])))
         number = newest(store, number)
         present = Generation.read(store, number)
         if number < 1 or present is None or present.has_died:  # the first is the launcher's own

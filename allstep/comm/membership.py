@@ -1,5 +1,7 @@
 """A worker's place among those that train together, while workers come and go."""
 
+import logging
+import math
 import threading
 import time
 import uuid
@@ -20,9 +22,12 @@ from allstep.comm.generations import (
     POLL_S,
     Generation,
     Member,
+    ask_to_join,
     is_over,
+    joiners,
     lost_store_told,
     newest,
+    signal_to_stop,
     stored_in,
     write_end,
 )
@@ -47,6 +52,7 @@ class Membership:
         launch: says where the launcher serves the store, and with how few workers the run ends.
         grace_s: how long to wait for a worker of which nobody knows that it has ended: it may be in
             the middle of a long step.
+        notice_s: how long a worker waits to join until it says so.
 
     Attributes:
         members: of the present generation, by rank; empty for a worker that waits to join.
@@ -56,7 +62,7 @@ class Membership:
         UsageError: if no launcher serves a store, or if it has ended.
     """
 
-    def __init__(self, launch: Launch, *, grace_s: float) -> None:
+    def __init__(self, launch: Launch, *, grace_s: float, notice_s: float = 10.0) -> None:
         if launch.min_workers is None:
             raise UsageError(
                 "`elastic` (=True) needs a launcher that lets workers go on when one is lost, and"
@@ -68,7 +74,7 @@ class Membership:
         self.generation = -1
         self._joins = launch.joins
         self._min_workers = launch.min_workers
-        self._grace_s = grace_s
+        self._grace_s, self._notice_s = grace_s, notice_s
         self._own = Member(uuid.uuid4().hex, Place.own())
         self._num_seen = 0  # of those that have asked to join
         self._looked_at_s = -_LOOK_S
@@ -149,14 +155,18 @@ class Membership:
         with suppress(RuntimeError):  # the launcher may be gone
             write_end(self._store, code)
 
-    def has_joiners(self) -> bool:
-        """Whether workers wait to join; looks a few times a second at most."""
+    def look(self) -> tuple[bool, int | None]:
+        """What is asked of this generation; looks a few times a second at most.
+
+        Returns:
+            Whether workers wait to join, and the signal by which the launcher asks all to stop.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_at_s < _LOOK_S:
-            return False
+            return False, None
         self._looked_at_s = now_s
         with lost_store_told():
-            return bool(self._waiting())
+            return bool(self._waiting()), signal_to_stop(self._store)
 
     def watch(self, comm: Communicator) -> None:
         """Breaks off what the present generation waits for once one of its workers has ended.
@@ -225,13 +235,8 @@ class Membership:
         new.write(self._store, generation)
 
     def _waiting(self) -> list[Member]:
-        """Those that ask to join; up to the first that has not yet said who it is."""
-        found: list[Member] = []
-        for index in range(self._num_seen, self._store.add("num_joiners", 0)):
-            if not self._store.check([f"joiner/{index}"]):
-                break
-            found.append(Member.read(self._store.get(f"joiner/{index}").decode()))
-        return found
+        """Those that ask to join."""
+        return joiners(self._store)[self._num_seen :]
 
     def _enter(self, generation: int) -> bool:
         """Takes a generation's list as one's own; returns whether this worker is on it."""
@@ -250,7 +255,8 @@ class Membership:
         """Asks to join, and waits for a generation with this worker."""
         self._own = replace(self._own, name=uuid.uuid4().hex)
         generation = newest(self._store)
-        self._store.set(f"joiner/{self._store.add('num_joiners', 1) - 1}", self._own.text)
+        ask_to_join(self._store, self._own)
+        notice_at_s = time.monotonic() + self._notice_s
         while True:
             if self._store.check([f"{generation + 1}/members"]):
                 generation += 1
@@ -258,7 +264,21 @@ class Membership:
                     return
             else:
                 self._check_can_join(generation)
+                if time.monotonic() > notice_at_s:
+                    notice_at_s = math.inf
+                    self._tell_that_it_waits(generation)
                 time.sleep(POLL_S)
+
+    def _tell_that_it_waits(self, generation: int) -> None:
+        """Says, once, whom a worker that wants to join waits for."""
+        present = Generation.read(self._store, generation)
+        whom = "the first workers to meet"
+        if present is not None:
+            whom = f"the end of a step of rank 0 ({present.members[0].place})"
+        logging.getLogger("allstep").info(
+            f"this worker waits to join for {self._notice_s:g} s, for {whom}; `allstep why RUN`"
+            " says what the others are doing"
+        )
 
     def meet(self, device: torch.device, timeout_s: float, activity: Activity) -> Wire:
         """Connects with the other workers of this generation.

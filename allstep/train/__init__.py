@@ -24,12 +24,14 @@ from allstep.train.precision import Precision as Precision
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport
 from allstep.train.run import Run
+from allstep.train.run_lock import launcher_has_ended as launcher_has_ended
 from allstep.train.run_lock import launcher_lock as launcher_lock
 from allstep.train.run_lock import taken_by as taken_by
 from allstep.train.run_lock import trainer_of as trainer_of
 from allstep.train.sharpness import Sharpness, sharpness
 from allstep.train.sharpness import check_sharpness_arguments as check_sharpness_arguments
 from allstep.train.step import Update
+from allstep.train.stop import REPEAT_S as REPEAT_S
 from allstep.train.stop import Interrupts, StopAgreement
 from allstep.train.storage import read_checkpoint as read_checkpoint
 from allstep.train.storage import write_checkpoint as write_checkpoint

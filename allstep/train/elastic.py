@@ -26,6 +26,7 @@ from allstep.device import is_accelerator
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.options import TrainOptions
+from allstep.train.stop import Interrupts
 from allstep.train.task import Task
 
 
@@ -39,11 +40,13 @@ class Elastic:
     Args:
         comm: the workers.
         membership: this worker's.
+        interrupts: told where the launcher asks all to stop.
     """
 
-    def __init__(self, comm: Communicator, membership: Membership) -> None:
+    def __init__(self, comm: Communicator, membership: Membership, interrupts: Interrupts) -> None:
         self._comm = comm
         self._membership = membership
+        self._interrupts = interrupts
         self._others_wait = False
 
     def commit(self, loss: Tensor) -> Tensor:
@@ -55,8 +58,10 @@ class Elastic:
         Returns:
             The whole loss, on every worker. Collective.
         """
-        asks = self._comm.rank == 0 and self._membership.has_joiners()
-        flag = torch.full_like(loss.view(-1)[:1], float(asks))
+        others_wait, number = self._membership.look() if self._comm.rank == 0 else (False, None)
+        if number is not None:
+            self._interrupts.request(number)
+        flag = torch.full_like(loss.view(-1)[:1], float(others_wait))
         summed = self._comm.all_reduce(torch.cat([loss.view(-1), flag]), check=False)
         self._others_wait = bool(summed[-1])
         return summed[:-1].view_as(loss)

@@ -125,7 +125,7 @@ def fit_elastic(
         while True:
             loop: Loop | None = None
             try:
-                elastic = Elastic(comm, membership)
+                elastic = Elastic(comm, membership, interrupts)
                 with closing(Run(task, options, comm, elastic)) as run, _aborted(comm):
                     loop = _loop(run, options, comm, run_dir, interrupts, loggers)
                     loop.run(resume=resume, state=state)

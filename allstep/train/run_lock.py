@@ -84,17 +84,36 @@ def trainer_of(run_dir: Path) -> str | None:
     return _holder(folder / _FILE) or _holder(folder / _LAUNCHER_FILE)
 
 
+def launcher_has_ended(run_dir: Path) -> bool:
+    """Whether it is known that the launcher of a run's workers has ended, however it did."""
+    file = run_dir.resolve() / _LAUNCHER_FILE
+    try:
+        return file.exists() and _look(file) is None
+    except OSError:  # no locks there
+        return False
+
+
 def _holder(file: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return _look(file)
+    return None
+
+
+def _look(file: Path) -> str | None:
+    """The process that holds a lock; None if none does.
+
+    Raises:
+        OSError: if that is not known.
+    """
     if file in _held:
         return _this_process()
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except OSError:
-        return None
+    descriptor = os.open(file, os.O_RDONLY)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return _named_in(descriptor) if error.errno in _TAKEN else None
+        if error.errno in _TAKEN:
+            return _named_in(descriptor)
+        raise
     finally:
         os.close(descriptor)
     return None

@@ -52,12 +52,20 @@ class Interrupts:
             signal.signal(number, handler)
         self._previous = {}
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now_s = self._clock()
+    def request(self, number: int) -> None:
+        """Sets `requested` as a signal does, where a message brings it.
+
+        Args:
+            number: the signal's.
+        """
         if self.requested is None:
             self.requested = signal.Signals(number)
-            self._requested_at_s = now_s
-        elif now_s - self._requested_at_s > REPEAT_S:
+            self._requested_at_s = self._clock()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None:
+            self.request(number)
+        elif self._clock() - self._requested_at_s > REPEAT_S:
             self._insist(signal.Signals(number), frame)
 
     def _insist(self, number: signal.Signals, frame: FrameType | None) -> None:

@@ -4,20 +4,25 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from allstep.cli.exits import StoreRecord, keeping_store, read_store
+from allstep.cli import run_folder
+from allstep.cli.exits import StoreRecord, forget_exits, keeping_store, read_store
 from allstep.cli.main import main
+from allstep.comm import read_states
 from allstep.errors import UsageError
+from allstep.recipes.digits import Digits
 from allstep.train.metrics import read_metrics
 from tests.helpers.joiners import num_joiners
 from tests.helpers.launched import Launched
 
 
-def start(run_dir: Path, *, epochs: int) -> Launched:
+def start(run_dir: Path, *flags: object, epochs: int) -> Launched:
     """`digits` on two workers, which have made some steps."""
-    flags = ("--workers", 2, "--elastic", "--run-dir", run_dir, "--epochs", epochs)
+    flags = ("--workers", 2, "--elastic", "--run-dir", run_dir, "--epochs", epochs, *flags)
     training = Launched("-m", "allstep", "train", "digits", *flags)
     training.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
     return training
@@ -62,6 +67,36 @@ def test_one_worker_is_asked_to_end(tmp_path: Path) -> None:
     assert resume in " ".join(training.output.split())
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_ctrl_c_where_only_workers_that_joined_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They stop after their step, with a checkpoint, and `allstep why` names the signal."""
+    run_dir = tmp_path / "run"
+    training = start(run_dir, epochs=200)
+    joining = Launched("-m", "allstep", "join", run_dir)
+    joining.wait_until(
+        lambda: [state.size for state in read_states(run_dir)] == [3] * 3
+    )  # it has the training's state
+    for worker in training.workers():
+        worker.send_signal(signal.SIGKILL)
+    training.wait_until(lambda: not any(map(is_running, training.workers())))
+    training.process.send_signal(signal.SIGINT)
+    training.finish(within_s=120)
+    joining.finish(within_s=120)
+    assert (training.code, joining.code) == (128 + signal.SIGINT, 128 + signal.SIGINT)
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    assert "the run was interrupted; continue it with" in " ".join(joining.output.split())
+    capsys.readouterr()
+    assert main(["why", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["what"] == "signalled"
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -97,11 +132,81 @@ def test_launchers_that_end_all(
     assert "torchrun has started them" in refused("train", "digits", "--elastic")
 
 
+@pytest.mark.parametrize(
+    ("launch", "num_workers", "flags"),
+    [
+        ({}, 1, ""),
+        ({}, 2, " --workers 2"),
+        ({"restarts": 3}, 2, " --workers 2 --restarts 3"),
+        ({"elastic": True}, 1, " --elastic"),
+        (
+            {"elastic": True, "min_workers": 2, "restarts": 1},
+            1,  # is left, too few to go on with
+            " --workers 2 --elastic --min-workers 2 --restarts 1",
+        ),
+    ],
+)
+def test_the_command_that_continues_a_run_has_the_flags_of_its_launch(
+    launch: dict[str, Any], num_workers: int, flags: str, tmp_path: Path
+) -> None:
+    recipe = Digits(lr=0.1)
+    run_folder.write_recipe(tmp_path, recipe)
+    run_folder.note_launch(tmp_path, elastic=True, min_workers=5)  # of an earlier part
+    run_folder.note_launch(tmp_path, **launch)
+    expected = f"allstep train --resume {tmp_path}{flags}"
+    assert run_folder.resume_command(tmp_path, num_workers) == expected
+    assert run_folder.read_recipe(tmp_path, argument="run") == recipe
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_that_has_lost_all_its_workers_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as many as were there last, and as it was launched; so does `allstep why`."""
+    run_dir = tmp_path / "run"
+    training = start(run_dir, "--min-workers", 2, epochs=200)
+    joining = Launched("-m", "allstep", "join", run_dir)
+    joining.wait_until(lambda: [state.size for state in read_states(run_dir)] == [3] * 3)
+    for worker in [*training.workers(), *joining.workers()]:
+        worker.send_signal(signal.SIGKILL)
+    training.finish(within_s=120)
+    joining.finish(within_s=120)
+    command = f"allstep train --resume {run_dir} --workers 3 --elastic --min-workers 2"
+    assert command in training.errors
+    capsys.readouterr()
+    assert main(["why", str(run_dir)]) == 0
+    assert command in capsys.readouterr().out or not run_folder.has_checkpoint(run_dir)
+
+
 def test_where_workers_join_is_kept_while_the_launcher_is_there(tmp_path: Path) -> None:
     with keeping_store(tmp_path, StoreRecord(port=1234, min_workers=3)):
         assert read_store(tmp_path) == StoreRecord(port=1234, min_workers=3)
     with pytest.raises(UsageError, match="takes no workers now"):
         read_store(tmp_path)
+
+
+def test_joining_where_the_launcher_was_killed(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Its record is there still, its lock is not."""
+    run_folder.write_recipe(tmp_path, Digits())
+    launcher = Launched("-c", _LAUNCHER, tmp_path)
+    launcher.wait_until(lambda: (tmp_path / "last_state" / "store.json").exists())
+    assert read_store(tmp_path).port == 9  # the control
+    launcher.process.send_signal(signal.SIGKILL)
+    launcher.finish(within_s=60)
+    assert "was killed; `allstep why` says how" in refused("join", str(tmp_path))
+    forget_exits(tmp_path)  # as the next launcher does
+    assert "was started without `--elastic`" in refused("join", str(tmp_path))
+
+
+_LAUNCHER = """
+import pathlib, signal, sys
+from allstep.cli.exits import StoreRecord, keeping_store
+from allstep.train import launcher_lock
+run_dir = pathlib.Path(sys.argv[1])
+with launcher_lock(run_dir), keeping_store(run_dir, StoreRecord(port=9, min_workers=1)):
+    signal.pause()
+"""
 
 
 def test_joining_what_takes_no_workers(tmp_path: Path, refused: Callable[..., str]) -> None:

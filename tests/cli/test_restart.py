@@ -84,6 +84,8 @@ def test_a_restart_does_not_go_on_with_a_run_that_another_launch_began(
 def test_auto_needs_a_recipe_and_a_folder(refused: Callable[..., str]) -> None:
     assert "give `--run-dir DIR`" in refused("train", "digits", "--resume", "auto")
     assert "needs a recipe" in refused("train", "--resume", "auto")
+    for words in (("--resume", "auto", "digits"), ("--run-dir", "x", "--resume=auto", "digits")):
+        assert "first the recipe: allstep train digits --run-dir" in refused("train", *words)
 
 
 @pytest.mark.slow

@@ -247,10 +247,21 @@ def test_of_several_errors_the_first_counts_and_lost_peers_do_not():
 
 
 def test_the_launcher_knows_who_was_killed_and_whom_it_killed_itself():
-    states = state(0, end=LOST_PEER), state(1)
-    assert found(*states, exits=Exits([75, -9], 1, [])) == ("killed", 1)
-    assert found(*states, exits=Exits([75, -9], 1, [1])) == ("stopped", 1)
-    assert found(states[0], exits=Exits([75, -9], 1, [])) == ("killed", 1)  # it left nothing
+    states = state(0, end=LOST_PEER, pid=7), state(1, pid=8)
+    exits = Exits([75, -9], 1, [], pids=[7, 8])
+    assert found(*states, exits=exits) == ("killed", 1)
+    assert found(*states, exits=dataclasses.replace(exits, killed=[1])) == ("stopped", 1)
+    assert found(states[0], exits=exits) == ("killed", 1)  # it left nothing
+
+
+def test_workers_that_went_on_without_others_have_other_ranks_than_their_launcher_knows():
+    exits = Exits([-9, -9, -15], 2, [], pids=[7, 8, 9])
+    finding = find_cause([state(0, pid=100), state(1, pid=9)], exits)  # process 100 has joined
+    assert (finding.what, finding.rank) == ("killed", 1)
+    assert finding.words.startswith("rank 1 (process 9 on beta) was killed by SIGTERM")
+    others = state(0, pid=100, end=LOST_PEER), state(1, pid=9, end=LOST_PEER)
+    lost_before = dataclasses.replace(exits, first=0)
+    assert found(*others, exits=lost_before) == ("unknown", 0)
 
 
 def test_a_lost_host_a_timeout_and_a_signal():

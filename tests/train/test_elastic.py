@@ -1,6 +1,7 @@
 """Workers are killed at any call, and others join: the training goes on, with the same bits."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from allstep.train.run import Run
 from allstep.train.task import Stage
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
-from tests.helpers.joiners import has_generation, num_joiners
+from tests.helpers.joiners import asks_to_stop, has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.same_model import Images
 
@@ -303,6 +305,51 @@ def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
     check_same(run_dir, undisturbed)
 
 
+def ask_to_join(moment: Moment | None, log: Path) -> None:
+    """As a worker that may be killed meanwhile, and soon says that it waits."""
+    logger = logging.getLogger("allstep")
+    logger.addHandler(logging.FileHandler(log))
+    logger.setLevel(logging.INFO)
+    membership = Membership(read_launch(), grace_s=30.0, notice_s=0.1)
+    if moment is not None:
+        Calls(moment)
+    membership.next(-1)
+
+
+@pytest.mark.parametrize("moment", [("text", 1), ("_check_can_join", 1)])
+def test_a_worker_that_is_killed_as_it_asks_to_join(
+    moment: Moment, tmp_path: Path, undisturbed: Path
+) -> None:
+    """Another joins after it."""
+    run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
+    with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        asks = ask_to_join, (moment, tmp_path / "log")
+        with Workers(1, *asks, min_workers=1, joins_port=workers.port) as first:
+            assert ended(first) == [-signal.SIGKILL]
+        num_before = num_joiners(workers.port)
+        later = Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port)
+        with later as second:
+            wait_until(lambda: num_joiners(workers.port) > num_before, workers)
+            goes_on.touch()
+            assert ended(workers) == [0]
+            assert ended(second) == [0], second.outcomes()
+            assert second.outcomes()[0].value > 1000  # it has trained
+    check_same(run_dir, undisturbed)
+
+
+def test_a_worker_that_waits_long_to_join_says_for_whom(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    held = HeldAt(5, tmp_path / "never")
+    with Workers(1, train, (run_dir, {}, held), min_workers=1) as workers:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        asks = ask_to_join, (None, log)
+        with Workers(1, *asks, min_workers=1, joins_port=workers.port) as joiner:
+            wait_until(lambda: log.exists() and "\n" in log.read_text(), joiner)
+        assert "this worker waits to join for 0.1 s" in log.read_text()
+        assert f"a step of rank 0 (process {workers.pids[0]} on " in log.read_text()
+
+
 def test_joining_a_generation_that_is_written_while_one_looks(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -348,6 +395,31 @@ def test_all_that_began_are_lost_and_too_few_are_left(tmp_path: Path) -> None:
             assert ended(joiner) == [1], joiner.outcomes()
             assert "fewer than `min_workers` (=2)" in joiner.outcomes()[0].value
     assert len(lines_of(run_dir)) < NUM_STEPS
+
+
+def test_a_launcher_that_has_lost_its_workers_is_asked_to_end(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """Those who joined stop after their step, with a checkpoint, from which the run goes on."""
+    run_dir, goes_on, is_asked = (tmp_path / name for name in ("run", "goes_on", "is_asked"))
+    begun = (run_dir, {0: ("commit", 8)}, HeldAt(5, goes_on))
+    with Workers(1, train, begun, min_workers=1) as workers:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        later = (run_dir, {}, HeldAt(9, is_asked))
+        with Workers(1, train, later, min_workers=1, joins_port=workers.port) as joiner:
+            wait_until(lambda: num_joiners(workers.port) == 1, workers)
+            goes_on.touch()
+            assert ended(workers) == [-signal.SIGKILL]
+            with ThreadPoolExecutor(1) as pool:
+                code = pool.submit(workers.await_others, [signal.SIGINT])
+                wait_until(lambda: code.done() or asks_to_stop(workers.port), joiner)
+                is_asked.touch()
+                assert code.result() == 128 + signal.SIGINT
+            assert ended(joiner) == [0], joiner.outcomes()
+    assert len(lines_of(run_dir)) < NUM_STEPS
+    task, comm = same_model.make_task("sgd"), Communicator.single_process()
+    allstep.fit(task, OPTIONS, comm, run_dir, resume=True)
+    check_same(run_dir, undisturbed)
 
 
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
