@@ -26,6 +26,7 @@ from allstep import Communicator, Task, TrainOptions
 from allstep.cli.worker import read_call
 from allstep.comm.membership import Membership
 from allstep.env import read_launch
+from allstep.files import replacing
 from allstep.train.elastic import Elastic
 from allstep.train.run import Run
 from allstep.train.stop import Interrupts
@@ -75,9 +76,8 @@ def parameters(model: nn.Module) -> Tensor:
 
 def leave_parameters(model: nn.Module, file: Path) -> None:
     """Whole or not at all."""
-    draft = file.with_suffix(".draft")
-    torch.save(parameters(model), draft)
-    draft.replace(file)
+    with replacing(file) as draft:
+        torch.save(parameters(model), draft)
 
 
 def train_allstep(folder: Path) -> None:

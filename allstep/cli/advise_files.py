@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allstep.cli.advise_output import Advice
-from allstep.cli.output_files import check_plot, check_writable, writing
+from allstep.cli.output_files import check_plot, check_writable, writing_errors
 from allstep.plan import Prediction, plain_data
 
 
@@ -38,7 +38,7 @@ def write_files(known: Namespace, advice: Advice) -> None:
 
 def _write_json(path: Path, advice: Advice) -> None:
     text = json.dumps(plain_advice(advice), indent=2, allow_nan=False) + "\n"
-    with writing(f"`json` (={path})"):
+    with writing_errors(f"`json` (={path})"):
         path.write_text(text, encoding="utf-8")
 
 
@@ -109,5 +109,5 @@ def _write_plot(path: Path, advice: Advice) -> None:
     axes.set_title(advice.cluster.name, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
-    with writing(f"`plot` (={path})"):
+    with writing_errors(f"`plot` (={path})"):
         figure.savefig(path, dpi=150)

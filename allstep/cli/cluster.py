@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from allstep.cli.aws_template import CloudNodes, make_template
-from allstep.cli.output_files import writing
+from allstep.cli.output_files import writing_errors
 from allstep.cli.train import LaunchOptions, read_command_line
 from allstep.errors import UsageError
 from allstep.files import write_whole
@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
     if known.output is None:
         print(text, end="")
     else:
-        with writing(f"`output` (={known.output})"):
+        with writing_errors(f"`output` (={known.output})"):
             write_whole(known.output, text)
     _advise(nodes, known.output)
     return 0

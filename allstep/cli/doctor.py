@@ -19,7 +19,7 @@ from allstep.cli.host import facts_of
 from allstep.cli.host_link import HostLink
 from allstep.cli.hosts import split_host_options
 from allstep.cli.links_picture import draw_links
-from allstep.cli.output_files import check_plot, writing
+from allstep.cli.output_files import check_plot, writing_errors
 from allstep.cli.probe_machine import probe_machine
 from allstep.cli.probe_network import EchoServer, probe
 from allstep.cli.workers import run_here
@@ -81,7 +81,7 @@ def _judge(
     found = find_faults(readings, links, known.workers, known.model_bytes)
     _show(found, readings, links, is_json=known.json)
     if known.plot is not None and links:
-        with writing(f"`plot` (={known.plot})"):
+        with writing_errors(f"`plot` (={known.plot})"):
             draw_links(known.plot, links)
     return FOUND if any(finding.cure for finding in found) else 0
 

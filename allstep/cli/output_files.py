@@ -47,7 +47,7 @@ def check_plot(path: Path) -> None:
 
 
 @contextmanager
-def writing(what: str) -> Iterator[None]:
+def writing_errors(what: str) -> Iterator[None]:
     """Around the writing of a file.
 
     Args:

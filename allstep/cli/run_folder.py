@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from allstep import __version__
+from allstep.cli.output_files import writing_errors
 from allstep.comm import Communicator
 from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
@@ -194,12 +195,8 @@ def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
         UsageError: if the folder can't be written.
     """
     text = json.dumps(recipe_to_plain(recipe), indent=2)
-    try:
+    with writing_errors(f"`run_dir` (={run_dir})"):
         write_whole(run_dir / _RECIPE, text + "\n")
-    except OSError as error:
-        raise UsageError(
-            f"`run_dir` (={run_dir}) can't be written ({error.strerror}); choose another folder."
-        ) from None
 
 
 def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from allstep.cli.output_files import writing
+from allstep.cli.output_files import writing_errors
 from allstep.cli.rows import make_console
 from allstep.cli.sweep_plan import Plan
 from allstep.cli.trainings import Outcome, metric_of, write_json
@@ -136,7 +136,7 @@ def write_files(folder: Path, results: Results) -> list[str]:
     plain = [row.as_plain() for row in results.rows]
     write_json(folder / "table.json", as_plain(results))
     names = list(dict.fromkeys(name for row in plain for name in row))
-    with writing(str(folder)):
+    with writing_errors(str(folder)):
         write_table(folder / "table.csv", names, plain)
         if find_spec("matplotlib") is None:
             return ["table.json", "table.csv"]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from allstep.cli import run_folder
 from allstep.cli.exits import Exits, forget_exits, write_exits
 from allstep.cli.launch import Watch, Workers, root_cause, signals_noted, words_of_death
-from allstep.cli.output_files import writing
+from allstep.cli.output_files import writing_errors
 from allstep.cli.train import train_worker
 from allstep.cli.worker import last_lines, share_cores
 from allstep.cli.workers import call_of, num_workers_to_start
@@ -213,5 +213,5 @@ def write_json(path: Path, plain: Any) -> None:
     Raises:
         UsageError: if it can't be written.
     """
-    with writing(str(path)):
+    with writing_errors(str(path)):
         write_whole(path, json.dumps(plain, indent=1, default=str) + "\n")

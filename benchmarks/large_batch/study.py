@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for `common`
 from common import RESULTS, circumstances
 from points import PARTS, Plan, Point, read_results
 
+from allstep.files import write_whole
+
 FOLDER = RESULTS / "large_batch"
 NUM_PARALLEL = 2
 _POLL_S = 0.2
@@ -84,9 +86,7 @@ def run_point(point: Point, folder: Path) -> None:
         result["texts"] = Path(point["texts"]).name
     path = path_of(folder, point)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(result, indent=1) + "\n")
     shown = "diverged" if result["accuracy"] is None else f"{result['accuracy']:.2%}"
     print(f"{point['id']}: {shown}, {result['seconds']:.0f} s", flush=True)
 

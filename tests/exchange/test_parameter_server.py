@@ -19,7 +19,7 @@ from allstep.errors import (
     UsageError,
 )
 from allstep.exchange import ParameterServer, Stale, Synchronous, attach
-from allstep.exchange.parameter_server import ShardServer
+from allstep.exchange.shard_server import ShardServer
 from allstep.optim import LAMB
 from tests.exchange.nets import MakeOptimizer, clone, mlp, states
 from tests.exchange.test_faults import wait_for

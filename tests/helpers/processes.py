@@ -24,6 +24,7 @@ from allstep.cli import launch
 from allstep.comm import init
 from allstep.env import forget_launch, read_launch
 from allstep.errors import PeerLostError
+from allstep.files import replacing
 
 __all__ = ["RemoteError", "Workers", "run_processes", "run_script", "start_processes"]
 
@@ -190,9 +191,8 @@ def run_call(folder: Path) -> int:
         severity = 2 if isinstance(error, PeerLostError) else 0
         outcome = _Outcome(rank, traceback.format_exc(), severity)
     # By value: torch would share tensors through this process, which is about to end.
-    draft = folder / f"rank-{rank}.draft"
-    draft.write_bytes(pickle.dumps(outcome))
-    draft.replace(folder / f"rank-{rank}.pickle")
+    with replacing(folder / f"rank-{rank}.pickle") as draft:
+        draft.write_bytes(pickle.dumps(outcome))
     return 0 if outcome.severity is None else 1
 
 

@@ -13,7 +13,7 @@ from allstep.cli.demo.draw import check_can_draw, draw
 from allstep.cli.demo.panel import Panel
 from allstep.cli.demo.show import Screen
 from allstep.cli.interruptible import Interrupted, interruptible
-from allstep.cli.output_files import writing
+from allstep.cli.output_files import writing_errors
 from allstep.errors import UsageError
 from allstep.files import write_whole
 
@@ -82,7 +82,7 @@ def _read_panels(text: str) -> list[str]:
 
 
 def _make_folder(folder: Path) -> None:
-    with writing(f"`out` (={folder})"):
+    with writing_errors(f"`out` (={folder})"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -134,6 +134,6 @@ def measure_panel(letter: str, processes: Any, folder: Path, num_seeds: int) -> 
 def _keep(
     panel: Panel, numbers: dict[str, Any], out: Path, draw: Callable[[Panel, Path], None]
 ) -> None:
-    with writing(f"`out` (={out})"):
+    with writing_errors(f"`out` (={out})"):
         draw(panel, out / f"demo_{panel.letter}.png")
         write_whole(out / "demo.json", json.dumps(numbers, indent=2) + "\n")
