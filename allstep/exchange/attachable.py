@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from allstep.comm.ddp import is_ddp
 from allstep.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def check_module(model: nn.Module) -> None:
     for name, module in model.named_modules():
         which = f"`model.{name}`" if name else "`model`"
         kind = type(module).__name__
-        if isinstance(module, DistributedDataParallel):
+        if is_ddp(module):
             raise UsageError(
                 f"{which} is a DistributedDataParallel, which exchanges the same gradients: attach"
                 " the module inside and call that one, without DDP and a framework's `setup` or"

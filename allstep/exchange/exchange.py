@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import digest
-from allstep.comm.ddp import is_in_ddp
+from allstep.comm.ddp import WITHOUT_DDP, is_in_ddp
 from allstep.device import is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import optimizer_watch
@@ -624,9 +624,7 @@ class Exchange(ABC):
         if is_in_ddp(self.model):
             self._stop_all(
                 "The attached model was called by a DistributedDataParallel around it, which"
-                " exchanges the same gradients. Call the model itself, without DDP and a"
-                " framework's `setup` or `prepare`, which makes it; or keep DDP alone, without"
-                " `attach`, and register `allstep.ddp_hook`."
+                f" exchanges the same gradients. Call the model itself, {WITHOUT_DDP}"
             )
         if self.comm.size > 1:
             if self.model.training:

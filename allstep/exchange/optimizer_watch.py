@@ -1,4 +1,4 @@
-"""Optimizers whose steps would train another model than the attached one, or only on some workers.
+"""What would train another model than the attached one, or only on some workers: optimizers, DDP.
 
 [Note: an optimizer's step] torch calls a hook before each step of any optimizer. It looks at the
 exchanges that the same thread has attached, and raises before anything is changed. What it sees
@@ -13,11 +13,13 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree
+from allstep.comm.ddp import WITHOUT_DDP, is_ddp
 from allstep.errors import UsageError
 
 Step = tuple[tuple[Any, ...], dict[str, Any]]
@@ -69,15 +71,34 @@ def watch(exchange: Watched) -> None:
     with _installing:
         if not _is_installed:
             register_optimizer_step_pre_hook(_before_step)
+            register_module_module_registration_hook(_before_registration)
             _is_installed = True
     _here.exchanges.add(exchange)
     _here.has_updated = False
 
 
+def _attached() -> list[Watched]:
+    """What this thread has attached."""
+    return [exchange for exchange in _here.exchanges if exchange.is_attached]
+
+
+def _before_registration(module: nn.Module, _name: str, child: nn.Module | None) -> None:
+    """Refuses a DDP around a part of an attached model, also one that is called by itself."""
+    if child is None or not is_ddp(module):
+        return
+    trained = {id(p) for exchange in _attached() for p in exchange.trained.values()}
+    if any(id(p) in trained for p in child.parameters()):
+        raise UsageError(
+            f"A DistributedDataParallel is made of the {type(child).__name__}, which is attached or"
+            " a part of what is, and would exchange its gradients a second time. Go on"
+            f" {WITHOUT_DDP}"
+        )
+
+
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Step | None:
-    exchanges = [exchange for exchange in _here.exchanges if exchange.is_attached]
+    exchanges = _attached()
     if not exchanges or torch.compiler.is_compiling():
         return None
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}

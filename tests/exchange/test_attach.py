@@ -307,17 +307,31 @@ def test_refuses_ddp_around_and_inside(size: int) -> None:
     run_ranks(size, worker)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_refuses_ddp_beside(is_first: bool) -> None:
-    """Around the attached model, later or before. One rank: DDP's mark is the process's."""
+@pytest.mark.parametrize("size", [1, 2])
+def test_refuses_ddp_of_what_is_attached(size: int) -> None:
+    """Or of a part, which may be called by itself; not after `detach`, nor of other models."""
 
     def worker(comm: Communicator) -> None:
         model = mlp()
-        if is_first:
-            ddp = DistributedDataParallel(model, process_group=comm.process_group)
+        exchange = attach(model, comm)
+        make_ddp = partial(DistributedDataParallel, process_group=comm.process_group)
+        for made_of in (model, model[0], nn.Sequential(model)):
+            with pytest.raises(UsageError, match=r"made of the .*without DDP.*`allstep\.ddp_hook`"):
+                make_ddp(made_of)
+        make_ddp(mlp())
+        exchange.detach()
+        make_ddp(model[0])
+
+    run_ranks(size, worker)
+
+
+def test_refuses_ddp_before() -> None:
+    """Around the model that is attached then. One rank: DDP's mark is the process's."""
+
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        ddp = DistributedDataParallel(model, process_group=comm.process_group)
         exchange = attach(model, comm, Synchronous(compression="exact"))
-        if not is_first:
-            ddp = DistributedDataParallel(model, process_group=comm.process_group)
         with pytest.raises(UsageError, match=r"called by a Dist.*without DDP.*`allstep\.ddp_hook`"):
             ddp(torch.ones(2, 5))
         exchange.detach()
