@@ -38,8 +38,8 @@ time.sleep(600)
 class Servers:
     """Hosts with sshd, and commands that are typed on the first."""
 
-    def __init__(self, hosts: NamedHosts, ssh: str) -> None:
-        self.hosts, self.ssh = hosts, ssh
+    def __init__(self, hosts: NamedHosts, ssh: str, small_disk: Path) -> None:
+        self.hosts, self.ssh, self.small_disk = hosts, ssh, small_disk
 
     def line(self, *arguments: object, hosts: str = "alpha:2,beta:1") -> list[str]:
         command, *rest = arguments
@@ -66,11 +66,18 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     fake = folder / "fake" / "torch-9.9.9.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
-    with (
-        named_hosts(3) as hosts,
-        ssh_servers(hosts, folder, {2: {"PYTHONPATH": str(fake.parent)}}) as ssh,
-    ):
-        yield Servers(hosts, ssh)
+    small_disk = folder / "disk"
+    small_disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", small_disk]
+    subprocess.run(mount, stderr=subprocess.DEVNULL)  # before the hosts, which see it then
+    try:
+        with (
+            named_hosts(3) as hosts,
+            ssh_servers(hosts, folder, {2: {"PYTHONPATH": str(fake.parent)}}) as ssh,
+        ):
+            yield Servers(hosts, ssh, small_disk)
+    finally:
+        subprocess.run(["umount", "--lazy", small_disk], stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.net
@@ -126,6 +133,18 @@ class TestServers:
         assert code == 2
         assert "alpha can't be used" in text and "/no/such/folder" in text
         assert "--remote-dir" in text
+
+    @pytest.mark.slow
+    def test_a_full_disk_ends_all(self, servers: Servers) -> None:
+        """Of the host of rank 0, which writes the run."""
+        if not os.path.ismount(servers.small_disk):
+            pytest.skip("nothing can be mounted")
+        flags = ("--epochs", 4, "--width", 32, "--checkpoint-every-steps", 5)
+        run_dir = servers.small_disk / "run"
+        code, text = servers.run("train", "digits", *flags, "--run-dir", run_dir)
+        assert code != 0
+        assert re.search(r"^\[alpha rank 0\] .*No space left on device", text, re.MULTILINE), text
+        assert not list(run_dir.rglob("*.draft"))
 
     @pytest.mark.slow
     def test_a_host_that_dies_ends_all(self, servers: Servers, tmp_path: Path) -> None:
