@@ -43,6 +43,7 @@ def main():
     if args.save:
         accelerator.save(model.state_dict(), args.save)
     comm.close()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

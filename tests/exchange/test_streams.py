@@ -162,10 +162,12 @@ SITES = {
     Site("exchange/torch_hooks.py", "FSDPCommHook.reduce_", "record_stream"): ("fp32", with_fsdp),
 }
 
-# Those that only keep a clock from being read too early, or a group from being left too early.
+# They only keep a clock or a copy from being read too early, or a group from being left too early.
 CLOCKS = {
     Site("comm/algorithms/auto.py", "Auto._time_sum", "synchronize"),
     Site("comm/group_wire.py", "shut_down", "synchronize"),
+    Site("cli/measure_gpus.py", "measure_product", "synchronize"),
+    Site("cli/measure_gpus.py", "what_arrives", "synchronize"),
     Site("doctor/timing.py", "synchronize", "synchronize"),
     Site("exchange/tuning.py", "_wait", "synchronize"),
     Site("train/probe.py", "shortest_s", "synchronize"),

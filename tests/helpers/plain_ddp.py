@@ -102,6 +102,7 @@ def with_accelerate(save: Path) -> None:
         found[name] = train(model, optimizer, batches, accelerator.backward)
     if accelerator.is_main_process:
         torch.save(found, save)
+    accelerator.end_training()  # without it torch may abort as the process ends
 
 
 def with_lightning(save: Path) -> None:
