@@ -48,6 +48,7 @@ def run(home: Path, *arguments: object) -> str:
     """Runs `python *arguments` and returns what it prints; none of its processes stays."""
     environ = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",  # whoever aborts says where
         "HOME": str(home),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
@@ -74,7 +75,9 @@ def run(home: Path, *arguments: object) -> str:
 
 
 def torchrun(num_workers: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
+    """What runs a script or a module on workers."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
+    return [*launcher, "-m", "tests.helpers.leave_at_once"]
 
 
 def train(framework: str, num_workers: int, home: Path) -> tuple[State, str]:
@@ -150,8 +153,8 @@ def test_a_framework_by_itself_trains_another(
 ) -> None:
     """Batch norm sees a worker's samples. And `attach` refuses the wrapped model."""
     require(framework)
-    launcher = torchrun(plain_ddp.WORKERS) if framework == "accelerate" else []
-    run(home, *launcher, "-m", "tests.helpers.plain_ddp", framework, home / "models.pt")
+    launcher = torchrun(plain_ddp.WORKERS) if framework == "accelerate" else ["-m"]
+    run(home, *launcher, "tests.helpers.plain_ddp", framework, home / "models.pt")
     found = torch.load(home / "models.pt", weights_only=True)
     assert state_difference(found["no norm"], plain_alone["no norm"]) < 1e-10
     assert state_difference(found["batch norm"], plain_alone["batch norm"]) > 1e-3
