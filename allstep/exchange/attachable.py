@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm.ddp import is_ddp
+from allstep.comm.ddp import WITHOUT_DDP, is_ddp
 from allstep.errors import UsageError
 
 
@@ -22,8 +22,7 @@ def check_module(model: nn.Module) -> None:
         if is_ddp(module):
             raise UsageError(
                 f"{which} is a DistributedDataParallel, which exchanges the same gradients: attach"
-                " the module inside and call that one, without DDP and a framework's `setup` or"
-                " `prepare`, which makes it; or keep DDP alone and register `allstep.ddp_hook`."
+                f" the module inside and call that one, {WITHOUT_DDP}"
             )
         if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise UsageError(
