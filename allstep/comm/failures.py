@@ -13,7 +13,6 @@ _LOST = (
     "connection refused",
     "connection was likely closed",
     "broken pipe",
-    "pair closure",
     "pair is not connected",
     "remote process exited",
     "was aborted",
@@ -108,7 +107,11 @@ def is_peer_lost(error: RuntimeError) -> bool:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Does this say that a call took too long?"""
+    """Does this say that a call took too long?
+
+    Gloo's "Application timeout caused pair closure" does: once a call has timed out, it ends all
+    others of its process so, whichever of them is waited for first.
+    """
     return not is_peer_lost(error) and any(word in str(error).lower() for word in _TIMED_OUT)
 
 

@@ -157,6 +157,28 @@ def test_timeout_names_the_late_rank():
     assert "missing: rank 2." in message
 
 
+def test_a_call_that_ends_with_one_that_timed_out_says_who_is_missing():
+    """Gloo ends all calls of a process when one times out; the later of two is waited for first."""
+    is_over = threading.Event()
+
+    def work(comm):
+        if comm.rank == 1:
+            is_over.wait(20)
+            return ""
+        first = comm.all_reduce(torch.ones(2), async_op=True, check=False)
+        time.sleep(0.1)
+        second = comm.all_reduce(torch.ones(2), async_op=True, check=False)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            second.wait()
+        with pytest.raises(CollectiveTimeoutError):
+            first.wait()
+        is_over.set()
+        return str(caught.value)
+
+    message = run_ranks(2, work, timeout_s=0.5)[0]
+    assert "did not finish within 0.5 s" in message and "missing: rank 1." in message
+
+
 @pytest.mark.parametrize(
     ("verb", "call"),
     [

@@ -295,7 +295,7 @@ def test_timeout_names_a_rank_that_stops() -> None:
     messages = run_ranks(3, worker, timeout_s=1.5)
     assert messages[1] == "stopped"
     # Who times out first says who is missing, and closes its connections to the others.
-    assert "missing: rank 1" in messages[0] + messages[2]
+    assert "missing: rank 1" in messages[0] + messages[2], messages
     for rank in (0, 2):
         assert "missing: rank 1" in messages[rank] or "closed its connection" in messages[rank]
 
