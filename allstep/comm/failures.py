@@ -79,6 +79,11 @@ def explained(
         if not is_final:
             raise
         missing = find_missing_ranks(names, verb)
+        ended = names.ended(missing.missing)
+        if ended:  # nobody was told in time: a machine may have stood still
+            raise PeerLostError(
+                f"`{verb}` on {names.own}: {names.placed_all(ended)} has ended. {START_AGAIN}"
+            ) from error.__cause__
         raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
 
 

@@ -12,7 +12,7 @@ which these wait, and so on: missing is who was asked and has left no report.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -106,10 +106,17 @@ class RankNames:
 
     def check_all_there(self, verb: str) -> None:
         """Raises PeerLostError if a worker of the group is known to have ended."""
-        gone = [n for n in self.numbers if self.places and self.places[n].has_ended()]
+        gone = self.ended(self.numbers)
         if gone:
-            who = ", ".join(map(self.placed, gone))
-            raise PeerLostError(f"`{verb}` on {self.own}: {who} has ended.")
+            raise PeerLostError(f"`{verb}` on {self.own}: {self.placed_all(gone)} has ended.")
+
+    def ended(self, numbers: Iterable[int]) -> list[int]:
+        """Those of them that are known to have ended."""
+        return [number for number in numbers if self.places and self.places[number].has_ended()]
+
+    def placed_all(self, numbers: Iterable[int]) -> str:
+        """Several ranks, for messages, and where they run."""
+        return ", ".join(map(self.placed, numbers))
 
     def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
         """Of a group of some of these ranks, in their order there; this one has `rank` there."""
@@ -223,8 +230,7 @@ def who_left(names: RankNames, verb: str) -> str:
     if len(left) > 1:
         # Those who wait for this rank in turn hear of it only when it leaves: don't let them wait.
         left = list(find_missing_ranks(names, verb, _MOMENT_S).missing)
-        ended = [number for number in left if names.places and names.places[number].has_ended()]
-        left = ended or left
+        left = names.ended(left) or left
     shown = ", ".join(map(names.placed, left[:_MOST])) + (", ..." if len(left) > _MOST else "")
     return f"one of {shown}" if len(left) > 1 else shown or "another rank"
 

@@ -1,0 +1,34 @@
+"""What is said of a call that failed, where the backend says only that time ran out."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from allstep.comm.failures import explained
+from allstep.comm.missing import RankNames
+from allstep.comm.places import Place
+from allstep.errors import CommunicationError, PeerLostError
+
+
+def lost_pid() -> int:
+    """Of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_call_that_timed_out_says_which_process_has_ended(is_known: bool) -> None:
+    """Where that is known, which it is not of another host's."""
+    own = Place.own()
+    gone = replace(own, pid=lost_pid(), space=own.space if is_known else "another")
+    names = RankNames(range(2), 0, 2, HashStore(), [own, gone])
+    with pytest.raises(CommunicationError) as caught, explained("all_reduce", names, 0.5):
+        raise RuntimeError("Timed out waiting 500ms for recv operation to complete")
+    assert isinstance(caught.value, PeerLostError) == is_known
+    message = str(caught.value)
+    assert (f"rank 1 ({gone}) has ended" in message) == is_known
+    assert ("missing: rank 1." in message) != is_known
