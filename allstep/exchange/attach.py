@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from allstep.comm import Communicator
+from allstep.comm.ddp import WITHOUT_DDP, find_ddp
 from allstep.device import is_accelerator
 from allstep.errors import UsageError, check_integer
 from allstep.exchange.agreement import agree, check_same_policy
@@ -141,6 +142,13 @@ def _refuse_attached(model: nn.Module) -> None:
                 f"Parameter `{name}` is attached already, with another model that shares it;"
                 " put both models in one `torch.nn.ModuleList` and attach that."
             )
+    ddp = find_ddp(p for p in model.parameters() if p.requires_grad)
+    if ddp is not None:
+        raise UsageError(
+            f"A DistributedDataParallel was made of the {type(ddp.module).__name__}, which is"
+            " `model`, in it or around it, and exchanges the same gradients. Attach"
+            f" {WITHOUT_DDP}"
+        )
 
 
 def _announcement(policy: ExchangePolicy, size: int, global_batch: int | None) -> str:

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import digest
-from allstep.comm.ddp import WITHOUT_DDP, is_in_ddp
 from allstep.device import is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import optimizer_watch
@@ -621,11 +620,6 @@ class Exchange(ABC):
     def _before_forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if is_in_ddp(self.model):
-            self._stop_all(
-                "The attached model was called by a DistributedDataParallel around it, which"
-                f" exchanges the same gradients. Call the model itself, {WITHOUT_DDP}"
-            )
         if self.comm.size > 1:
             if self.model.training:
                 self.statistics.mark_local()

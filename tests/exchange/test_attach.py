@@ -32,6 +32,7 @@ from allstep.exchange import (
 from allstep.exchange.runner import ThreadRunner
 from allstep.exchange.wires import FullPrecision, Int8
 from tests.exchange.nets import Ignoring, assert_same, clone, gradients, mlp, states
+from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
 
@@ -325,19 +326,36 @@ def test_refuses_ddp_of_what_is_attached(size: int) -> None:
     run_ranks(size, worker)
 
 
-def test_refuses_ddp_before() -> None:
-    """Around the model that is attached then. One rank: DDP's mark is the process's."""
+def refuse_ddp_made_before(comm: Communicator, kind: type[DistributedDataParallel]) -> None:
+    model = mlp()
+    for made_of in (model, model[0], nn.Sequential(model)):
+        ddp = kind(made_of)
+        with pytest.raises(UsageError, match=r"was made of the .*without DDP.*`allstep\.ddp_hook`"):
+            attach(model, comm)
+        del ddp  # it holds itself, and exchanges until the collector comes
+    attach(model, comm).detach()
+    of_another = kind(mlp())
+    exchange = attach(model, comm)
+    whole = copy.deepcopy(model)
+    x = torch.full((2, 5), 1.0 + comm.rank)
+    of_another(x).sum().backward()
+    model(x).sum().backward()
+    for rank in range(comm.size):
+        whole(torch.full((2, 5), 1.0 + rank)).sum().div(comm.size).backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    exchange.detach()
 
-    def worker(comm: Communicator) -> None:
-        model = mlp()
-        ddp = DistributedDataParallel(model, process_group=comm.process_group)
-        exchange = attach(model, comm, Synchronous(compression="exact"))
-        with pytest.raises(UsageError, match=r"called by a Dist.*without DDP.*`allstep\.ddp_hook`"):
-            ddp(torch.ones(2, 5))
-        exchange.detach()
-        ddp(torch.ones(2, 5)).sum().backward()
 
-    run_ranks(1, worker)
+class DerivedDDP(DistributedDataParallel):
+    """As a framework may have its own."""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", [DistributedDataParallel, DerivedDDP])
+def test_refuses_ddp_made_before(kind: type[DistributedDataParallel]) -> None:
+    """Of the model, of a part, which may be called by itself, and around it; not once gone."""
+    run_processes(2, refuse_ddp_made_before, kind)
 
 
 def scripted() -> nn.Module:
