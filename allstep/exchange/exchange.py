@@ -4,18 +4,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import digest
-from allstep.device import is_accelerator
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import optimizer_watch
 from allstep.exchange.agreement import agree
@@ -23,27 +20,15 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
-from allstep.exchange.hooks import (
-    AccumulationHook,
-    FunctionHook,
-    Hook,
-    ModuleHook,
-    Removable,
-    WeakHook,
-)
+from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.local_sgd import ParameterAveraging
+from allstep.exchange.model_hooks import ModelHooks
 from allstep.exchange.parameters import ParameterSet, Signature, signature
-from allstep.exchange.piggyback import (
-    note_size,
-    refuse_mixed_weights,
-    times_of,
-    total_weight,
-    write_note,
-)
+from allstep.exchange.piggyback import all_reduce_notes, times_of, total_weight
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
-from allstep.exchange.stragglers import COMPUTE_CURE, Stragglers, WorkerTimes
-from allstep.exchange.weighing import Weighing
+from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.weighing import Weighing, divide_gradients
 
 
 class Exchange(ABC):
@@ -63,9 +48,7 @@ class Exchange(ABC):
             no update was made yet.
         optimizers: that have updated the model.
         weighing: of this worker's losses of the global batch; see [Note: weights].
-        own_times: of this worker's last step, for the others to know.
-        worker_times: of all workers, by rank, as they were told last; () until then.
-        compute_cure: what helps a worker that computes slowly, in words.
+        stragglers: the workers' times.
     """
 
     def __init__(
@@ -87,26 +70,23 @@ class Exchange(ABC):
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._finish_backward)
-        self._gradient_hooks: dict[nn.Parameter, list[Removable]] = {}
-        self._module_hooks: list[Removable] = []
-        self._lazy_hooks: list[Removable] = []
+        self._hooks = ModelHooks(self, model)
         self._num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
         self._global_step: int | None = None
         self._samples = ""  # of the global batch
         self.weighing = Weighing.of_means()
-        self.own_times = WorkerTimes()
-        self.worker_times: Sequence[WorkerTimes] = ()
-        self.compute_cure = COMPUTE_CURE
-        self._stragglers = Stragglers()
+        self.stragglers = Stragglers()
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
         self._is_detached = False
         self.awaits_update = False
         try:
-            self._register_hooks()
+            if self._is_active:
+                self._activate()
+            self._hook_lazy_modules()
             if isinstance(policy, LocalSGD) and optimizer is not None:
                 algorithm = self._averaging_algorithm()
                 self.averaging = ParameterAveraging(
@@ -230,7 +210,7 @@ class Exchange(ABC):
                 yield
             optimizer_watch.check_learning_rates(rates, step)
             if self.weighing.has_sums and not self._is_active:
-                self._divide(self._parameters.trained.values(), self._local_divisor())
+                divide_gradients(self._parameters.trained.values(), self.weighing.divisor())
         finally:
             self._global_step = None
             self.weighing = Weighing.of_means()
@@ -247,39 +227,21 @@ class Exchange(ABC):
 
     def _see_times(self, times: Sequence[WorkerTimes]) -> None:
         """What the workers told each other; rank 0 says who keeps the others waiting."""
-        self.worker_times = times
-        words = self._stragglers.see(times, self.compute_cure)
-        self.comm.activity.straggler = self._stragglers.words
+        words = self.stragglers.see(times)
+        self.comm.activity.straggler = self.stragglers.words
         if words and self.comm.rank == 0:
             logging.getLogger("allstep").warning(words)
 
-    def _local_divisor(self) -> Tensor:
-        """Where a worker is left to itself."""
-        total, factor = self.weighing.total(), self.weighing.factor
-        return torch.tensor(total * factor, dtype=torch.float64)
-
-    @torch.no_grad()
-    def _divide(self, parameters: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
-        """Makes sums the weighted mean; as they are where `divisor` is None."""
-        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
-        if divisor is not None:
-            on_cpu = not is_accelerator(divisor.device)
-            for gradient in gradients:
-                gradient.div_(float(divisor) if on_cpu else divisor)
-
     def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
         """After an exchange; the divided parameters' gradients are sums already."""
-        self._divide([*summed, *self.divided.values()], divisor)
+        if divisor is not None:
+            divide_gradients([*summed, *self.divided.values()], divisor)
 
     def _agree_on_divisor(self) -> Tensor | None:
         """Of a global batch's sums; None for means. Collective, in a message of its own."""
         if self._global_step is None:
             return None
-        size = note_size(self.comm.size)
-        notes = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
-        write_note(notes, self.comm.rank, self.weighing, self.own_times)
-        self.comm.all_reduce(notes)
-        refuse_mixed_weights(notes)
+        notes = all_reduce_notes(self.comm, self.weighing, self.stragglers.own_times)
         self._see_times(times_of(notes))
         self._total_weight = total = total_weight(notes, self.weighing)
         return None if total is None else total * self.weighing.factor
@@ -447,7 +409,7 @@ class Exchange(ABC):
         known = {id(tensor) for tensor in self._parameters.tensors.values()}
         # What starts to be trained may have been changed, and in a round of local SGD it has.
         is_in_round = self.averaging is not None and not self.averaging.is_synchronized
-        trained = known if is_in_round else {id(p) for p in self._gradient_hooks}
+        trained = known if is_in_round else {id(p) for p in self._hooks.parameters}
         check_divided(self.model, self.comm, self.policy)
         self._parameters.refresh()
         self._divided.refresh()
@@ -473,9 +435,7 @@ class Exchange(ABC):
         In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it.
         """
         self._is_detached = True
-        for handles in (self._module_hooks, self._lazy_hooks, *self._gradient_hooks.values()):
-            _remove_all(handles)
-        self._gradient_hooks.clear()
+        self._hooks.remove()
         self._divided.detach()
         self.statistics.detach()
         if self.averaging is not None:
@@ -558,9 +518,8 @@ class Exchange(ABC):
             factor = 1.0
             total = self.weighing.total() * self.comm.size
             self._total_weight = torch.tensor(total, dtype=torch.float64)
-            self._divide(
-                self._parameters.trained.values(), self._local_divisor() if total else None
-            )
+            if total:
+                divide_gradients(self._parameters.trained.values(), self.weighing.divisor())
         for p in self._parameters.trained.values():
             if factor != 1 and p.grad is not None:
                 p.grad.mul_(factor)
@@ -582,7 +541,7 @@ class Exchange(ABC):
         if not self._parameters.has_joined():
             return
         for name, p in self.model.named_parameters():
-            is_late = p.requires_grad and not is_lazy(p) and p not in self._gradient_hooks
+            is_late = p.requires_grad and not is_lazy(p) and p not in self._hooks.parameters
             if is_late and p.grad is not None and name not in self.divided:
                 self._stop_all(
                     f"Parameter `{name}` joined the model after `attach` and was used without"
@@ -600,22 +559,9 @@ class Exchange(ABC):
 
     # -- hooks -------------------------------------------------------------------------------
 
-    def _register_hooks(self) -> None:
-        mark = Hook(self)  # on an event that costs nothing in a step
-        self._hook_model(self.model.register_state_dict_pre_hook, mark)
-        if self._is_active:
-            self._activate()
-        self._hook_lazy_modules()
-
     def _activate(self) -> None:
-        before = FunctionHook(self, self._before_forward)
-        after = FunctionHook(self, self._after_forward)
-        self._hook_model(self.model.register_forward_pre_hook, before)
-        self._hook_model(self.model.register_forward_hook, after)
+        self._hooks.follow_forward(self._before_forward, self._on_output_gradient)
         self._hook_parameters()
-
-    def _hook_model(self, register: Callable[..., Any], hook: Hook) -> None:
-        self._module_hooks.append(ModuleHook(self.model, register, hook))
 
     def _before_forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -635,31 +581,13 @@ class Exchange(ABC):
         self._before_forward()
         self.statistics.before_forward(module, args)
 
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            outputs = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
-            for tensor in outputs:
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-
     def _hook_lazy_modules(self) -> None:
         """Lazy modules get their parameters in their first forward: take them up right there."""
-        hook = FunctionHook(self, self._on_lazy_forward)
-        _remove_all(self._lazy_hooks)
-        for module in self._parameters.modules:
-            own = chain(module._parameters.values(), module._buffers.values())
-            if any(is_lazy(tensor) for tensor in own if tensor is not None):
-                register = module.register_forward_pre_hook
-                self._lazy_hooks.append(ModuleHook(module, register, hook))
+        self._hooks.follow_lazy_modules(self._parameters.modules, self._on_lazy_forward)
 
     def _hook_parameters(self) -> None:
         """Hooks the trained parameters that aren't yet, and unhooks those that left."""
-        old, self._gradient_hooks = self._gradient_hooks, {}
-        for name, p in self._parameters.trained.items():
-            _remove_all(old.pop(p, []))
-            self._gradient_hooks[p] = self._hook(name, p)
-        for handles in old.values():
-            _remove_all(handles)
+        self._hooks.follow_gradients(self._parameters.trained, self._hook)
         self._signature = signature(dict(self._parameters.trained))
         self._digest = digest(self._signature)
         tensors = self._parameters.tensors.items()
@@ -672,9 +600,3 @@ class Exchange(ABC):
             carry = WeakHook(self, type(self)._carry_one, name)
             handles.append(AccumulationHook(p, carry))
         return handles
-
-
-def _remove_all(handles: list[Removable]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -245,7 +245,7 @@ class OverlappedExchange(Exchange):
             state = self._next_state(buckets.flats[0].device)
             described = (self._signature, self._digest)
             buckets.write_check(self.comm.rank, self._describe(), *described, state)
-            buckets.write_note(self.comm.rank, self.weighing, self.own_times)
+            buckets.write_note(self.comm.rank, self.weighing, self.stragglers.own_times)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:

@@ -133,6 +133,24 @@ def write_note(notes: Tensor, rank: int, weighing: Weighing, times: WorkerTimes)
         notes.view(-1, _NUM_NOTE)[rank] = mine
 
 
+def all_reduce_notes(comm: Communicator, weighing: Weighing, times: WorkerTimes) -> Tensor:
+    """What all workers tell each other, in a message of its own. Collective.
+
+    Args:
+        comm: the workers.
+        weighing: of this worker's losses.
+        times: of its last step.
+
+    Raises:
+        UsageError: where some weighed sums and others means.
+    """
+    notes = torch.zeros(note_size(comm.size), dtype=torch.float64, device=comm.device)
+    write_note(notes, comm.rank, weighing, times)
+    comm.all_reduce(notes)
+    refuse_mixed_weights(notes)
+    return notes
+
+
 def total_weight(notes: Tensor, weighing: Weighing) -> Tensor | None:
     """The weights' sum over the workers; None where losses were means.
 

@@ -48,6 +48,9 @@ class Stragglers:
     Where one is slow and then another, as on busy machines, pauses between words get longer.
 
     Attributes:
+        own_times: of this worker's last step, for the others to know.
+        worker_times: of all workers, by rank, as they were told last; () until then.
+        compute_cure: what helps a worker that computes slowly, in words.
         words: who is slow now and why, said before or not; empty if nobody is.
 
     >>> usual, slow = WorkerTimes(0.01, 0.1), WorkerTimes(0.01, 0.15)
@@ -59,21 +62,24 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
+        self.own_times = WorkerTimes()
+        self.worker_times: Sequence[WorkerTimes] = ()
+        self.compute_cure = COMPUTE_CURE
         self.words = ""
         self._steps: deque[Sequence[WorkerTimes]] = deque(maxlen=_NUM_STEPS)
         self._named: tuple[int, str] | None = None
         self._num_seen, self._next, self._pause = 0, 0, _LEAST_PAUSE
 
-    def see(self, times: Sequence[WorkerTimes], compute_cure: str = COMPUTE_CURE) -> str | None:
+    def see(self, times: Sequence[WorkerTimes]) -> str | None:
         """Takes in a step's times.
 
         Args:
             times: by rank.
-            compute_cure: what helps a worker that computes slowly.
 
         Returns:
             Words, if there is something new to say.
         """
+        self.worker_times = times
         if len(times) < 2:
             return None
         self._steps.append(times)
@@ -85,7 +91,7 @@ class Stragglers:
             self._named, self.words = None, ""
             return None
         rank, cause, words = found
-        self.words = f"{words} ({_DATA_CURE if cause == 'data' else compute_cure})"
+        self.words = f"{words} ({_DATA_CURE if cause == 'data' else self.compute_cure})"
         if (rank, cause) == self._named or self._num_seen < self._next:
             return None
         self._named = rank, cause

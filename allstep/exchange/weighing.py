@@ -1,11 +1,12 @@
 """What the sum of a global batch's gradients is divided by, if its losses are sums themselves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 
 NUM_WEIGHT_DIGITS = 18  # of 7 bits each
@@ -71,6 +72,24 @@ class Weighing:
     def total(self) -> float:
         """The weights so far."""
         return float(total_of(torch.tensor([digits_of_units(self.units)])))
+
+    def divisor(self) -> Tensor:
+        """What this worker's sums are divided by where it is left to itself."""
+        return torch.tensor(self.total() * self.factor, dtype=torch.float64)
+
+
+@torch.no_grad()
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
+    """Makes sums the weighted mean.
+
+    Args:
+        parameters: `p.grad` is divided in place, where there is one.
+        divisor: a scalar.
+    """
+    number = divisor if is_accelerator(divisor.device) else float(divisor)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.detach().div_(number)
 
 
 def check_weight(weight: float) -> None:

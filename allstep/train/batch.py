@@ -145,7 +145,7 @@ def _steps(
 ) -> Iterator["Batch"]:
     device, activity = exchanges[0].comm.device, exchanges[0].comm.activity
     is_over = checkpoint is not None and not checkpoint.begin_steps(loader, exchanges)
-    exchanges[0].compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
+    exchanges[0].stragglers.compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
     with preserved_random_state(device):
         for global_batch in () if is_over else loader.global_batches():
             batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
@@ -153,7 +153,7 @@ def _steps(
             try:
                 yield batch
                 batch.check_finished()
-                times = exchanges[0].own_times = batch.times
+                times = exchanges[0].stragglers.own_times = batch.times
                 activity.note_times(times.data_s, times.compute_s, times.wait_s)
                 _follow_shares(loader, exchanges[0])
                 if checkpoint is not None and checkpoint.after_step():
@@ -183,7 +183,8 @@ def _follow_shares(loader: Loader, exchange: Exchange) -> None:
     shares = getattr(loader, "shares", None)
     if shares is None or not shares.is_measured or not isinstance(loader, GlobalBatchLoader):
         return
-    has_moved = loader.follow_shares([times.micro_batch_s for times in exchange.worker_times])
+    worker_times = exchange.stragglers.worker_times
+    has_moved = loader.follow_shares([times.micro_batch_s for times in worker_times])
     if has_moved and exchange.comm.rank == 0:
         words = shares.in_words(loader.num_micro_batches) or "all workers are as fast again"
         logging.getLogger("allstep").info(f"shares from step {loader.step} on: {words}")

@@ -123,7 +123,7 @@ def test_shares_are_a_cure_only_where_they_can_be_set(
             for (x,) in batch:
                 batch.backward(model(x).square().mean())
             optimizer.step()
-        return exchange.compute_cure
+        return exchange.stragglers.compute_cure
 
     assert run_ranks(2, run) == [cure] * 2
 
@@ -164,7 +164,7 @@ def test_times_ride_behind_the_gradients(
         own = comm.activity.times_s  # the means of equal steps
         assert own == pytest.approx((0.0, 1.0 if comm.rank == 2 else 0.25, 0.0))
         assert comm.activity.straggler.startswith("rank 2 is 4.0x slower than the median: compute")
-        return list(exchange.worker_times)
+        return list(exchange.stragglers.worker_times)
 
     with caplog.at_level(logging.WARNING, "allstep"):
         for times in run_ranks(3, run):

@@ -1,0 +1,98 @@
+"""The hooks of an exchange on its model, from `attach` to `detach`."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from allstep.exchange.hooks import FunctionHook, Hook, ModuleHook, Removable
+
+
+class ModelHooks:
+    """Hooks on a model's modules and parameters; those of modules keep the exchange alive.
+
+    [Note: hooks and the collector]
+
+    Args:
+        exchange: whose they are.
+        model: that is attached; it is marked so at once.
+    """
+
+    def __init__(self, exchange: object, model: nn.Module) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._of_model: list[Removable] = []
+        self._of_lazy_modules: list[Removable] = []
+        self._of_parameters: dict[nn.Parameter, list[Removable]] = {}
+        # On an event that costs nothing in a step.
+        self._hook_model(model.register_state_dict_pre_hook, Hook(exchange))
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those with hooks."""
+        return self._of_parameters
+
+    def follow_forward(
+        self, before: Callable[..., None], on_output_gradient: Callable[[Tensor], None]
+    ) -> None:
+        """Calls `before` each forward, and the other in backward before the model is reached."""
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                outputs = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
+                for tensor in outputs:
+                    if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                        tensor.register_hook(on_output_gradient)  # type: ignore[no-untyped-call]
+
+        hook = FunctionHook(self._exchange, before)
+        self._hook_model(self._model.register_forward_pre_hook, hook)
+        self._hook_model(self._model.register_forward_hook, FunctionHook(self._exchange, after))
+
+    def follow_lazy_modules(
+        self, modules: Iterable[nn.Module], before: Callable[..., None]
+    ) -> None:
+        """Calls `before` the forward of those that get their parameters in their first one."""
+        hook = FunctionHook(self._exchange, before)
+        _remove_all(self._of_lazy_modules)
+        for module in modules:
+            own = chain(module._parameters.values(), module._buffers.values())
+            if any(is_lazy(tensor) for tensor in own if tensor is not None):
+                register = module.register_forward_pre_hook
+                self._of_lazy_modules.append(ModuleHook(module, register, hook))
+
+    def follow_gradients(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        hook: Callable[[str, nn.Parameter], list[Removable]],
+    ) -> None:
+        """Hooks these parameters anew, as their names may have moved, and unhooks all others.
+
+        Args:
+            trained: name -> parameter.
+            hook: name, parameter -> its new hooks.
+        """
+        old, self._of_parameters = self._of_parameters, {}
+        for name, p in trained.items():
+            _remove_all(old.pop(p, []))
+            self._of_parameters[p] = hook(name, p)
+        for handles in old.values():
+            _remove_all(handles)
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for handles in (self._of_model, self._of_lazy_modules, *self._of_parameters.values()):
+            _remove_all(handles)
+        self._of_parameters.clear()
+
+    def _hook_model(self, register: Callable[..., Any], hook: Hook) -> None:
+        self._of_model.append(ModuleHook(self._model, register, hook))
+
+
+def _remove_all(handles: list[Removable]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
