@@ -1,4 +1,4 @@
-"""Watches that nothing but `batch.backward` changes gradients in the loop over a batch."""
+"""Watches that nothing but `batch.backward` changes anything in the loop over a batch."""
 
 from torch import Tensor, nn
 
@@ -7,10 +7,13 @@ from allstep.exchange import Exchange
 
 
 class GradientGuard:
-    """Makes sure that gradients change by `batch.backward` only, while they are being summed.
+    """Makes sure that gradients change by `batch.backward` only, and parameters not at all.
+
+    That is while gradients are being summed. A worker has some of the micro-batches, so that any
+    other change would depend on the number of workers.
 
     Args:
-        exchanges: whose gradients are looked at.
+        exchanges: whose gradients and parameters are looked at.
     """
 
     def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
@@ -18,7 +21,7 @@ class GradientGuard:
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._seen: list[Tensor | None] = []
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
 
     def note(self) -> None:
         """They are right as they are now."""
@@ -26,7 +29,7 @@ class GradientGuard:
         self._names = [name for parameters in trained for name in parameters]
         self._parameters = [p for parameters in trained for p in parameters.values()]
         self._seen = [p.grad for p in self._parameters]
-        self._versions = [-1 if g is None else g._version for g in self._seen]
+        self._versions = [_versions(p) for p in self._parameters]
 
     def refuse_earlier(self, step: int) -> None:
         """What `p.grad` held before must not be divided by the weights of this batch.
@@ -51,21 +54,36 @@ class GradientGuard:
         Raises:
             UsageError: names what may have done it, and the cure.
         """
-        for p, seen, version, name in zip(
-            self._parameters, self._seen, self._versions, self._names, strict=False
-        ):
-            gradient = p.grad
-            if gradient is seen and (gradient is None or gradient._version == version):
-                continue
-            how = (
-                "dropped, as by `zero_grad()`"
-                if gradient is None
-                else "changed, as by `loss.backward()`, by `zero_grad(set_to_none=False)` or by"
-                " clipping"
-            )
-            raise UsageError(
-                f"The gradient of `{name}` was {how}, in the loop over global batch {step}'s"
-                " micro-batches: the sum would depend on the number of workers. In that loop call"
-                " `batch.backward(loss)` and nothing else that changes gradients; zero, clip and"
-                " step when it has ended."
-            )
+        seen = zip(self._names, self._parameters, self._seen, self._versions, strict=False)
+        for name, p, gradient, versions in seen:
+            if p.grad is not gradient or _versions(p) != versions:
+                where = f"in the loop over global batch {step}'s micro-batches"
+                if p._version != versions[0]:
+                    raise UsageError(_parameter_message(name, where))
+                raise UsageError(_gradient_message(name, where, is_gone=p.grad is None))
+
+
+def _versions(p: nn.Parameter) -> tuple[int, int]:
+    """How often the parameter and its gradient were changed in place."""
+    return p._version, -1 if p.grad is None else p.grad._version
+
+
+def _parameter_message(name: str, where: str) -> str:
+    return (
+        f"Parameter `{name}` was changed {where}, by hand, by `load_state_dict` or by its module"
+        " itself, as with Embedding's `max_norm`: the change would depend on the number of"
+        " workers. Change it when that loop has ended, or before it."
+    )
+
+
+def _gradient_message(name: str, where: str, *, is_gone: bool) -> str:
+    how = (
+        "dropped, as by `zero_grad()`"
+        if is_gone
+        else "changed, as by `loss.backward()`, by `zero_grad(set_to_none=False)` or by clipping"
+    )
+    return (
+        f"The gradient of `{name}` was {how}, {where}: the sum would depend on the number of"
+        " workers. In that loop call `batch.backward(loss)` and nothing else that changes"
+        " gradients; zero, clip and step when it has ended."
+    )

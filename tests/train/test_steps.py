@@ -321,6 +321,12 @@ def step_and_zero(
     optimizer.zero_grad()
 
 
+def edit(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor) -> None:
+    batch.backward(loss)
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-1, 1)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize(
     ("habit", "words"),
@@ -333,6 +339,7 @@ def step_and_zero(
             plain_backward,
             r"`weight` was changed, as by `loss\.backward\(\)`.*`batch\.backward\(los",
         ),
+        (edit, r"Parameter `weight` was changed in the loop over global batch 0's micro-batches"),
         (step_and_zero, r"`SGD\.step\(\)` was called in the loop over global batch 0's micro-batc"),
     ],
 )
@@ -351,6 +358,23 @@ def test_habits_of_plain_loops_in_the_inner_loop_are_errors(
             optimizer.step()
 
     with pytest.raises(UsageError, match=words):
+        run_ranks(size, worker, timeout_s=20)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_module_that_changes_its_parameter_in_forward_is_an_error(size: int) -> None:
+    """It does so for each micro-batch, and then workers have different parameters."""
+    samples = TensorDataset(torch.arange(8))
+
+    def worker(comm: Communicator) -> None:
+        model = nn.Embedding(8, 3, max_norm=0.1)
+        exchange = allstep.attach(model, comm)
+        loader = allstep.data.loader(samples, comm, global_batch=4, micro_batch=2)
+        for batch in allstep.steps(loader, exchange):
+            for (x,) in batch:
+                batch.backward(model(x).sum())
+
+    with pytest.raises(UsageError, match=r"Parameter `weight` was changed .*`max_norm`"):
         run_ranks(size, worker, timeout_s=20)
 
 
