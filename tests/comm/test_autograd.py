@@ -277,7 +277,7 @@ def waits_in_vain(rank: int, work, match: str, n: int = 2) -> str:
             raise
 
     with pytest.raises((CollectiveTimeoutError, PeerLostError)):
-        run_ranks(n, guarded, timeout_s=0.5)
+        run_ranks(n, guarded, timeout_s=2)
     assert "This was the backward of" in messages_of[rank]
     assert match in messages_of[rank]
     return messages_of[rank]

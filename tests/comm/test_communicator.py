@@ -327,12 +327,13 @@ def test_missing_rank_of_a_split_group_has_its_first_number():
         if comm.rank != 2:
             is_over.wait(20)
             return ""
+        pair.set_timeout(0.5)
         with pytest.raises(CollectiveTimeoutError) as caught:
             pair.barrier()
         is_over.set()
         return str(caught.value)
 
-    message = run_ranks(4, work, timeout_s=0.5)[2]
+    message = run_ranks(4, work)[2]
     assert message.startswith("`barrier` on rank 2 of 4 did not finish within 0.5 s")
     assert message.endswith(
         "Waiting: rank 2 in `barrier`; missing: rank 3. Last met: rank 3 in `split`."

@@ -148,7 +148,7 @@ def test_overflow_names_the_parameter(ranks: tuple[int, ...]) -> None:
             ddp(torch.full((1, 1), 1e6 if comm.rank in ranks else 1.0)).sum().backward()
         return "raised"
 
-    assert run_ranks(2, worker, timeout_s=5) == ["raised"] * 2
+    assert run_ranks(2, worker) == ["raised"] * 2
 
 
 def test_other_policies_are_an_error_on_all_workers() -> None:

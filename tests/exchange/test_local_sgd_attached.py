@@ -190,14 +190,14 @@ def test_the_first_timeout_is_not_that_of_later_rounds() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = LocalSGD(sync_every=2, first_timeout_s=2.0)
+        policy = LocalSGD(sync_every=2, first_timeout_s=4.0)
         exchange = attach(model, comm, policy, optimizer=optimizer)
         for _ in range(2):
             model(torch.randn(4, 5)).square().mean().backward()
             optimizer.step()
         exchange.sync_buffers()
         if comm.rank == 0:
-            time.sleep(4)  # evaluates alone
+            time.sleep(6)  # evaluates alone
         exchange.sync_buffers()
 
     run_ranks(2, worker, timeout_s=20)

@@ -210,7 +210,7 @@ def test_state_dict_after_a_failed_exchange_raises(algorithm: str) -> None:
             exchange.state_dict()
         exchange.detach()
 
-    run_ranks(2, worker, timeout_s=3)
+    run_ranks(2, worker, timeout_s=20)
 
 
 def scaled_run(

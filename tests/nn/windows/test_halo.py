@@ -293,7 +293,7 @@ def refused(grid_shape, work, kinds):
             raise
 
     with pytest.raises(kinds):
-        on_grid(grid_shape, guarded, timeout_s=5)
+        on_grid(grid_shape, guarded, timeout_s=20)
     return told
 
 
@@ -355,7 +355,7 @@ def test_backward_timeout_names_the_missing_rank():
             raise
 
     with pytest.raises((CollectiveTimeoutError, PeerLostError)):
-        run_ranks(2, guarded, timeout_s=0.5)
+        run_ranks(2, guarded, timeout_s=2)
     assert "`backward of halo_gather` on rank 0 of 2" in told[0]
 
 
