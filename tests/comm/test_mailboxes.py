@@ -202,4 +202,4 @@ def wait_for_a_dead_rank(comm, folder):
 def test_mailboxes_wait_ends_when_a_rank_is_killed(tmp_path):
     with start_processes(2, wait_for_a_dead_rank, str(tmp_path)) as workers:
         workers.join(30)
-    assert float((tmp_path / "seconds").read_text()) < 5
+    assert float((tmp_path / "seconds").read_text()) < 30  # half of the time limit

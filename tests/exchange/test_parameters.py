@@ -166,7 +166,7 @@ def test_an_exchange_that_failed_is_collected_without_waiting_for_its_pending_ca
         del kept
         return time.monotonic() - start_s
 
-    assert max(run_ranks(2, worker, timeout_s=20)) < 5
+    assert max(run_ranks(2, worker, timeout_s=60)) < 30
 
 
 def test_has_changed_notices_every_kind_of_change() -> None:
