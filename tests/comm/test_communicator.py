@@ -150,9 +150,9 @@ def test_timeout_names_the_late_rank():
             late.set()
 
     with pytest.raises(CollectiveTimeoutError) as caught:
-        run_ranks(3, work, timeout_s=0.3)
+        run_ranks(3, work, timeout_s=2)
     message = str(caught.value)
-    assert "did not finish within 0.3 s" in message
+    assert "did not finish within 2 s" in message
     assert "raise `timeout_s`" in message
     assert "missing: rank 2." in message
 
@@ -350,7 +350,7 @@ def test_every_rank_of_every_node_names_the_missing_rank(algorithm, absent):
         channel = comm.split(0)
         sums = ALGORITHMS[algorithm](channel)
         sums.reduce_(torch.ones(1001))
-        comm.set_timeout(0.5)
+        comm.set_timeout(2)  # all others come within it on any machine
         error = None
         if comm.rank != absent:
             with pytest.raises(CommunicationError) as caught:
@@ -364,7 +364,7 @@ def test_every_rank_of_every_node_names_the_missing_rank(algorithm, absent):
         message = str(errors[rank])
         assert f"`all_reduce` on rank {rank} of 4" in message
         if not isinstance(errors[rank], PeerLostError):  # of a rank whose time was over before
-            assert "did not finish within 0.5 s" in message
+            assert "did not finish within 2 s" in message
             assert f"; missing: rank {absent}. Last met: rank {absent} in `all_reduce`." in message
     assert any(isinstance(error, CollectiveTimeoutError) for error in errors)
 
