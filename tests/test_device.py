@@ -48,6 +48,7 @@ def test_a_device_that_never_comes_is_a_timeout_that_names_the_call() -> None:
 
 def test_ranks_that_wait_for_a_device_say_who_is_missing() -> None:
     def worker(comm: Communicator) -> str:
+        comm.barrier()
         if comm.rank == 2:
             return ""
         with pytest.raises(CollectiveTimeoutError) as caught:
