@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from allstep.exchange import optimizer_watch
 from tests.helpers import generators
@@ -92,6 +93,13 @@ def _default_dtype_does_not_leak() -> Iterator[None]:
     if leaked != torch.float32:
         torch.set_default_dtype(torch.float32)
         pytest.fail(f"The test left torch's default dtype at {leaked}.")
+
+
+@pytest.fixture(autouse=True)
+def _attention_kernels_do_not_leak() -> Iterator[None]:
+    """Ranks as threads choose some of the process's at once, and give back what they found."""
+    with sdpa_kernel([kernel for kernel in SDPBackend.__members__.values() if kernel.value >= 0]):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -159,7 +159,7 @@ def ended(workers: Workers, timeout_s: float = 120.0) -> list[int | None]:
     while not workers.wait(1.0):
         if time.monotonic() > deadline_s:
             workers.show_stacks()
-            raise TimeoutError(workers.exit_codes)
+            raise TimeoutError(f"{workers.exit_codes}; {workers.outcomes()}")
     return workers.exit_codes
 
 
@@ -469,7 +469,7 @@ def lines_of(run_dir: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def wait_for_one_that_computes(kind: str, has_failed: Path) -> float:
+def wait_for_one_that_computes(kind: str, folder: Path) -> float:
     """Rank 0 waits for rank 1, which never comes; rank 2 is killed. Seconds until it fails.
 
     Rank 1 computes until then: its end would let rank 0 fail, too.
@@ -480,7 +480,11 @@ def wait_for_one_that_computes(kind: str, has_failed: Path) -> float:
         part = comm.split(0) if kind == "group that was split off" else comm
         assert part is not None
         part.barrier()
+        (folder / f"rank-{comm.rank}").touch()
+        has_failed = folder / "has_failed"
         if comm.rank == 2:
+            while not all((folder / f"rank-{rank}").exists() for rank in range(2)):
+                time.sleep(0.01)  # else it may take the others' barrier along
             os.kill(os.getpid(), signal.SIGKILL)
         start_s = time.monotonic()
         if comm.rank == 0:
@@ -498,7 +502,7 @@ def wait_for_one_that_computes(kind: str, has_failed: Path) -> float:
     "kind", ["first group", pytest.param("group that was split off", marks=pytest.mark.slow)]
 )
 def test_waiting_for_one_that_lives_when_another_is_lost(kind: str, tmp_path: Path) -> None:
-    arguments = (kind, tmp_path / "has_failed")
+    arguments = (kind, tmp_path)
     with Workers(3, wait_for_one_that_computes, arguments, min_workers=1) as workers:
         assert ended(workers) == [0, 0, -signal.SIGKILL], workers.outcomes()
         assert workers.outcomes()[0].value < 30
