@@ -192,7 +192,9 @@ def test_a_run_goes_on_after_files_could_not_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_run_ended_at_some_moments_of_its_writing(tmp_path: Path, number: int) -> None:
     first = random.Random(number).randrange(29)
     with Workers(1, lives, (tmp_path, number, slice(first, None, 29))) as workers:

@@ -51,7 +51,7 @@ def _killed(comm: Communicator, run_dir: str, moment: Moment, ranks: tuple[int, 
     live(comm, run_dir, moment, signal.SIGKILL, ranks, every_steps=2)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_kill_9_at_any_moment_leaves_the_same_bits(
     seed: int, whole: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -69,7 +69,7 @@ def test_kill_9_at_any_moment_leaves_the_same_bits(
         assert found["steps"][-1] == NUM_STEPS - 1
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_kill_9_from_outside_and_another_number_of_workers(
     num_workers: int, whole: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -88,7 +88,13 @@ def _asked(comm: Communicator, run_dir: str, moment: Moment | None) -> dict[str,
     return live(comm, run_dir, moment, signal.SIGTERM, (1,), every_s=1e9)
 
 
-@pytest.mark.parametrize("moment", [("micro-batch", 4), ("update", 6), ("epoch", 1)])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        ("micro-batch", 4),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (("update", 6), ("epoch", 1))),
+    ],
+)
 def test_sigterm_of_one_worker_ends_all_after_the_same_step(
     moment: Moment, whole: dict[str, Any], tmp_path: Path
 ) -> None:

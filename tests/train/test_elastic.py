@@ -275,8 +275,7 @@ def wait_until(happened: Callable[[], bool], workers: Workers) -> None:
     "dies",
     [
         None,
-        "giver",
-        *(pytest.param(d, marks=pytest.mark.slow) for d in ("veteran", "joiner", "taker")),
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ("giver", "veteran", "joiner", "taker")),
     ],
 )
 def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
@@ -316,7 +315,9 @@ def ask_to_join(moment: Moment | None, log: Path) -> None:
     membership.next(-1)
 
 
-@pytest.mark.parametrize("moment", [("text", 1), ("_check_can_join", 1)])
+@pytest.mark.parametrize(
+    "moment", [("text", 1), pytest.param(("_check_can_join", 1), marks=pytest.mark.slow)]
+)
 def test_a_worker_that_is_killed_as_it_asks_to_join(
     moment: Moment, tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -132,7 +132,7 @@ def start_life(attempt: int, run_dir: str, loader_workers: int, chance: random.R
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resume_on_another_number_of_workers(
     num_workers: int, uninterrupted: dict[str, Tensor], tmp_path: Path
 ) -> None:
