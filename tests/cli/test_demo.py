@@ -24,6 +24,7 @@ from allstep.cli.demo.large_batch import LINES, LargeBatchDigits
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.processes import Processes, WorkerError
 from allstep.cli.main import main
+from allstep.cli.worker import read_result
 from allstep.comm import Communicator
 from allstep.comm.algorithms import make_algorithm
 from allstep.doctor import (
@@ -282,7 +283,7 @@ class TestSameModel:
     def test_two_workers_train_what_one_does_and_as_usual_they_do_not(self, tmp_path):
         one, two = str(tmp_path / "one"), str(tmp_path / "two")
         lone = Communicator.single_process()
-        same = functools.partial(same_model.train_the_same, compression="exact", resume=False)
+        same = functools.partial(same_model.train_the_same, compression="exact")
         found = [same(lone, one), run_processes(2, same, two, timeout_s=100)[0]]
         models = [same_model._load(path) for path in found]
         assert same_model._largest_difference(*models) == 0
@@ -297,14 +298,31 @@ class TestSameModel:
             "allstep, exact": {"2": 0.0, "4": 0.0, same_model._KILLED: 0.0},
             "DDP as usual": {"2": 0.2, "4": 0.3},
         }
-        panel = same_model._panel(differences, "", {"allstep": 30})
+        num_left = {"allstep": 0, "allstep, exact": 3, "DDP as usual": 0}
+        panel = same_model._panel(differences, "", num_left)
         assert "at most 3.0e-06" in panel.conclusion
-        assert "kill -9 at step 30" in panel.conclusion
-        assert "not one bit differs" in panel.conclusion
-        assert panel.rows[1][1:] == ("0 (same bits)",) * 3
-        assert panel.rows[2][1:] == ("2.0e-01", "3.0e-01", "-")
+        assert "not one bit differs, and 3 go on as one is killed" in panel.conclusion
+        same = "0 (same bits)"
+        assert panel.rows[0][1:] == ("1.0e-06", "3.0e-06", "2.0e-06, all end, 3 resume")
+        assert panel.rows[1][1:] == (same, same, f"{same}, 3 go on")
+        assert panel.rows[2][1:] == ("2.0e-01", "3.0e-01", "all end")
         differences["allstep, exact"]["4"] = 1e-9
-        assert "it is 1.0e-09" in same_model._panel(differences, "", {"allstep": 30}).conclusion
+        assert "it is 1.0e-09" in same_model._panel(differences, "", num_left).conclusion
+
+    @pytest.mark.process
+    @pytest.mark.slow
+    @pytest.mark.parametrize("way", same_model._WAYS)
+    def test_one_of_four_is_killed(self, way, tmp_path):
+        """The others go on with exact sums, and give the model of one worker; else all end."""
+        with Processes(tmp_path) as processes:
+            workers = same_model._train_and_kill(processes, way, tmp_path / "four")
+            assert workers.exit_codes[2] == -signal.SIGKILL
+            assert workers.exit_codes.count(0) == (3 if way == "allstep, exact" else 0)
+            if way != "allstep, exact":
+                return
+            one = processes.run(1, same_model.train_the_same, **same_model._asked(way, tmp_path))
+            models = [same_model._load(path) for path in (one, read_result(workers.folder))]
+        assert same_model._largest_difference(*models) == 0
 
 
 FOUND = {

@@ -54,6 +54,10 @@ class Processes:
         """Starts `body(comm, **arguments)` on the ranks of a group."""
         return self._start(size, (body, arguments), preload=self._preload)
 
+    def start_elastic(self, size: int, body: Body, **arguments: Any) -> Workers:
+        """The same, of which any may be lost but one."""
+        return self._start(size, (body, arguments), preload=self._preload, min_workers=1)
+
     def run(self, size: int, body: Body, **arguments: Any) -> Any:
         """What rank 0 returns.
 

@@ -1,4 +1,4 @@
-"""Panel b: whether other numbers of workers train the same model, also after a kill -9."""
+"""Panel b: whether other numbers of workers train the same model, also if one is killed."""
 
 import signal
 import time
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from allstep.cli.demo.panel import Bar, Chart, Panel
 from allstep.cli.demo.processes import Processes, WorkerError
 from allstep.cli.launch import Workers
+from allstep.cli.worker import read_result
 from allstep.comm import Communicator
 from allstep.recipes.digits import Digits
 from allstep.train import fit, read_checkpoint, write_checkpoint
@@ -32,11 +33,13 @@ _RECIPE = Digits(
 NUM_STEPS = 4 * 15
 
 
-def train_the_same(comm: Communicator, folder: str, compression: str, resume: bool) -> str:
+def train_the_same(
+    comm: Communicator, folder: str, compression: str, resume: bool = False, elastic: bool = False
+) -> str:
     """The recipe `digits`, as `allstep train` runs it; returns the last checkpoint's folder."""
     torch.set_num_threads(1)
     recipe = replace(_RECIPE, compression=compression)
-    report = fit(recipe.task(comm), recipe, comm, folder, resume=resume)
+    report = fit(recipe.task(comm), recipe, comm, folder, resume=resume, elastic=elastic)
     return str(report.checkpoint)
 
 
@@ -58,6 +61,8 @@ def train_as_usual(comm: Communicator, folder: str) -> str:
     optimizer = task.optimizer(task.model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, task.schedule)
     for epoch in range(_RECIPE.epochs):
+        if comm.rank == 0 and epoch == 1:
+            (Path(folder) / _BEGUN).mkdir(parents=True)
         sampler.set_epoch(epoch)
         for batch in batches:
             optimizer.zero_grad()
@@ -73,7 +78,8 @@ def train_as_usual(comm: Communicator, folder: str) -> str:
 _SIZES = (2, 4)
 _KILL_AFTER_STEP = 20
 _KILL_TIMEOUT_S = 120.0
-_KILLED = "4, kill -9, then 3"
+_KILLED = "4, kill -9 of one"
+_BEGUN = "begun"  # in the folder of a training as usual, after its first epoch
 _WAYS = ("allstep", "allstep, exact", "DDP as usual")
 _COMPRESSIONS = {"allstep": "fp32", "allstep, exact": "exact"}
 
@@ -81,34 +87,44 @@ Differences = dict[str, dict[str, float]]
 
 
 def measure(processes: Processes, folder: Path) -> Iterator[Panel]:
-    """Trains every way on 1, 2 and 4 workers, and kills one of 4 to go on with 3."""
+    """Trains every way on 1, 2 and 4 workers, and kills one of 4."""
     differences: Differences = {way: {} for way in _WAYS}
-    yield _panel(differences, "training on 1 worker", None)
+    yield _panel(differences, "training on 1 worker")
     one_worker = {way: _train(processes, 1, way, folder) for way in _WAYS}
     for size in _SIZES:
         for way in _WAYS:
-            yield _panel(differences, f"{way}: training on {size} workers", None)
+            yield _panel(differences, f"{way}: training on {size} workers")
             found = _train(processes, size, way, folder)
             differences[way][str(size)] = _largest_difference(one_worker[way], found)
-    killed_at: dict[str, int] = {}
-    for way in _COMPRESSIONS:
-        yield _panel(differences, f"{way}: kill -9 of one of 4 workers", killed_at)
+    num_left: dict[str, int] = {}
+    for way in _WAYS:
+        yield _panel(differences, f"{way}: kill -9 of one of 4 workers", num_left)
         run_dir = folder / f"{way}-killed"
-        killed_at[way] = _train_and_kill(processes, way, run_dir)
-        found = _load(processes.run(3, train_the_same, **_asked(way, run_dir, resume=True)))
+        workers = _train_and_kill(processes, way, run_dir)
+        num_left[way] = workers.exit_codes.count(0)
+        if num_left[way]:
+            found = _load(read_result(workers.folder))
+        elif way in _COMPRESSIONS:
+            yield _panel(differences, f"{way}: 3 workers resume", num_left)
+            found = _load(processes.run(3, train_the_same, **_asked(way, run_dir), resume=True))
+        else:
+            continue
         differences[way][_KILLED] = _largest_difference(one_worker[way], found)
-    yield _panel(differences, "", killed_at)
+    yield _panel(differences, "", num_left)
 
 
 def _train(processes: Processes, size: int, way: str, folder: Path) -> Mapping[str, Tensor]:
-    run_dir = folder / f"{way}-{size}"
+    return _load(processes.result(_start(processes, size, way, folder / f"{way}-{size}")))
+
+
+def _start(processes: Processes, size: int, way: str, run_dir: Path) -> Workers:
     if way not in _COMPRESSIONS:
-        return _load(processes.run(size, train_as_usual, folder=str(run_dir)))
-    return _load(processes.run(size, train_the_same, **_asked(way, run_dir, resume=False)))
+        return processes.start(size, train_as_usual, folder=str(run_dir))
+    return processes.start(size, train_the_same, **_asked(way, run_dir))
 
 
-def _asked(way: str, run_dir: Path, *, resume: bool) -> dict[str, Any]:
-    return {"folder": str(run_dir), "compression": _COMPRESSIONS[way], "resume": resume}
+def _asked(way: str, run_dir: Path) -> dict[str, Any]:
+    return {"folder": str(run_dir), "compression": _COMPRESSIONS[way]}
 
 
 def _load(path: str) -> Mapping[str, Tensor]:
@@ -120,41 +136,53 @@ def _largest_difference(model: Mapping[str, Tensor], other: Mapping[str, Tensor]
     return max(float((model[name] - other[name]).abs().max()) for name in model)
 
 
-def _train_and_kill(processes: Processes, way: str, run_dir: Path) -> int:
-    """Kills worker 2 of 4 once there are checkpoints; returns the last one's step."""
-    workers = processes.start(4, train_the_same, **_asked(way, run_dir, resume=False))
-    checkpoints = run_dir / "checkpoints"
+def _train_and_kill(processes: Processes, way: str, run_dir: Path) -> Workers:
+    """Kills worker 2 of 4 in the midst of it; returns all when they have ended.
+
+    With exact sums the others go on; without, they end, and leave checkpoints.
+    """
+    begun = run_dir / f"checkpoints/step-{_KILL_AFTER_STEP:08d}"
+    if _COMPRESSIONS.get(way) == "exact":
+        arguments = {**_asked(way, run_dir), "elastic": True}
+        workers = processes.start_elastic(4, train_the_same, **arguments)
+    else:
+        workers = _start(processes, 4, way, run_dir)
+        begun = begun if way in _COMPRESSIONS else run_dir / _BEGUN
     deadline_s = time.monotonic() + _KILL_TIMEOUT_S
-    while not (checkpoints / f"step-{_KILL_AFTER_STEP:08d}").exists():
+    while not begun.exists():
         if time.monotonic() > deadline_s:
             raise WorkerError(f"no checkpoint came in {_KILL_TIMEOUT_S:g} s.")
         time.sleep(0.005)
     workers.send(signal.SIGKILL, 2)
-    if not _ends_badly(workers):
-        raise WorkerError("the training was faster than the kill; run the panel again.")
-    return max(int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*"))
-
-
-def _ends_badly(workers: Workers) -> bool:
-    deadline_s = time.monotonic() + _KILL_TIMEOUT_S
     while not workers.wait(0.05) and time.monotonic() < deadline_s:
         pass
-    return all(workers.exit_codes)
+    if workers.exit_codes[2] != -signal.SIGKILL:
+        raise WorkerError("the training was faster than the kill; run the panel again.")
+    return workers
 
 
-def _panel(differences: Differences, status: str, killed_at: dict[str, int] | None) -> Panel:
+def _panel(
+    differences: Differences, status: str, num_left: Mapping[str, int] | None = None
+) -> Panel:
+    """Args: num_left: of each way, the workers that went on when one of 4 was killed."""
+    num_left = num_left or {}
     columns = [*map(str, _SIZES), _KILLED]
     return Panel(
         letter="b",
         title="Same model: largest difference of a parameter to the one that 1 worker trains",
         header=("workers", *columns),
         rows=[
-            (way, *(_cell(way, found, c) for c in columns)) for way, found in differences.items()
+            (
+                way,
+                *(_difference_in_words(found.get(column)) for column in columns[:-1]),
+                _after_a_kill(found.get(_KILLED), num_left.get(way)),
+            )
+            for way, found in differences.items()
         ],
         chart=Chart(
             "largest parameter difference to 1 worker",
             [
-                Bar(way, value, "4, kill -9, 3" if size == _KILLED else f"{size} workers")
+                Bar(way, value, size if size == _KILLED else f"{size} workers")
                 for way, found in differences.items()
                 for size, value in found.items()
             ],
@@ -164,29 +192,37 @@ def _panel(differences: Differences, status: str, killed_at: dict[str, int] | No
             f"Digits, {NUM_STEPS} steps of 96 samples, with batch norm and dropout. DDP as usual"
             " has batch norm and dropout of each worker's own.",
             "fp32 sums differ in the last bits by the order in which workers add; `exact` adds"
-            " without rounding.",
+            " without rounding, and then workers may come and go.",
         ),
         status=status,
-        conclusion="" if status else _conclude(differences, killed_at or {}),
-        numbers={"largest_difference": differences, "killed_after_step": killed_at or {}},
+        conclusion="" if status else _conclude(differences, num_left),
+        numbers={"largest_difference": differences, "workers_left": dict(num_left)},
     )
 
 
-def _cell(way: str, found: dict[str, float], column: str) -> str:
-    if column == _KILLED and way not in _COMPRESSIONS:
-        return "-"
-    if column not in found:
+def _difference_in_words(difference: float | None) -> str:
+    if difference is None:
         return ""
-    return f"{found[column]:.1e}" if found[column] else "0 (same bits)"
+    return f"{difference:.1e}" if difference else "0 (same bits)"
 
 
-def _conclude(differences: Differences, killed_at: dict[str, Any]) -> str:
+def _after_a_kill(difference: float | None, num_left: int | None) -> str:
+    if num_left is None:
+        return ""
+    if difference is None:
+        return "all end"
+    how = f"{num_left} go on" if num_left else "all end, 3 resume"
+    return f"{_difference_in_words(difference)}, {how}"
+
+
+def _conclude(differences: Differences, num_left: Mapping[str, int]) -> str:
     ours = max(differences["allstep"].values())
     exact = max(differences["allstep, exact"].values())
     usual = max(differences["DDP as usual"].values())
     exact_text = "not one bit differs" if exact == 0 else f"it is {exact:.1e}"
     return (
-        f"With allstep parameters differ by at most {ours:.1e}, also after kill -9 at step"
-        f" {killed_at['allstep']} and going on with 3 workers; with compression exact {exact_text}."
-        f" DDP as usual trains another model: {usual:.1e}."
+        f"With allstep parameters differ by at most {ours:.1e}, also after kill -9 of one of 4"
+        f" workers; with compression exact {exact_text}, and"
+        f" {num_left.get('allstep, exact', 0)} go on as one is killed. DDP as usual trains another"
+        f" model: {usual:.1e}."
     )
