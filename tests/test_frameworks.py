@@ -24,7 +24,7 @@ from tests.helpers.processes import run_processes
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "frameworks"
-TIMEOUT_S = 280  # Ray takes half a minute to start; more on a busy machine
+TIMEOUT_S = 600  # Ray takes half a minute to start; much more on a busy machine
 PACKAGES = {"fabric": "lightning"}  # where it is not the framework's own name
 
 State = dict[str, Tensor]
@@ -54,6 +54,7 @@ def run(home: Path, *arguments: object) -> str:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
         "RAY_TMPDIR": str(home),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how often it asks for results
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(TIMEOUT_S // 2),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     process = subprocess.Popen(
