@@ -50,6 +50,8 @@ class Membership:
 
     Args:
         launch: says where the launcher serves the store, and with how few workers the run ends.
+        lets_in: whether workers that wait to join are let in where the most advanced of the others
+            is so far.
         grace_s: how long to wait for a worker of which nobody knows that it has ended: it may be in
             the middle of a long step.
         notice_s: how long a worker waits to join until it says so.
@@ -62,19 +64,26 @@ class Membership:
         UsageError: if no launcher serves a store, or if it has ended.
     """
 
-    def __init__(self, launch: Launch, *, grace_s: float, notice_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        grace_s: float,
+        notice_s: float = 10.0,
+        lets_in: Callable[[int], bool] = lambda progress: True,
+    ) -> None:
         if launch.min_workers is None:
             raise UsageError(
-                "`elastic` (=True) needs a launcher that lets workers go on when one is lost, and"
-                " serves the store in which they find each other: start them with `allstep train"
-                " RECIPE --elastic --workers N`."
+                "`elastic` needs a launcher that lets workers go on when one is lost, and serves the"
+                " store in which they find each other: start them with `allstep train RECIPE"
+                " --elastic --workers N`, or `allstep launch --elastic --workers N -- script.py`."
             )
         assert launch.master_addr is not None and launch.master_port is not None
         self.members: tuple[Member, ...] = ()
         self.generation = -1
         self._joins = launch.joins
         self._min_workers = launch.min_workers
-        self._grace_s, self._notice_s = grace_s, notice_s
+        self._grace_s, self._notice_s, self._lets_in = grace_s, notice_s, lets_in
         self._own = Member(uuid.uuid4().hex, Place.own())
         self._num_seen = 0  # of those that have asked to join
         self._looked_at_s = -_LOOK_S
@@ -113,8 +122,13 @@ class Membership:
         return [member.name for member in self.members].index(self._own.name)
 
     def publish(self, name: str, text: str) -> None:
-        """Leaves a text for workers that join later."""
-        self._store.set(f"text/{name}", text)
+        """Leaves a text for workers that join later.
+
+        Raises:
+            PeerLostError: if the store is gone.
+        """
+        with lost_store_told():
+            self._store.set(f"text/{name}", text)
 
     def read(self, name: str) -> str:
         """What `publish` has left; waits for it.
@@ -144,6 +158,12 @@ class Membership:
                 "All workers of the run have died: there is nothing to join any more. Resume it"
                 " from its newest checkpoint."
             )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a worker has said that the training is."""
+        with lost_store_told():
+            return is_over(self._store)
 
     def end(self, code: int = 0) -> None:
         """The training is over; nobody can join any more.
@@ -230,7 +250,7 @@ class Membership:
             if self._came(generation, m)
         ]
         came.sort(key=lambda member: -member.progress)  # stable: the others keep their order
-        waiting = self._waiting()
+        waiting = self._waiting() if self._lets_in(came[0].progress) else []
         new = Generation((*came, *waiting), self._num_seen + len(waiting))
         new.write(self._store, generation)
 

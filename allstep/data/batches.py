@@ -152,6 +152,15 @@ class GlobalBatchLoader(ABC):
             self.close()
         return has_moved
 
+    def begin_again(self, state: Mapping[str, int]) -> None:
+        """Cuts global batches for the workers that `comm` is of now, from a position on.
+
+        Args:
+            state: from `state_dict`.
+        """
+        self.shares = Shares(self.shares.how, self.comm.size)
+        self.load_state_dict(state)
+
     def options(self) -> dict[str, Any]:
         """What the samples of each step follow from, for a position to mean the same again."""
         return {

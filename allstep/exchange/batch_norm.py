@@ -163,6 +163,17 @@ class RunningStatistics:
             self._count_steps()
         if others := self._other_buffers():
             self._comm.broadcast(others, root=0)
+        self._forget_parts()
+
+    def settle(self) -> None:
+        """What `sync` comes to where every worker has R already, with exact sums; not collective.
+
+        Other modules' buffers are left alone.
+        """
+        self._count_steps(has_all=True)
+        self._forget_parts()
+
+    def _forget_parts(self) -> None:
         for tracked in self._tracked:
             tracked.weight, tracked.num_steps, tracked.num_uses = 1.0, 0, 0
         self._is_local = False
@@ -317,14 +328,18 @@ class RunningStatistics:
         torch._foreach_copy_(running, base)
         torch._foreach_add_(running, parts)
 
-    def _count_steps(self) -> None:
-        """`num_batches_tracked` counts the steps, for modules that any worker used."""
+    def _count_steps(self, *, has_all: bool = False) -> None:
+        """`num_batches_tracked` counts the steps, for modules that any worker used.
+
+        Args:
+            has_all: whether this worker knows what all have used.
+        """
         counted = [(t, c) for t in self._tracked if (c := t.num_batches_tracked) is not None]
         if not counted:
             return
         before = torch.stack([c - t.num_uses for t, c in counted])
         is_used = torch.tensor([int(t.num_uses > 0) for t, _ in counted], device=before.device)
-        if self._comm.size > 1:
+        if self._comm.size > 1 and not has_all:
             self._comm.all_reduce((before, is_used), "max")
         for (tracked, counter), n, used in zip(counted, before, is_used, strict=True):
             counter.copy_(n + used * tracked.num_steps)

@@ -441,6 +441,20 @@ class Exchange(ABC):
         if self.averaging is not None:
             self.averaging.detach()
 
+    def begin_again(self, state: Mapping[str, Any]) -> None:
+        """Takes up the workers that `comm` is of now, whoever they were before. Collective.
+
+        Parameters and gradients stay as they are: those who go on have the same.
+
+        Args:
+            state: from `replicated_state`, of the same moment on all workers.
+        """
+        optimizers, cure = self.optimizers, self.stragglers.compute_cure
+        self.detach()
+        self.__init__(self.model, self.comm, self.policy)  # type: ignore[misc]
+        self.optimizers, self.stragglers.compute_cure = optimizers, cure
+        self.load_state_dict(state)
+
     # -- the backward pass -------------------------------------------------------------------
 
     @property

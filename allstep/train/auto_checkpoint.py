@@ -7,15 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from torch.optim import Optimizer
-
-from allstep.comm import divided_modules
 from allstep.comm.agreement import agree
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
-from allstep.train.checkpoint import Stateful, check_same, load_model_state, load_optimizer_state
+from allstep.train.checkpoint import Stateful, check_same
+from allstep.train.loop_state import LoopState
 from allstep.train.saver import Saver
 from allstep.train.stop import Interrupts
 
@@ -92,9 +90,11 @@ class AutoCheckpoint:
         keep: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_arguments(loader, exchanges, state, every_steps)
+        self._state = LoopState(loader, exchanges, state)
+        if every_steps is not None:
+            check_integer("every_steps", every_steps)
         self._run_dir = Path(run_dir)
-        self._loader, self._exchanges, self._state = loader, exchanges, dict(state)
+        self._loader, self._exchanges = loader, exchanges
         self._comm = exchanges[0].comm
         self._interrupts = Interrupts()
         self._every_steps = every_steps
@@ -182,11 +182,7 @@ class AutoCheckpoint:
 
     def begin_steps(self, loader: object, exchanges: tuple[Exchange, ...]) -> bool:
         """Called by `steps`, at an epoch's first; whether there are any left to be made."""
-        if loader is not self._loader or exchanges != self._exchanges:
-            raise UsageError(
-                "`checkpoint` was made for another loader or other exchanges; give `steps` the"
-                " same as `AutoCheckpoint`."
-            )
+        self._state.check_given("checkpoint", loader, exchanges)
         if self._num_epochs is None:
             raise UsageError(
                 "`checkpoint` counts epochs: put `steps` in `for epoch in checkpoint.epochs(n):`,"
@@ -203,8 +199,7 @@ class AutoCheckpoint:
 
     def after_step(self) -> bool:
         """Called by `steps`, after each; saves if it is time to, returns whether to stop."""
-        for exchange in self._exchanges:
-            self._refuse_unsaved(exchange)
+        self._state.refuse_left_out()
         self._awaits_update = [exchange.awaits_update for exchange in self._exchanges]
         return self._saver.after_step(self._loader.step)
 
@@ -221,12 +216,13 @@ class AutoCheckpoint:
         for exchange in self._exchanges:
             exchange.sync_buffers()
         is_shared = all(exchange.averaging is None for exchange in self._exchanges)
-        state = self._state if is_shared or self._comm.rank == 0 else {}
+        parts = self._state.parts if is_shared or self._comm.rank == 0 else {}
         return {
-            "options": self._kept_options(),
-            "models": [exchange.model.state_dict() for exchange in self._exchanges],
-            "gradients": self._gradients() if is_shared else None,
-            "state": {name: part.state_dict() for name, part in state.items()},
+            "options": self._state.options(),
+            "models": self._state.models(),
+            # of a global batch that no update was made of
+            "gradients": self._state.gradients(self._awaits_update) if is_shared else None,
+            "state": {name: part.state_dict() for name, part in parts.items()},
             "exchanges": [exchange.state_dict() for exchange in self._exchanges],
             "loader": self._loader.state_dict(),
             "epoch": self._epoch,
@@ -239,75 +235,12 @@ class AutoCheckpoint:
         Raises:
             CheckpointError: if it is of other data, another policy, model or optimizer.
         """
-        check_same(state["options"], self._kept_options())
-        for exchange, stored in zip(self._exchanges, state["models"], strict=True):
-            load_model_state(exchange.model, stored)
-        for name, part in self._state.items():
-            stored = state["state"][name]
-            if isinstance(part, Optimizer):
-                load_optimizer_state(part, stored)
-                # In an earlier life; torch's schedulers warn if their step comes first.
-                part._opt_called = True  # type: ignore[attr-defined]
-            else:
-                part.load_state_dict(stored)
+        check_same(state["options"], self._state.options())
+        self._state.load(state["models"], state["state"])
         self._loader.load_state_dict(state["loader"])
         for exchange, stored in zip(self._exchanges, state["exchanges"], strict=True):
             exchange.load_state_dict(stored)
-        for exchange, stored in zip(self._exchanges, state["gradients"] or (), strict=False):
-            for name, gradient in stored.items():
-                p = exchange.trained[name]
-                p.grad = gradient.to(p.device)
+        self._state.load_gradients(state["gradients"] or ())
         self._epoch = state["epoch"]
         self._is_over = self._was_over = state["is_over"]
         self._data_epoch = self._loader.epoch
-
-    def _kept_options(self) -> dict[str, Any]:
-        """What must not change between two lives."""
-        kinds = {name: type(part).__name__ for name, part in self._state.items()}
-        num_exchanges = len(self._exchanges)
-        return {**self._loader.options(), "state": kinds, "exchanges": num_exchanges}
-
-    def _gradients(self) -> list[dict[str, Any]]:
-        """Name -> gradient of a global batch that no update was made of; more may be added."""
-        return [
-            {n: p.grad for n, p in exchange.trained.items() if awaits and p.grad is not None}
-            for exchange, awaits in zip(self._exchanges, self._awaits_update, strict=True)
-        ]
-
-    def _refuse_unsaved(self, exchange: Exchange) -> None:
-        for optimizer in exchange.optimizers:
-            if not any(optimizer is part for part in self._state.values()):
-                raise UsageError(
-                    f"`state` (={list(self._state)}) lacks an optimizer that updates the model (a"
-                    f" {type(optimizer).__name__}): its state would be lost. Add it, as in"
-                    ' `state={"optimizer": optimizer}`.'
-                )
-
-
-def _check_arguments(
-    loader: object,
-    exchanges: tuple[Exchange, ...],
-    state: Mapping[str, Stateful],
-    every_steps: int | None,
-) -> None:
-    if not isinstance(loader, GlobalBatchLoader):
-        raise UsageError(
-            f"`loader` (a {type(loader).__name__}) tells no position; make it with"
-            " `allstep.data.loader`."
-        )
-    if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
-        raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
-    for exchange in exchanges:
-        for name in divided_modules(exchange.model):
-            raise UsageError(
-                f"`exchanges`: `model.{name}` is divided over the workers, and a checkpoint holds"
-                " rank 0's part: save each worker's `state_dict()` in a file of its own."
-            )
-    for name, part in state.items():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise UsageError(
-                f"`state`: {name!r} (a {type(part).__name__}) has no `state_dict` and"
-                " `load_state_dict`; give the optimizer, the scheduler and so on themselves."
-            )
-    if every_steps is not None:
-        check_integer("every_steps", every_steps)

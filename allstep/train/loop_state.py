@@ -1,0 +1,122 @@
+"""What the next step of a user's own loop depends on: its models, its data, what the user names."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from allstep.comm import divided_modules
+from allstep.data.batches import GlobalBatchLoader
+from allstep.errors import UsageError
+from allstep.exchange import Exchange
+from allstep.train.checkpoint import Stateful, load_model_state, load_optimizer_state
+
+
+class LoopState:
+    """Collects it and loads it, in place.
+
+    Args:
+        loader: from `allstep.data.loader`.
+        exchanges: from `allstep.attach`.
+        parts: name -> optimizers, schedulers and so on.
+
+    Raises:
+        UsageError: if an argument is of a wrong kind, or a model is divided over the workers.
+    """
+
+    def __init__(
+        self,
+        loader: GlobalBatchLoader,
+        exchanges: tuple[Exchange, ...],
+        parts: Mapping[str, Stateful],
+    ) -> None:
+        _check_arguments(loader, exchanges, parts)
+        self.loader, self.exchanges, self.parts = loader, exchanges, dict(parts)
+
+    def check_given(self, name: str, loader: object, exchanges: tuple[Exchange, ...]) -> None:
+        """Checks what `steps` was given.
+
+        Raises:
+            UsageError: if it is not the same.
+        """
+        if loader is not self.loader or exchanges != self.exchanges:
+            raise UsageError(
+                f"`{name}` was made for another loader or other exchanges; give `steps` the same as"
+                f" `{_MADE_BY[name]}`."
+            )
+
+    def options(self) -> dict[str, Any]:
+        """What must be the same where it is loaded."""
+        kinds = {name: type(part).__name__ for name, part in self.parts.items()}
+        return {**self.loader.options(), "state": kinds, "exchanges": len(self.exchanges)}
+
+    def models(self) -> list[dict[str, Any]]:
+        """Their state dicts."""
+        return [exchange.model.state_dict() for exchange in self.exchanges]
+
+    def gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
+        """Name -> gradient, of each model that it is to be kept of; more may be added."""
+        return [
+            {n: p.grad for n, p in exchange.trained.items() if is_kept and p.grad is not None}
+            for exchange, is_kept in zip(self.exchanges, are_kept, strict=True)
+        ]
+
+    def load(self, models: Iterable[Mapping[str, Any]], parts: Mapping[str, Any]) -> None:
+        """Takes up what `models` and the parts' state dicts gave.
+
+        Raises:
+            CheckpointError: if it is of another model or optimizer.
+        """
+        for exchange, stored in zip(self.exchanges, models, strict=True):
+            load_model_state(exchange.model, stored)
+        for name, part in self.parts.items():
+            if isinstance(part, Optimizer):
+                load_optimizer_state(part, parts[name])
+                # In an earlier life; torch's schedulers warn if their step comes first.
+                part._opt_called = True  # type: ignore[attr-defined]
+            else:
+                part.load_state_dict(parts[name])
+
+    def load_gradients(self, gradients: Iterable[Mapping[str, Any]]) -> None:
+        """Takes up what `gradients` gave, once the exchanges have their states."""
+        for exchange, stored in zip(self.exchanges, gradients, strict=False):
+            for name, gradient in stored.items():
+                p = exchange.trained[name]
+                p.grad = gradient.to(p.device)
+
+    def refuse_left_out(self) -> None:
+        """Raises UsageError if an optimizer has updated a model that is not among the parts."""
+        for optimizer in (found for exchange in self.exchanges for found in exchange.optimizers):
+            if not any(optimizer is part for part in self.parts.values()):
+                raise UsageError(
+                    f"`state` (={list(self.parts)}) lacks an optimizer that updates the model (a"
+                    f" {type(optimizer).__name__}): its state would be lost. Add it, as in"
+                    ' `state={"optimizer": optimizer}`.'
+                )
+
+
+_MADE_BY = {"checkpoint": "AutoCheckpoint", "elastic": "Elastic"}
+
+
+def _check_arguments(
+    loader: object, exchanges: tuple[Exchange, ...], state: Mapping[str, Stateful]
+) -> None:
+    if not isinstance(loader, GlobalBatchLoader):
+        raise UsageError(
+            f"`loader` (a {type(loader).__name__}) tells no position; make it with"
+            " `allstep.data.loader`."
+        )
+    if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
+        raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
+    for exchange in exchanges:
+        for name in divided_modules(exchange.model):
+            raise UsageError(
+                f"`exchanges`: `model.{name}` is divided over the workers, and a checkpoint holds"
+                " rank 0's part: save each worker's `state_dict()` in a file of its own."
+            )
+    for name, part in state.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise UsageError(
+                f"`state`: {name!r} (a {type(part).__name__}) has no `state_dict` and"
+                " `load_state_dict`; give the optimizer, the scheduler and so on themselves."
+            )
