@@ -26,6 +26,7 @@ from allstep.exchange import attach as attach
 from allstep.exchange import ddp_hook as ddp_hook
 from allstep.exchange import fsdp_hook as fsdp_hook
 from allstep.train import AutoCheckpoint as AutoCheckpoint
+from allstep.train import Elastic as Elastic
 from allstep.train import Evaluator as Evaluator
 from allstep.train import Metrics as Metrics
 from allstep.train import Stage as Stage

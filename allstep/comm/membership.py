@@ -74,8 +74,8 @@ class Membership:
     ) -> None:
         if launch.min_workers is None:
             raise UsageError(
-                "`elastic` needs a launcher that lets workers go on when one is lost, and serves the"
-                " store in which they find each other: start them with `allstep train RECIPE"
+                "`elastic` needs a launcher that lets workers go on when one is lost, and serves"
+                " the store in which they find each other: start them with `allstep train RECIPE"
                 " --elastic --workers N`, or `allstep launch --elastic --workers N -- script.py`."
             )
         assert launch.master_addr is not None and launch.master_port is not None

@@ -9,6 +9,7 @@ from allstep.train.best import BestMetric
 from allstep.train.checkpoint import Checkpoints, check_same
 from allstep.train.devices import map_tensors as map_tensors
 from allstep.train.elastic import check_elastic as check_elastic
+from allstep.train.elastic_loop import Elastic
 from allstep.train.evaluator import Evaluator
 from allstep.train.failures import FAILED as FAILED
 from allstep.train.failures import PEER_LOST as PEER_LOST
@@ -43,6 +44,7 @@ __all__ = [
     "Batch",
     "BestMetric",
     "Checkpoints",
+    "Elastic",
     "Evaluator",
     "Interrupts",
     "LayerSharpness",

@@ -24,6 +24,8 @@ from allstep.exchange.weighing import mixed_message
 from allstep.nn import GroupedBatchNorm, serve_others
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.devices import to_device
+from allstep.train.elastic import LOST
+from allstep.train.elastic_loop import Elastic
 from allstep.train.gradient_guard import GradientGuard
 
 # Keep random numbers apart from those that the data room derives from the same seed: of what comes
@@ -47,6 +49,7 @@ def steps(
     *exchanges: Exchange,
     replay: bool = False,
     checkpoint: AutoCheckpoint | None = None,
+    elastic: Elastic | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator["Batch"]:
     """The rest of the epoch, one item a global batch.
@@ -73,6 +76,8 @@ def steps(
             (a second pass draws other random numbers).
         checkpoint: saves what the loop depends on after some of the steps, and ends the loop
             early, after a whole step, when a signal has come.
+        elastic: has the others go on when a worker is lost, and others join. The loop over an item
+            may then begin again, from its first micro-batch.
         clock: seconds that pass, by which shares are measured and slow workers found.
 
     Yields:
@@ -80,8 +85,9 @@ def steps(
 
     Raises:
         UsageError: if no exchange is given, if the loader can't be cut in global batches, if
-            `checkpoint` is not entered, not in `epochs`, or of another loader or exchange, or if
-            there are several exchanges and a model has experts on several workers.
+            `checkpoint` or `elastic` is not entered, not in `epochs`, or of another loader or
+            exchange, if `elastic` is given with `replay` or `checkpoint`, or if there are several
+            exchanges and a model has experts on several workers.
 
     Example:
         >>> import torch, allstep
@@ -117,7 +123,13 @@ def steps(
             " all must call it in the same order: put the models in one `torch.nn.ModuleList` and"
             " attach that."
         )
-    return _steps(loader, exchanges, replay, checkpoint, clock)
+    if elastic is not None and (replay or checkpoint is not None):
+        raise UsageError(
+            "`elastic` goes without `replay`, whose second pass would be no part of the step that"
+            " is run again, and without `checkpoint`, which talks to workers between two steps:"
+            " save `elastic.state_dict()`."
+        )
+    return _steps(loader, exchanges, replay, checkpoint, elastic, clock)
 
 
 def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
@@ -141,14 +153,25 @@ def _steps(
     exchanges: tuple[Exchange, ...],
     replay: bool,
     checkpoint: AutoCheckpoint | None,
+    elastic: Elastic | None,
     clock: Callable[[], float],
 ) -> Iterator["Batch"]:
     device, activity = exchanges[0].comm.device, exchanges[0].comm.activity
     is_over = checkpoint is not None and not checkpoint.begin_steps(loader, exchanges)
+    if elastic is not None:
+        elastic.begin_steps(loader, exchanges)
+    source = loader if elastic is None else elastic
     exchanges[0].stragglers.compute_cure = _cure_by_shares(loader, exchanges[0]) or COMPUTE_CURE
     with preserved_random_state(device):
-        for global_batch in () if is_over else loader.global_batches():
-            batch = Batch(global_batch, exchanges, seed=loader.seed, replay=replay, clock=clock)
+        for global_batch in () if is_over else source.global_batches():
+            batch = Batch(
+                global_batch,
+                exchanges,
+                seed=loader.seed,
+                replay=replay,
+                elastic=elastic,
+                clock=clock,
+            )
             seed_all(derive_seed(loader.seed, _BEGIN, batch.step), device)
             try:
                 yield batch
@@ -162,7 +185,10 @@ def _steps(
                 for exchange in exchanges:
                     exchange.awaits_update = False
     for exchange in exchanges:
-        exchange.sync_buffers()
+        if elastic is None:
+            exchange.sync_buffers()
+        else:
+            exchange.statistics.settle()
     if checkpoint is not None:
         checkpoint.end_steps()
 
@@ -204,6 +230,8 @@ class Batch:
         num_samples: samples of the whole global batch, over all workers.
         micro_batch: the micro-batch that is being processed, or None outside of the loop.
         data_wait_s: seconds spent waiting for data so far.
+        attempt: how often the loop over its micro-batches has begun before, as a worker was lost;
+            0 but with `elastic`. What it has summed up by itself is to begin anew then.
     """
 
     def __init__(
@@ -213,8 +241,13 @@ class Batch:
         *,
         seed: int,
         replay: bool,
+        elastic: Elastic | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.attempt = 0
+        self._elastic = elastic
+        self._lost: BaseException | None = None  # of a worker, in this pass
+        self._sums: Tensor | None = None  # of all workers' losses and weights, with `elastic`
         self.step = batch.step
         self.epoch = batch.epoch
         self.num_samples = batch.num_samples
@@ -254,7 +287,30 @@ class Batch:
             raise UsageError(
                 "A batch was iterated twice; `steps(…, replay=True)` keeps it for that."
             )
-        self._exchanged, self._is_open = False, True
+        self._is_open = True
+        yield from self._pass() if self._elastic is None else self._passes(self._elastic)
+        self._activity.enter("optimizer")
+        seed_update(self._seed, self.step, self._device, self._num_passes)
+        self._num_passes += 1
+        self._is_open = False
+
+    def _passes(self, elastic: Elastic) -> Iterator[Any]:
+        """One after the other, until no worker is lost. [Note: elastic loops]"""
+        while self._sums is None:
+            try:
+                if (cut := elastic.begin_pass()) is not None:
+                    self._source = cut.micro_batches
+                    self._num_local_micro_batches = cut.num_local_micro_batches
+                yield from self._pass()
+                self._sums = elastic.commit(self._local_sums())
+            except LOST:
+                self._sums = elastic.lose_workers()
+                self.micro_batch, self._lost = None, None
+                self.attempt += self._sums is None
+
+    def _pass(self) -> Iterator[Any]:
+        """This worker's micro-batches, with the exchange at their end."""
+        self._exchanged = False
         self._losses.clear()
         self._weighs_sums = None
         samples = f"{self.num_samples} samples after {self._position} others"
@@ -277,6 +333,8 @@ class Batch:
                 for micro_batch in self._fetch():
                     with self._running(micro_batch), self._timing():
                         yield micro_batch.data
+                        if self._lost is not None:
+                            raise self._lost
                         self._gradients.check(self.step)
                         if len(self._losses) == self._num_losses_before:
                             self._note_kind(is_sum=False)
@@ -285,10 +343,6 @@ class Batch:
                     self._gradients.check(self.step)
                     self._synchronize()
             self._gradients.forget()
-        self._activity.enter("optimizer")
-        seed_update(self._seed, self.step, self._device, self._num_passes)
-        self._num_passes += 1
-        self._is_open = False
 
     def backward(
         self, loss: Tensor, *, weight: float | Tensor | None = None, exchange: bool = True
@@ -316,6 +370,8 @@ class Batch:
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise UsageError("`backward` belongs inside the loop over the batch's micro-batches.")
+        if self._lost is not None:  # all will be run again
+            return
         if self._exchanged:
             raise UsageError(
                 "`backward` was called twice for the last micro-batch: its gradients have been"
@@ -348,17 +404,23 @@ class Batch:
         what `backward` was given, weighed as its gradients are (of sums, over the sum of weights);
         call it after the loop over the batch, on every worker.
         """
-        comm = self._exchanges[0].comm
-        total = digits_of(torch.zeros(3, device=comm.device))
+        sums = self._sums
+        if sums is None:
+            sums = self._exchanges[0].comm.all_reduce(self._local_sums())
+        loss_sum, weights, num_weighed = sum_of_digits(sums).tolist()
+        if not num_weighed:
+            return float(loss_sum)
+        return loss_sum / weights if weights else math.nan
+
+    def _local_sums(self) -> Tensor:
+        """Of this worker's losses and weights."""
+        total = digits_of(torch.zeros(3, device=self._device))
         for loss, factor, weight in self._losses:
             factor = 1.0 if self._weighs_sums else factor
             numbers = (weight, float(self._weighs_sums or False))
             total[0] += digits_of(loss.double() * factor).to(total)
             total[1:] += digits_of(torch.tensor(numbers, dtype=torch.float64)).to(total)
-        loss_sum, weights, num_weighed = sum_of_digits(comm.all_reduce(total)).tolist()
-        if not num_weighed:
-            return float(loss_sum)
-        return loss_sum / weights if weights else math.nan
+        return total
 
     def check_finished(self) -> None:
         """Raises if the loop over the micro-batches was left before its end; none may follow."""
@@ -431,9 +493,14 @@ class Batch:
     def _backward_and_exchange(self, loss: Tensor) -> None:
         exchange = self._exchanges[0]
         num_before = exchange.num_exchanges
-        loss.backward()  # type: ignore[no-untyped-call]
-        if exchange.num_exchanges == num_before:  # no parameter of the model was in this graph
-            exchange.synchronize()
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            if exchange.num_exchanges == num_before:  # no parameter of the model was in this graph
+                exchange.synchronize()
+        except LOST as error:
+            if self._elastic is None:
+                raise
+            self._lost = error  # for the loop over the batch, not for the user's code
         self._exchanged = True
 
     def _serve_others(self) -> None:

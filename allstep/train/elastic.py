@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allstep import __version__
 from allstep.comm import Communicator
@@ -29,12 +29,15 @@ from allstep.train.options import TrainOptions
 from allstep.train.stop import Interrupts
 from allstep.train.task import Task
 
+# How it shows that a worker was lost; a disagreement is a mistake.
+LOST = (PeerLostError, CollectiveTimeoutError)
+
 
 class WorkersWaitError(CommunicationError):
     """Others wait to join, and all know it."""
 
 
-class Elastic:
+class StepCommit:
     """What an elastic training asks of its workers in each step. [Note: elastic training]
 
     Args:
@@ -65,6 +68,11 @@ class Elastic:
         summed = self._comm.all_reduce(torch.cat([loss.view(-1), flag]), check=False)
         self._others_wait = bool(summed[-1])
         return summed[:-1].view_as(loss)
+
+    @property
+    def others_wait(self) -> bool:
+        """Whether workers waited to join at the last message; the same on all that got it."""
+        return self._others_wait
 
     def let_in(self) -> None:
         """Between two steps; ends the present generation where others wait.
@@ -105,18 +113,25 @@ def check_device(device: torch.device) -> None:
     """Raises UsageError on an accelerator, whose calls can't be broken off from outside yet."""
     if is_accelerator(device):
         raise UsageError(
-            f"`elastic` (=True) on {device.type}: how its backend lets go of a worker that is lost"
-            " has not been tested; leave it out, and use `--restarts`, or train on CPUs."
+            f"`elastic` on {device.type}: how its backend lets go of a worker that is lost has not"
+            " been tested; leave it out and resume from checkpoints, or train on CPUs."
         )
 
 
-def admit(comm: Communicator, membership: Membership, task: Task, options: TrainOptions) -> None:
+def admit(comm: Communicator, membership: Membership, training: Mapping[str, object]) -> None:
     """Begins the first generation, or checks that this worker may join a later one.
+
+    Args:
+        comm: of the first generation, or of this worker alone.
+        membership: this worker's.
+        training: what must be the same for workers to train together, by name.
 
     Raises:
         UsageError: if this worker would train something else than those that it wants to join.
     """
-    own = _description(task, options)
+    versions = {"allstep": __version__, "torch": torch.__version__}
+    lines = {**versions, **training}.items()
+    own = "\n".join(f"{name} {value!r}".replace("\n", " ") for name, value in lines)
     if not membership.waits:
         membership.begin(comm)
         if comm.rank == 0:
@@ -131,18 +146,19 @@ def admit(comm: Communicator, membership: Membership, task: Task, options: Train
             )
 
 
-def _description(task: Task, options: TrainOptions) -> str:
-    """What must be the same for workers to train together, a line each."""
-    parameters = [(n, list(p.shape), str(p.dtype)) for n, p in task.model.named_parameters()]
-    lines = {
-        "allstep": __version__,
-        "torch": torch.__version__,
+def training_of(task: Task, options: TrainOptions) -> dict[str, object]:
+    """What must be the same for workers to train a task together."""
+    return {
         "Python's class of options": type(options).__qualname__,
         "options": options,
-        "parameters": parameters,
+        "parameters": parameters_of(task.model),
         "samples": getattr(task.train_set, "__len__", lambda: "?")(),
     }
-    return "\n".join(f"{name} {value!r}".replace("\n", " ") for name, value in lines.items())
+
+
+def parameters_of(model: nn.Module) -> list[tuple[str, list[int], str]]:
+    """Name, shape and dtype of each."""
+    return [(n, list(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
 
 
 def go_on(
@@ -160,7 +176,7 @@ def go_on(
     """
     while True:
         regroup(comm, membership, _progress(state))
-        with suppress(PeerLostError, CollectiveTimeoutError):  # another is lost meanwhile
+        with suppress(*LOST):  # another is lost meanwhile
             return _shared(comm, membership, state)
 
 
@@ -168,10 +184,7 @@ def _shared(
     comm: Communicator, membership: Membership, state: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
     """The state of rank 0, which is the most advanced; its own for a worker that is as far."""
-    if comm.rank == 0:
-        workers = "1 worker goes on" if comm.size == 1 else f"{comm.size} workers go on"
-        where = "from the start" if state is None else f"from step {state['loader']['steps']}"
-        logging.getLogger("allstep").info(f"{workers} {where}")
+    tell_who_goes_on(comm, None if state is None else state["loader"]["steps"])
     if len({member.progress for member in membership.members}) == 1:
         return state
     if comm.rank == 0:
@@ -179,6 +192,14 @@ def _shared(
         return state
     received = receive_state(comm)
     return None if received is None else received[1]
+
+
+def tell_who_goes_on(comm: Communicator, step: int | None) -> None:
+    """Rank 0 says how many there are, and from which step on; None if none has begun."""
+    if comm.rank == 0:
+        workers = "1 worker goes on" if comm.size == 1 else f"{comm.size} workers go on"
+        where = "from the start" if step is None else f"from step {step}"
+        logging.getLogger("allstep").info(f"{workers} {where}")
 
 
 def _progress(state: Mapping[str, Any] | None) -> int:

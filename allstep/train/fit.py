@@ -10,14 +10,16 @@ import torch
 from allstep.comm import Communicator
 from allstep.comm.membership import Membership
 from allstep.env import read_launch
-from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
+from allstep.errors import CommunicationError, PeerLostError
 from allstep.train.elastic import (
-    Elastic,
+    LOST,
+    StepCommit,
     WorkersWaitError,
     admit,
     check_device,
     check_elastic,
     go_on,
+    training_of,
 )
 from allstep.train.loop import Loop
 from allstep.train.metrics import Logger
@@ -112,7 +114,7 @@ def fit_elastic(
     loggers: Sequence[Logger] = (),
 ) -> RunReport:
     """`fit`, by one generation of workers after the other. [Note: elastic training]"""
-    admit(comm, membership, task, options)
+    admit(comm, membership, training_of(task, options))
     state: Mapping[str, Any] | None = None
     if membership.waits:
         state = go_on(comm, membership, None)
@@ -125,12 +127,12 @@ def fit_elastic(
         while True:
             loop: Loop | None = None
             try:
-                elastic = Elastic(comm, membership, interrupts)
+                elastic = StepCommit(comm, membership, interrupts)
                 with closing(Run(task, options, comm, elastic)) as run, _aborted(comm):
                     loop = _loop(run, options, comm, run_dir, interrupts, loggers)
                     loop.run(resume=resume, state=state)
                     report = _report(run, loop, comm, run_dir)
-            except (PeerLostError, CollectiveTimeoutError, WorkersWaitError):
+            except (*LOST, WorkersWaitError):
                 if loop is not None and loop.has_begun:
                     state = {**run.state_at_step_start(), **loop.own_state()}
             else:

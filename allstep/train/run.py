@@ -15,7 +15,7 @@ from allstep.exchange import attach
 from allstep.train.batch import seed_update, steps
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
 from allstep.train.divided import own_states, whole_states
-from allstep.train.elastic import Elastic
+from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
@@ -53,7 +53,7 @@ class Run:
         task: Task,
         options: TrainOptions,
         comm: Communicator,
-        elastic: Elastic | None = None,
+        elastic: StepCommit | None = None,
     ) -> None:
         self._task = task
         self._options = options

@@ -27,7 +27,7 @@ from allstep.env import read_launch
 from allstep.errors import PeerLostError, UsageError
 from allstep.train import read_checkpoint
 from allstep.train.checkpoint import Checkpoints
-from allstep.train.elastic import Elastic, check_device
+from allstep.train.elastic import StepCommit, check_device
 from allstep.train.evaluator import Evaluator
 from allstep.train.fit import fit_elastic
 from allstep.train.run import Run
@@ -532,7 +532,7 @@ def test_state_at_step_start_of_a_module_with_two_names() -> None:
     task = same_model.make_task("sgd")
     norm = task.model.get_submodule("1")
     task.model.add_module("again", nn.Sequential(norm))
-    elastic = cast(Elastic, SimpleNamespace(commit=None))
+    elastic = cast(StepCommit, SimpleNamespace(commit=None))
     with closing(Run(task, OPTIONS, Communicator.single_process(), elastic)) as run:
         expected = {name: value.clone() for name, value in run.state_dict()["model"].items()}
         norm.get_buffer("running_mean").fill_(7.0)
