@@ -1,9 +1,9 @@
-"""`allstep join`: brings workers to a run that is being trained with `--elastic`."""
+"""`allstep join`: brings workers to a run, or a script, that was started with `--elastic`."""
 
 import argparse
 from pathlib import Path
 
-from allstep.cli import run_folder
+from allstep.cli import launch_elastic, run_folder
 from allstep.cli.exits import read_store
 from allstep.cli.train import train_worker
 from allstep.cli.workers import ask_workers
@@ -21,6 +21,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--workers", metavar="N", type=int, default=1, help="how many; 1")
     known = parser.parse_args(arguments)
     check_integer("workers", known.workers)
+    if launch_elastic.is_of_script(known.run):
+        return launch_elastic.join(known.run, known.workers)
     recipe = run_folder.read_recipe(known.run, argument="run")
     store = read_store(known.run)
     recipe.check()

@@ -1,28 +1,37 @@
 """A user's own loop whose workers are killed at any call, and joined: the same bits."""
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
 
 import allstep
 from allstep import Communicator, Synchronous, UsageError, init
+from allstep.comm.reproducible import digits_of
+from allstep.data import GlobalBatch
 from allstep.env import read_launch
-from allstep.train import elastic_loop
+from allstep.errors import PeerLostError
+from allstep.nn import convert_batch_norm
+from allstep.train.elastic import StepCommit
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
 from tests.helpers.joiners import num_joiners
 from tests.helpers.processes import Workers
-from tests.train.test_elastic import Calls, Moment, ended, wait_until
+from tests.helpers.ranks import run_ranks
+from tests.train.test_elastic import _TOO_LATE, Calls, Moment, ended, wait_until
 
 NUM_EPOCHS = 3
 NUM_STEPS = 4 * NUM_EPOCHS
@@ -202,7 +211,7 @@ MOMENTS: dict[str, tuple[Mapping[int, Moment], Mapping[int, Any]]] = {
     "the last update": ({}, {3: Ends("update", NUM_STEPS - 1)}),
     "two at once": ({1: ("_take_in_sums", 7)}, {3: Ends("forward", 6, 1)}),
     "meeting again": ({1: ("meet", 1)}, {0: Ends("update", 6)}),
-    "beginning again": ({3: ("_take_up_workers", 20)}, {0: Ends("update", 6)}),
+    "beginning again": ({3: ("begin_again", 2)}, {0: Ends("update", 6)}),
 }
 QUICK = ("forward", "last message", "update", "meeting again")
 
@@ -220,4 +229,346 @@ def test_killed_in(moment: str, tmp_path: Path, undisturbed: dict[str, Tensor]) 
     for rank in set(range(4)) - victims:
         check_same(outcomes[rank], undisturbed)
     check_seen_once(tmp_path)
-    print(moment, [outcomes[rank].value[1:] for rank in set(range(4)) - victims])
+
+
+class UpdatesAnyway(allstep.Elastic):
+    """Makes the update with what it has of a step in which a worker was lost."""
+
+    def lose_workers(self) -> Tensor | None:
+        super().lose_workers()
+        return digits_of(torch.zeros(3))
+
+
+class LeavesBuffers(allstep.Elastic):
+    """Runs a step again with what the first attempt has made of the model's buffers."""
+
+    def begin_pass(self) -> GlobalBatch | None:
+        first = [value.clone() for value in self._exchanges[0].model.buffers()]
+        cut = super().begin_pass()
+        for buffer, value in zip(self._exchanges[0].model.buffers(), first, strict=True):
+            buffer.copy_(value)
+        return cut
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", [UpdatesAnyway, LeavesBuffers])
+def test_control(
+    kind: type[allstep.Elastic], tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    """What a loop would come to that is not run again as a whole: other bits."""
+    dies_at = {0: ("commit", 13)}
+    with Workers(2, train, (tmp_path, dies_at, {}, kind), min_workers=1) as workers:
+        assert ended(workers) == [-signal.SIGKILL, 0], workers.outcomes()
+        result = workers.outcomes()[1].value[0]
+    assert differing_names(result, {n: undisturbed[n] for n in result}) != []
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_killed_at_any_call(seed: int, tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    draw = random.Random(seed)
+    victims = draw.sample(range(4), draw.choice((1, 2, 3)))
+    dies_at = {rank: draw.randrange(_NUM_FIRST_CALLS, NUM_CALLS) for rank in victims}
+    with Workers(4, train, (tmp_path, dies_at, {}), min_workers=1) as workers:
+        codes, outcomes = ended(workers), workers.outcomes()
+    assert set(codes) <= {0, -signal.SIGKILL}, outcomes
+    assert [codes[rank] for rank in range(4) if rank not in victims] == [0] * (4 - len(victims))
+    for rank, code in enumerate(codes):
+        if code == 0:
+            check_same(outcomes[rank], undisturbed)
+
+
+def train_with_a_lost_answer(folder: Path, step: int) -> Any:
+    """On rank 1 the last message of a step is lost, which the others have got."""
+    commit, rank = StepCommit.commit, read_launch().rank
+    num_left = step + 1
+
+    def losing(self: StepCommit, sums: Tensor) -> Tensor:
+        nonlocal num_left
+        result, num_left = commit(self, sums), num_left - 1
+        if rank == 1 and num_left == 0:
+            raise PeerLostError("the connection was closed")
+        return result
+
+    StepCommit.commit = losing  # type: ignore[method-assign]
+    return train(folder, {}, {})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("step", [6, pytest.param(NUM_STEPS - 1, marks=pytest.mark.slow)])
+def test_one_has_missed_the_last_message(
+    step: int, tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    """It makes its update, with the loss that the others have, and runs nothing again."""
+    arguments = (tmp_path, step)
+    with Workers(3, train_with_a_lost_answer, arguments, min_workers=1) as workers:
+        assert ended(workers) == [0, 0, 0], workers.outcomes()
+        outcomes = workers.outcomes()
+    for rank in range(3):
+        check_same(outcomes[rank], undisturbed)
+        assert outcomes[rank].value[1][step] == 0
+    check_seen_once(tmp_path)
+
+
+class HeldAt:
+    """Holds a worker at a place of its own code until a file is there, and may kill it then."""
+
+    def __init__(self, place: str, step: int, file: Path, *, dies: bool = False) -> None:
+        self._where, self._file, self._dies = (place, step), file, dies
+
+    def __call__(self, place: str, step: int) -> None:
+        if (place, step) != self._where:
+            return
+        while not self._file.exists():
+            time.sleep(0.01)
+        if self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def started(
+    stack: contextlib.ExitStack,
+    fn: Callable[..., Any],
+    num_workers: int,
+    arguments: tuple[Any, ...],
+    **options: Any,
+) -> Workers:
+    """Workers that may be lost, until the stack ends."""
+    return stack.enter_context(Workers(num_workers, fn, arguments, min_workers=1, **options))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("place", "dies"),
+    [
+        ("batch", None),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("epoch", None),
+                ("forward", None),
+                ("batch", "veteran"),
+                ("batch", "giver"),
+                ("batch", "taker"),
+                ("batch", "one that waits for the giver"),
+            )
+        ),
+    ],
+)
+def test_joining(
+    place: str, dies: str | None, tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    """Two join two, after the step at one of whose places these are held."""
+    goes_on = tmp_path / "goes_on"
+    victims: dict[str | None, tuple[int, Moment]] = {
+        "giver": (0, ("send_state", 1)),
+        "one that waits for the giver": (1, ("receive_state", 1)),
+    }
+    dies_at = dict([victims[dies]]) if dies in victims else {}
+    befores = {
+        rank: HeldAt(place, 4, goes_on, dies=(dies, rank) == ("veteran", 1)) for rank in (0, 1)
+    }
+    later = tmp_path, {0: ("receive_state", 1)} if dies == "taker" else {}, {}
+    with contextlib.ExitStack() as stack:
+        start = partial(started, stack, train)
+        workers = start(2, (tmp_path, dies_at, befores))
+        wait_until(lambda: bool(samples_by_step(tmp_path)[3]), workers)
+        first = start(1, later, joins_port=workers.port)
+        second = start(1, (tmp_path, {}, {}), joins_port=workers.port)
+        wait_until(lambda: num_joiners(workers.port) == 2, workers)
+        goes_on.touch()
+        groups = [workers, first, second]
+        codes = [code for group in groups for code in ended(group)]
+        outcomes = [
+            group.outcomes()[rank]
+            for group, rank in zip([workers, *groups], (0, 1, 0, 0), strict=True)
+        ]
+    assert codes.count(-signal.SIGKILL) == (dies is not None), outcomes
+    for code, outcome in zip(codes, outcomes, strict=True):
+        assert code in (0, -signal.SIGKILL), outcome.value
+        if code == 0:
+            check_same(outcome, undisturbed)
+    joined = [
+        outcome.value[1] for code, outcome in zip(codes[2:], outcomes[2:], strict=True) if code == 0
+    ]
+    assert all(5 <= min(attempts) <= 6 for attempts in joined), joined  # they have trained
+    check_seen_once(tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_killed_and_joined_at_any_call(
+    seed: int, tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    """Two join while the others run, whenever they have started; any but one of all may die."""
+    draw = random.Random(seed)
+    victims = draw.sample(range(5), draw.choice((1, 2, 3, 4)))
+    moments: dict[int, Moment] = {
+        worker: draw.randrange(_NUM_FIRST_CALLS, NUM_CALLS) for worker in victims
+    }
+    goes_on = tmp_path / "goes_on"
+    place, step = draw.choice(("batch", "forward", "update")), draw.randrange(1, 9)
+    befores = {rank: HeldAt(place, step, goes_on) for rank in range(3)}
+    first = {rank: moment for rank, moment in moments.items() if rank < 3}
+    arguments = [(tmp_path, {0: moments[n]} if n in moments else {}, {}) for n in (3, 4)]
+    with contextlib.ExitStack() as stack:
+        start = partial(started, stack, train)
+        workers = start(3, (tmp_path, first, befores))
+        wait_until(lambda: bool(samples_by_step(tmp_path)[step - 1]) or workers.wait(0), workers)
+        one, other = (start(1, given, joins_port=workers.port) for given in arguments)
+        wait_until(lambda: num_joiners(workers.port) >= 1 or workers.wait(0), workers)
+        goes_on.touch()
+        groups = (workers, one, other)
+        codes = [code for group in groups for code in ended(group)]
+        outcomes = [group.outcomes() for group in groups]
+    found = [outcome for by_rank in outcomes for _, outcome in sorted(by_rank.items())]
+    for worker, (code, outcome) in enumerate(zip(codes, found, strict=True)):
+        came_too_late = worker > 2 and code == 1 and _TOO_LATE.search(str(outcomes)) is not None
+        assert code in (0, -signal.SIGKILL) or came_too_late, outcomes
+        assert worker in victims or code != -signal.SIGKILL, outcomes
+        if code == 0:
+            check_same(outcome, undisturbed)
+
+
+@pytest.mark.process
+def test_fewer_than_min_workers(tmp_path: Path) -> None:
+    arguments = (tmp_path, {}, {0: Ends("forward", 5)})
+    with Workers(2, train, arguments, min_workers=2) as workers:
+        assert ended(workers) == [-signal.SIGKILL, 1]
+        assert "1 workers are left, fewer than `min_workers` (=2)" in workers.outcomes()[1].value
+
+
+@pytest.mark.process
+def test_an_exception_in_one_workers_code(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    """It is lost as if it had been killed."""
+    arguments = (tmp_path, {}, {1: raise_at_five})
+    with Workers(2, train, arguments, min_workers=1) as workers:
+        assert ended(workers) == [0, 1]
+        check_same(workers.outcomes()[0], undisturbed)
+        assert "out of luck" in workers.outcomes()[1].value
+
+
+def raise_at_five(place: str, step: int) -> None:
+    if (place, step) == ("forward", 5):
+        raise RuntimeError("out of luck")
+
+
+def test_going_on_from_a_file(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    """After the launcher was killed, say."""
+    loop = Loop(Communicator.single_process())
+    loop.run(2)
+    torch.save(loop.elastic.state_dict(), tmp_path / "state.pt")
+    resumed = Loop(Communicator.single_process())
+    resumed.elastic.load_state_dict(torch.load(tmp_path / "state.pt"))
+    result = resumed.run()
+    assert list(resumed.losses) == list(range(8, NUM_STEPS))
+    assert differing_names(result, {n: undisturbed[n] for n in result}) == []
+    with pytest.raises(UsageError, match="`load_state_dict` comes before `with`"):
+        resumed.elastic.load_state_dict({})
+
+
+def lone(policy: allstep.ExchangePolicy | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """A loader, an exchange, and the state."""
+    comm = Communicator.single_process()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange = allstep.attach(
+        model, comm, policy or Synchronous(compression="exact"), optimizer=optimizer
+    )
+    samples = options.pop("samples", None) or TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    arguments = {"global_batch": 4, "micro_batch": 2, **options}
+    loader = allstep.data.loader(samples, comm, **arguments)
+    return loader, exchange, {"optimizer": optimizer}
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.ones(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": Synchronous()}, "compression='fp32'"),
+        ({"policy": allstep.Stale(steps=1, compression="exact")}, "the policy Stale"),
+        ({"policy": allstep.LocalSGD(sync_every=4, compression="exact")}, "the policy LocalSGD"),
+        ({"shares": [1.0]}, "`shares` (=[1.0])"),
+        ({"samples": Stream()}, "`loader` is of a stream"),
+    ],
+)
+def test_what_cannot_be_elastic(options: dict[str, Any], words: str) -> None:
+    loader, exchange, state = lone(**options)
+    with pytest.raises(UsageError, match=re.escape(words)):
+        allstep.Elastic(loader, exchange, state=state)
+
+
+def test_batch_norm_that_talks_to_others() -> None:
+    def worker(comm: Communicator) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = convert_batch_norm(model, comm, 4, micro_batch=2, global_batch=4)
+        exchange = allstep.attach(model, comm, Synchronous(compression="exact"))
+        samples = TensorDataset(torch.ones(8, 2))
+        loader = allstep.data.loader(samples, comm, global_batch=4, micro_batch=2)
+        with pytest.raises(UsageError) as error:
+            allstep.Elastic(loader, exchange, state={})
+        return str(error.value)
+
+    assert "talks to them in the forward pass" in run_ranks(2, worker)[0]
+
+
+def test_what_is_used_in_another_way() -> None:
+    loader, exchange, state = lone()
+    elastic = allstep.Elastic(loader, exchange, state={})
+    with pytest.raises(UsageError, match="`epochs` is for"):
+        elastic.epochs(1)
+    with pytest.raises(UsageError, match="put `steps` in"):
+        next(iter(allstep.steps(loader, exchange, elastic=elastic)))
+    with pytest.raises(UsageError, match="without `replay`"):
+        allstep.steps(loader, exchange, elastic=elastic, replay=True)
+    with elastic:
+        for _ in elastic.epochs(1):
+            with pytest.raises(UsageError, match="`elastic` was made for another loader"):
+                next(iter(allstep.steps(lone()[0], exchange, elastic=elastic)))
+            with pytest.raises(UsageError, match="lacks an optimizer"):
+                for batch in allstep.steps(loader, exchange, elastic=elastic):
+                    for x, y in batch:
+                        batch.backward((exchange.model(x) - y).square().mean())
+                    state["optimizer"].step()
+            break
+    with pytest.raises(UsageError, match="entered once"):
+        elastic.__enter__()
+
+
+def test_a_launcher_that_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, exchange, state = lone()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UsageError, match="allstep launch --elastic"):
+        allstep.Elastic(loader, exchange, state=state)
+
+
+def join_with_another_schedule() -> Any:
+    with init(device="cpu", timeout_s=30.0) as comm:
+        loop = Loop(comm)
+        loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0)
+        state = {"optimizer": loop.optimizer, "scheduler": loop.scheduler}
+        with allstep.Elastic(loop.loader, loop.exchange, state=state):
+            pass
+
+
+@pytest.mark.process
+def test_joining_with_another_script(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    """Whoever would train something else learns it; the others don't mind."""
+    goes_on = tmp_path / "goes_on"
+    arguments = (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)})
+    with contextlib.ExitStack() as stack:
+        workers = started(stack, train, 1, arguments)
+        joiner = started(stack, join_with_another_schedule, 1, (), joins_port=workers.port)
+        assert ended(joiner) == [1]
+        message = joiner.outcomes()[0].value
+        assert "UsageError" in message and "LambdaLR" in message and "ExponentialLR" in message
+        goes_on.touch()
+        assert ended(workers) == [0]
+        check_same(workers.outcomes()[0], undisturbed)

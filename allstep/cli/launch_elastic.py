@@ -1,0 +1,103 @@
+"""`allstep launch --elastic`: a user's script on workers that come and go.
+
+[Note: a script's workers] Each is `allstep worker`, which becomes the script by `exec`: the same
+process, with what torchrun would tell it. `RUN/script.json` says what `allstep join` is to start.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from allstep.cli.exits import read_store
+from allstep.cli.launch import launch_workers
+from allstep.cli.worker import read_call
+from allstep.cli.workers import num_workers_to_start
+from allstep.errors import UsageError, check_integer
+from allstep.files import write_whole
+from allstep.train import launcher_lock
+
+_FILE = "script.json"
+
+
+def run(arguments: Sequence[str], command: Sequence[str]) -> int:
+    """Runs a script as each of the workers, until all have ended.
+
+    Args:
+        arguments: the flags before `--`.
+        command: the script and its own arguments.
+    """
+    parser = argparse.ArgumentParser(prog="allstep launch", allow_abbrev=False)
+    parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--workers", metavar="N", type=int, required=True)
+    parser.add_argument("--min-workers", metavar="N", type=int, default=1)
+    parser.add_argument("--run-dir", metavar="DIR", type=Path)
+    known = parser.parse_args(arguments)
+    check_integer("min_workers", known.min_workers)
+    if known.min_workers > known.workers:
+        raise UsageError(
+            f"`min_workers` (={known.min_workers}) exceeds `workers` (={known.workers}): the run"
+            " would end at once."
+        )
+    num_workers = num_workers_to_start(known.workers)
+    if num_workers is None:
+        raise UsageError("`elastic` needs `allstep launch` itself as launcher: start it by hand.")
+    run_dir: Path | None = known.run_dir
+    script = {"command": list(command), "folder": os.getcwd()}
+    with contextlib.ExitStack() as stack:
+        if run_dir is not None:
+            if (run_dir / "recipe.json").exists():
+                raise UsageError(f"`run_dir` (={run_dir}) holds a recipe's run; choose another.")
+            stack.enter_context(launcher_lock(run_dir))
+            write_whole(run_dir / _FILE, json.dumps(script))
+        return _launch(num_workers, script, known.min_workers, run_dir=run_dir)
+
+
+def is_of_script(run_dir: Path) -> bool:
+    """Whether a folder is of a script's workers."""
+    return (run_dir / _FILE).exists()
+
+
+def join(run_dir: Path, num_workers: int) -> int:
+    """Brings workers to a script's; returns the exit code when they have ended.
+
+    Raises:
+        UsageError: if nobody takes any.
+    """
+    store = read_store(run_dir)
+    script = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
+    return _launch(num_workers, script, store.min_workers, joins_port=store.port)
+
+
+def _launch(
+    num_workers: int,
+    script: dict[str, Any],
+    min_workers: int,
+    *,
+    run_dir: Path | None = None,
+    joins_port: int | None = None,
+) -> int:
+    with tempfile.TemporaryDirectory(prefix="allstep-") as folder:
+        return launch_workers(
+            num_workers,
+            f"{__name__}:run_script",
+            Path(folder),
+            script,
+            run_dir=run_dir,
+            min_workers=min_workers,
+            joins_port=joins_port,
+        )
+
+
+def run_script(folder: Path) -> NoReturn:
+    """What each worker does."""
+    script = read_call(folder).arguments
+    os.chdir(script["folder"])
+    # As torchrun does; a share of the cores would depend on the number of workers, and so the bits.
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    os.execve(sys.executable, [sys.executable, *script["command"]], environ)
