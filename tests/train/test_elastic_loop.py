@@ -37,7 +37,7 @@ NUM_EPOCHS = 3
 NUM_STEPS = 4 * NUM_EPOCHS
 NUM_CALLS = 24_000  # of functions of allstep, in a run, on each of four workers, about
 NUM_SEEDS = int(os.environ.get("SEEDS", "12"))  # `make nemesis` sets another
-_NUM_FIRST_CALLS = 1_500  # until all have met for the first time
+_NUM_FIRST_CALLS = 3_000  # until all have met for the first time, in 2,600
 
 
 class Numbered(same_model.Images):

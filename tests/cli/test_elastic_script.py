@@ -1,0 +1,97 @@
+"""`allstep launch --elastic` and `allstep join` with a script of a user's own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from allstep.cli.exits import read_store
+from tests.helpers.compare import differing_names
+from tests.helpers.joiners import num_joiners
+from tests.helpers.launched import Launched
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "elastic_script.py"
+
+
+@pytest.mark.process
+def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
+    run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
+    given = ("--", SCRIPT, tmp_path, 5, goes_on)
+    flags = ("--elastic", "--workers", 2, "--run-dir", run_dir)
+    launched = Launched("-m", "allstep", "launch", *flags, *given)
+    launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
+    first, _ = launched.workers()
+    joining = Launched("-m", "allstep", "join", run_dir, cwd=tmp_path)
+    joining.wait_until(lambda: num_joiners(read_store(run_dir).port) == 1)
+    first.send_signal(signal.SIGKILL)
+    goes_on.touch()
+    launched.finish(within_s=120)
+    joining.finish(within_s=60)
+    assert (launched.code, joining.code) == (0, 0), launched.errors + joining.errors
+    killed = f"worker 0 (process {first.pid}) was killed by SIGKILL; the others go on"
+    assert killed in launched.errors
+    assert "2 workers go on from step 6" in launched.errors + joining.errors
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    subprocess.run(
+        [sys.executable, SCRIPT, alone, "-1", goes_on],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    (expected,) = (torch.load(file) for file in alone.glob("model-*"))
+    results = [torch.load(file) for file in tmp_path.glob("model-*")]
+    assert len(results) == 2
+    for result in results:
+        assert differing_names(result, expected) == []
+    assert "takes no workers now" in refused_join(run_dir)
+
+
+def refused_join(run_dir: Path) -> str:
+    line = [sys.executable, "-m", "allstep", "join", str(run_dir)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    return done.stderr
+
+
+@pytest.mark.process
+def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
+    """At their next step, for the store in which they would meet is gone."""
+    goes_on = tmp_path / "goes_on"
+    given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, goes_on)
+    launched = Launched("-m", "allstep", "launch", *given)
+    launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
+    workers = launched.workers()
+    launched.process.kill()
+    launched.process.wait()
+    goes_on.touch()
+    for worker in workers:
+        worker.wait(timeout=60)
+    assert not list(tmp_path.glob("model-*"))
+    assert "The store in which workers find each other is gone" in launched.process.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--elastic", "--workers", "2"], "behind `--`"),
+        (["--elastic", "--workers", "2", "--min-workers", "3", "--", "s.py"], "`min_workers` (=3)"),
+        (["--elastic", "--workers", "0", "--", "s.py"], "`workers` (=0)"),
+        (["--hosts", "a,b", "--elastic", "--", "s.py"], "leave out `--hosts`"),
+    ],
+)
+def test_flags_that_cannot_be_meant(
+    flags: list[str], words: str, refused: Callable[..., str]
+) -> None:
+    assert words in refused("launch", *flags)
+
+
+def test_a_folder_of_a_recipe(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "recipe.json").touch()
+    flags = ("--elastic", "--workers", "2", "--run-dir", str(tmp_path), "--", "s.py")
+    assert "holds a recipe's run" in refused("launch", *flags)
