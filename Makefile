@@ -32,7 +32,8 @@ test-slow: $(VENV)/test.stamp
 # Workers of elastic trainings that are killed and join at any call, by so many seeds.
 SEEDS ?= 100
 nemesis: $(VENV)/test.stamp
-	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py -k any_call
+	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py \
+		tests/train/test_elastic_loop.py -k any_call
 
 # N runs in random order on a busy machine; counts the failures of each test.
 N ?= 10
