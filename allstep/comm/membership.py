@@ -50,6 +50,8 @@ class Membership:
 
     Args:
         launch: says where the launcher serves the store, and with how few workers the run ends.
+        rejoins: whether a worker that the others have left behind asks to join as any other would;
+            else it ends with an error.
         lets_in: whether workers that wait to join are let in where the most advanced of the others
             is so far.
         grace_s: how long to wait for a worker of which nobody knows that it has ended: it may be in
@@ -70,6 +72,7 @@ class Membership:
         *,
         grace_s: float,
         notice_s: float = 10.0,
+        rejoins: bool = True,
         lets_in: Callable[[int], bool] = lambda progress: True,
     ) -> None:
         if launch.min_workers is None:
@@ -83,7 +86,8 @@ class Membership:
         self.generation = -1
         self._joins = launch.joins
         self._min_workers = launch.min_workers
-        self._grace_s, self._notice_s, self._lets_in = grace_s, notice_s, lets_in
+        self._grace_s, self._notice_s = grace_s, notice_s
+        self._rejoins, self._lets_in = rejoins, lets_in
         self._own = Member(uuid.uuid4().hex, Place.own())
         self._num_seen = 0  # of those that have asked to join
         self._looked_at_s = -_LOOK_S
@@ -217,15 +221,22 @@ class Membership:
             progress: how far this worker's training is, to be compared; -1 if it has not begun.
 
         Raises:
-            PeerLostError: if fewer than `min_workers` are left, or if the store is gone.
+            PeerLostError: if fewer than `min_workers` are left, if the store is gone, or if the
+                others have left this worker behind and it may not join again.
             UsageError: if the run has ended meanwhile.
         """
         self._own = replace(self._own, progress=progress)
         with lost_store_told():
             if self.members:
                 self._come()
-            if not (self.members and self._enter(self.generation + 1)):
-                self._wait_to_join()
+            if self.members and self._enter(self.generation + 1):
+                return
+            if self.members and not self._rejoins:
+                raise PeerLostError(
+                    "The others have gone on without this worker, which was stopped or in a step"
+                    f" for more than {self._grace_s:g} s: start another in its place."
+                )
+            self._wait_to_join()
 
     def _come(self) -> None:
         """Says that this worker is there, and waits until the list is written."""

@@ -22,8 +22,12 @@ from torch import Tensor, nn
 from allstep import __version__
 from allstep.comm import Communicator
 from allstep.comm.membership import Membership, regroup
+from allstep.data import MapLoader
+from allstep.data.batches import GlobalBatchLoader
 from allstep.device import is_accelerator
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
+from allstep.exchange import Exchange
+from allstep.nn import GroupedBatchNorm
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.options import TrainOptions
 from allstep.train.stop import Interrupts
@@ -116,6 +120,41 @@ def check_device(device: torch.device) -> None:
             f"`elastic` on {device.type}: how its backend lets go of a worker that is lost has not"
             " been tested; leave it out and resume from checkpoints, or train on CPUs."
         )
+
+
+def check_loop(loader: GlobalBatchLoader, exchanges: tuple[Exchange, ...]) -> None:
+    """Refuses what a lost worker would take along, of a user's own loop.
+
+    Raises:
+        UsageError: names it, and the cure.
+    """
+    if not isinstance(loader, MapLoader):
+        raise UsageError(
+            "`loader` is of a stream, which would have to be read again from its start when workers"
+            " change: give `allstep.data.loader` a map-style data set."
+        )
+    if not isinstance(loader.shares.how, str):
+        raise UsageError(
+            f"`loader` has `shares` (={list(loader.shares.how)}): there would be none for other"
+            ' numbers of workers; set "equal" or "measured".'
+        )
+    for exchange in exchanges:
+        check_device(exchange.comm.device)
+        policy = exchange.policy
+        if exchange.comm is not loader.comm:
+            raise UsageError("`exchanges` and `loader` must have the same communicator.")
+        if not exchange.is_exact or policy.staleness or exchange.averaging is not None:
+            raise UsageError(
+                f"`exchanges` has the policy {policy!r}: what a worker has not sent yet would go"
+                " with it, and what is not summed exactly depends on who sums; attach with"
+                ' `allstep.Synchronous(compression="exact")`.'
+            )
+        if any(isinstance(m, GroupedBatchNorm) and m.has_peers for m in exchange.model.modules()):
+            raise UsageError(
+                "`exchanges`: the model has batch norm over several workers' micro-batches, which"
+                " talks to them in the forward pass, in your code: use plain batch norm, whose"
+                " statistics are of a micro-batch."
+            )
 
 
 def admit(comm: Communicator, membership: Membership, training: Mapping[str, object]) -> None:

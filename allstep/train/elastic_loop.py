@@ -5,7 +5,7 @@ behind it. But the update is the user's code, which nobody can make for a worker
 what stands between two calls of allstep can't be run again. So a worker of a loop is in one of
 three places of a step:
 
-- between two: before the user gets the global batch;
+- at its start: before the user gets the global batch;
 - in the loop over its micro-batches. If a worker is lost, what a step touches before its update
   (buffers, gradients, the grid, the position in the data) is put back, and the loop over the batch
   begins again, with the micro-batches that this worker has among those who are left;
@@ -14,38 +14,38 @@ three places of a step:
   afterwards. If nobody has, the loop over the batch begins again.
 
 `batch.backward` is where a loss is noticed in the user's code: it returns, and the loop over the
-batch goes on with the first micro-batch. Workers that join are let in between two steps only, where
-all the others are, or will be after their update: they run the same code from there on.
+batch goes on with the first micro-batch. What `Elastic.call` is given is run again in the same way.
+Workers that join are let in at the start of a step only, where all the others are, or will be after
+their update: they run the same code from there on.
 """
 
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allstep.comm.membership import Membership, regroup
-from allstep.data import GlobalBatch, MapLoader
+from allstep.data import GlobalBatch
 from allstep.data.batches import GlobalBatchLoader
 from allstep.env import read_launch
 from allstep.errors import PeerLostError, UsageError, check_integer
 from allstep.exchange import Exchange
-from allstep.nn import GroupedBatchNorm
 from allstep.train.checkpoint import Stateful, check_same, receive_state, send_state
 from allstep.train.elastic import (
     LOST,
     StepCommit,
     admit,
-    check_device,
+    check_loop,
     parameters_of,
     tell_who_goes_on,
 )
-from allstep.train.loop_state import LoopState
+from allstep.train.loop_state import BeforeStep, LoopState
 from allstep.train.stop import Interrupts
 
-_BETWEEN, _RUNNING, _COMMITTING = _PLACES = range(3)
+_PLACES = 1 << 20  # in a step, at most: its start, its batch, its last message, then calls
 
 
 class Elastic:
@@ -95,7 +95,7 @@ class Elastic:
         self, loader: GlobalBatchLoader, *exchanges: Exchange, state: Mapping[str, Stateful]
     ) -> None:
         self._state = LoopState(loader, exchanges, state)
-        _check(loader, exchanges)
+        check_loop(loader, exchanges)
         self._loader, self._exchanges = loader, exchanges
         self._comm = exchanges[0].comm
         self._interrupts = Interrupts()  # what the launcher asks; signals are the user's
@@ -105,16 +105,19 @@ class Elastic:
             self._membership = Membership(
                 launch,
                 grace_s=self._comm.timeout_s,
-                lets_in=lambda progress: progress % len(_PLACES) == _BETWEEN,
+                rejoins=False,  # in the midst of the user's code
+                lets_in=lambda progress: progress % _PLACES == 0,
             )
             self._commit = StepCommit(self._comm, self._membership, self._interrupts)
         self._is_entered = self._is_in_epochs = False
         self._step: int | None = None  # None before it has begun, or has joined
-        self._place = _BETWEEN
+        self._place = 0  # in the step
+        self._is_committing = False
+        self._is_behind_batch = False  # or behind all of an epoch
         self._has_changed = False  # workers, since the exchanges and the loader were told
         self._between: dict[str, Any] = {}
-        self._before: list[_Before] = []
-        self._sums: tuple[int, Tensor] | None = None  # the last step's
+        self._before: list[BeforeStep] = []
+        self._last: tuple[str, str] | None = None  # what was committed last, by its name
 
     def __enter__(self) -> Self:
         if self._is_entered:
@@ -133,7 +136,8 @@ class Elastic:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is not None or self._membership is None:
             return
-        self._place, self._step, self._between = _RUNNING, self._loader.step, self._position()
+        self._enter(self._loader.step, 1)
+        self._between = self._position()
         while True:
             try:
                 self._take_up_workers()
@@ -168,7 +172,45 @@ class Elastic:
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
         while self._loader.epoch < num_epochs:
+            self._is_behind_batch = False
             yield self._loader.epoch
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Calls what talks to other workers, such as an evaluation; again if one is lost meanwhile.
+
+        All workers call it, behind the loop over a batch, or behind that over `steps`. The function
+        must not change what the next step depends on; what is cut for the workers that there are,
+        such as an `Evaluator`, it makes itself.
+
+        Args:
+            function: returns plain data, as JSON has it.
+
+        Returns:
+            That.
+
+        Raises:
+            UsageError: elsewhere, where a worker that joins might come alone, or for what is no
+                plain data.
+        """
+        if not self._is_behind_batch:
+            raise UsageError(
+                "`call` belongs behind the loop over a global batch, or behind that over `steps`."
+            )
+        if self._membership is None:
+            return json.loads(_plain(function()))
+        text, place = None, self._place + 1
+        self._between = self._position()
+        while text is None:
+            self._enter(self._step, place)
+            try:
+                self._take_up_workers()
+                found = _plain(function())
+                self._enter(self._step, place + 1, is_committing=True)
+                self._comm.barrier()
+                self._last, text = (self._name, found), found
+            except LOST:
+                text = self._text_of_others()
+        return json.loads(text)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for a file; each worker has the same."""
@@ -214,7 +256,8 @@ class Elastic:
 
     def _begin_step(self) -> None:
         self._state.refuse_left_out()
-        self._place, self._step, self._between = _BETWEEN, self._loader.step, self._position()
+        self._enter(self._loader.step, 0)
+        self._between, self._is_behind_batch = self._position(), False
         self._before.clear()
         if self._interrupts.requested is not None:
             signal.raise_signal(self._interrupts.requested)
@@ -228,9 +271,11 @@ class Elastic:
         Raises:
             PeerLostError, CollectiveTimeoutError: call `lose_workers`, then begin again.
         """
-        self._place = _RUNNING
         if not self._before:
-            self._before = [_Before(exchange.model) for exchange in self._exchanges]
+            self._enter(self._step, self._place + 1)
+            self._before = [BeforeStep(exchange.model) for exchange in self._exchanges]
+        elif self._is_committing:
+            self._enter(self._step, self._place - 1)
         if not self._has_changed:
             return None
         for before in self._before:
@@ -250,12 +295,11 @@ class Elastic:
         Raises:
             PeerLostError, CollectiveTimeoutError: call `lose_workers`.
         """
-        if self._membership is None:
-            return sums
-        assert self._step is not None
-        self._place = _COMMITTING
-        sums = self._commit.commit(sums)
-        self._sums = self._step, sums
+        if self._membership is not None:
+            self._enter(self._step, self._place + 1, is_committing=True)
+            sums = self._commit.commit(sums)
+            self._last = self._name, json.dumps(sums.tolist())
+        self._is_behind_batch = True
         return sums
 
     def lose_workers(self) -> Tensor | None:
@@ -267,36 +311,46 @@ class Elastic:
         Raises:
             PeerLostError: if too few are left, or if the launcher is gone.
         """
-        was_committing, progress = self._place == _COMMITTING, self._progress
-        newest = self._change_workers()
-        if not (was_committing and newest > progress):
+        text = self._text_of_others()
+        if text is None:
             return None
-        assert self._membership is not None
-        return torch.tensor(
-            json.loads(self._membership.read(self._name_of_sums)), dtype=torch.float64
-        )
+        self._is_behind_batch = True
+        return torch.tensor(json.loads(text), dtype=torch.float64)
 
     # -- changes of workers ----------------------------------------------------------------------
 
     @property
     def _progress(self) -> int:
-        return -1 if self._step is None else len(_PLACES) * self._step + self._place
+        return -1 if self._step is None else _PLACES * self._step + self._place
 
     @property
-    def _name_of_sums(self) -> str:
-        return f"sums/{self._step}"
+    def _name(self) -> str:
+        """Of what is committed at this place."""
+        return f"committed/{self._step}/{self._place}"
+
+    def _enter(self, step: int | None, place: int, *, is_committing: bool = False) -> None:
+        """Comes to a place of a step; the same on all workers, one after the other."""
+        self._step, self._place, self._is_committing = step, place, is_committing
+
+    def _text_of_others(self) -> str | None:
+        """Goes on with those who are left; returns what was committed, if others have got it."""
+        was_committing, progress, name = self._is_committing, self._progress, self._name
+        newest = self._change_workers()
+        if not (was_committing and newest > progress):
+            return None
+        assert self._membership is not None
+        return self._membership.read(name)
 
     def _change_workers(self) -> int:
         """Makes the next generation of workers; returns how far the most advanced is."""
         membership = self._membership
         assert membership is not None
         self._comm.abort()
-        if self._place != _COMMITTING:  # else the user may still make an update
+        if not self._is_committing:  # else the user may still make an update
             for exchange in self._exchanges:
                 exchange.detach()
-        if self._sums is not None:  # for a worker that has missed them
-            step, sums = self._sums
-            membership.publish(f"sums/{step}", json.dumps(sums.tolist()))
+        if self._last is not None:  # for a worker that has missed it
+            membership.publish(*self._last)
         regroup(self._comm, membership, self._progress)
         self._commit = StepCommit(self._comm, membership, self._interrupts)
         self._has_changed = True
@@ -305,7 +359,7 @@ class Elastic:
             raise PeerLostError(
                 "All workers that had the training's state were lost before this one had joined."
             )
-        tell_who_goes_on(self._comm, newest // len(_PLACES))
+        tell_who_goes_on(self._comm, newest // _PLACES)
         return newest
 
     def _be_ready(self) -> None:
@@ -377,57 +431,16 @@ class Elastic:
         }
 
 
-class _Before:
-    """What a step changes of a model before its update, as it was before.
-
-    Args:
-        model: whose buffers and gradients are copied.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        gradients = ((p, p.grad) for p in model.parameters())
-        self._gradients = [(p, None if g is None else g.detach().clone()) for p, g in gradients]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """May be called again."""
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
-        for p, gradient in self._gradients:
-            p.grad = None if gradient is None else gradient.clone()
-
-
-def _check(loader: GlobalBatchLoader, exchanges: tuple[Exchange, ...]) -> None:
-    """Refuses what a lost worker would take along.
+def _plain(found: object) -> str:
+    """Plain data as a text.
 
     Raises:
-        UsageError: names it, and the cure.
+        UsageError: for what is none.
     """
-    if not isinstance(loader, MapLoader):
+    try:
+        return json.dumps(found)
+    except (TypeError, ValueError) as error:
         raise UsageError(
-            "`loader` is of a stream, which would have to be read again from its start when workers"
-            " change: give `allstep.data.loader` a map-style data set."
-        )
-    if not isinstance(loader.shares.how, str):
-        raise UsageError(
-            f"`loader` has `shares` (={list(loader.shares.how)}): there would be none for other"
-            ' numbers of workers; set "equal" or "measured".'
-        )
-    for exchange in exchanges:
-        check_device(exchange.comm.device)
-        policy = exchange.policy
-        if exchange.comm is not loader.comm:
-            raise UsageError("`exchanges` and `loader` must have the same communicator.")
-        if not exchange.is_exact or policy.staleness or exchange.averaging is not None:
-            raise UsageError(
-                f"`exchanges` has the policy {policy!r}: what a worker has not sent yet would go"
-                " with it, and what is not summed exactly depends on who sums; attach with"
-                ' `allstep.Synchronous(compression="exact")`.'
-            )
-        if any(isinstance(m, GroupedBatchNorm) and m.has_peers for m in exchange.model.modules()):
-            raise UsageError(
-                "`exchanges`: the model has batch norm over several workers' micro-batches, which"
-                " talks to them in the forward pass, in your code: use plain batch norm, whose"
-                " statistics are of a micro-batch."
-            )
+            f"`function` returned what is no plain data ({error}); return numbers, such as"
+            " `float(tensor)`, in lists or dicts."
+        ) from None

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from allstep.comm import divided_modules
@@ -93,6 +95,27 @@ class LoopState:
                     f" {type(optimizer).__name__}): its state would be lost. Add it, as in"
                     ' `state={"optimizer": optimizer}`.'
                 )
+
+
+class BeforeStep:
+    """What a step changes of a model before its update, as it was before.
+
+    Args:
+        model: whose buffers and gradients are copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        gradients = ((p, p.grad) for p in model.parameters())
+        self._gradients = [(p, None if g is None else g.detach().clone()) for p, g in gradients]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """May be called again."""
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        for p, gradient in self._gradients:
+            p.grad = None if gradient is None else gradient.clone()
 
 
 _MADE_BY = {"checkpoint": "AutoCheckpoint", "elastic": "Elastic"}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import allstep
 from allstep import Communicator, Synchronous, UsageError, init
+from allstep.comm.membership import Membership
 from allstep.comm.reproducible import digits_of
 from allstep.data import GlobalBatch
 from allstep.env import read_launch
@@ -28,7 +30,7 @@ from allstep.nn import convert_batch_norm
 from allstep.train.elastic import StepCommit
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
-from tests.helpers.joiners import num_joiners
+from tests.helpers.joiners import has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.ranks import run_ranks
 from tests.train.test_elastic import _TOO_LATE, Calls, Moment, ended, wait_until
@@ -55,6 +57,8 @@ class Loop:
         seen: where each worker writes which samples it had in each step; None for nowhere.
         before: called with the place and the step, at each place of the user's code.
         kind: of `Elastic`.
+        every: global batches to an update.
+        loader_workers: processes of each worker's loader.
     """
 
     def __init__(
@@ -63,7 +67,10 @@ class Loop:
         seen: Path | None = None,
         before: Callable[[str, int], None] = lambda place, step: None,
         kind: type[allstep.Elastic] = allstep.Elastic,
+        every: int = 1,
+        loader_workers: int = 0,
     ) -> None:
+        self._every = every
         task = same_model.make_task("sgd")
         self.comm, self.model, self._before = comm, task.model, before
         self.optimizer = task.optimizer(self.model)
@@ -75,10 +82,12 @@ class Loop:
             global_batch=same_model.GLOBAL_BATCH,
             micro_batch=same_model.MICRO_BATCH,
             seed=11,
+            num_workers=loader_workers,
         )
         state = {"optimizer": self.optimizer, "scheduler": self.scheduler}
         self.elastic = kind(self.loader, self.exchange, state=state)
         self.losses: dict[int, float] = {}
+        self.evaluations: list[dict[str, float]] = []
         self.attempts: dict[int, int] = {}
         self._seen = seen
 
@@ -88,6 +97,7 @@ class Loop:
             for _ in elastic.epochs(num_epochs):
                 for batch in allstep.steps(self.loader, self.exchange, elastic=elastic):
                     self._step(batch)
+                self.evaluations.append(elastic.call(self._evaluate))
                 self._before("epoch", self.loader.step)
                 self.scheduler.step()
         return self.result()
@@ -109,9 +119,16 @@ class Loop:
             with self._seen.open("a") as file:
                 file.write(json.dumps([batch.step, numbers]) + "\n")
         self._before("update", batch.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if batch.step % self._every == self._every - 1:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.losses[batch.step], self.attempts[batch.step] = batch.global_loss(), batch.attempt
+
+    def _evaluate(self) -> dict[str, float]:
+        self._before("evaluation", self.loader.step)
+        task, size = same_model.make_task("sgd"), same_model.MICRO_BATCH
+        evaluator = allstep.Evaluator(task.metrics, task.test_set, self.comm, micro_batch=size)
+        return evaluator(self.model)
 
     def result(self) -> dict[str, Tensor]:
         momenta = self.optimizer.state_dict()["state"]
@@ -119,6 +136,7 @@ class Loop:
             **self.model.state_dict(),
             **{f"momentum {n}": own["momentum_buffer"] for n, own in momenta.items()},
             "rate": torch.tensor(self.scheduler.get_last_lr(), dtype=torch.float64),
+            "evaluations": torch.tensor([x["accuracy"] for x in self.evaluations[-1:]]),
             **{f"loss {n}": torch.tensor(x, dtype=torch.float64) for n, x in self.losses.items()},
         }
 
@@ -140,6 +158,7 @@ def train(
     dies_at: Mapping[int, Moment],
     befores: Mapping[int, Callable[[str, int], None]],
     kind: type[allstep.Elastic] = allstep.Elastic,
+    options: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[int, int], int]:
     """What each worker runs: what came of it, attempts by step, and how many calls it made."""
     rank = read_launch().rank
@@ -147,18 +166,19 @@ def train(
         calls = Calls(dies_at.get(rank))
         try:
             place = folder / f"seen-{os.getpid()}"
-            loop = Loop(comm, place, befores.get(rank, lambda place, step: None), kind)
+            loop = Loop(comm, place, befores.get(rank, lambda place, step: None), kind, **options)
             return loop.run(), loop.attempts, calls.count
         finally:
             sys.setprofile(None)
 
 
-def train_alone() -> dict[str, Tensor]:
+def train_alone(every: int = 1) -> dict[str, Tensor]:
     """One worker, with the plain `steps`."""
-    loop = Loop(Communicator.single_process())
+    loop = Loop(Communicator.single_process(), every=every)
     for _ in range(NUM_EPOCHS):
         for batch in allstep.steps(loop.loader, loop.exchange):
             loop._step(batch)
+        loop.evaluations.append(loop._evaluate())
         loop.scheduler.step()
     return loop.result()
 
@@ -207,13 +227,15 @@ MOMENTS: dict[str, tuple[Mapping[int, Moment], Mapping[int, Any]]] = {
     "last message": ({0: ("commit", 13)}, {}),
     "update": ({}, {0: Ends("update", 6)}),
     "after the update": ({}, {2: Ends("batch", 6)}),
+    "evaluation": ({}, {1: Ends("evaluation", 8)}),
+    "counts of an evaluation": ({2: ("_agreed_names", 2)}, {}),
     "end of an epoch": ({}, {0: Ends("epoch", 8)}),
     "the last update": ({}, {3: Ends("update", NUM_STEPS - 1)}),
     "two at once": ({1: ("_take_in_sums", 7)}, {3: Ends("forward", 6, 1)}),
     "meeting again": ({1: ("meet", 1)}, {0: Ends("update", 6)}),
     "beginning again": ({3: ("begin_again", 2)}, {0: Ends("update", 6)}),
 }
-QUICK = ("forward", "last message", "update", "meeting again")
+QUICK = ("forward", "last message", "update", "evaluation", "meeting again")
 
 
 @pytest.mark.process
@@ -229,6 +251,104 @@ def test_killed_in(moment: str, tmp_path: Path, undisturbed: dict[str, Tensor]) 
     for rank in set(range(4)) - victims:
         check_same(outcomes[rank], undisturbed)
     check_seen_once(tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_processes_of_a_loader(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    """What they have read ahead is read anew."""
+    arguments = (tmp_path, {}, {1: Ends("forward", 5, 2)}, allstep.Elastic, {"loader_workers": 1})
+    with Workers(3, train, arguments, min_workers=1) as workers:
+        assert ended(workers) == [0, -signal.SIGKILL, 0], workers.outcomes()
+        check_same(workers.outcomes()[0], undisturbed)
+    check_seen_once(tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_gradients_of_several_batches(tmp_path: Path) -> None:
+    """Two to an update: another joins between them, and a worker is lost in the second one."""
+    goes_on = tmp_path / "goes_on"
+    options = {"every": 2}
+    befores = {0: HeldAt("batch", 4, goes_on), 1: Ends("forward", 5)}
+    with contextlib.ExitStack() as stack:
+        start = partial(started, stack, train)
+        workers = start(2, (tmp_path, {}, befores, allstep.Elastic, options))
+        wait_until(lambda: bool(samples_by_step(tmp_path)[3]), workers)
+        joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins_port=workers.port)
+        wait_until(lambda: num_joiners(workers.port) == 1, workers)
+        goes_on.touch()
+        assert ended(workers) == [0, -signal.SIGKILL], workers.outcomes()
+        assert ended(joiner) == [0], joiner.outcomes()
+        outcomes = [workers.outcomes()[0], joiner.outcomes()[0]]
+    assert min(outcomes[1].value[1]) == 5  # its first step
+    for outcome in outcomes:
+        check_same(outcome, train_alone(every=2))
+    check_seen_once(tmp_path)
+
+
+def train_two_models(dies: bool) -> tuple[list[Tensor], int]:
+    """In the way of a GAN: two losses of each micro-batch, one update of each model."""
+    with init(device="cpu", timeout_s=30.0) as comm:
+        torch.manual_seed(3)
+        models = [nn.Linear(2, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        policy = Synchronous(compression="exact")
+        exchanges = [allstep.attach(model, comm, policy) for model in models]
+        samples = TensorDataset(torch.randn(48, 2))
+        loader = allstep.data.loader(samples, comm, global_batch=12, micro_batch=2)
+        attempts = 0
+        state = {"first": optimizers[0], "second": optimizers[1]}
+        with allstep.Elastic(loader, *exchanges, state=state) as elastic:
+            for _ in elastic.epochs(2):
+                for batch in allstep.steps(loader, *exchanges, elastic=elastic):
+                    for (x,) in batch:
+                        if dies and comm.rank == 1 and batch.step == 5:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        batch.backward(models[1](models[0](x).detach()).square().mean())
+                        batch.backward(-models[1](models[0](x)).mean())
+                    attempts += batch.attempt
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return [p.detach() for model in models for p in model.parameters()], attempts
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_several_exchanges() -> None:
+    found = []
+    for dies in (False, True):
+        with Workers(3, train_two_models, (dies,), min_workers=1) as workers:
+            assert ended(workers) == [0, -signal.SIGKILL * dies, 0], workers.outcomes()
+            found.append(workers.outcomes()[0].value)
+    assert [attempts for _, attempts in found] == [0, 1]
+    for undisturbed, own in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(undisturbed, own)
+
+
+def be_left_behind() -> None:
+    """Rank 1 comes when rank 0 has gone on without it."""
+    launch = read_launch()
+    with init(device="cpu", timeout_s=30.0) as comm:
+        membership = Membership(launch, grace_s=0.1, rejoins=False)
+        membership.begin(comm)
+        comm.barrier()
+        if comm.rank == 1:
+            assert launch.master_port is not None
+            while not has_generation(launch.master_port, 1):
+                time.sleep(0.01)
+        membership.next(3)
+        membership.end()
+        comm.abort()
+
+
+@pytest.mark.process
+def test_a_worker_that_is_left_behind() -> None:
+    """It was in the midst of the user's code, and can't join there."""
+    with Workers(2, be_left_behind, (), min_workers=1) as workers:
+        assert ended(workers) == [0, 1]
+        assert "gone on without this worker" in workers.outcomes()[1].value
 
 
 class UpdatesAnyway(allstep.Elastic):
@@ -309,6 +429,36 @@ def test_one_has_missed_the_last_message(
         check_same(outcomes[rank], undisturbed)
         assert outcomes[rank].value[1][step] == 0
     check_seen_once(tmp_path)
+
+
+def train_with_a_lost_end_of_a_call(folder: Path) -> Any:
+    """On rank 1 the last message of the second evaluation is lost, which the others have got."""
+    with init(device="cpu", timeout_s=30.0) as comm:
+        places: list[str] = []
+        loop = Loop(comm, folder / f"seen-{comm.rank}", lambda place, step: places.append(place))
+        barrier, rank, num_left = comm.barrier, comm.rank, 2
+
+        def losing() -> None:
+            nonlocal num_left
+            barrier()
+            num_left -= 1
+            if rank == 1 and num_left == 0:
+                raise PeerLostError("the connection was closed")
+
+        comm.barrier = losing  # type: ignore[method-assign]
+        return loop.run(), places.count("evaluation"), loop.evaluations
+
+
+@pytest.mark.process
+def test_one_has_missed_the_end_of_a_call(tmp_path: Path, undisturbed: dict[str, Tensor]) -> None:
+    """It gets from the others what has come of it."""
+    with Workers(3, train_with_a_lost_end_of_a_call, (tmp_path,), min_workers=1) as workers:
+        assert ended(workers) == [0, 0, 0], workers.outcomes()
+        outcomes = workers.outcomes()
+    for rank in range(3):
+        check_same(outcomes[rank], undisturbed)
+        assert outcomes[rank].value[1] == NUM_EPOCHS
+        assert outcomes[rank].value[2] == outcomes[0].value[2]
 
 
 class HeldAt:
@@ -530,10 +680,17 @@ def test_what_is_used_in_another_way() -> None:
         for _ in elastic.epochs(1):
             with pytest.raises(UsageError, match="`elastic` was made for another loader"):
                 next(iter(allstep.steps(lone()[0], exchange, elastic=elastic)))
+            with pytest.raises(UsageError, match="`call` belongs behind"):
+                elastic.call(lambda: 0)
             with pytest.raises(UsageError, match="lacks an optimizer"):
                 for batch in allstep.steps(loader, exchange, elastic=elastic):
                     for x, y in batch:
+                        with pytest.raises(UsageError, match="`call` belongs behind"):
+                            elastic.call(lambda: 0)
                         batch.backward((exchange.model(x) - y).square().mean())
+                    with pytest.raises(UsageError, match=r"no plain data .* `float"):
+                        elastic.call(lambda: torch.ones(1))
+                    assert elastic.call(lambda: {"one": 1}) == {"one": 1}
                     state["optimizer"].step()
             break
     with pytest.raises(UsageError, match="entered once"):
