@@ -11,7 +11,12 @@ from allstep.comm import divided_modules
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
-from allstep.train.checkpoint import Stateful, load_model_state, load_optimizer_state
+from allstep.train.checkpoint import (
+    Stateful,
+    check_same,
+    load_model_state,
+    load_optimizer_state,
+)
 
 
 class LoopState:
@@ -85,6 +90,32 @@ class LoopState:
             for name, gradient in stored.items():
                 p = exchange.trained[name]
                 p.grad = gradient.to(p.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What every worker has of it by itself, but for `position`; with exact sums all."""
+        return {
+            "options": self.options(),
+            "models": self.models(),
+            "gradients": self.gradients([True] * len(self.exchanges)),
+            "state": {name: part.state_dict() for name, part in self.parts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave.
+
+        Raises:
+            CheckpointError: if it is of other data, another model or optimizer.
+        """
+        check_same(state["options"], self.options())
+        self.load(state["models"], state["state"])
+        self.load_gradients(state["gradients"])
+
+    def position(self) -> dict[str, Any]:
+        """Where loader and exchanges are, as every worker knows by itself."""
+        return {
+            "loader": self.loader.state_dict(),
+            "exchange": [exchange.replicated_state() for exchange in self.exchanges],
+        }
 
     def refuse_left_out(self) -> None:
         """Raises UsageError if an optimizer has updated a model that is not among the parts."""

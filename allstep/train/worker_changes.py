@@ -1,0 +1,174 @@
+"""How the workers of a user's own loop change: who has come how far, and what the next ones get.
+
+[Note: elastic loops] As in [Note: elastic training], each worker is before a step's update or
+behind it. But the update is the user's code, which nobody can make for a worker from outside, and
+what stands between two calls of allstep can't be run again. So a worker of a loop is in one of
+three places of a step:
+
+- at its start: before the user gets the global batch;
+- in the loop over its micro-batches. If a worker is lost, what a step touches before its update
+  (buffers, gradients, the grid, the position in the data) is put back, and the loop over the batch
+  begins again, with the micro-batches that this worker has among those who are left;
+- in the last message before the update, with all sums. If one of the others has got that message,
+  all have had their sums: this worker makes its update as if nothing had been, and meets the others
+  afterwards. If nobody has, the loop over the batch begins again.
+
+`batch.backward` is where a loss is noticed in the user's code: it returns, and the loop over the
+batch goes on with the first micro-batch. What `Elastic.call` is given is run again in the same way.
+Workers that join are let in at the start of a step only, where all the others are, or will be after
+their update: they run the same code from there on.
+"""
+
+from collections.abc import Mapping
+
+from allstep.comm import Communicator
+from allstep.comm.membership import Membership, regroup
+from allstep.errors import PeerLostError
+from allstep.train.checkpoint import receive_state, send_state
+from allstep.train.elastic import LOST, StepCommit, admit, tell_who_goes_on
+from allstep.train.loop_state import LoopState
+from allstep.train.stop import Interrupts
+
+PLACES = 1 << 20  # in a step, at most: its start, its batch, its last message, then calls
+
+
+class WorkerChanges:
+    """A worker's place in the loop, and its way to the next generation of workers.
+
+    Args:
+        comm: the workers.
+        membership: this worker's.
+        state: of the loop.
+
+    Attributes:
+        step, place: where it is; None before it has begun, or has joined.
+        is_committing: whether it waits for the last message of what it has done there.
+        between: where loader and exchanges were before.
+        has_changed: whether exchanges and loader have still to be told of other workers.
+        interrupts: what the launcher asks; signals are the user's.
+    """
+
+    def __init__(self, comm: Communicator, membership: Membership, state: LoopState) -> None:
+        self._comm, self._membership, self._state = comm, membership, state
+        self.interrupts = Interrupts()
+        self.messages = StepCommit(comm, membership, self.interrupts)
+        self.step: int | None = None
+        self.place = 0
+        self.is_committing = self.has_changed = False
+        self.between = state.position()
+        self._last: tuple[str, str] | None = None  # what was committed last, by its name
+
+    def begin(self, training: Mapping[str, object]) -> None:
+        """Meets the first workers, or joins those that are there. Collective.
+
+        Args:
+            training: what must be the same for workers to train together.
+
+        Raises:
+            UsageError: if it is not.
+            PeerLostError: if nobody is left to join.
+        """
+        admit(self._comm, self._membership, training)
+        if self._membership.waits:
+            self.change()
+            self.be_ready()
+        self.step = self._state.loader.step
+
+    def end(self) -> None:
+        """All have come to the end. Collective."""
+        while True:
+            try:
+                self.take_up()
+                self._comm.barrier()
+                break
+            except LOST:
+                if self._membership.is_over:  # for the others it is
+                    break
+                self.change()
+        self._membership.end()
+
+    def enter(self, step: int | None, place: int, *, is_committing: bool = False) -> None:
+        """Comes to a place of a step; the same on all workers, one after the other."""
+        self.step, self.place, self.is_committing = step, place, is_committing
+
+    def note_committed(self, text: str) -> None:
+        """The last message of this place has come; what came of it, for a worker that missed it."""
+        self._last = self._name, text
+
+    def text_of_others(self) -> str | None:
+        """Goes on with those who are left; returns what was committed, if others have got it."""
+        was_committing, progress, name = self.is_committing, self._progress, self._name
+        newest = self.change()
+        if not (was_committing and newest > progress):
+            return None
+        return self._membership.read(name)
+
+    def change(self) -> int:
+        """Makes the next generation of workers; returns how far the most advanced is. Collective.
+
+        Raises:
+            PeerLostError: if too few are left, or nobody with the state, or no launcher.
+        """
+        self._comm.abort()
+        if not self.is_committing:  # else the user may still make an update
+            for exchange in self._state.exchanges:
+                exchange.detach()
+        if self._last is not None:
+            self._membership.publish(*self._last)
+        regroup(self._comm, self._membership, self._progress)
+        self.messages = StepCommit(self._comm, self._membership, self.interrupts)
+        self.has_changed = True
+        newest = max(member.progress for member in self._membership.members)
+        if newest < 0:
+            raise PeerLostError(
+                "All workers that had the training's state were lost before this one had joined."
+            )
+        tell_who_goes_on(self._comm, newest // PLACES)
+        return newest
+
+    def be_ready(self) -> None:
+        """Takes up a change of workers, and the next one if another is lost meanwhile."""
+        while self.has_changed:
+            try:
+                self.take_up()
+            except LOST:
+                self.change()
+
+    def take_up(self) -> None:
+        """Gives the state to those who have none, and tells exchanges and loader. Collective.
+
+        Nobody goes on before all have the state: else those who are left might not have that of
+        the start of a step any more.
+        """
+        if not self.has_changed:
+            return
+        if any(member.progress < 0 for member in self._membership.members):
+            self._share_state()
+        self._state.loader.begin_again(self.between["loader"])
+        for exchange, stored in zip(self._state.exchanges, self.between["exchange"], strict=True):
+            exchange.begin_again(stored)
+        if self.step is None:
+            self.step = self._state.loader.step
+        self._comm.barrier()
+        self.has_changed = False
+
+    def _share_state(self) -> None:
+        if self._comm.rank == 0:
+            assert self.step is not None
+            send_state(self._comm, self.step, {**self._state.state_dict(), **self.between})
+            return
+        received = receive_state(self._comm)
+        if self.step is None:
+            assert received is not None
+            state = received[1]
+            self._state.load_state_dict(state)
+            self.between = {name: state[name] for name in self.between}
+
+    @property
+    def _progress(self) -> int:
+        return -1 if self.step is None else PLACES * self.step + self.place
+
+    @property
+    def _name(self) -> str:
+        """Of what is committed at this place."""
+        return f"committed/{self.step}/{self.place}"
