@@ -93,7 +93,7 @@ class Loop:
 
     def run(self, num_epochs: int = NUM_EPOCHS) -> dict[str, Tensor]:
         """Trains; returns all that has come of it."""
-        with self.elastic as elastic:
+        with self.loader, self.elastic as elastic:
             for _ in elastic.epochs(num_epochs):
                 for batch in allstep.steps(self.loader, self.exchange, elastic=elastic):
                     self._step(batch)
@@ -303,7 +303,7 @@ def train_two_models(dies: bool) -> tuple[list[Tensor], int]:
             for _ in elastic.epochs(2):
                 for batch in allstep.steps(loader, *exchanges, elastic=elastic):
                     for (x,) in batch:
-                        if dies and comm.rank == 1 and batch.step == 5:
+                        if dies and read_launch().rank == 1 and batch.step == 5:
                             os.kill(os.getpid(), signal.SIGKILL)
                         batch.backward(models[1](models[0](x).detach()).square().mean())
                         batch.backward(-models[1](models[0](x)).mean())
