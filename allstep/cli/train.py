@@ -148,7 +148,7 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
         raise UsageError(
             f"`min_workers` (={options.min_workers}) exceeds `workers` (={num_workers})."
         )
-    if isinstance(recipe, DividedRecipe):
+    if isinstance(recipe, DividedRecipe) or recipe.divides_model:
         raise UsageError(
             f"`elastic`: {recipe.name} divides its model, whose parts would go with a worker that"
             " is lost; leave it out, and resume from a checkpoint."

@@ -1,8 +1,12 @@
-"""Modules of which each worker has others than the rest, as seen by what exchanges gradients."""
+"""Parts of a model that only some workers have, as seen by what exchanges gradients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
 from allstep.comm.communicator import Communicator
+from allstep.comm.mesh import Mesh
 
 
 class DividedModules(nn.ModuleDict):
@@ -46,3 +50,50 @@ def divided_prefixes(model: nn.Module) -> tuple[str, ...]:
     ()
     """
     return tuple(f"{name}." if name else "" for name in divided_modules(model))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a parameter this worker has. [Note: shards]
+
+    Args:
+        mesh: the workers.
+        axis: that of the mesh along which the parameter is cut, in equal parts by place.
+        dim: of the parameter, that is cut.
+    """
+
+    mesh: Mesh[Communicator]
+    axis: str
+    dim: int
+
+    @property
+    def comm(self) -> Communicator:
+        """The workers that have the parts of the same copy."""
+        return self.mesh[self.axis]
+
+    @property
+    def is_of_first_copy(self) -> bool:
+        """Whether this worker's copy is the one that rank 0 has a part of."""
+        others = (place for name, place in self.mesh.coordinates.items() if name != self.axis)
+        return not any(others)
+
+
+class ShardHook:
+    """A forward pre-hook of a module some of whose parameters are shards.
+
+    Attributes:
+        shards: name of the module's parameter -> shard.
+    """
+
+    shards: Mapping[str, Shard]
+
+
+def shards_of(model: nn.Module) -> dict[str, Shard]:
+    """name -> shard, of the model's parameters of which other workers have other parts."""
+    return {
+        f"{prefix}.{name}" if prefix else name: shard
+        for prefix, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, ShardHook)
+        for name, shard in hook.shards.items()
+    }

@@ -50,8 +50,9 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     """
     if isinstance(tensor, _loaded("torch.distributed.tensor", "DTensor")):
         raise UsageError(
-            f"`{name}` is a DTensor, sharded by FSDP2 or a tensor-parallel plan: `attach` takes"
-            " models that are whole on every worker; for FSDP2 there is `allstep.fsdp_hook`."
+            f"`{name}` is a DTensor, sharded by FSDP2 or a tensor-parallel plan: for FSDP2 there"
+            " is `allstep.fsdp_hook`, for `parallelize_module` `allstep.nn.tensor_parallel`, whose"
+            " model can be attached."
         )
     is_dense = tensor.layout == torch.strided
     pairs = zip(tensor.shape, tensor.stride(), strict=True) if is_dense else ()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, divided_modules
+from allstep.comm import Communicator, divided_modules, shards_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import AccumulationHook
 from allstep.exchange.parameters import Snapshot
@@ -57,13 +57,21 @@ class DividedParameters:
 
 
 def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
-    """Checks that divided modules are for these workers and this policy.
+    """Checks that what is divided of a model is for these workers and this policy.
 
-    Their gradients are of this step, and of exactly the workers that they are divided over.
+    Shards are exchanged by the workers that have the same ones. Divided modules' gradients are of this step, and of exactly the workers that they are divided over.
 
     Raises:
-        UsageError: names the module and the cure.
+        UsageError: names the module or parameter and the cure.
     """
+    for name, shard in shards_of(model).items():
+        others = {axis: shard.mesh[axis] for axis in shard.mesh.shape if axis != shard.axis}
+        if not any(comm is axis for axis in others.values()):
+            raise UsageError(
+                f"`model` has a shard of `{name}` on each of the workers along {shard.axis!r}, and"
+                f" `comm` (of {comm.size}) is no other axis of their mesh: attach it to mesh["
+                f"{next(iter(others), 'data')!r}], whose workers have the same shards."
+            )
     for name, modules in divided_modules(model).items():
         if modules.comm is not comm:
             raise UsageError(

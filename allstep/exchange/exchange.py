@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Shard, shards_of
 from allstep.comm.agreement import digest
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange import optimizer_watch
@@ -41,6 +41,8 @@ class Exchange(ABC):
         model: the attached model.
         comm: the workers.
         policy: how gradients are exchanged.
+        shards: name -> shard, of the parameters of which workers along another axis of a mesh
+            have other parts. [Note: shards]
         statistics: batch norm's running statistics.
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
@@ -64,6 +66,7 @@ class Exchange(ABC):
         self.policy = policy
         self._parameters = ParameterSet(model)
         self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
+        self.shards: Mapping[str, Shard] = shards_of(model)
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
         self.optimizers = WeakSet[torch.optim.Optimizer]()

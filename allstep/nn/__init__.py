@@ -15,6 +15,7 @@ from allstep.nn.mixture_of_experts import serve_others as serve_others
 from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated
 from allstep.nn.sparse_autoencoder import AutoencoderStage, SparseAutoencoder, StageTraining
+from allstep.nn.tensor_parallel import tensor_parallel
 from allstep.nn.windows import Grid, Layout, Window
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "keep_last_statistics",
     "precise_batch_norm",
     "replicated",
+    "tensor_parallel",
     "windows",
 ]

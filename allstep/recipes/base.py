@@ -49,6 +49,11 @@ class _Named:
             UsageError: if they can't; says how many can.
         """
 
+    @property
+    def divides_model(self) -> bool:
+        """Whether a worker has a part of the model that is lost with it."""
+        return False
+
     def data_paths(self) -> list[Path]:
         """Files and folders that the training reads; by default all fields that are paths."""
         values = (getattr(self, field.name) for field in fields(cast(Any, self)))
@@ -73,6 +78,10 @@ class DividedRecipe(_Named, ABC):
     `Recipe` is for data parallelism: workers share out the samples of a batch. Here they share
     out the model, and each of them sees every sample.
     """
+
+    @property
+    def divides_model(self) -> bool:
+        return True
 
     @abstractmethod
     def run(self, comm: Communicator, run_dir: Path, *, resume: bool) -> int:

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.texts import TokenRecipe
-from allstep.recipes.transformer import Experts, Transformer
+from allstep.recipes.transformer import Experts, Transformer, tensor_parallel_plan
+from allstep.train import check_sharded
 
 _MIN_VOCAB_SIZE = 258
+
+_ELEMENTWISE = ("sgd", "adamw", "rmsprop_warmup")  # updates that look at no layer as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,10 @@ class Text(TokenRecipe):
     balance_weight: float = 0.01
     """Weight in the loss of what makes the router use all experts alike."""
 
+    tensor_parallel: int = 1
+    """Workers that share a copy of the model, with a part of each block's heads and hidden features
+    each; the others share out the samples. A single worker has all of it whatever this is."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer = allstep.errors.check_integer
@@ -81,6 +88,30 @@ class Text(TokenRecipe):
         allstep.errors.check_multiple("width", self.width, "heads", self.heads)
         if self.experts is not None:
             self._check_experts(self.experts)
+        check_integer("tensor_parallel", self.tensor_parallel)
+        if self.divides_model:
+            self._check_tensor_parallel()
+
+    @property
+    def divides_model(self) -> bool:
+        return self.tensor_parallel > 1
+
+    def _check_tensor_parallel(self) -> None:
+        allstep.errors.check_multiple(
+            "heads", self.heads, "tensor_parallel", self.tensor_parallel
+        )
+        reason = f"`tensor_parallel` (={self.tensor_parallel}) divides it"
+        if self.experts is not None:
+            raise UsageError(
+                f"`experts` (={self.experts}) divide the blocks, and {reason}; leave one of them"
+                " out."
+            )
+        if self.optimizer not in _ELEMENTWISE:
+            raise UsageError(
+                f"`optimizer` (={self.optimizer!r}) takes norms of whole layers, and {reason}; take"
+                f" one of {', '.join(_ELEMENTWISE)}."
+            )
+        check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:
         for name, least in (("experts", 2), ("top_k", 1)):
@@ -111,7 +142,13 @@ class Text(TokenRecipe):
             )
 
     def check_workers(self, num_workers: int) -> None:
-        """Refuses experts that don't divide over the workers."""
+        """Refuses experts or copies of the model that don't divide over the workers."""
+        if num_workers > 1 and num_workers % self.tensor_parallel:
+            nearest = allstep.errors.nearest_multiples(num_workers, self.tensor_parallel)
+            raise UsageError(
+                f"`tensor_parallel` (={self.tensor_parallel}) must divide the {num_workers}"
+                f" workers, as that many share a copy of the model; start {nearest}, or 1."
+            )
         if self.experts is not None and self.experts % num_workers:
             nearest = allstep.errors.nearest_multiples(self.experts, num_workers)
             raise UsageError(
@@ -136,6 +173,10 @@ class Text(TokenRecipe):
             causal=self.objective == "causal",
             experts=self._experts(comm),
         )
+        if comm.size > 1 and self.divides_model:
+            num_copies = comm.size // self.tensor_parallel
+            mesh = comm.mesh(data=num_copies, tensor=self.tensor_parallel)
+            allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
         return self.make_task(
             model,
             *make_sets(self.sequence_length),

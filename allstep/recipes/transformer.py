@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator
+
+if TYPE_CHECKING:  # its import takes seconds
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,18 +135,22 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self._heads = heads
+        self._head_width = width // heads
         self._causal = causal
-        self.query_key_value = nn.Linear(width, 3 * width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, num_tokens, width = x.shape
-        heads = self.query_key_value(x).view(batch, num_tokens, 3, self._heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # [batch, head, token, feature] each
+        query, key, value = (self._heads(each(x)) for each in (self.query, self.key, self.value))
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=self._causal)
-        y: Tensor = self.output(seen.transpose(1, 2).reshape(batch, num_tokens, width))
+        y: Tensor = self.output(seen.transpose(1, 2).flatten(2))
         return y
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[batch, head, token, feature], of this worker's heads."""
+        return x.unflatten(2, (-1, self._head_width)).transpose(1, 2)
 
 
 class _MLP(nn.Module):
@@ -154,6 +162,31 @@ class _MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.output(F.gelu(self.hidden(x)))
         return y
+
+
+def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
+    """How torch's `parallelize_module` divides each block's heads and its mlp's hidden features.
+
+    Between the blocks' halves everything is whole: norms, embeddings, the dropout of features.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+    )
+
+    plan: dict[str, ParallelStyle] = {}
+    for i in range(len(model.blocks)):
+        attention, mlp = f"blocks.{i}.attention", f"blocks.{i}.mlp"
+        # Their gradients are added before they are summed over the workers, in one message.
+        plan[attention] = PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+        )
+        plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {f"{attention}.output": RowwiseParallel()}
+        plan |= {f"{mlp}.hidden": ColwiseParallel(), f"{mlp}.output": RowwiseParallel()}
+    return plan
 
 
 def _make_mlp(width: int, depth: int, experts: Experts | None) -> nn.Module:

@@ -9,16 +9,31 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator, divided_prefixes
 from allstep.errors import UsageError
+from allstep.exchange import Exchange
 from allstep.train.devices import map_tensors
+from allstep.train.shards import cut_shards, gather_shards, sharing_workers
 
 State = dict[Any, Any]
+
+
+def parts_of(exchange: Exchange) -> tuple[Communicator, set[nn.Parameter]] | None:
+    """The workers with other parts of the model, and what only this one has; None if all is shared.
+
+    Collectives of theirs, in a step, tell each of gradients that it does not see.
+    """
+    if exchange.is_divided:
+        return exchange.comm, set(exchange.divided.values())
+    comm = sharing_workers(exchange.shards)
+    if comm is None:
+        return None
+    return comm, {p for name, p in exchange.trained.items() if name in exchange.shards}
 
 
 def whole_states(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> tuple[State, State]:
     """The model's state dict and the optimizer's. All workers call it.
 
-    [Note: whole checkpoints] A checkpoint has every expert, under its number among all, and the
-    optimizer's state in the order of one worker's parameters, so that any number of workers goes
+    [Note: whole checkpoints] A checkpoint has every expert, under its number among all, whole
+    parameters in place of shards, and the optimizer's state in the order of one worker's parameters, so that any number of workers goes
     on from it. Rank 0 has room for all of it.
 
     Returns:
@@ -31,6 +46,7 @@ def whole_states(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> 
     model_state, optimizer_state = model.state_dict(), optimizer.state_dict()
     prefixes = divided_prefixes(model)
     if not prefixes:
+        gather_shards(model, optimizer, model_state, optimizer_state)
         return model_state, optimizer_state
     own_names = list(chain.from_iterable(_names(model, optimizer)))
     by_name: State = {
@@ -68,7 +84,7 @@ def own_states(
     """
     prefixes = divided_prefixes(model)
     if not prefixes:
-        return model_state, optimizer_state
+        return cut_shards(model, optimizer, model_state, optimizer_state)
     own = model.state_dict()
     model_state = {
         name: value

@@ -80,6 +80,7 @@ class Loop:
         best: by which evaluation a checkpoint is kept beside them, and when to stop early.
         loggers: get what is logged, on rank 0.
         has_global_losses: whether updates tell the loss of all workers, instead of a part each.
+        data_axis: the workers whose losses are of other samples; by default all.
 
     Attributes:
         has_begun: whether what it goes on from is loaded.
@@ -103,11 +104,13 @@ class Loop:
         best: BestMetric | None = None,
         loggers: Sequence[Logger] = (),
         has_global_losses: bool = False,
+        data_axis: Communicator | None = None,
     ) -> None:
         self._training = training
         self._has_global_losses = has_global_losses
         self.has_begun = False
         self._comm = comm
+        self._data_axis = data_axis or comm
         self._saver = Saver(
             self,
             comm,
@@ -180,7 +183,7 @@ class Loop:
         """The training's state, what evaluations gave, and losses not logged yet."""
         losses = self._losses.to(self._comm.device, copy=True)
         if not self._has_global_losses:
-            losses = self._comm.all_reduce(losses)
+            losses = self._data_axis.all_reduce(losses)
         return {
             **self._training.state_dict(),
             **self._evaluations(),
@@ -218,7 +221,7 @@ class Loop:
         if self.best is not None and state.get("best") is not None:
             self.best.load_state_dict(state["best"])
         losses = state["losses"].to(self._comm.device)  # of all workers together
-        has_part = self._comm.rank == 0 or self._has_global_losses
+        has_part = self._data_axis.rank == 0 or self._has_global_losses
         self._losses = losses if has_part else torch.zeros_like(losses)
         self._ended_epoch = state.get("ended_epoch", self._training.epoch)
         self._log.complete(state.get("last_records", ()))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from allstep.comm import divided_modules
+from allstep.comm import divided_modules, shards_of
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
@@ -163,7 +163,7 @@ def _check_arguments(
     if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
         raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
     for exchange in exchanges:
-        for name in divided_modules(exchange.model):
+        for name in [*divided_modules(exchange.model), *shards_of(exchange.model)]:
             raise UsageError(
                 f"`exchanges`: `model.{name}` is divided over the workers, and a checkpoint holds"
                 " rank 0's part: save each worker's `state_dict()` in a file of its own."

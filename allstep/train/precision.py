@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from allstep.comm import Communicator
 from allstep.exchange import Exchange
 from allstep.train.devices import map_tensors
+from allstep.train.divided import parts_of
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,8 +56,8 @@ class Precision:
         if clip_norm is not None:
             self.scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if exchange.is_divided:
-                clip_grads_with_norm_(parameters, clip_norm, _norm_over_all(parameters, exchange))
+            if parts := parts_of(exchange):
+                clip_grads_with_norm_(parameters, clip_norm, _norm_over_all(parameters, *parts))
             else:
                 clip_grad_norm_(parameters, clip_norm)
         self.scaler.step(optimizer)
@@ -69,15 +71,16 @@ class Precision:
         return tensor
 
 
-def _norm_over_all(parameters: Iterable[nn.Parameter], exchange: Exchange) -> Tensor:
+def _norm_over_all(
+    parameters: Iterable[nn.Parameter], comm: Communicator, divided: set[nn.Parameter]
+) -> Tensor:
     """The norm of the gradients, those of parameters that only other workers have included."""
-    divided = set(exchange.divided.values())
     shared: list[Tensor] = []
     own: list[Tensor] = []
     for p in parameters:
         if p.grad is not None:
             (own if p in divided else shared).append(p.grad)
     of_own = get_total_norm(own).double().square()  # float32 where no own expert had a token
-    of_divided = exchange.comm.all_reduce(of_own.to(exchange.comm.device))
+    of_divided = comm.all_reduce(of_own.to(comm.device))
     of_shared = get_total_norm(shared)
     return (of_shared.double().square() + of_divided).sqrt().to(of_shared.dtype)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, divided_modules
+from allstep.comm import Communicator, divided_modules, shards_of
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
 from allstep.device import has_streams
@@ -21,6 +21,7 @@ from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
+from allstep.train.shards import check_sharded, data_axis, gather_exchange, own_exchange
 from allstep.train.step import TrainStep, Update
 from allstep.train.task import Stage, Task, all_stages, num_samples_of, num_total_steps
 from allstep.train.threads import Threads
@@ -44,8 +45,11 @@ class Run:
     Args:
         task: what to train.
         options: how.
-        comm: the workers that train together.
+        comm: the workers that train together; where some share a copy of the model, all of them.
         elastic: where the training goes on when workers come and go.
+
+    Attributes:
+        data_axis: those with the same part of the model and other samples.
     """
 
     def __init__(
@@ -65,10 +69,11 @@ class Run:
         )
         self._model = self.precision.prepare_model(task.model)
         _check_divided(self._model, options)
+        self.data_axis = data_axis(self._model, comm)
         self._optimizer = task.optimizer(self._model)
         self.exchange = attach(
             self._model,
-            comm,
+            self.data_axis,
             options.exchange_policy,
             global_batch=options.global_batch,
             scaler=self.precision.scaler,
@@ -115,7 +120,7 @@ class Run:
         options, stage = self._options, self.stage
         self.loader = loader(
             stage.train_set,
-            self._comm,
+            self.data_axis,
             global_batch=stage.global_batch,
             micro_batch=stage.micro_batch,
             seed=options.seed,
@@ -128,7 +133,7 @@ class Run:
         self._evaluator = Evaluator(
             lambda model, data: self._task.metrics(model, self.precision.prepare_data(data)),
             stage.test_set,
-            self._comm,
+            self.data_axis,
             micro_batch=stage.micro_batch,
             num_workers=options.loader_workers,
             collate_fn=self._task.collate_fn,
@@ -171,7 +176,7 @@ class Run:
         if not later or self.epoch < later[0].first_epoch:
             return False
         step = self.step
-        self.noise.flush(self._comm)  # what was measured with the old micro-batches
+        self.noise.flush(self.data_axis)  # what was measured with the old micro-batches
         self.loader.close()
         self._enter(self._stage_index + 1)
         # As if all epochs had been passes over these samples: epochs are counted on, and with
@@ -195,7 +200,7 @@ class Run:
         Carries what was measured of the gradients' noise along.
         """
         if self._elastic is None:  # else it is of all workers already
-            loss = self.noise.all_reduce(self._comm, loss.flatten()).view_as(loss)
+            loss = self.noise.all_reduce(self.data_axis, loss.flatten()).view_as(loss)
         total, weight = sum_of_digits(loss).tolist()
         return float(total / (weight or num_steps))
 
@@ -242,8 +247,9 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
-        self.noise.flush(self._comm)
-        return self._state(self.exchange.state_dict(), self.loader.state_dict())
+        self.noise.flush(self.data_axis)
+        exchange = gather_exchange(self.exchange.shards, self.exchange.state_dict())
+        return self._state(exchange, self.loader.state_dict())
 
     def state_at_step_start(self) -> dict[str, Any]:
         """The same as `state_dict` was before the step that is under way, on this worker alone.
@@ -268,7 +274,7 @@ class Run:
             "loader": self.loader.state_dict(),
         }
 
-    def _state(self, exchange: dict[str, Any], loader: dict[str, int]) -> dict[str, Any]:
+    def _state(self, exchange: dict[str, Any] | None, loader: dict[str, int]) -> dict[str, Any]:
         is_shared = self._comm.rank == 0 or self.exchange.averaging is None
         model, optimizer = whole_states(self._model, self._optimizer, self._comm)
         return {
@@ -303,7 +309,7 @@ class Run:
             self.loader.close()
             self._enter(state["stage"])
         self.loader.load_state_dict(state["loader"])
-        self.exchange.load_state_dict(state["exchange"])
+        self.exchange.load_state_dict(own_exchange(self.exchange.shards, state["exchange"]))
         self.noise.load_state_dict(state["noise_scale"])
         self.train_step.num_skipped = state["num_skipped"]
         self._note_step_start()
@@ -316,7 +322,7 @@ class Run:
         update, without waiting for data or workers. The worker uses all cores, unless the number
         of threads belongs to the run.
         """
-        if self.exchange.is_divided:
+        if self.exchange.is_divided or self.exchange.shards:
             return None
         stage = self.stage
         data, num_threads = self.train_step.first_data, self._threads.num
@@ -337,6 +343,8 @@ class Run:
 
 def _check_divided(model: nn.Module, options: TrainOptions) -> None:
     """Refuses what looks at one worker's gradients, if there are parts of the model on others."""
+    for name in shards_of(model):
+        check_sharded(options, f"`task.model.{name}` is divided over workers")
     for name in divided_modules(model):
         reason = f"`task.model.{name}` is divided over the workers"
         if options.precision == "float16":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from allstep.comm import Communicator, divided_modules
+from allstep.comm import Communicator, divided_modules, shards_of
 from allstep.data import GlobalBatch
 from allstep.data.random import derive_seed
 from allstep.errors import AllstepError, UsageError, check_integer
@@ -114,9 +114,9 @@ def sharpness(
     al., 2017, arXiv:1609.04836.
     """
     check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
-    for name in divided_modules(model):
+    for name in [*divided_modules(model), *shards_of(model)]:
         raise UsageError(
-            f"`model.{name}` is divided over the {comm.size} workers, and each needs the second"
+            f"`model.{name}` is divided over workers, and each needs the second"
             " derivatives of all of it: measure on one, as with `allstep sharpness --workers 1`."
         )
     objective = Objective(model, loss, batch, comm)

@@ -15,6 +15,7 @@ from allstep.comm.reproducible import digits_of
 from allstep.exchange import Exchange
 from allstep.optim import NonfiniteGradientError
 from allstep.train.batch import Batch
+from allstep.train.divided import parts_of
 from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
 from allstep.train.task import Task
@@ -156,17 +157,17 @@ class TrainStep:
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
         norms = (nn.utils.get_total_norm(grads, order) for order in (2.0, math.inf))
-        is_good, comm = any(map(math.isfinite, norms)), self._exchange.comm
-        if self._exchange.is_divided:  # others see other gradients
-            is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
+        is_good, parts = any(map(math.isfinite, norms)), parts_of(self._exchange)
+        if parts:  # others see other gradients
+            is_good = bool(parts[0].all_reduce(torch.tensor(float(is_good)), "min"))
         if is_good:
             return True
         if self._nonfinite == "skip":
             return False
         named = getattr(self._model, "_orig_mod", self._model).named_parameters()
         bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
-        if self._exchange.is_divided:
-            bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
+        if parts:
+            bad = list(dict.fromkeys(chain.from_iterable(parts[0].all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:

@@ -98,7 +98,7 @@ def test_transformer_attention_against_the_formula() -> None:
     model = make(heads=2)
     attention = model.blocks[0].attention
     x = torch.randn(2, 12, 16, dtype=torch.float64)
-    query, key, value = attention.query_key_value(x).chunk(3, -1)
+    query, key, value = attention.query(x), attention.key(x), attention.value(x)
     parts = []
     for head in range(2):
         own = slice(8 * head, 8 * head + 8)

@@ -1,0 +1,151 @@
+"""Layers that torch's tensor parallelism divides over an axis of a mesh."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from allstep.comm import Communicator, Mesh, Shard, ShardHook, shards_of
+from allstep.errors import UsageError
+
+if TYPE_CHECKING:  # their import takes seconds
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def tensor_parallel(
+    model: nn.Module,
+    mesh: Mesh[Communicator],
+    plan: "Mapping[str, ParallelStyle]",
+    *,
+    axis: str = "tensor",
+) -> nn.Module:
+    """Divides layers over an axis of the mesh by torch's `parallelize_module`. Collective.
+
+    Attach the model along another axis, `attach(model, mesh["data"])`: workers that share a copy
+    have the same micro-batches, and each of them has the whole loss.
+
+    [Note: shards] `parallelize_module` makes parameters DTensors. Each worker keeps its local
+    shard as a plain parameter instead, under the same name, and a forward pass sees the DTensor of
+    which it is a part: torch's engine computes and sends activations, and the exchange and the
+    optimizer see plain tensors. What looks at all gradients, or at a layer's norm, sees one
+    worker's shards; `fit` clips by the norm over all, and its checkpoints are whole.
+
+    Args:
+        model: whole, the same on all workers, before its optimizer is made; changed in place.
+        mesh: made of all workers of torch.distributed's default group.
+        plan: name of a module -> torch's ColwiseParallel, RowwiseParallel, ...
+        axis: of the mesh. Where it has one worker, the model stays as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: if the axis is not there, if a parameter is shared by several modules, or if one
+            doesn't divide by the axis's length: torch may compute with uneven shards what is wrong.
+
+    Example:
+        >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> mesh = Communicator.single_process().mesh(data=1, tensor=1)
+        >>> _ = tensor_parallel(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    """
+    size = mesh[axis].size
+    if size == 1:
+        return model
+    if shards_of(model):
+        raise UsageError("`model` is divided already; make it anew to divide it otherwise.")
+    _refuse_shared(model)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    parallelize_module(model, mesh.device_mesh()[axis], dict(plan))
+    for prefix, module in model.named_modules():
+        own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        for name, p in own.items():
+            _check_even(f"{prefix}.{name}".lstrip("."), p, axis, size)
+        if own:
+            _LocalShards(module, own, mesh, axis).register()
+    return model
+
+
+class _LocalShards(ShardHook):
+    """Puts DTensors in the place of a module's local shards for one forward pass."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        divided: "Mapping[str, DTensor]",
+        mesh: Mesh[Communicator],
+        axis: str,
+    ) -> None:
+        self._module = module
+        self._layouts = {name: _layout(p) for name, p in divided.items()}
+        self.shards = {
+            name: Shard(mesh, axis, placement.dim)
+            for name, p in divided.items()
+            for placement in p.placements
+            if placement.is_shard()
+        }
+        self._kept: dict[str, nn.Parameter | None] = {}
+        for name, p in divided.items():
+            local = p.detach().to_local()
+            module._parameters[name] = nn.Parameter(local, requires_grad=p.requires_grad)
+
+    def register(self) -> None:
+        """Has the module's calls begin and end here."""
+        self._module.register_forward_pre_hook(self)
+        self._module.register_forward_hook(self._give_back, always_call=True)
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        from torch.distributed.tensor import DTensor
+
+        for name, layout in self._layouts.items():
+            p = self._kept[name] = module._parameters[name]
+            # On the way back the gradient is laid out as the parameter is.
+            divided: Any = DTensor.from_local(p, **layout)
+            module._parameters[name] = divided
+
+    def _give_back(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters.update(self._kept)
+        self._kept.clear()
+
+
+def _layout(tensor: "DTensor") -> dict[str, Any]:
+    """What `DTensor.from_local` takes beside the local part."""
+    return {
+        "device_mesh": tensor.device_mesh,
+        "placements": tensor.placements,
+        "shape": tensor.shape,
+        "stride": tensor.stride(),
+        "run_check": False,
+    }
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    """`parallelize_module` would part them in silence."""
+    names_of: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(p), []).append(f"`{name}`")
+    for names in names_of.values():
+        if len(names) > 1:
+            raise UsageError(
+                f"`model` has one parameter as {' and '.join(names)}, which `parallelize_module`"
+                " would part: let one module have it."
+            )
+
+
+def _check_even(name: str, tensor: "DTensor", axis: str, size: int) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    (placement,) = tensor.placements
+    if type(placement) not in (Shard, Replicate):
+        raise UsageError(
+            f"`plan` lays `{name}` out as {placement}; take a style that cuts it along one"
+            " dimension, as ColwiseParallel and RowwiseParallel do."
+        )
+    if isinstance(placement, Shard) and tensor.shape[placement.dim] % size:
+        raise UsageError(
+            f"`plan` cuts `{name}` {list(tensor.shape)} along dimension {placement.dim}, which must"
+            f" be a multiple of the {size} workers of the axis {axis!r}."
+        )

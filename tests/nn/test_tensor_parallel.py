@@ -1,0 +1,191 @@
+"""Layers that torch's tensor parallelism divides, attached along another axis of the mesh."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.comm import shards_of
+from allstep.nn import tensor_parallel
+from allstep.recipes.transformer import Transformer, tensor_parallel_plan
+from tests.helpers.processes import run_processes
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters with the parts of all workers that share the model. Collective."""
+    shards = shards_of(model)
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    for name, shard in shards.items():
+        state[name] = torch.cat(shard.comm.all_gather(state[name].contiguous()), shard.dim)
+    return state
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    shards, found = shards_of(model), {}
+    for name, p in model.named_parameters():
+        assert type(p.grad) is Tensor
+        shard = shards.get(name)
+        parts = [p.grad] if shard is None else shard.comm.all_gather(p.grad.contiguous())
+        found[name] = torch.cat(parts, shard.dim) if shard else p.grad
+    return found
+
+
+def transformer() -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(
+        vocab_size=50, sequence_length=12, width=16, depth=2, heads=4, dropout=0.2, causal=True
+    )
+    return model.double()
+
+
+def leave_gradients_unsummed(model: nn.Module) -> None:
+    """Divided layers whose inputs' gradients stay what the worker's own part gives."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    (shard, *_) = shards_of(model).values()
+    mesh = shard.mesh.device_mesh()[shard.axis]
+
+    class Unsummed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Tensor:
+            return gradient.to_local()
+
+    for name, module in model.named_modules():
+        if name.endswith(("attention", "mlp.hidden")):
+            module.register_forward_pre_hook(
+                lambda _, inputs: (Unsummed.apply(inputs[0]),), prepend=True
+            )
+
+
+def gradients(comm: Communicator, spoilt: bool = False) -> dict[str, Tensor]:
+    """Of one step's loss, with dropout, from the same random state on all workers."""
+    model = transformer()
+    if comm.size > 1:
+        tensor_parallel(model, comm.mesh(data=1, tensor=comm.size), tensor_parallel_plan(model))
+    if spoilt:
+        leave_gradients_unsummed(model)
+    torch.manual_seed(1)
+    tokens = torch.randint(50, (3, 12))
+    model(tokens).square().mean().backward()
+    return whole_gradients(model)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_of_a_divided_transformer(size: int) -> None:
+    expected = gradients(Communicator.single_process())
+    for found in run_processes(size, gradients):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.process
+def test_control_of_a_divided_transformer() -> None:
+    """Without the sum of the parts, a norm before a divided layer gets one worker's part."""
+    expected = gradients(Communicator.single_process())
+    found = run_processes(2, gradients, True)
+    name = "blocks.1.mlp_norm.weight"
+    scale = expected[name].abs().max()
+    for own in found:
+        assert (own[name] - expected[name]).abs().max() > 0.05 * scale
+    # Each has its part, and the next layer's gradient is right as no divided one comes after it.
+    torch.testing.assert_close(sum(own[name] for own in found), expected[name])
+    torch.testing.assert_close(found[0]["norm.weight"], expected["norm.weight"])
+
+
+# -- a loop of one's own -------------------------------------------------------------------------
+
+
+def loop(comm: Communicator, num_data: int) -> tuple[dict[str, Tensor], bool]:
+    """The README's loop, along the axis of data."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    mesh = comm.mesh(data=num_data, tensor=comm.size // num_data)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Dropout(0.3)
+    ).double()
+    tensor_parallel(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    exchange = allstep.attach(model, mesh["data"])
+    torch.manual_seed(1)
+    samples = TensorDataset(*(torch.randn(44, 6, dtype=torch.float64) for _ in range(2)))
+    before = model.state_dict()
+    with allstep.data.loader(samples, mesh["data"], global_batch=12, micro_batch=4) as loader:
+        for batch in allstep.steps(loader, exchange):
+            for x, y in batch:
+                batch.backward((model(x) - y).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole_state(model), before.keys() == model.state_dict().keys()
+
+
+@pytest.mark.process
+def test_tensor_parallel_in_an_own_loop() -> None:
+    expected, _ = loop(Communicator.single_process(), 1)
+    for found, has_same_names in run_processes(4, loop, 2):
+        assert has_same_names
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def refused(comm: Communicator) -> list[str]:
+    """What each wrong call says."""
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    mesh = comm.mesh(data=1, tensor=2)
+    said = []
+
+    def note(call: Any) -> None:
+        with pytest.raises(UsageError) as error:
+            call()
+        said.append(str(error.value))
+
+    note(lambda: tensor_parallel(nn.Linear(4, 5), mesh, {"": ColwiseParallel()}))
+    note(lambda: tensor_parallel(nn.Linear(4, 4), mesh, {"": ColwiseParallel()}, axis="model"))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    note(lambda: tensor_parallel(tied, mesh, {"0": ColwiseParallel()}))
+    model = tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    note(lambda: tensor_parallel(model, mesh, {"0": ColwiseParallel()}))
+    note(lambda: allstep.attach(model, comm))
+    note(lambda: allstep.attach(model, mesh["tensor"]))
+    allstep.attach(model, mesh["data"]).detach()
+    return said
+
+
+@pytest.mark.process
+def test_what_tensor_parallel_refuses() -> None:
+    for said in run_processes(2, refused):
+        for words, message in zip(
+            [
+                "`plan` cuts `weight` [5, 4] along dimension 0, which must be a multiple of the 2",
+                "`name` (='model') is no axis of the mesh",
+                "`model` has one parameter as `0.weight` and `1.weight`",
+                "`model` is divided already",
+                "attach it to mesh['data'], whose workers have the same shards",
+                "attach it to mesh['data'], whose workers have the same shards",
+            ],
+            said,
+            strict=True,
+        ):
+            assert words in message
+
+
+def test_tensor_parallel_on_one_worker_changes_nothing() -> None:
+    mesh = Communicator.single_process().mesh(data=1, tensor=1)
+    model = transformer()
+    assert tensor_parallel(model, mesh, tensor_parallel_plan(model)) is model
+    assert not shards_of(model)

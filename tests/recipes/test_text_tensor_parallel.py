@@ -1,0 +1,231 @@
+"""`text` with a transformer that torch's tensor parallelism divides: the run of one worker."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.cli.main import main
+from allstep.comm import shards_of
+from allstep.errors import DisagreementError
+from allstep.optim import NonfiniteGradientError
+from allstep.recipes.text import Text
+from tests.helpers.processes import RemoteError, run_processes
+from tests.helpers.ranks import run_ranks
+from tests.nn.test_tensor_parallel import leave_gradients_unsummed, whole_state
+
+Found = tuple[dict[str, Tensor], allstep.train.RunReport]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in sorted(topics)[:4]:
+        (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
+    return texts
+
+
+def small(folder: Path, **changes: Any) -> Text:
+    """Five micro-batches a global batch, which two workers can't share out evenly."""
+    arguments: dict[str, Any] = {
+        "folder": folder,
+        "epochs": 1,
+        "global_batch": 30,
+        "micro_batch": 6,
+        "vocab_size": 300,
+        "sequence_length": 16,
+        "width": 16,
+        "depth": 2,
+        "heads": 4,
+        "dropout": 0.1,
+        "clip_norm": 0.2,
+        "precision": "float64",
+        "threads": 1,
+        "tensor_parallel": 2,
+    }
+    return Text(**arguments | changes)
+
+
+def train(
+    comm: Communicator,
+    recipe: Text,
+    run_dir: Path,
+    spoil: Callable[[nn.Module], None] | None = None,
+    resume: bool = False,
+) -> Found:
+    task = recipe.task(comm)
+    assert bool(shards_of(task.model)) == (comm.size > 1 and recipe.tensor_parallel > 1)
+    if spoil is not None:
+        spoil(task.model)
+    report = allstep.fit(task, recipe, comm, run_dir, resume=resume)
+    return whole_state(task.model), report
+
+
+def train_on(size: int, *arguments: Any) -> Found:
+    """On so many workers, which must have found the same to the last bit."""
+    if size == 1:
+        return train(Communicator.single_process(), *arguments)
+    first, *others = run_processes(size, train, *arguments, timeout_s=200)
+    for state, report in others:
+        assert state.keys() == first[0].keys()
+        assert all(torch.equal(state[name], first[0][name]) for name in state)
+        assert report.metrics == first[1].metrics
+    return first
+
+
+def largest_difference(one: Found, other: Found) -> float:
+    """Of parameters and metrics."""
+    (a, of_a), (b, of_b) = one, other
+    assert a.keys() == b.keys()
+    differences = [float((a[name] - b[name]).abs().max()) for name in a]
+    return max(*differences, *(abs(of_a.metrics[k] - of_b.metrics[k]) for k in of_a.metrics))
+
+
+# -- the same run on any layout of workers -------------------------------------------------------
+
+
+@pytest.mark.process
+def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
+    """data x tensor of 1x1, 2x1, 1x2, 2x2; with dropout, clipping and uneven micro-batches."""
+    one = train_on(1, small(folder), tmp_path / "one")
+    assert one[1].num_steps >= 20
+    layouts = [(2, 1), (2, 2), (4, 2)]
+    for size, tensor_parallel in layouts:
+        recipe = small(folder, tensor_parallel=tensor_parallel)
+        found = train_on(size, recipe, tmp_path / f"{size}-{tensor_parallel}")
+        assert largest_difference(one, found) < 1e-10
+    unclipped = train_on(1, small(folder, clip_norm=None), tmp_path / "unclipped")
+    assert largest_difference(one, unclipped) > 1e-6
+
+
+@pytest.mark.process
+def test_workers_whose_gradients_are_a_part_do_not_save(folder: Path, tmp_path: Path) -> None:
+    """The control: without the sum over the tensor axis the norms of one model part."""
+    recipe = small(folder, train_share=0.1)
+    with pytest.raises((RemoteError, DisagreementError), match=r"blocks\.0\.attention_norm"):
+        train_on(2, recipe, tmp_path / "run", leave_gradients_unsummed)
+
+
+@pytest.mark.process
+def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) -> None:
+    """From a checkpoint of 2x2 in the middle of an epoch, whole; exact sums have the same bits."""
+    recipe = small(
+        folder,
+        train_share=0.5,
+        compression="exact",
+        checkpoint_every_steps=5,
+        keep_checkpoints=9,
+    )
+    undisturbed = train_on(4, recipe, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in checkpoints.iterdir():
+        if path.name != "step-00000005":
+            shutil.rmtree(path)
+    for size in (4, 2, 1):
+        run_dir = tmp_path / f"resumed-{size}"
+        shutil.copytree(tmp_path / "run", run_dir)
+        resumed = train_on(size, recipe, run_dir, None, True)
+        assert len(list((run_dir / "checkpoints").iterdir())) > 1
+        assert largest_difference(undisturbed, resumed) < 1e-10
+        if size > 1:
+            assert all(torch.equal(resumed[0][n], undisturbed[0][n]) for n in resumed[0])
+
+
+@pytest.mark.process
+def test_exact_sums_over_the_data_axis(folder: Path, tmp_path: Path) -> None:
+    """The bits of a layout depend on the tensor axis alone; without exact sums on both."""
+    bits = {}
+    for compression in ("exact", "fp32"):
+        recipe = small(folder, compression=compression, precision="float32", train_share=0.5)
+        for size in (2, 4):
+            run_dir = tmp_path / f"{compression}-{size}"
+            bits[compression, size] = train_on(size, recipe, run_dir)[0]
+    for compression, is_same in (("exact", True), ("fp32", False)):
+        pairs = [(bits[compression, 2][n], bits[compression, 4][n]) for n in bits["exact", 2]]
+        assert all(torch.equal(a, b) for a, b in pairs) == is_same
+
+
+# -- a gradient that is not finite ---------------------------------------------------------------
+
+
+def overflow(model: nn.Module) -> None:
+    """The gradient of one worker's shard."""
+    (shard, *_) = shards_of(model).values()
+    if shard.comm.rank == 1:
+        p = model.get_parameter("blocks.1.mlp.hidden.bias")
+        p.register_hook(lambda gradient: gradient * math.inf)
+
+
+@pytest.mark.process
+def test_one_shards_bad_gradient_is_named_on_all(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder, train_share=0.1)
+    with pytest.raises(
+        (RemoteError, NonfiniteGradientError), match=r"blocks\.1\.mlp\.hidden\.bias"
+    ):
+        train_on(2, recipe, tmp_path / "run", overflow)
+
+
+@pytest.mark.process
+def test_one_shards_bad_gradient_skips_the_step_on_all(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder, train_share=0.1, nonfinite="skip")
+    _, report = train_on(2, recipe, tmp_path / "run", overflow)
+    assert report.num_skipped == report.num_steps > 0
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel": 0}, r"`tensor_parallel` \(=0\) must be at least 1"),
+        ({"tensor_parallel": 3}, r"`heads` \(=4\) must be a multiple of `tensor_parallel` \(=3\)"),
+        ({"experts": 4}, r"`experts` \(=4\) divide the blocks"),
+        ({"optimizer": "lamb"}, r"`optimizer` \(='lamb'\) takes norms of whole layers"),
+        ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
+        ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
+        ({"compression": "int8"}, r"`compression` \(='int8'\) .* take one of fp32, bf16"),
+        ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
+        ({"sync_every": 2}, r"`sync_every` \(=2\) is for models that are whole"),
+        ({"noise_scale_every_steps": 2}, r"`noise_scale_every_steps` \(=2\) is for models that"),
+        ({"shares": "measured"}, r"`shares` \(='measured'\) .* take 'equal' or numbers"),
+    ],
+)
+def test_values_that_tensor_parallel_refuses(
+    folder: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        small(folder, **changes)
+
+
+def test_workers_that_tensor_parallel_does_not_divide(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before a folder is made, a text is read or a worker starts."""
+    words = "`tensor_parallel` (=2) must divide the 3 workers, as that many share a copy of the"
+    flags = ["--folder", str(folder), "--tensor-parallel", "2", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "text", "--workers", "3", *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+    recipe = small(folder / "nowhere")
+    with pytest.raises(UsageError, match=r"`tensor_parallel` \(=2\) must divide the 3 workers"):
+        run_ranks(3, recipe.task)
+
+
+def test_tensor_parallel_is_not_elastic(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--folder", str(folder), "--tensor-parallel", "2", "--compression", "exact"]
+    flags += ["--elastic", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "text", *flags]) == 2
+    assert "`elastic`: text divides its model" in capsys.readouterr().err
