@@ -59,7 +59,8 @@ class DividedParameters:
 def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
     """Checks that what is divided of a model is for these workers and this policy.
 
-    Shards are exchanged by the workers that have the same ones. Divided modules' gradients are of this step, and of exactly the workers that they are divided over.
+    Shards are exchanged by the workers that have the same ones. Divided modules' gradients are of
+    this step, and of exactly the workers that they are divided over.
 
     Raises:
         UsageError: names the module or parameter and the cure.

@@ -79,18 +79,21 @@ class _LocalShards(ShardHook):
         mesh: Mesh[Communicator],
         axis: str,
     ) -> None:
+        from torch.distributed.tensor import placement_types
+
         self._module = module
         self._layouts = {name: _layout(p) for name, p in divided.items()}
         self.shards = {
             name: Shard(mesh, axis, placement.dim)
             for name, p in divided.items()
             for placement in p.placements
-            if placement.is_shard()
+            if isinstance(placement, placement_types.Shard)
         }
         self._kept: dict[str, nn.Parameter | None] = {}
         for name, p in divided.items():
-            local = p.detach().to_local()
-            module._parameters[name] = nn.Parameter(local, requires_grad=p.requires_grad)
+            module._parameters[name] = nn.Parameter(
+                p.to_local().detach(), requires_grad=p.requires_grad
+            )
 
     def register(self) -> None:
         """Has the module's calls begin and end here."""
@@ -102,6 +105,7 @@ class _LocalShards(ShardHook):
 
         for name, layout in self._layouts.items():
             p = self._kept[name] = module._parameters[name]
+            assert p is not None
             # On the way back the gradient is laid out as the parameter is.
             divided: Any = DTensor.from_local(p, **layout)
             module._parameters[name] = divided

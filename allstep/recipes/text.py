@@ -12,7 +12,6 @@ import allstep
 from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.texts import TokenRecipe
 from allstep.recipes.transformer import Experts, Transformer, tensor_parallel_plan
-from allstep.train import check_sharded
 
 _MIN_VOCAB_SIZE = 258
 
@@ -97,9 +96,7 @@ class Text(TokenRecipe):
         return self.tensor_parallel > 1
 
     def _check_tensor_parallel(self) -> None:
-        allstep.errors.check_multiple(
-            "heads", self.heads, "tensor_parallel", self.tensor_parallel
-        )
+        allstep.errors.check_multiple("heads", self.heads, "tensor_parallel", self.tensor_parallel)
         reason = f"`tensor_parallel` (={self.tensor_parallel}) divides it"
         if self.experts is not None:
             raise UsageError(
@@ -111,7 +108,7 @@ class Text(TokenRecipe):
                 f"`optimizer` (={self.optimizer!r}) takes norms of whole layers, and {reason}; take"
                 f" one of {', '.join(_ELEMENTWISE)}."
             )
-        check_sharded(self, reason)
+        allstep.train.check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:
         for name, least in (("experts", 2), ("top_k", 1)):

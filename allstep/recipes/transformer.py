@@ -150,7 +150,8 @@ class _Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[batch, head, token, feature], of this worker's heads."""
-        return x.unflatten(2, (-1, self._head_width)).transpose(1, 2)
+        batch, num_tokens, _ = x.shape
+        return x.view(batch, num_tokens, -1, self._head_width).transpose(1, 2)
 
 
 class _MLP(nn.Module):

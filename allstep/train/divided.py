@@ -33,8 +33,8 @@ def whole_states(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> 
     """The model's state dict and the optimizer's. All workers call it.
 
     [Note: whole checkpoints] A checkpoint has every expert, under its number among all, whole
-    parameters in place of shards, and the optimizer's state in the order of one worker's parameters, so that any number of workers goes
-    on from it. Rank 0 has room for all of it.
+    parameters in place of shards, and the optimizer's state in the order of one worker's
+    parameters, so that any number of workers goes on from it. Rank 0 has room for all of it.
 
     Returns:
         On rank 0 as if it had the whole model; on others without what is divided. Where nothing is

@@ -167,7 +167,10 @@ def _held(model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, 
     own = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     numbers = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
     state = optimizer_state["state"]
-    return {n: state[k] for n, k in zip(own, numbers, strict=False) if isinstance(state.get(k), dict)}
+    pairs = zip(
+        own, numbers, strict=False
+    )  # what doesn't fit is refused later
+    return {name: state[key] for name, key in pairs if isinstance(state.get(key), dict)}
 
 
 def _joined(states: list[State], shape: torch.Size, dim: int) -> State:
