@@ -89,26 +89,21 @@ def gather_shards(
     shard = _any_shard(shards)
     if shard is None:
         return
-    held = _held(model, optimizer, optimizer_state)
-    local = {
-        "model": {name: model_state[name] for name in shards},
-        "optimizer": {name: held[name] for name in shards if name in held},
-    }
-    for name in shards:
-        del model_state[name]
-        if name in held:
-            held[name].clear()
+    held, numbers = optimizer_state["state"], _numbers(model, optimizer, optimizer_state)
+    keys = {name: numbers[name] for name in shards if numbers.get(name) in held}
+    own_model = {name: model_state.pop(name) for name in shards}
+    own_held = {name: held.pop(key) for name, key in keys.items()}
     if not shard.is_of_first_copy:
         return
-    parts = shard.comm.gather_object(map_tensors(local, _on_host))
+    parts = shard.comm.gather_object(map_tensors((own_model, own_held), _on_host))
     if parts is None:
         return
-    shapes = {name: p.shape for name, p in model.named_parameters() if name in shards}
     for name, shard in shards.items():
-        model_state[name] = torch.cat([part["model"][name] for part in parts], shard.dim)
-        if name in held:
-            states = [part["optimizer"][name] for part in parts]
-            held[name].update(_joined(states, shapes[name], shard.dim))
+        shape = own_model[name].shape
+        model_state[name] = torch.cat([of_model[name] for of_model, _ in parts], shard.dim)
+        if name in keys:
+            states = [of_optimizer[name] for _, of_optimizer in parts]
+            held[keys[name]] = _joined(states, shape, shard.dim)
 
 
 def cut_shards(
@@ -119,20 +114,16 @@ def cut_shards(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What this worker loads of whole states; what doesn't fit is left as it is."""
     shards = shards_of(model)
-    model_state = dict(model_state)
-    optimizer_state = {
-        **optimizer_state,
-        "state": {key: _copied(value) for key, value in optimizer_state["state"].items()},
-    }
-    shapes = {name: p.shape for name, p in model.named_parameters() if name in shards}
-    held = _held(model, optimizer, optimizer_state)
+    numbers = _numbers(model, optimizer, optimizer_state)
+    model_state, held = dict(model_state), dict(optimizer_state["state"])
     for name, shard in shards.items():
+        shape = model.get_parameter(name).shape
         if name in model_state:
-            model_state[name] = _own_part(model_state[name], shapes[name], shard)
-        if name in held:
-            state = held[name]
-            state |= {key: _own_part(value, shapes[name], shard) for key, value in state.items()}
-    return model_state, optimizer_state
+            model_state[name] = _own_part(model_state[name], shape, shard)
+        key = numbers.get(name)
+        if isinstance(held.get(key), dict):
+            held[key] = {k: _own_part(value, shape, shard) for k, value in held[key].items()}
+    return model_state, {**optimizer_state, "state": held}
 
 
 def gather_exchange(shards: Mapping[str, Shard], state: State) -> State | None:
@@ -161,16 +152,14 @@ def _any_shard(shards: Mapping[str, Shard]) -> Shard | None:
     return next(iter(shards.values()), None)
 
 
-def _held(model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> State:
-    """name of a parameter -> what the optimizer's state has of it."""
+def _numbers(
+    model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
+) -> dict[str, int]:
+    """name of a parameter -> its number in the optimizer's state."""
     names = {id(p): name for name, p in model.named_parameters()}
-    own = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    numbers = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
-    state = optimizer_state["state"]
-    pairs = zip(
-        own, numbers, strict=False
-    )  # what doesn't fit is refused later
-    return {name: state[key] for name, key in pairs if isinstance(state.get(key), dict)}
+    own = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
+    saved = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
+    return dict(zip(own, saved, strict=False))  # what doesn't fit is refused later
 
 
 def _joined(states: list[State], shape: torch.Size, dim: int) -> State:
@@ -193,10 +182,6 @@ def _own_part(value: Any, shape: torch.Size, shard: Shard) -> Any:
 
 def _has_shape(value: Any, shape: list[int] | torch.Size) -> bool:
     return isinstance(value, Tensor) and list(value.shape) == list(shape)
-
-
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
 
 
 def _on_host(tensor: Tensor) -> Tensor:
