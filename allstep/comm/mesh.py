@@ -1,6 +1,7 @@
 """Named axes over a group of workers, such as one for data and one for the parts of a model."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from math import prod
 from typing import Generic, TypeVar
 
@@ -69,7 +70,8 @@ class Mesh(Generic[C]):
     def device_mesh(self) -> DeviceMesh:
         """The same axes for torch's own engines: `mesh.device_mesh()["model"]`. Collective.
 
-        Its groups are torch's, with connections of their own; they are made in the first call.
+        Its groups are torch's, with connections of their own, also along an axis of all workers,
+        and the communicator's timeout; they are made in the first call.
 
         Raises:
             UsageError: if the workers are not all those of torch.distributed's default group.
@@ -83,8 +85,15 @@ class Mesh(Generic[C]):
                     " `allstep.init()` returned under a launcher."
                 )
             ranks = torch.arange(self.comm.size).view(*self.shape.values())
-            kind = self.comm.device.type
-            self._device_mesh = DeviceMesh(kind, ranks, mesh_dim_names=tuple(self.shape))
+            timeout = timedelta(seconds=self.comm.timeout_s)
+            groups = []
+            for dim, length in enumerate(ranks.shape):
+                lines = ranks.movedim(dim, -1).reshape(-1, length).tolist()
+                made = dist.new_subgroups_by_enumeration(lines, timeout)  # type: ignore[no-untyped-call]
+                groups.append(made[0])
+            self._device_mesh = DeviceMesh.from_group(
+                groups, self.comm.device.type, ranks, mesh_dim_names=tuple(self.shape)
+            )
         return self._device_mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Mesh[C]":

@@ -86,6 +86,27 @@ def test_device_mesh_has_the_same_axes():
         assert total == (1 if rank < 2 else 5)
 
 
+def _alone_along_an_axis(comm: Communicator) -> str:
+    usual_s = comm.timeout_s
+    comm.set_timeout(1.0)
+    group = comm.mesh(tensor=2).device_mesh()["tensor"].get_group()
+    comm.set_timeout(usual_s)
+    assert group is not torch.distributed.group.WORLD
+    message = ""
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out") as error:
+            torch.distributed.all_reduce(torch.ones(1), group=group)
+        message = str(error.value)
+    comm.barrier()
+    return message
+
+
+@pytest.mark.process
+def test_device_mesh_has_groups_and_the_timeout_of_its_own():
+    """Torch's engine and the communicator share no order of calls."""
+    assert "1000ms" in run_processes(2, _alone_along_an_axis)[0]
+
+
 HIDDEN, SAMPLES = 12, 44
 
 
