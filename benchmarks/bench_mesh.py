@@ -1,0 +1,75 @@
+"""What allstep costs a step of a model that torch's tensor parallelism divides.
+
+    python benchmarks/bench_mesh.py [--quick]
+
+The transformer of the recipe `text`, divided over the axis `tensor` of a mesh by the same plan:
+with `allstep.nn.tensor_parallel`, `attach` and `steps`, against `parallelize_module` and a plain
+loop with DTensors as parameters. Both have two micro-batches of 16 sequences a step and AdamW; the
+plain loop takes the mean over the axis `data` in one flat message. The loops take turns step by
+step, on processes of one thread. "gradients" is a step without the optimizer. Keys: `overhead_pct`
+of a step and `gradients_pct` of one without the optimizer, the largest of the rows.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_overhead import CLOCKS
+from common import Estimate, estimate, print_headline, ratio, write_results
+from network import run_on_one_host
+from rich.console import Console
+from rich.table import Table
+
+ROWS = ((128, 1, 2), (512, 1, 2), (128, 2, 2))  # width; workers along data, and along tensor
+QUICK_ROWS = ROWS[:1]
+
+
+def measure(width: int, num_data: int, num_tensor: int, repeats: int, clock: str) -> Any:
+    """Variant -> seconds of a step on rank 0."""
+    worker = Path(__file__).with_name("mesh_worker.py")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "steps.measured"
+        command = [sys.executable, worker, file, width, num_data, repeats, clock]
+        run_on_one_host(num_data * num_tensor, command, timeout_s=1800)
+        return json.loads(file.read_text())
+
+
+def in_pct(slower: Estimate) -> dict[str, Any]:
+    low, high = 100 * (slower.low - 1), 100 * (slower.high - 1)
+    return {"overhead_pct": 100 * (slower.median - 1), "interval_pct": [low, high]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one row, about a minute")
+    parser.add_argument("--repeats", type=int, help="default: 60, quick 20")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu on a busy machine")
+    known = parser.parse_args()
+    repeats = known.repeats or (20 if known.quick else 60)
+    table = Table("width", "data x tensor", "of", "bare, ms", "overhead, %", title="Divided steps")
+    rows: list[dict[str, Any]] = []
+    for width, num_data, num_tensor in QUICK_ROWS if known.quick else ROWS:
+        seconds = measure(width, num_data, num_tensor, repeats, known.clock)
+        for part in ("step", "gradients"):
+            bare_s = estimate(seconds[f"bare {part}"])
+            found = in_pct(ratio(seconds[f"allstep {part}"], seconds[f"bare {part}"]))
+            layout, (low, high) = f"{num_data}x{num_tensor}", found["interval_pct"]
+            words = f"{found['overhead_pct']:.1f} [{low:.1f}, {high:.1f}]"
+            table.add_row(str(width), layout, part, f"{1e3 * bare_s.median:.1f}", words)
+            named = {"width": width, "layout": layout, "part": part}
+            rows.append({**named, "bare_s": bare_s.median, **found})
+    Console().print(table)
+    keys = {
+        key: max(row["overhead_pct"] for row in rows if row["part"] == part)
+        for key, part in (("gradients_pct", "gradients"), ("overhead_pct", "step"))
+    }
+    name = "bench_mesh_quick" if known.quick else "bench_mesh"
+    write_results(name, {"clock": known.clock, "repeats": repeats, "rows": rows, **keys})
+    print_headline(**keys)
+
+
+if __name__ == "__main__":
+    main()
