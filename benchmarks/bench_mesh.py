@@ -6,8 +6,9 @@ The transformer of the recipe `text`, divided over the axis `tensor` of a mesh b
 with `allstep.nn.tensor_parallel`, `attach` and `steps`, against `parallelize_module` and a plain
 loop with DTensors as parameters. Both have two micro-batches of 16 sequences a step and AdamW; the
 plain loop takes the mean over the axis `data` in one flat message. The loops take turns step by
-step, on processes of one thread. "gradients" is a step without the optimizer. Keys: `overhead_pct`
-of a step and `gradients_pct` of one without the optimizer, the largest of the rows.
+step, on processes of one thread. "gradients" is a step without the optimizer. "speedup" is over a
+whole model on each worker for the same samples, so that all along `tensor` compute the same. Keys:
+`overhead_pct` of a step and `gradients_pct` of one without the optimizer, the largest of the rows.
 """
 
 import argparse
@@ -49,18 +50,21 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu on a busy machine")
     known = parser.parse_args()
     repeats = known.repeats or (20 if known.quick else 60)
-    table = Table("width", "data x tensor", "of", "bare, ms", "overhead, %", title="Divided steps")
+    columns = ("width", "data x tensor", "of", "bare, ms", "overhead, %", "speedup")
+    table = Table(*columns, title="Divided steps")
     rows: list[dict[str, Any]] = []
     for width, num_data, num_tensor in QUICK_ROWS if known.quick else ROWS:
         seconds = measure(width, num_data, num_tensor, repeats, known.clock)
         for part in ("step", "gradients"):
             bare_s = estimate(seconds[f"bare {part}"])
             found = in_pct(ratio(seconds[f"allstep {part}"], seconds[f"bare {part}"]))
+            speedup = ratio(seconds["whole step"], seconds["allstep step"])
             layout, (low, high) = f"{num_data}x{num_tensor}", found["interval_pct"]
             words = f"{found['overhead_pct']:.1f} [{low:.1f}, {high:.1f}]"
-            table.add_row(str(width), layout, part, f"{1e3 * bare_s.median:.1f}", words)
+            gain = str(speedup) if part == "step" else ""
+            table.add_row(str(width), layout, part, f"{1e3 * bare_s.median:.1f}", words, gain)
             named = {"width": width, "layout": layout, "part": part}
-            rows.append({**named, "bare_s": bare_s.median, **found})
+            rows.append({**named, "bare_s": bare_s.median, **found, "speedup": speedup.median})
     Console().print(table)
     keys = {
         key: max(row["overhead_pct"] for row in rows if row["part"] == part)

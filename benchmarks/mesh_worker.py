@@ -1,4 +1,4 @@
-"""A step of a transformer that torch's tensor parallelism divides: with allstep, and bare.
+"""A step of a transformer that torch's tensor parallelism divides: with allstep, bare, and whole.
 
 python benchmarks/mesh_worker.py FILE WIDTH NUM_DATA REPEATS CLOCK   # as a rank, by bench_mesh
 """
@@ -47,11 +47,16 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def bare_loop(
-    mesh: Mesh[Communicator], width: int, batches: list[list[Tensor]], updates: bool
+    mesh: Mesh[Communicator],
+    width: int,
+    batches: list[list[Tensor]],
+    updates: bool,
+    is_divided: bool = True,
 ) -> Loop:
     """What a user of torch writes: DTensors as parameters, and the mean over the data axis."""
     model, of_torch = make_model(width), mesh.device_mesh()
-    parallelize_module(model, of_torch["tensor"], tensor_parallel_plan(model))
+    if is_divided:
+        parallelize_module(model, of_torch["tensor"], tensor_parallel_plan(model))
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         for batch in batches:
@@ -110,6 +115,7 @@ def measure(
         for part in ("step", "gradients")
         for name, loop in (("bare", bare_loop), ("allstep", allstep_loop))
     }
+    loops["whole step"] = bare_loop(mesh, width, batches, True, is_divided=False)
     steps: dict[str, Callable[[], object]] = {name: loop.__next__ for name, loop in loops.items()}
     return interleave(steps, repeats, warmups=6, clock=clock)
 
