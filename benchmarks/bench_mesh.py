@@ -24,7 +24,7 @@ from network import run_on_one_host
 from rich.console import Console
 from rich.table import Table
 
-ROWS = ((128, 1, 2), (512, 1, 2), (128, 2, 2))  # width; workers along data, and along tensor
+ROWS = ((128, 1, 2), (256, 1, 2), (128, 2, 2))  # width; workers along data, and along tensor
 QUICK_ROWS = ROWS[:1]
 
 

@@ -114,9 +114,11 @@ def sharpness(
     al., 2017, arXiv:1609.04836.
     """
     check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
-    for name in [*divided_modules(model), *shards_of(model)]:
+    workers = {name: comm for name in divided_modules(model)}
+    workers |= {name: shard.comm for name, shard in shards_of(model).items()}
+    for name, others in workers.items():
         raise UsageError(
-            f"`model.{name}` is divided over workers, and each needs the second"
+            f"`model.{name}` is divided over the {others.size} workers, and each needs the second"
             " derivatives of all of it: measure on one, as with `allstep sharpness --workers 1`."
         )
     objective = Objective(model, loss, batch, comm)

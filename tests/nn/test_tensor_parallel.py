@@ -1,5 +1,7 @@
 """Layers that torch's tensor parallelism divides, attached along another axis of the mesh."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,7 +143,7 @@ def test_tensor_parallel_in_an_own_loop() -> None:
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def refused(comm: Communicator) -> list[str]:
+def refused(comm: Communicator, folder: Path) -> list[str]:
     """What each wrong call says."""
     from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -162,13 +164,32 @@ def refused(comm: Communicator) -> list[str]:
     note(lambda: tensor_parallel(model, mesh, {"0": ColwiseParallel()}))
     note(lambda: allstep.attach(model, comm))
     note(lambda: allstep.attach(model, mesh["tensor"]))
-    allstep.attach(model, mesh["data"]).detach()
+    exchange = allstep.attach(model, mesh["data"])
+    samples = TensorDataset(torch.ones(4, 4))
+    loader = allstep.data.loader(samples, mesh["data"], global_batch=4, micro_batch=2)
+    note(lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={}))
+    exchange.detach()
+    batch = next(iter(loader.global_batches()))
+    note(lambda: allstep.train.sharpness(model, lambda m, x: m(x[0]).sum(), batch, mesh["data"]))
+    task = allstep.Task(
+        model=model,
+        train_set=samples,
+        test_set=samples,
+        loss=lambda m, x: m(x[0]).sum(),
+        metrics=lambda m, x: {"sum": (m(x[0]).sum(), 1)},
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    )
+    options = allstep.TrainOptions(epochs=1, global_batch=4, micro_batch=2)
+    note(lambda: allstep.fit(task, options, mesh["data"], folder))
+    note(lambda: allstep.fit(task, replace(options, staleness=1), comm, folder))
+    elastic = replace(options, compression="exact")
+    note(lambda: allstep.fit(task, elastic, comm, folder, elastic=True))
     return said
 
 
 @pytest.mark.process
-def test_what_tensor_parallel_refuses() -> None:
-    for said in run_processes(2, refused):
+def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
+    for said in run_processes(2, refused, tmp_path):
         for words, message in zip(
             [
                 "`plan` cuts `weight` [5, 4] along dimension 0, which must be a multiple of the 2",
@@ -177,6 +198,11 @@ def test_what_tensor_parallel_refuses() -> None:
                 "`model` is divided already",
                 "attach it to mesh['data'], whose workers have the same shards",
                 "attach it to mesh['data'], whose workers have the same shards",
+                "`exchanges`: `model.0.weight` is divided over the workers",
+                "`model.0.weight` is divided over the 2 workers, and each needs the second",
+                "`comm` (of 1 workers) is not that of Mesh(data=1, tensor=2, rank=",
+                "`staleness` (=1) is for models that are whole on every worker, and `task.model.0.",
+                "`elastic` (=True): `task.model.0.weight` is divided over workers",
             ],
             said,
             strict=True,
