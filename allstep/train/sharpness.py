@@ -114,7 +114,7 @@ def sharpness(
     al., 2017, arXiv:1609.04836.
     """
     check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
-    workers = {name: comm for name in divided_modules(model)}
+    workers = dict.fromkeys(divided_modules(model), comm)
     workers |= {name: shard.comm for name, shard in shards_of(model).items()}
     for name, others in workers.items():
         raise UsageError(
