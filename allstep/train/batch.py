@@ -1,7 +1,6 @@
 """A user's own loop with the whole meaning: one item a global batch, whatever the workers."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from allstep.comm.reproducible import digits_of, sum_of_digits
 from allstep.data import GlobalBatch, MapLoader, MicroBatch
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
@@ -20,13 +18,13 @@ from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.stragglers import COMPUTE_CURE, WorkerTimes
-from allstep.exchange.weighing import mixed_message
 from allstep.nn import GroupedBatchNorm, serve_others
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.devices import to_device
 from allstep.train.elastic import LOST
 from allstep.train.elastic_loop import Elastic
 from allstep.train.gradient_guard import GradientGuard
+from allstep.train.losses import Losses, mean_of
 
 # Keep random numbers apart from those that the data room derives from the same seed: of what comes
 # before the micro-batches, of dropout and its like, and of optimizers that draw some in a step.
@@ -268,10 +266,7 @@ class Batch:
         self._num_passes = 0
         self._exchanged = False
         self._is_open = self._is_over = False
-        self._losses: list[tuple[Tensor, float, float]] = []  # of this pass: factor, weight
-        self._weight: float | None = None  # that the micro-batch was given
-        self._num_losses_before = 0  # the micro-batch
-        self._weighs_sums: bool | None = None  # whether losses have weights
+        self._losses = Losses(exchanges, batch.num_samples)
         self._gradients = GradientGuard(exchanges)
 
     def __iter__(self) -> Iterator[Any]:
@@ -302,7 +297,7 @@ class Batch:
                     self._source = cut.micro_batches
                     self._num_local_micro_batches = cut.num_local_micro_batches
                 yield from self._pass()
-                self._sums = elastic.commit(self._local_sums())
+                self._sums = elastic.commit(self._losses.local_sums(self._device))
             except LOST:
                 self._sums = elastic.lose_workers()
                 self.micro_batch, self._lost = None, None
@@ -311,8 +306,7 @@ class Batch:
     def _pass(self) -> Iterator[Any]:
         """This worker's micro-batches, with the exchange at their end."""
         self._exchanged = False
-        self._losses.clear()
-        self._weighs_sums = None
+        self._losses.begin_pass()
         samples = f"{self.num_samples} samples after {self._position} others"
         num_passes = 1 if len(self._exchanges) == 1 else _MOST_PASSES
         num = self._num_micro_batches
@@ -322,7 +316,7 @@ class Batch:
                 samples,
                 num_micro_batches=num,
                 num_passes=num_passes,
-                sum_factor=self._sum_factor,
+                sum_factor=self._losses.sum_factor,
             )
             for exchange in self._exchanges
         ):
@@ -336,8 +330,7 @@ class Batch:
                         if self._lost is not None:
                             raise self._lost
                         self._gradients.check(self.step)
-                        if len(self._losses) == self._num_losses_before:
-                            self._note_kind(is_sum=False)
+                        self._losses.end_micro_batch()
                     self.micro_batch = None
                 if not self._exchanged:
                     self._gradients.check(self.step)
@@ -379,14 +372,9 @@ class Batch:
             )
         self._gradients.check(self.step)
         self._activity.enter("backward")
-        factor = micro_batch.num_samples / self.num_samples
-        if weight is not None:
-            factor = self._weigh(float(weight))
-        else:
-            self._note_kind(is_sum=False)
-        self._losses.append((loss.detach(), factor, self._weight or 0.0))
-        if factor != 1:
-            loss = loss * factor
+        if weight is not None and self._losses.is_kind_open:
+            self._gradients.refuse_earlier(self.step)
+        loss = self._losses.add(loss, None if weight is None else float(weight))
         if exchange and micro_batch.is_last and len(self._exchanges) == 1:
             self._backward_and_exchange(loss)
         else:
@@ -406,21 +394,8 @@ class Batch:
         """
         sums = self._sums
         if sums is None:
-            sums = self._exchanges[0].comm.all_reduce(self._local_sums())
-        loss_sum, weights, num_weighed = sum_of_digits(sums).tolist()
-        if not num_weighed:
-            return float(loss_sum)
-        return loss_sum / weights if weights else math.nan
-
-    def _local_sums(self) -> Tensor:
-        """Of this worker's losses and weights."""
-        total = digits_of(torch.zeros(3, device=self._device))
-        for loss, factor, weight in self._losses:
-            factor = 1.0 if self._weighs_sums else factor
-            numbers = (weight, float(self._weighs_sums or False))
-            total[0] += digits_of(loss.double() * factor).to(total)
-            total[1:] += digits_of(torch.tensor(numbers, dtype=torch.float64)).to(total)
-        return total
+            sums = self._exchanges[0].comm.all_reduce(self._losses.local_sums(self._device))
+        return mean_of(sums)
 
     def check_finished(self) -> None:
         """Raises if the loop over the micro-batches was left before its end; none may follow."""
@@ -435,60 +410,7 @@ class Batch:
     def gradient_share(self) -> float:
         """How much of `p.grad`, before the exchange, the micro-batch's mean gradient is."""
         assert self.micro_batch is not None
-        if self._weight is not None:
-            return self._sum_factor * self._weight
-        return self.micro_batch.num_samples / self.num_samples
-
-    @property
-    def _sum_factor(self) -> float:
-        """About 1 / num_samples, in whose multiplication nothing is rounded. [Note: weights]"""
-        return 2.0 ** (1 - self.num_samples.bit_length())
-
-    def _weigh(self, weight: float) -> float:
-        """Takes note of a sum's weight; returns what to multiply the sum by."""
-        if len(self._exchanges) > 1:
-            raise UsageError(
-                f"`weight` (={weight}) needs a single exchange; {len(self._exchanges)} were given"
-                " to `steps`. Put the models in one `torch.nn.ModuleList` and attach that, or give"
-                " means."
-            )
-        (exchange,) = self._exchanges
-        if exchange.averaging is not None and exchange.is_exact and exchange.statistics.has_modules:
-            raise UsageError(
-                f"`weight` (={weight}) weighs batch norm's running statistics, too, by a total that"
-                ' workers don\'t have in the local steps of `LocalSGD(compression="exact")`. Use'
-                ' compression="fp32", or layer norm.'
-            )
-        if exchange.policy.staleness and exchange.statistics.has_modules:
-            raise UsageError(
-                f"`weight` (={weight}) weighs batch norm's running statistics, too, by a total that"
-                " comes with the gradients, which"
-                f" `Stale(steps={exchange.policy.staleness})` gives steps later. Use another"
-                " policy, or layer norm."
-            )
-        if self._weight is not None:
-            raise UsageError(
-                f"`backward` was called twice with `weight` (={weight}) for one micro-batch. Add"
-                " the losses and call it once."
-            )
-        self._note_kind(is_sum=True)
-        exchange.weighing.add(weight)
-        self._weight = weight
-        return self._sum_factor
-
-    def _note_kind(self, *, is_sum: bool) -> None:
-        """A loss is a sum with a weight or a mean, like the others of the global batch."""
-        if self._weighs_sums is None:
-            self._weighs_sums = is_sum
-            if is_sum:
-                self._gradients.refuse_earlier(self.step)
-        if self._weighs_sums != is_sum:
-            rank = self._exchanges[0].comm.rank
-            has_both = [rank == other for other in range(self._exchanges[0].comm.size)]
-            raise UsageError(mixed_message(has_both, has_both))
-        if not is_sum:
-            for exchange in self._exchanges:
-                exchange.weighing.add_mean()
+        return self._losses.gradient_share
 
     def _backward_and_exchange(self, loss: Tensor) -> None:
         exchange = self._exchanges[0]
@@ -559,21 +481,14 @@ class Batch:
 
     def _running(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Sets what a micro-batch depends on: its random state and its statistics' share."""
-        self.micro_batch, self._weight = micro_batch, None
-        self._num_losses_before = len(self._losses)
+        self.micro_batch = micro_batch
+        self._losses.begin_micro_batch(micro_batch.num_samples)
         parts = (self._seed, _COMPUTE, self.step, micro_batch.index, self._num_passes)
         seed_all(derive_seed(*parts), self._device)
         for exchange in self._exchanges:
             exchange.begin_micro_batch()
-        share = self._statistics_share
+        share = self._losses.statistics_share
         return _all(exchange.statistics.micro_batch(share) for exchange in self._exchanges)
-
-    def _statistics_share(self) -> float:
-        """How much the micro-batch's statistics count, once its loss is known."""
-        assert self.micro_batch is not None
-        if self._weight is not None:
-            return self._weight
-        return self.micro_batch.num_samples / self.num_samples
 
 
 def _all(contexts: Iterable[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
