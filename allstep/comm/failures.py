@@ -68,14 +68,10 @@ def explained(
         ):
             yield
     except PeerLostError as error:
-        who = who_left(names, verb)
-        cause = error.__cause__
-        gist = f" ({_gist(cause)})" if isinstance(cause, RuntimeError) else ""
-        raise PeerLostError(
-            f"`{verb}` on {names.own}: {who} closed its connection; it failed, timed out or was "
-            f"stopped. {START_AGAIN}{gist}"
-        ) from cause
+        raise _left(names, verb, error) from error.__cause__
     except CollectiveTimeoutError as error:
+        if names.is_interrupted:  # which Gloo tells as a timeout
+            raise _left(names, verb, error) from error.__cause__
         if not is_final:
             raise
         missing = find_missing_ranks(names, verb)
@@ -85,6 +81,16 @@ def explained(
                 f"`{verb}` on {names.own}: {names.placed_all(ended)} has ended. {START_AGAIN}"
             ) from error.__cause__
         raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
+
+
+def _left(names: RankNames, verb: str, error: CommunicationError) -> PeerLostError:
+    """Says who closed its connection."""
+    who, cause = who_left(names, verb), error.__cause__
+    gist = f" ({_gist(cause)})" if isinstance(cause, RuntimeError) else ""
+    return PeerLostError(
+        f"`{verb}` on {names.own}: {who} closed its connection; it failed, timed out or was "
+        f"stopped. {START_AGAIN}{gist}"
+    )
 
 
 def wait_for_event(event: Event, verb: str, names: RankNames, timeout_s: float) -> None:
@@ -115,7 +121,7 @@ def is_timeout(error: RuntimeError) -> bool:
     """Does this say that a call took too long?
 
     Gloo's "Application timeout caused pair closure" does: once a call has timed out, it ends all
-    others of its process so, whichever of them is waited for first.
+    others of its process so, whichever of them is waited for first. So do `interrupt` and `abort`.
     """
     return not is_peer_lost(error) and any(word in str(error).lower() for word in _TIMED_OUT)
 

@@ -365,6 +365,7 @@ class GroupWire:
     def interrupt(self) -> None:
         group = self.group  # another thread may close it meanwhile
         if group is not None and "cpu" in self._device_types:
+            self.names.is_interrupted = True
             _break_connections(group)
 
     def close(self, *, abort: bool) -> None:
@@ -373,6 +374,7 @@ class GroupWire:
             return
         if abort:
             if "cpu" in self._device_types:
+                self.names.is_interrupted = True
                 _break_connections(group)
             with suppress(RuntimeError):
                 group.abort()

@@ -59,6 +59,8 @@ class RankNames:
     Attributes:
         own: this rank, for messages.
         last_call: the last call that ended here and needs all ranks of the group to come.
+        is_interrupted: whether this process has closed the group's connections by itself, as it
+            knows of a rank that is lost.
 
     >>> RankNames(range(4), 2, 4).part([2, 3], 0).own
     'rank 2 of 4'
@@ -78,6 +80,7 @@ class RankNames:
         self.number = self.numbers[rank]
         self.own = f"rank {self.number} of {size}"
         self.last_call = ""
+        self.is_interrupted = False
         self.places = places
         self.activity = activity or Activity()
         self._store = store

@@ -208,6 +208,24 @@ def test_every_verb_ends_after_timeout_s(verb, call):
         run_ranks(2, work, timeout_s=0.3)
 
 
+def test_an_interrupted_call_is_no_timeout():
+    """Whoever interrupts knows of a rank that is lost."""
+    is_over = threading.Event()
+
+    def work(comm):
+        if comm.rank == 1:
+            is_over.wait(20)
+            return
+        interrupting = threading.Timer(0.1, comm.interrupt)
+        interrupting.start()
+        with pytest.raises(PeerLostError, match=r"`recv` on rank 0 of 2: rank 1 closed"):
+            comm.recv(1)
+        is_over.set()
+        interrupting.join()
+
+    run_ranks(2, work)
+
+
 def test_all_reduce_work_can_be_waited_for_again():
     go = threading.Event()
 
