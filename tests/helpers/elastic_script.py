@@ -10,24 +10,31 @@ from torch.utils.data import TensorDataset
 
 import allstep
 
-out, held_at, goes_on = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-comm = allstep.init(device="cpu", timeout_s=60.0)
-torch.manual_seed(0)
-samples = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
-loader = allstep.data.loader(samples, comm, global_batch=16, micro_batch=4)
-with allstep.Elastic(loader, exchange, state={"optimizer": optimizer}) as elastic:
-    for _ in elastic.epochs(3):
-        for batch in allstep.steps(loader, exchange, elastic=elastic):
-            if batch.step == held_at:
-                (out / f"held-{os.getpid()}").touch()
-                while not goes_on.exists():
-                    time.sleep(0.01)
-            for x, y in batch:
-                batch.backward(torch.nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-torch.save(model.state_dict(), out / f"model-{os.getpid()}.pt")
-comm.close()
+
+def main(out: Path, held_at: int, goes_on: Path) -> None:
+    comm = allstep.init(device="cpu", timeout_s=60.0)
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
+    loader = allstep.data.loader(samples, comm, global_batch=16, micro_batch=4)
+    with allstep.Elastic(loader, exchange, state={"optimizer": optimizer}) as elastic:
+        for _ in elastic.epochs(3):
+            for batch in allstep.steps(loader, exchange, elastic=elastic):
+                if batch.step == held_at:
+                    (out / f"held-{os.getpid()}").touch()
+                    while not goes_on.exists():
+                        time.sleep(0.01)
+                for x, y in batch:
+                    batch.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    torch.save(model.state_dict(), out / f"model-{os.getpid()}.pt")
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
