@@ -44,6 +44,9 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
             f"`min_workers` (={known.min_workers}) exceeds `workers` (={known.workers}): the run"
             " would end at once."
         )
+    script_file = command[0]
+    if not (script_file.startswith("-") or Path(script_file).is_file()):  # `-m` takes a module
+        raise UsageError(f"`script` (={script_file!r}) is no file in {Path.cwd()}.")
     num_workers = num_workers_to_start(known.workers)
     if num_workers is None:
         raise UsageError("`elastic` needs `allstep launch` itself as launcher: start it by hand.")

@@ -81,7 +81,8 @@ def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
     [
         (["--elastic", "--workers", "2"], "behind `--`"),
         (["--elastic", "--workers", "2", "--min-workers", "3", "--", "s.py"], "`min_workers` (=3)"),
-        (["--elastic", "--workers", "0", "--", "s.py"], "`workers` (=0)"),
+        (["--elastic", "--workers", "0", "--", "-m", "s"], "`workers` (=0)"),
+        (["--elastic", "--workers", "2", "--", "s.py"], "`script` (='s.py') is no file in /"),
         (["--hosts", "a,b", "--elastic", "--", "s.py"], "leave out `--hosts`"),
     ],
 )
@@ -93,5 +94,5 @@ def test_flags_that_cannot_be_meant(
 
 def test_a_folder_of_a_recipe(tmp_path: Path, refused: Callable[..., str]) -> None:
     (tmp_path / "recipe.json").touch()
-    flags = ("--elastic", "--workers", "2", "--run-dir", str(tmp_path), "--", "s.py")
+    flags = ("--elastic", "--workers", "2", "--run-dir", str(tmp_path), "--", "-m", "s")
     assert "holds a recipe's run" in refused("launch", *flags)
