@@ -514,6 +514,7 @@ def test_master_port_is_free_after_close(tmp_path, free_port):
     script = tmp_path / "script.py"
     script.write_text(
         f"""
+import sys
 import allstep
 from torch.distributed import TCPStore
 with allstep.init(device="cpu", timeout_s=90) as comm:
@@ -521,7 +522,7 @@ with allstep.init(device="cpu", timeout_s=90) as comm:
 if rank == 0:
     TCPStore("127.0.0.1", {free_port}, is_master=True, wait_for_workers=False)
 with allstep.init(device="cpu", timeout_s=90) as comm:
-    print(comm.all_gather_object(comm.rank))
+    sys.stdout.write(f"{{comm.all_gather_object(comm.rank)}}\\n")  # a line in one piece
 """
     )
     start = tmp_path / "start.sh"

@@ -445,7 +445,7 @@ def test_a_stopped_worker_is_left_behind_and_joins_again(
 
 
 def train_impatiently(run_dir: Path, before_step: Callable[[int], None], held: int) -> None:
-    """As `train`, with workers that wait for each other for a second.
+    """As `train`, with workers that wait for each other for some seconds, as one is held meanwhile.
 
     Args:
         held: the rank on which `before_step` is called.
@@ -460,8 +460,8 @@ def train_impatiently(run_dir: Path, before_step: Callable[[int], None], held: i
 
     task = Task(**{**vars(task), "schedule": stepwise})
     with init(device="cpu", timeout_s=30.0) as comm:
-        comm.set_timeout(1.0)
-        membership = Membership(read_launch(), grace_s=1.0)
+        comm.set_timeout(4.0)
+        membership = Membership(read_launch(), grace_s=4.0)
         fit_elastic(task, OPTIONS, comm, run_dir, membership)
 
 
