@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "elastic_script.py"
 @pytest.mark.process
 def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
-    given = ("--", SCRIPT, tmp_path, 5, goes_on)
+    given = ("--", SCRIPT, tmp_path, 5, goes_on, 3)
     flags = ("--elastic", "--workers", 2, "--run-dir", run_dir)
     launched = Launched("-m", "allstep", "launch", *flags, *given)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
@@ -39,7 +39,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     subprocess.run(
-        [sys.executable, SCRIPT, alone, "-1", goes_on],
+        [sys.executable, SCRIPT, alone, "-1", goes_on, "3"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=120,
@@ -61,9 +61,9 @@ def refused_join(run_dir: Path) -> str:
 
 @pytest.mark.process
 def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
-    """At their next step, for the store in which they would meet is gone."""
+    """Soon, for the store in which they would meet is gone; else they would train on and on."""
     goes_on = tmp_path / "goes_on"
-    given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, goes_on)
+    given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, goes_on, 1_000_000)
     launched = Launched("-m", "allstep", "launch", *given)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
     workers = launched.workers()

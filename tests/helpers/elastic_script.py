@@ -1,4 +1,4 @@
-"""A script of a user's own, with an elastic loop: `elastic_script.py OUT STEPS_HELD GO_ON`."""
+"""A user's own script with an elastic loop: `elastic_script.py OUT HELD_AT GO_ON NUM_EPOCHS`."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import allstep
 
 
-def main(out: Path, held_at: int, goes_on: Path) -> None:
+def main(out: Path, held_at: int, goes_on: Path, num_epochs: int) -> None:
     comm = allstep.init(device="cpu", timeout_s=60.0)
     torch.manual_seed(0)
     samples = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -22,7 +22,7 @@ def main(out: Path, held_at: int, goes_on: Path) -> None:
     exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
     loader = allstep.data.loader(samples, comm, global_batch=16, micro_batch=4)
     with allstep.Elastic(loader, exchange, state={"optimizer": optimizer}) as elastic:
-        for _ in elastic.epochs(3):
+        for _ in elastic.epochs(num_epochs):
             for batch in allstep.steps(loader, exchange, elastic=elastic):
                 if batch.step == held_at:
                     (out / f"held-{os.getpid()}").touch()
@@ -37,4 +37,4 @@ def main(out: Path, held_at: int, goes_on: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
