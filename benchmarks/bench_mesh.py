@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_overhead import CLOCKS
-from common import Estimate, estimate, print_headline, ratio, write_results
+from common import estimate, print_headline, ratio, write_results
 from network import run_on_one_host
 from rich.console import Console
 from rich.table import Table
@@ -38,11 +38,6 @@ def measure(width: int, num_data: int, num_tensor: int, repeats: int, clock: str
         return json.loads(file.read_text())
 
 
-def in_pct(slower: Estimate) -> dict[str, Any]:
-    low, high = 100 * (slower.low - 1), 100 * (slower.high - 1)
-    return {"overhead_pct": 100 * (slower.median - 1), "interval_pct": [low, high]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one row, about a minute")
@@ -57,14 +52,20 @@ def main() -> None:
         seconds = measure(width, num_data, num_tensor, repeats, known.clock)
         for part in ("step", "gradients"):
             bare_s = estimate(seconds[f"bare {part}"])
-            found = in_pct(ratio(seconds[f"allstep {part}"], seconds[f"bare {part}"]))
+            cost_pct = ratio(seconds[f"allstep {part}"], seconds[f"bare {part}"]).excess()
             speedup = ratio(seconds["whole step"], seconds["allstep step"])
-            layout, (low, high) = f"{num_data}x{num_tensor}", found["interval_pct"]
-            words = f"{found['overhead_pct']:.1f} [{low:.1f}, {high:.1f}]"
+            layout = f"{num_data}x{num_tensor}"
+            words = f"{cost_pct.median:.1f} [{cost_pct.low:.1f}, {cost_pct.high:.1f}]"
             gain = str(speedup) if part == "step" else ""
             table.add_row(str(width), layout, part, f"{1e3 * bare_s.median:.1f}", words, gain)
             named = {"width": width, "layout": layout, "part": part}
-            rows.append({**named, "bare_s": bare_s.median, **found, "speedup": speedup.median})
+            found = {
+                "bare_s": bare_s.median,
+                "overhead_pct": cost_pct.median,
+                "interval_pct": [cost_pct.low, cost_pct.high],
+                "speedup": speedup.median,
+            }
+            rows.append(named | found)
     Console().print(table)
     keys = {
         key: max(row["overhead_pct"] for row in rows if row["part"] == part)

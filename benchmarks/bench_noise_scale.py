@@ -106,14 +106,14 @@ def main() -> None:
         step_s = estimate(seconds[0]).median / TURN_STEPS
         for every_steps in EVERY_STEPS[1:]:
             slower = ratio(seconds[every_steps], seconds[0])
-            pct, low, high = (100 * (r - 1) for r in (slower.median, slower.low, slower.high))
+            cost_pct = slower.excess()
             measured = f"every {every_steps}" if every_steps > 1 else "always"
             row = (str(num_workers), str(micro_batch), measured, f"{1e3 * step_s:.1f}")
-            table.add_row(*row, f"{pct:.2f} [{low:.2f}, {high:.2f}]")
+            table.add_row(*row, f"{cost_pct.median:.2f} [{cost_pct.low:.2f}, {cost_pct.high:.2f}]")
             results[f"workers_{num_workers}_micro_batch_{micro_batch}_every_{every_steps}"] = {
                 "step_s": step_s,
-                "cost_pct": pct,
-                "interval_pct": [low, high],
+                "cost_pct": cost_pct.median,
+                "interval_pct": [cost_pct.low, cost_pct.high],
             }
     Console().print(table)
     worst_pct = max(row["cost_pct"] for name, row in results.items() if name.endswith("every_10"))

@@ -31,6 +31,14 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.median:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
+    def excess(self) -> "Estimate":
+        """Of a ratio, by how many per cent it is above 1.
+
+        >>> Estimate(1.5, 1.25, 1.75).excess()
+        Estimate(median=50.0, low=25.0, high=75.0)
+        """
+        return Estimate(*(100 * (r - 1) for r in (self.median, self.low, self.high)))
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Median and its 95 % interval from order statistics; assumes no distribution.

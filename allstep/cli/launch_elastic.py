@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 from allstep.cli.exits import read_store
 from allstep.cli.launch import launch_workers
 from allstep.cli.worker import read_call
-from allstep.cli.workers import num_workers_to_start
-from allstep.errors import UsageError, check_integer
+from allstep.cli.workers import check_min_workers, num_workers_to_start
+from allstep.errors import UsageError
 from allstep.files import write_whole
 from allstep.train import launcher_lock
 
@@ -38,12 +38,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
     parser.add_argument("--min-workers", metavar="N", type=int, default=1)
     parser.add_argument("--run-dir", metavar="DIR", type=Path)
     known = parser.parse_args(arguments)
-    check_integer("min_workers", known.min_workers)
-    if known.min_workers > known.workers:
-        raise UsageError(
-            f"`min_workers` (={known.min_workers}) exceeds `workers` (={known.workers}): the run"
-            " would end at once."
-        )
+    check_min_workers(known.min_workers, known.workers)
     script_file = command[0]
     if not (script_file.startswith("-") or Path(script_file).is_file()):  # `-m` takes a module
         raise UsageError(f"`script` (={script_file!r}) is no file in {Path.cwd()}.")

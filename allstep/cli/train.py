@@ -14,7 +14,13 @@ from allstep.cli.doctor_together import check_port, refusal
 from allstep.cli.flags import read_flags
 from allstep.cli.hosts import HELP, HostOptions, split_host_options
 from allstep.cli.run_on_hosts import run_on_hosts
-from allstep.cli.workers import num_workers_to_start, run_here, run_on_workers, speaking_once
+from allstep.cli.workers import (
+    check_min_workers,
+    num_workers_to_start,
+    run_here,
+    run_on_workers,
+    speaking_once,
+)
 from allstep.comm import Communicator, read_states
 from allstep.env import read_launch
 from allstep.errors import UsageError, check_integer
@@ -143,11 +149,7 @@ def _min_workers(options: LaunchOptions, recipe: AnyRecipe, num_workers: int | N
             )
         return None
     assert num_workers is not None
-    check_integer("min_workers", options.min_workers)
-    if options.min_workers > num_workers:
-        raise UsageError(
-            f"`min_workers` (={options.min_workers}) exceeds `workers` (={num_workers})."
-        )
+    check_min_workers(options.min_workers, num_workers)
     if isinstance(recipe, DividedRecipe) or recipe.divides_model:
         raise UsageError(
             f"`elastic`: {recipe.name} divides its model, whose parts would go with a worker that"

@@ -51,6 +51,16 @@ def num_workers_to_start(requested: int | None) -> int | None:
     return requested
 
 
+def check_min_workers(min_workers: int, num_workers: int) -> None:
+    """Raises UsageError unless so few of the workers may go on."""
+    check_integer("min_workers", min_workers)
+    if min_workers > num_workers:
+        raise UsageError(
+            f"`min_workers` (={min_workers}) exceeds `workers` (={num_workers}): the run would end"
+            " at once."
+        )
+
+
 def run_on_workers(
     num_workers: int | None,
     body: Body,

@@ -364,7 +364,11 @@ class GroupWire:
 
     def interrupt(self) -> None:
         group = self.group  # another thread may close it meanwhile
-        if group is not None and "cpu" in self._device_types:
+        if group is not None:
+            self._break_off(group)
+
+    def _break_off(self, group: dist.ProcessGroup) -> None:
+        if "cpu" in self._device_types:
             self.names.is_interrupted = True
             _break_connections(group)
 
@@ -373,9 +377,7 @@ class GroupWire:
         if group is None:
             return
         if abort:
-            if "cpu" in self._device_types:
-                self.names.is_interrupted = True
-                _break_connections(group)
+            self._break_off(group)
             with suppress(RuntimeError):
                 group.abort()
         self._close()

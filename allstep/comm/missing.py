@@ -234,7 +234,7 @@ def who_left(names: RankNames, verb: str) -> str:
         # Those who wait for this rank in turn hear of it only when it leaves: don't let them wait.
         left = list(find_missing_ranks(names, verb, _MOMENT_S).missing)
         left = names.ended(left) or left
-    shown = ", ".join(map(names.placed, left[:_MOST])) + (", ..." if len(left) > _MOST else "")
+    shown = names.placed_all(left[:_MOST]) + (", ..." if len(left) > _MOST else "")
     return f"one of {shown}" if len(left) > 1 else shown or "another rank"
 
 

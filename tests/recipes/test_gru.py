@@ -3,7 +3,6 @@
 import math
 import shutil
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -16,15 +15,12 @@ from allstep.recipes.gru import CharacterGru, Gru
 from allstep.train.flops import count_flops
 from tests.helpers.compare import state_difference
 from tests.helpers.ranks import run_ranks
+from tests.helpers.texts import write_topics
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in sorted(topics)[:3]:
-        (texts / f"{name}.txt").write_text(topics[name][:700], encoding="utf-8")
-    return texts
+    return write_topics(tmp_path / "texts", 3, num_characters=700)
 
 
 def small(folder: Path, **changes: Any) -> Gru:

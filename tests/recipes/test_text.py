@@ -1,7 +1,6 @@
 import math
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -14,17 +13,14 @@ from allstep.recipes.text import Text
 from tests.helpers.compare import state_difference
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.texts import write_topics
 
 OBJECTIVES = ["masked", "causal"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in sorted(topics)[:5]:
-        (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
-    return texts
+    return write_topics(tmp_path / "texts", 5)
 
 
 def small(folder: Path, **changes: Any) -> Text:

@@ -4,7 +4,6 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, UsageError
-from allstep.cli.main import main
 from allstep.nn import MixtureOfExperts
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.texts import check_three_workers_refused, write_topics
 
 Found = tuple[dict[str, Tensor], allstep.train.RunReport]
 Train = Callable[..., Found]
@@ -27,11 +26,7 @@ Train = Callable[..., Found]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in sorted(topics)[:4]:
-        (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
-    return texts
+    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:
@@ -258,16 +253,10 @@ def test_values_that_mean_nothing(folder: Path, changes: dict[str, Any], words: 
 def test_experts_that_do_not_divide(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Refused before a folder is made, a text is read or a worker starts."""
     words = "`experts` (=4) must be a multiple of the 3 workers, as each has as many; nearest: 3, 6"
-    flags = ["--folder", str(folder), "--experts", "4", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", "text", "--workers", "3", *flags]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
+    flags = ["--folder", str(folder), "--experts", "4"]
     recipe = small(folder / "nowhere")
-    with pytest.raises(UsageError, match=r"`experts` \(=4\) must be a multiple of the 3 workers"):
-        run_ranks(3, recipe.task)
+    check_three_workers_refused(recipe, flags, words, tmp_path / "run", capsys)
 
 
 @pytest.mark.parametrize(

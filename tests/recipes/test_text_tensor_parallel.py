@@ -4,7 +4,6 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from allstep.errors import DisagreementError
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
 from tests.helpers.processes import RemoteError, run_processes
-from tests.helpers.ranks import run_ranks
+from tests.helpers.texts import check_three_workers_refused, write_topics
 from tests.nn.test_tensor_parallel import leave_gradients_unsummed, whole_state
 
 Found = tuple[dict[str, Tensor], allstep.train.RunReport]
@@ -27,11 +26,7 @@ Found = tuple[dict[str, Tensor], allstep.train.RunReport]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for name in sorted(topics)[:4]:
-        (texts / f"{name}.txt").write_text(topics[name], encoding="utf-8")
-    return texts
+    return write_topics(tmp_path / "texts", 4)
 
 
 def small(folder: Path, **changes: Any) -> Text:
@@ -210,16 +205,10 @@ def test_values_that_tensor_parallel_refuses(
 def test_workers_that_tensor_parallel_does_not_divide(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Refused before a folder is made, a text is read or a worker starts."""
     words = "`tensor_parallel` (=2) must divide the 3 workers, as that many share a copy of the"
-    flags = ["--folder", str(folder), "--tensor-parallel", "2", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", "text", "--workers", "3", *flags]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
+    flags = ["--folder", str(folder), "--tensor-parallel", "2"]
     recipe = small(folder / "nowhere")
-    with pytest.raises(UsageError, match=r"`tensor_parallel` \(=2\) must divide the 3 workers"):
-        run_ranks(3, recipe.task)
+    check_three_workers_refused(recipe, flags, words, tmp_path / "run", capsys)
 
 
 def test_tensor_parallel_is_not_elastic(
