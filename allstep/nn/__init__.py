@@ -16,13 +16,14 @@ from allstep.nn.pooling import AvgPool2d, L2Pool2d, MaxPool2d
 from allstep.nn.replicated import replicated
 from allstep.nn.sparse_autoencoder import AutoencoderStage, SparseAutoencoder, StageTraining
 from allstep.nn.tensor_parallel import tensor_parallel
-from allstep.nn.windows import Grid, Layout, Window
+from allstep.nn.windows import DividedTensor, Grid, Layout, Window
 
 __all__ = [
     "AvgPool2d",
     "Chain",
     "ChainPart",
     "Conv2d",
+    "DividedTensor",
     "DivisiveNorm",
     "Grid",
     "GroupedBatchNorm",

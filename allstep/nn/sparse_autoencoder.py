@@ -12,7 +12,7 @@ from allstep.nn.contrast import LocalContrastNorm
 from allstep.nn.locally_connected import LocallyConnected2d, LocallyConnectedTranspose2d
 from allstep.nn.pooling import L2Pool2d
 from allstep.nn.replicated import replicated
-from allstep.nn.windows import Grid, Layout, Window, full_tensor, local_shard
+from allstep.nn.windows import DividedTensor, Grid, Layout, Window, local_shard
 
 
 class AutoencoderStage(nn.Module):
@@ -84,16 +84,40 @@ class AutoencoderStage(nn.Module):
         y: Tensor = self.filtering(x)
         return y.relu() if self.relu else y
 
-    def whole_filters(self) -> Tensor | None:
-        """All workers' filters on rank 0, None elsewhere; all workers call it."""
-        layer = self.filtering
-        return full_tensor(self.grid, layer.weight, layer.block_layout, first_dim=0)
-
     @torch.no_grad()
-    def load_filters(self, whole: Tensor) -> None:
-        """Takes this worker's part of what `whole_filters` gave."""
-        layer = self.filtering
-        layer.weight.copy_(local_shard(self.grid, whole, layer.block_layout, first_dim=0))
+    def some_filters(self, numbers: Tensor) -> Tensor:
+        """Some of all workers' filters, the same on all; all workers call it.
+
+        Args:
+            numbers: of the filters, in the order of rows, columns and maps of the whole layer.
+
+        Returns:
+            [len(numbers), numbers of a receptive field].
+        """
+        weight, layout = self.filtering.weight, self.filtering.block_layout
+        places = torch.unravel_index(numbers, (*layout.shape, weight.shape[2]))
+        own = layout.windows[self.grid.rank]
+        rows, columns, maps = (
+            place - start for place, start in zip(places, (*own.start, 0), strict=True)
+        )
+        height, width = own.shape
+        is_here = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+        chosen = weight.new_zeros(len(numbers), weight.shape[3])
+        chosen[is_here] = weight[rows[is_here], columns[is_here], maps[is_here]]
+        return self.grid.comm.all_reduce(chosen)
+
+    def divided(self, x: Tensor, *, is_first_copy: bool = True) -> DividedTensor:
+        """What is of the filters' shape, as a leaf of a state; see there."""
+        layout = self.filtering.block_layout
+        shape = (*layout.shape, *x.shape[len(layout.shape) :])
+        x = x.detach()
+        return DividedTensor(x, shape, x.dtype, layout.windows, self.grid.comm, is_first_copy)
+
+    def local_part(self, whole: Tensor) -> Tensor:
+        """This worker's part of a tensor of which `divided` is a leaf, a view; a number itself."""
+        if not whole.dim():
+            return whole
+        return local_shard(self.grid, whole, self.filtering.block_layout, first_dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input; see [Note: batch last]."""
@@ -257,28 +281,25 @@ class StageTraining:
         self.autoencoder.project()
         return cost.detach()
 
-    def state(self) -> dict[str, Tensor] | None:
-        """Parameters and momentum as full tensors, on rank 0 only; all workers call it.
+    def state(self) -> dict[str, Tensor | DividedTensor]:
+        """Parameters and momentum, those of filters divided over the workers.
 
         Any number of workers can go on from it, by `load_state`.
         """
-        state = {}
+        state: dict[str, Tensor | DividedTensor] = {}
         for name, parameter in self._parameters():
             momentum = self.optimizer.state[parameter].get("momentum_buffer")
             if momentum is None:
                 momentum = torch.zeros_like(parameter)
-            for key, x in ((name, parameter), (f"{name}.momentum", momentum)):
-                whole = self._whole(x.detach())
-                if whole is not None:
-                    state[key] = whole
-        return state or None
+            state |= {name: self._leaf(parameter), f"{name}.momentum": self._leaf(momentum)}
+        return state
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Takes this worker's part of what `state` gave; equal on all workers."""
+        """Goes on from what `state` gave, each tensor the stage's `local_part` of it."""
         for name, parameter in self._parameters():
-            parameter.copy_(self._part(state[name]))
-            momentum = self._part(state[f"{name}.momentum"]).to(parameter, copy=True)
+            parameter.copy_(state[name])
+            momentum = state[f"{name}.momentum"].to(parameter)
             self.optimizer.state[parameter]["momentum_buffer"] = momentum.contiguous()
         self._has_scale = True
 
@@ -290,17 +311,11 @@ class StageTraining:
             named.append(("decoder", autoencoder.decoder.weight))
         return named
 
-    def _whole(self, x: Tensor) -> Tensor | None:
-        stage = self.autoencoder.stage
-        if x.dim():
-            return full_tensor(stage.grid, x, stage.filtering.block_layout, first_dim=0)
-        return x.clone() if stage.grid.rank == 0 else None
-
-    def _part(self, whole: Tensor) -> Tensor:
-        stage = self.autoencoder.stage
-        if whole.dim():
-            return local_shard(stage.grid, whole, stage.filtering.block_layout, first_dim=0)
-        return whole
+    def _leaf(self, x: Tensor) -> Tensor | DividedTensor:
+        if not x.dim():
+            return x.detach().clone()
+        is_first_copy = self._data is None or self._data.rank == 0
+        return self.autoencoder.stage.divided(x, is_first_copy=is_first_copy)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """What the recipe `cots` tells of its neurons: a table, and pictures of what they respond to."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,9 @@ def table_of_neurons(
     """
     trained = [test.layer(name, part) for name, part in parts_of(stages)]
     random = [test.layer(f"{name}, untrained", part) for name, part in parts_of(untrained)]
-    filters = stages[0].whole_filters()
+    filters = _some_filters(stages[0])
     if test.grid.rank != 0:
         return []
-    assert filters is not None
     _save_filters(run_dir / "filters.png", filters, test.form.channels)
     _save_stimuli(run_dir / "best_stimuli.png", [test.shown(best) for best in trained])
     rows: list[Best] = []
@@ -73,17 +73,23 @@ def show(report: dict[str, Any], run_dir: Path) -> None:
         print(f"next: see {run_dir}/filters.png and best_stimuli.png")
 
 
+def _some_filters(stage: "allstep.nn.AutoencoderStage") -> Tensor:
+    """Some hundreds, from all over the layer. Collective."""
+    layer = stage.filtering
+    num_filters = math.prod(layer.block_layout.shape) * layer.weight.shape[2]
+    numbers = torch.linspace(0, num_filters - 1, min(num_filters, _MOST_FILTERS)).long()
+    return stage.some_filters(numbers)
+
+
 def _save_filters(path: Path, filters: Tensor, channels: int) -> None:
-    """A sheet of first-layer filters, some hundreds, each scaled so that grey is zero.
+    """A sheet of first-layer filters, each scaled so that grey is zero.
 
     Args:
         path: a .png.
-        filters: [rows, columns, num_filters, kernel * kernel * channels] of all blocks.
+        filters: [num_filters, kernel * kernel * channels].
         channels: of the pictures.
     """
-    flat = filters.flatten(0, 2)
-    chosen = torch.linspace(0, len(flat) - 1, min(len(flat), _MOST_FILTERS)).long()
-    flat = flat[chosen].float()
+    flat = filters.float()
     side = round((flat.shape[1] / channels) ** 0.5)
     tiles = flat.view(-1, side, side, channels)
     tiles = 127.5 + 127.5 * tiles / tiles.abs().amax((1, 2, 3), keepdim=True).clamp_min(1e-12)

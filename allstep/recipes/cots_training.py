@@ -18,7 +18,7 @@ class GreedyTraining:
 
     It is an `allstep.train.Training` in which a stage is an epoch. Every worker draws the same
     samples; a net takes its share of them, a worker its part of each. An update depends only on the
-    seed, its number and the state, which is of whole arrays: any number of workers goes on from it.
+    seed, its number and the state: any number of workers goes on from it.
 
     Args:
         stages: the net.
@@ -127,27 +127,44 @@ class GreedyTraining:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Whole arrays, on rank 0; all workers call it."""
+        """The filters of the stages that are done, and the training of the one under way."""
         is_between = self.step % self._steps == 0
         training = None if is_between or self._training is None else self._training.state()
         return {
             "options": self._options,
             "step": self.step,
             "costs": self.costs,
-            "below": [stage.whole_filters() for stage in self._stages[: self.epoch]],
+            "below": [self._filters(stage) for stage in self._stages[: self.epoch]],
             "training": training,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this worker's part of what `state_dict` gave."""
+    def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's parts of what `state_dict` gave.
+
+        Raises:
+            CheckpointError: if it is of a training with other options.
+        """
         allstep.train.check_same(state["options"], self._options)
+        stages, training = self._stages, state["training"]
+        if training is not None:
+            part = stages[len(state["below"])].local_part
+            training = {name: part(x) for name, x in training.items()}
+        below = [stage.local_part(x) for stage, x in zip(stages, state["below"], strict=False)]
+        return {**state, "below": below, "training": training}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `local_state` gave."""
         self.step = state["step"]
         for stage, filters in zip(self._stages, state["below"], strict=False):
-            stage.load_filters(filters)
+            stage.filtering.weight.copy_(filters)
         self.costs = dict(state["costs"])
         if state["training"] is not None:
             self._training = self._start_stage()
             self._training.load_state(state["training"])
+
+    def _filters(self, stage: "allstep.nn.AutoencoderStage") -> "allstep.nn.DividedTensor":
+        return stage.divided(stage.filtering.weight, is_first_copy=self._data.rank == 0)
 
     def _start_stage(self) -> "allstep.nn.StageTraining":
         below, stage = nn.Sequential(*self._stages[: self.epoch]), self._stages[self.epoch]

@@ -95,7 +95,7 @@ class AutoCheckpoint:
             check_integer("every_steps", every_steps)
         self._run_dir = Path(run_dir)
         self._loader, self._exchanges = loader, exchanges
-        self._comm = exchanges[0].comm
+        self._comm = self._state.comm
         self._interrupts = Interrupts()
         self._every_steps = every_steps
         self._saver = Saver(
@@ -216,21 +216,25 @@ class AutoCheckpoint:
         for exchange in self._exchanges:
             exchange.sync_buffers()
         is_shared = all(exchange.averaging is None for exchange in self._exchanges)
-        parts = self._state.parts if is_shared or self._comm.rank == 0 else {}
+        has_parts = is_shared or self._comm.rank == 0
         return {
             "options": self._state.options(),
             "models": self._state.models(),
             # of a global batch that no update was made of
             "gradients": self._state.gradients(self._awaits_update) if is_shared else None,
-            "state": {name: part.state_dict() for name, part in parts.items()},
-            "exchanges": [exchange.state_dict() for exchange in self._exchanges],
+            "state": self._state.part_states() if has_parts else {},
+            "exchanges": self._state.exchange_states(),
             "loader": self._loader.state_dict(),
             "epoch": self._epoch,
             "is_over": self._is_over or self._loader.epoch != self._data_epoch,
         }
 
+    def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this worker loads of what `state_dict` gave. All workers call it."""
+        return self._state.local(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. All workers call it.
+        """Goes on from what `local_state` gave. All workers call it.
 
         Raises:
             CheckpointError: if it is of other data, another policy, model or optimizer.

@@ -3,23 +3,40 @@
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allstep.comm import Communicator
 from allstep.comm.agreement import agree, explain
+from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
 from allstep.exchange.state_sweep import tensor_checksums
-from allstep.train.packing import pack, tensors_in
-from allstep.train.storage import Stored, discard, read_stored, sweep, write_checkpoint
+from allstep.train.dtensors import divide_dtensors
+from allstep.train.packing import divided_in, tensors_in
+from allstep.train.pieces import Selection
+from allstep.train.storage import (
+    FILE_BYTES,
+    Stored,
+    discard,
+    in_memory,
+    open_stored,
+    send_parts,
+    sweep,
+    write_checkpoint,
+)
 
 _logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8,})")
 _NUM_LISTED = 5
-_MESSAGE_BYTES = 256 << 20
+
+Select = Callable[[Any], Any]
+"""Takes a checkpoint's state with its tensors on the "meta" device, gives what is wanted of it."""
 
 
 class Stateful(Protocol):
@@ -30,18 +47,27 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any: ...
 
 
+@runtime_checkable
+class Divided(Protocol):
+    """What a checkpoint goes into on workers of which each loads a part."""
+
+    def local_state(self, state: Any, /) -> Any:
+        """What `load_state_dict` needs of the state on this worker, by `Select`. Collective."""
+
+
 class Checkpoints:
     """The checkpoints of one run, `folder/step-00000120` and so on, and `folder/best`.
 
     Only rank 0 touches the disk; the others receive what it reads, so that no shared file
-    system is needed.
+    system is needed. Of divided tensors it has only a piece at a time.
+    [Note: divided checkpoints]
 
     Args:
         folder: where they are; made at the first save.
         comm: the workers of the run.
         keep: how many of the newest stay, >= 1; with 2 or more there is one left to go back to
             when the disk damages the newest.
-        message_bytes: tensors are sent to the other workers in groups of about this size.
+        message_bytes: tensors are stored, and sent to other workers, in groups of about this size.
 
     Raises:
         UsageError: if `keep` is below 1.
@@ -61,7 +87,7 @@ class Checkpoints:
         comm: Communicator,
         *,
         keep: int = 3,
-        message_bytes: int = _MESSAGE_BYTES,
+        message_bytes: int = FILE_BYTES,
     ) -> None:
         if keep < 1:
             raise UsageError(f"`keep` (={keep}) must be at least 1; 2 or more is safer.")
@@ -96,7 +122,8 @@ class Checkpoints:
         Args:
             step: optimizer steps done.
             state: see `write_checkpoint`; that of rank 0 is stored. Tensors that others give, too,
-                must be the same as its; what differs between workers is given on rank 0 only.
+                must be the same as its; what differs between workers is given on rank 0 only, or as
+                an `allstep.nn.DividedTensor`. Torch's DTensors are stored whole.
 
         Returns:
             The checkpoint's folder.
@@ -128,34 +155,54 @@ class Checkpoints:
 
     def _write(self, path: Path, step: int, state: Any) -> None:
         self._comm.activity.enter("checkpoint")
+        state = divide_dtensors(state, self._comm)
         if self._comm.size > 1:
             self._check_same_state(step, state)
-        if self._comm.rank == 0:
-            sweep(self.folder)
-            write_checkpoint(path, state, step=step)
+        if self._comm.rank > 0:
+            send_parts(state, file_bytes=self._message_bytes)
+            return
+        sweep(self.folder)
+        write_checkpoint(path, state, step=step, file_bytes=self._message_bytes)
 
     def _check_same_state(self, step: int, state: Any) -> None:
-        """All workers will get rank 0's tensors back."""
+        """All workers will get rank 0's tensors back, and the first copy of divided ones."""
+        divided = divided_in(state)
         action, mine = f"save a checkpoint of step {step}", tensor_checksums(tensors_in(state))
+        parts = tensor_checksums(
+            {
+                f"{name} of rank {x.comm.rank}": x.local
+                for name, x in divided.items()
+                if x.local is not None
+            }
+        )
+        shapes = [(name, list(x.shape), dtype_name(x.dtype)) for name, x in divided.items()]
         with self._comm.announced.call(action):
-            if agree(self._comm, action, optional=mine):
+            if agree(self._comm, action, shapes, optional=(mine, parts)):
                 return
-        first, *others = map(dict, self._comm.all_gather_object(mine))
+        by_rank = self._comm.all_gather_object((mine, parts))
+        first, *others = (dict(whole) for whole, _ in by_rank)
         lost = {n for other in others for n, value in other.items() if first.get(n) != value}
+        values: dict[str, str] = {}
+        for name, value in chain.from_iterable(parts for _, parts in by_rank):
+            if values.setdefault(name, value) != value:
+                lost.add(name)
         if lost:
             words = explain(
                 self._comm,
                 action,
-                [(name, value) for name, value in mine if name in lost],
+                [(name, value) for name, value in (*mine, *parts) if name in lost],
                 cure="Rank 0's would be stored for all. Call `exchange.sync_buffers()` on every"
                 " worker before, which makes batch norm's statistics equal and ends a round of"
-                " local SGD; a model whose parts lie on several workers has to be gathered on rank"
-                " 0 first, and given there only.",
+                " local SGD; a model whose parts lie on several workers is saved by"
+                " `allstep.AutoCheckpoint`, or given as `allstep.nn.DividedTensor`s.",
             )
             raise DisagreementError(words)
 
-    def load_latest(self) -> tuple[int, Any] | None:
+    def load_latest(self, select: Select | None = None) -> tuple[int, Any] | None:
         """Reads the newest checkpoint that is whole. All workers call it.
+
+        Args:
+            select: what is wanted of it on this worker; None for all.
 
         Returns:
             The step and the state, its tensors on the CPU; None if there is no whole one.
@@ -163,10 +210,13 @@ class Checkpoints:
         Raises:
             CheckpointError: on every worker, if the folder can't be read.
         """
-        return self._load(self._read_newest)
+        return self._load(self._newest, select)
 
-    def load_best(self) -> tuple[int, Any] | None:
+    def load_best(self, select: Select | None = None) -> tuple[int, Any] | None:
         """Reads what `save_best` wrote last. All workers call it.
+
+        Args:
+            select: what is wanted of it on this worker; None for all.
 
         Returns:
             The step and the state, its tensors on the CPU; None if there is none.
@@ -174,19 +224,21 @@ class Checkpoints:
         Raises:
             CheckpointError: on every worker, if it is damaged.
         """
-        return self._load(self._read_best)
+        return self._load(self._best, select)
 
-    def _load(self, read: Callable[[], Stored | None]) -> tuple[int, Any] | None:
+    def _load(
+        self, find: Callable[[], AbstractContextManager[Stored | None]], select: Select | None
+    ) -> tuple[int, Any] | None:
         self._comm.activity.enter("load of a checkpoint")
-        if self._comm.rank == 0:
+        if self._comm.rank > 0:
+            return receive_state(self._comm, select)
+        with ExitStack() as opened:
             try:
-                found = read()
+                found = opened.enter_context(find())
             except Exception as error:
                 self._comm.broadcast_object({"error": f"rank 0 could not load: {error}"})
                 raise
-            _send(self._comm, found, self._message_bytes)
-            return None if found is None else (found.step, found.unpack())
-        return receive_state(self._comm)
+            return _send(self._comm, found, self._message_bytes, select)
 
     def restore(
         self, target: Stateful, *, missing_ok: bool = False, best: bool = False
@@ -209,7 +261,9 @@ class Checkpoints:
             is_there = has_best if best else newest is not None
             if not is_there:
                 return None
-        loaded = self.load_best() if best else self.load_latest()
+        select = target.local_state if isinstance(target, Divided) else None
+        with self._misfit_named(self.best_path if best else self.folder):
+            loaded = self.load_best(select) if best else self.load_latest(select)
         if loaded is None and best:
             raise CheckpointError(
                 f"There is no {self.best_path}: a run keeps its best checkpoint if it is told"
@@ -222,17 +276,22 @@ class Checkpoints:
                 " damaged. Train anew, in another folder."
             )
         step, state = loaded
-        try:
+        with self._misfit_named(self.best_path if best else self.path(step)):
             target.load_state_dict(state)
+        return step
+
+    @contextmanager
+    def _misfit_named(self, path: Path) -> Iterator[None]:
+        """Turns what a state of something else raises into a CheckpointError."""
+        try:
+            yield
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             if isinstance(error, AllstepError):
                 raise
             raise CheckpointError(
-                f"{self.best_path if best else self.path(step)} does not fit this training"
-                f" ({type(error).__name__}: {error}). Resume with what wrote it, or train anew, in"
-                " another folder."
+                f"{path} does not fit this training ({type(error).__name__}: {error}). Resume with"
+                " what wrote it, or train anew, in another folder."
             ) from error
-        return step
 
     def refuse_existing(self) -> None:
         """Raises on every worker if the folder holds another run's checkpoints.
@@ -260,33 +319,39 @@ class Checkpoints:
         newest, has_best = self._comm.broadcast_object(found)
         return newest, has_best
 
-    def _read_newest(self) -> Stored | None:
+    @contextmanager
+    def _newest(self) -> Iterator[Stored | None]:
         sweep(self.folder)
         reasons: list[str] = []
-        for step in self.saved_steps():
-            try:
-                found = read_stored(self.path(step))
-                if found.step != step:
-                    raise CheckpointError(f"{_name(step)}: holds step {found.step}")
-            except CheckpointError as error:
-                self._damaged.add(step)
-                reasons.append(str(error))
-                continue
+        with ExitStack() as opened:
+            found = None
+            for step in self.saved_steps():
+                try:
+                    found = opened.enter_context(open_stored(self.path(step)))
+                    if found.step != step:
+                        raise CheckpointError(f"{_name(step)}: holds step {found.step}")
+                    break
+                except CheckpointError as error:
+                    found = None
+                    self._damaged.add(step)
+                    reasons.append(str(error))
+            use = "there is no older one" if found is None else f"using {_name(found.step)}"
             for reason in reasons:
-                _logger.warning("%s; using %s", reason, _name(step))
-            return found
-        for reason in reasons:
-            _logger.warning("%s; there is no older one", reason)
-        return None
+                _logger.warning("%s; %s", reason, use)
+            yield found
 
-    def _read_best(self) -> Stored | None:
+    @contextmanager
+    def _best(self) -> Iterator[Stored | None]:
         sweep(self.folder)
         if not self.best_path.exists():
-            return None
-        try:
-            return read_stored(self.best_path)
-        except CheckpointError:  # a run that goes on may have replaced it meanwhile
-            return read_stored(self.best_path)
+            yield None
+            return
+        with ExitStack() as opened:
+            try:
+                found = opened.enter_context(open_stored(self.best_path))
+            except CheckpointError:  # a run that goes on may have replaced it meanwhile
+                found = opened.enter_context(open_stored(self.best_path))
+            yield found
 
     def _delete_old(self, step: int) -> None:
         """Keeps the newest whole ones up to `step`.
@@ -304,25 +369,17 @@ class Checkpoints:
             discard(self.path(old))
 
 
-def send_state(
-    comm: Communicator, step: int, state: Any, message_bytes: int = _MESSAGE_BYTES
-) -> None:
+def send_state(comm: Communicator, step: int, state: Any) -> None:
     """Rank 0 gives all workers a state; the others call `receive_state`."""
-    _send(comm, Stored(step, *pack(state)), message_bytes)
+    _send(comm, in_memory(step, state), FILE_BYTES)
 
 
-def _send(comm: Communicator, found: Stored | None, message_bytes: int) -> None:
-    if found is None:
-        comm.broadcast_object({})
-        return
-    groups = list(_groups(found.tensors, message_bytes))
-    comm.broadcast_object({"step": found.step, "data": found.data, "names": groups})
-    for names in groups:
-        comm.broadcast(tuple(found.tensors[name] for name in names))
-
-
-def receive_state(comm: Communicator) -> tuple[int, Any] | None:
+def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int, Any] | None:
     """The step and the state that rank 0 gives, its tensors on the CPU; None if it has none.
+
+    Args:
+        comm: the workers.
+        select: what is wanted of it on this worker; None for all.
 
     Raises:
         CheckpointError: if rank 0 could not read it.
@@ -332,19 +389,51 @@ def receive_state(comm: Communicator) -> tuple[int, Any] | None:
         raise CheckpointError(found["error"])
     if not found:
         return None
-    tensors: dict[str, Tensor] = {}
-    for names in found["names"]:
-        received = comm.broadcast()
-        # a clone each, for they are views of one message
-        tensors.update({n: t.cpu().clone() for n, t in zip(names, received, strict=True)})
-    return found["step"], Stored(found["step"], found["data"], tensors).unpack()
+    index = {
+        name: torch.empty(shape, dtype=dtype_of_name(dtype), device="meta")
+        for name, shape, dtype in found["index"]
+    }
+    selection = Selection(found["data"], index, select)
+    for names in found["messages"]:
+        for name, tensor in zip(names, comm.broadcast(), strict=True):
+            selection.take(name, tensor.cpu(), copy=True)
+    return found["step"], selection.state()
+
+
+def _send(
+    comm: Communicator, found: Stored | None, message_bytes: int, select: Select | None = None
+) -> tuple[int, Any] | None:
+    """Gives all workers what is stored; returns what rank 0 wants of it."""
+    if found is None:
+        comm.broadcast_object({})
+        return None
+    messages = [list(_messages(group, message_bytes)) for group in found.index]
+    header = {
+        "step": found.step,
+        "data": found.data,
+        "index": [
+            (name, list(x.shape), dtype_name(x.dtype))
+            for group in found.index
+            for name, x in group.items()
+        ],
+        "messages": list(chain.from_iterable(messages)),
+    }
+    comm.broadcast_object(header)
+    selection = found.select(select)
+    for number, of_group in enumerate(messages):
+        tensors = found.load(number)
+        for names in of_group:
+            comm.broadcast(tuple(tensors[name] for name in names))
+            for name in names:
+                selection.take(name, tensors[name], copy=False)
+    return found.step, selection.state()
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _groups(tensors: dict[str, Tensor], message_bytes: int) -> Iterator[list[str]]:
+def _messages(tensors: dict[str, Tensor], message_bytes: int) -> Iterator[list[str]]:
     """The tensors' names in groups that are sent at once."""
     group: list[str] = []
     num_bytes = 0

@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator, divided_prefixes
+from allstep.comm import Communicator, divided_prefixes, shards_of
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
+from allstep.nn import DividedTensor, Window
 from allstep.train.devices import map_tensors
-from allstep.train.shards import cut_shards, gather_shards, sharing_workers
+from allstep.train.shards import cut, cut_optimizer, divide, divide_optimizer, sharing_workers
 
 State = dict[Any, Any]
 
@@ -29,37 +31,56 @@ def parts_of(exchange: Exchange) -> tuple[Communicator, set[nn.Parameter]] | Non
     return comm, {p for name, p in exchange.trained.items() if name in exchange.shards}
 
 
-def whole_states(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> tuple[State, State]:
-    """The model's state dict and the optimizer's. All workers call it.
+def whole_tensors(model: nn.Module, tensors: Mapping[str, Any], comm: Communicator) -> State:
+    """What a checkpoint has for tensors by their names in the model. All workers call it.
 
     [Note: whole checkpoints] A checkpoint has every expert, under its number among all, whole
     parameters in place of shards, and the optimizer's state in the order of one worker's
-    parameters, so that any number of workers goes on from it. Rank 0 has room for all of it.
+    parameters, so that any number of workers goes on from it. [Note: divided checkpoints]
+
+    Args:
+        model: the model.
+        tensors: its state dict or gradients.
+        comm: all workers.
 
     Returns:
-        On rank 0 as if it had the whole model; on others without what is divided. Where nothing is
-        divided what each worker has.
+        As if this worker had the whole model, with divided tensors; where nothing is divided what
+        it has.
+    """
+    if prefixes := divided_prefixes(model):
+        return _of_all(tensors, prefixes, comm)
+    shards = shards_of(model)
+    return {n: divide(x, shards[n]) if n in shards else x for n, x in tensors.items()}
+
+
+def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
+    """What this worker needs of what `whole_tensors` gave, as views; what doesn't fit is left."""
+    if prefixes := divided_prefixes(model):
+        own = model.state_dict()
+        return {n: x for n, x in tensors.items() if n in own or not n.startswith(prefixes)}
+    shards = shards_of(model)
+    return {
+        name: cut(x, model.get_parameter(name).shape, shards[name]) if name in shards else x
+        for name, x in tensors.items()
+    }
+
+
+def whole_optimizer(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> State:
+    """The optimizer's state dict, as `whole_tensors` gives the model's. All workers call it.
 
     Raises:
         UsageError: if the optimizer has no parameter of rank 0's part, and others of others'.
     """
-    model_state, optimizer_state = model.state_dict(), optimizer.state_dict()
+    optimizer_state = optimizer.state_dict()
     prefixes = divided_prefixes(model)
     if not prefixes:
-        gather_shards(model, optimizer, model_state, optimizer_state)
-        return model_state, optimizer_state
+        return divide_optimizer(model, optimizer, optimizer_state)
     own_names = list(chain.from_iterable(_names(model, optimizer)))
     by_name: State = {
         own_names[key] if isinstance(key, int) else key: state
         for key, state in optimizer_state["state"].items()
     }
-    for state in (model_state, by_name):
-        own = _divided(state, prefixes)
-        for part in comm.gather_object(map_tensors(own, _on_host)) or ():
-            state.update(part)
-        if comm.rank > 0:
-            for name in own:
-                del state[name]
+    by_name = _of_all(by_name, prefixes, comm)
     groups = _whole_names(model, optimizer, comm)
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     optimizer_state["state"] = {numbers.get(name, name): s for name, s in by_name.items()}
@@ -67,34 +88,20 @@ def whole_states(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> 
         group["params"] = [numbers[name] for name in names]
         if "param_names" in group:
             group["param_names"] = names
-    return model_state, optimizer_state
+    return optimizer_state
 
 
-def own_states(
-    model: nn.Module,
-    optimizer: Optimizer,
-    comm: Communicator,
-    model_state: Mapping[str, Any],
-    optimizer_state: Mapping[str, Any],
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What this worker loads of the states that `whole_states` gave. All workers call it.
-
-    Returns:
-        The states of its own model and optimizer; whatever else the given ones have is left in.
-    """
+def local_optimizer(
+    model: nn.Module, optimizer: Optimizer, comm: Communicator, optimizer_state: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective."""
     prefixes = divided_prefixes(model)
     if not prefixes:
-        return cut_shards(model, optimizer, model_state, optimizer_state)
-    own = model.state_dict()
-    model_state = {
-        name: value
-        for name, value in model_state.items()
-        if name in own or not name.startswith(prefixes)
-    }
+        return cut_optimizer(model, optimizer, optimizer_state)
     groups = _whole_names(model, optimizer, comm)
     saved_groups = optimizer_state["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(names) for names in groups]:
-        return model_state, optimizer_state  # which is another optimizer's
+        return optimizer_state  # which is another optimizer's
     number_of = {
         name: number
         for names, group in zip(groups, saved_groups, strict=True)
@@ -109,7 +116,7 @@ def own_states(
         others -= set(group["params"])
         param_groups.append(group)
     state = {key: value for key, value in optimizer_state["state"].items() if key not in others}
-    return model_state, {**optimizer_state, "state": state, "param_groups": param_groups}
+    return {**optimizer_state, "state": state, "param_groups": param_groups}
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -133,7 +140,7 @@ def _whole_names(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> 
             names += [name for part in parts for name in part if _prefix(name, prefixes) == prefix]
         if len(names) != len(set(chain.from_iterable(of_group))):
             raise UsageError(
-                "`task.optimizer` trains other parts of a divided module on rank 0 than on others:"
+                "The optimizer trains other parts of a divided module on rank 0 than on others:"
                 " a checkpoint needs an expert of each group of parameters on rank 0."
             )
         whole.append(names)
@@ -145,9 +152,30 @@ def _prefix(name: str, prefixes: Sequence[str]) -> str:
     return next((prefix for prefix in prefixes if name.startswith(prefix)), "")
 
 
-def _divided(state: Mapping[Any, Any], prefixes: tuple[str, ...]) -> State:
-    return {k: v for k, v in state.items() if isinstance(k, str) and k.startswith(prefixes)}
+def _of_all(state: Mapping[Any, Any], prefixes: tuple[str, ...], comm: Communicator) -> State:
+    """With the entries of all workers' divided modules; the same on all. Collective.
+
+    Tensors of one number are copied, all others remain with their worker.
+    """
+    own = {k: v for k, v in state.items() if isinstance(k, str) and k.startswith(prefixes)}
+    by_rank = comm.all_gather_object(map_tensors(own, _described))
+    whole = {key: value for key, value in state.items() if key not in own}
+    for rank, described in enumerate(by_rank):
+
+        def divided(x: Tensor, rank: int = rank) -> Any:
+            is_own = rank == comm.rank
+            if x.dim() == 0:
+                return x.detach().cpu()
+            shape = x.shape if is_own else x.shape[1:]
+            windows = [Window.whole(shape) if r == rank else None for r in range(comm.size)]
+            return DividedTensor(x if is_own else None, shape, x.dtype, windows, comm)
+
+        whole |= map_tensors(own if rank == comm.rank else described, divided)
+    return whole
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
+def _described(tensor: Tensor) -> Tensor:
+    """Shape and dtype as an empty tensor of one dim more, which can be sent."""
+    if tensor.dim() == 0:
+        return tensor.detach().cpu()
+    return torch.empty((0, *tensor.shape), dtype=tensor.dtype)

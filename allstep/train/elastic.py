@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep import __version__
-from allstep.comm import Communicator
+from allstep.comm import Communicator, shards_of
 from allstep.comm.membership import Membership, regroup
 from allstep.data import MapLoader
 from allstep.data.batches import GlobalBatchLoader
@@ -122,6 +122,19 @@ def check_device(device: torch.device) -> None:
         )
 
 
+def check_whole(model: nn.Module, where: str, cure: str) -> None:
+    """Refuses a model of which each worker has a part.
+
+    Raises:
+        UsageError: names a parameter, and the cure.
+    """
+    for name in shards_of(model):
+        raise UsageError(
+            f"{where}.{name}` is divided over workers, and its parts would go with one that is"
+            f" lost; {cure}."
+        )
+
+
 def check_loop(loader: GlobalBatchLoader, exchanges: tuple[Exchange, ...]) -> None:
     """Refuses what a lost worker would take along, of a user's own loop.
 
@@ -140,6 +153,7 @@ def check_loop(loader: GlobalBatchLoader, exchanges: tuple[Exchange, ...]) -> No
         )
     for exchange in exchanges:
         check_device(exchange.comm.device)
+        check_whole(exchange.model, "`exchanges`: `model", "use `AutoCheckpoint`")
         policy = exchange.policy
         if exchange.comm is not loader.comm:
             raise UsageError("`exchanges` and `loader` must have the same communicator.")

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from allstep.comm import Communicator, shards_of
+from allstep.comm import Communicator
 from allstep.comm.membership import Membership
 from allstep.env import read_launch
-from allstep.errors import CommunicationError, PeerLostError, UsageError
+from allstep.errors import CommunicationError, PeerLostError
 from allstep.train.elastic import (
     LOST,
     StepCommit,
@@ -18,6 +18,7 @@ from allstep.train.elastic import (
     admit,
     check_device,
     check_elastic,
+    check_whole,
     go_on,
     training_of,
 )
@@ -95,11 +96,9 @@ def fit(
     if elastic:
         check_elastic(options)
         check_device(comm.device)
-        for name in shards_of(task.model):
-            raise UsageError(
-                f"`elastic` (=True): `task.model.{name}` is divided over workers, and its parts"
-                " would go with one that is lost; leave it out, and resume from a checkpoint."
-            )
+        check_whole(
+            task.model, "`elastic` (=True): `task.model", "leave it out, and resume a checkpoint"
+        )
         membership = Membership(read_launch(), grace_s=comm.timeout_s)
         return fit_elastic(task, options, comm, run_dir, membership, resume=resume, loggers=loggers)
     with closing(Run(task, options, comm)) as run, Interrupts() as interrupts:

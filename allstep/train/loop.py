@@ -24,7 +24,8 @@ class Training(Protocol):
     """What the loop drives; all workers call each of its methods.
 
     `state_dict` holds everything that the next update depends on, `step` included; the one of
-    rank 0 is stored. After `load_state_dict` the training goes on as if it had not stopped.
+    rank 0 is stored. After `load_state_dict` the training goes on as if it had not stopped; what
+    that needs on this worker is `local_state`. [Note: divided checkpoints]
     """
 
     @property
@@ -58,6 +59,8 @@ class Training(Protocol):
         """Metrics on the test set; empty where there is nothing to measure."""
 
     def state_dict(self) -> dict[str, Any]: ...
+
+    def local_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -174,7 +177,7 @@ class Loop:
             raise UsageError(f"`resume` (={resume!r}) must be True, False or 'auto'.")
         with self._saver.hold(resume=None if resume == "auto" else resume, state=state):
             if self.best is not None:
-                self.best.take_saved((self._saver.load_best() or {}).get("best"))
+                self.best.take_saved(self._saver.load_best(lambda state: state.get("best")))
             self._note_evaluation()
             self.has_begun = True
             self._train()
@@ -213,6 +216,10 @@ class Loop:
             "evaluated_epoch": self._evaluated_epoch,
             "best": None if self.best is None else self.best.state_dict(),
         }
+
+    def local_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What `load_state_dict` needs on this worker of what all gave. Collective."""
+        return self._training.local_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave, with an evaluation if one was still to come."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from allstep.comm import divided_modules, shards_of
+from allstep.comm import Communicator, divided_modules, shards_of
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
@@ -17,6 +17,13 @@ from allstep.train.checkpoint import (
     load_model_state,
     load_optimizer_state,
 )
+from allstep.train.divided import (
+    local_optimizer,
+    local_tensors,
+    whole_optimizer,
+    whole_tensors,
+)
+from allstep.train.shards import gather_exchange, own_exchange
 
 
 class LoopState:
@@ -27,8 +34,12 @@ class LoopState:
         exchanges: from `allstep.attach`.
         parts: name -> optimizers, schedulers and so on.
 
+    Attributes:
+        comm: all workers; where some share a copy of a model, these too.
+
     Raises:
-        UsageError: if an argument is of a wrong kind, or a model is divided over the workers.
+        UsageError: if an argument is of a wrong kind, or an optimizer updates more than a model
+            that is divided over the workers.
     """
 
     def __init__(
@@ -39,6 +50,8 @@ class LoopState:
     ) -> None:
         _check_arguments(loader, exchanges, parts)
         self.loader, self.exchanges, self.parts = loader, exchanges, dict(parts)
+        self.comm = _all_workers(exchanges)
+        self._model_of = {name: _divided_model(name, x, exchanges) for name, x in parts.items()}
 
     def check_given(self, name: str, loader: object, exchanges: tuple[Exchange, ...]) -> None:
         """Checks what `steps` was given.
@@ -58,15 +71,56 @@ class LoopState:
         return {**self.loader.options(), "state": kinds, "exchanges": len(self.exchanges)}
 
     def models(self) -> list[dict[str, Any]]:
-        """Their state dicts."""
-        return [exchange.model.state_dict() for exchange in self.exchanges]
+        """Their state dicts. Collective if a model is divided, as what follows."""
+        return [whole_tensors(x.model, x.model.state_dict(), self.comm) for x in self.exchanges]
 
     def gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
         """Name -> gradient, of each model that it is to be kept of; more may be added."""
+        found = []
+        for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
+            trained = {**exchange.trained, **exchange.divided}
+            kept = {n: p.grad for n, p in trained.items() if is_kept and p.grad is not None}
+            found.append(whole_tensors(exchange.model, kept, self.comm))
+        return found
+
+    def part_states(self) -> dict[str, Any]:
+        """Name -> state dict of each part."""
+        return {name: self._part_state(name) for name in self.parts}
+
+    def _part_state(self, name: str) -> Any:
+        part, model = self.parts[name], self._model_of[name]
+        if model is None or not isinstance(part, Optimizer):
+            return part.state_dict()
+        return whole_optimizer(model, part, self.comm)
+
+    def exchange_states(self) -> list[dict[str, Any] | None]:
+        """What is exchanged late, and how; on rank 0."""
         return [
-            {n: p.grad for n, p in exchange.trained.items() if is_kept and p.grad is not None}
-            for exchange, is_kept in zip(self.exchanges, are_kept, strict=True)
+            gather_exchange(exchange.shards, exchange.state_dict()) for exchange in self.exchanges
         ]
+
+    def local(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this worker needs of what these gave, under the names that a checkpoint has."""
+        parts = dict(state["state"])
+        for name, model in self._model_of.items():
+            part = self.parts[name]
+            if model is not None and isinstance(part, Optimizer) and name in parts:
+                parts[name] = local_optimizer(model, part, self.comm, parts[name])
+        models, gradients = (
+            [local_tensors(x.model, y) for x, y in zip(self.exchanges, stored or (), strict=False)]
+            for stored in (state["models"], state["gradients"])
+        )
+        exchanges = [
+            own_exchange(exchange.shards, stored)
+            for exchange, stored in zip(self.exchanges, state["exchanges"], strict=False)
+        ]
+        return {
+            **state,
+            "models": models,
+            "gradients": gradients,
+            "state": parts,
+            "exchanges": exchanges,
+        }
 
     def load(self, models: Iterable[Mapping[str, Any]], parts: Mapping[str, Any]) -> None:
         """Takes up what `models` and the parts' state dicts gave.
@@ -87,8 +141,9 @@ class LoopState:
     def load_gradients(self, gradients: Iterable[Mapping[str, Any]]) -> None:
         """Takes up what `gradients` gave, once the exchanges have their states."""
         for exchange, stored in zip(self.exchanges, gradients, strict=False):
+            trained = {**exchange.trained, **exchange.divided}
             for name, gradient in stored.items():
-                p = exchange.trained[name]
+                p = trained[name]
                 p.grad = gradient.to(p.device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +152,7 @@ class LoopState:
             "options": self.options(),
             "models": self.models(),
             "gradients": self.gradients([True] * len(self.exchanges)),
-            "state": {name: part.state_dict() for name, part in self.parts.items()},
+            "state": self.part_states(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,15 +217,35 @@ def _check_arguments(
         )
     if not exchanges or not all(isinstance(exchange, Exchange) for exchange in exchanges):
         raise UsageError("`exchanges`: give what `allstep.attach` returned, one for each model.")
-    for exchange in exchanges:
-        for name in [*divided_modules(exchange.model), *shards_of(exchange.model)]:
-            raise UsageError(
-                f"`exchanges`: `model.{name}` is divided over the workers, and a checkpoint holds"
-                " rank 0's part: save each worker's `state_dict()` in a file of its own."
-            )
     for name, part in state.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise UsageError(
                 f"`state`: {name!r} (a {type(part).__name__}) has no `state_dict` and"
                 " `load_state_dict`; give the optimizer, the scheduler and so on themselves."
             )
+
+
+def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
+    """Those of the exchanges, and those with other parts of a model."""
+    for exchange in exchanges:
+        for shard in shards_of(exchange.model).values():
+            return shard.mesh.comm
+    return exchanges[0].comm
+
+
+def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -> nn.Module | None:
+    """The divided model that an optimizer updates, if any."""
+    if not isinstance(part, Optimizer):
+        return None
+    updated = {id(p) for group in part.param_groups for p in group["params"]}
+    for model in (exchange.model for exchange in exchanges):
+        own = set(map(id, model.parameters()))
+        if not updated & own or not (divided_modules(model) or shards_of(model)):
+            continue
+        if not updated <= own:
+            raise UsageError(
+                f"`state`: {name!r} updates a model that is divided over the workers, and other"
+                " parameters; take two optimizers."
+            )
+        return model
+    return None

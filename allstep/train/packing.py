@@ -1,39 +1,30 @@
 """A state as bytes and a flat dict of tensors, and back, exactly."""
 
-import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from allstep.comm.codec import decode, encode
-from allstep.comm.layout import dtype_name, dtype_of_name
-from allstep.errors import CheckpointError, UsageError
-
-# What a safetensors file can hold.
-_DTYPES = {
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-}
-# Ends the name of a tensor of another dtype, which is stored as bytes.
-_OTHER_DTYPE = re.compile(r"\|(\w+)$")
+from allstep.comm.codec import encode
+from allstep.errors import UsageError
+from allstep.nn import DividedTensor
+from allstep.train.pieces import Selection, as_stored, is_reserved, name_suffix
 
 _Path = tuple[object, ...]
 
 
-def pack(state: Any) -> tuple[bytes, dict[str, Tensor]]:
+def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
     """Takes the tensors out of a state.
 
     Args:
-        state: plain data as `allstep.comm.codec.encode` takes, with dense tensors on any device. A
-            Parameter comes back as a tensor.
+        state: plain data as `allstep.comm.codec.encode` takes, with dense tensors on any device,
+            or divided ones. A Parameter comes back as a tensor.
 
     Returns:
         The rest of the state, encoded, and the tensors by their path in it, contiguous, on the CPU
-        and none sharing another's memory.
+        and none sharing another's memory; divided ones as they are.
 
     Raises:
         UsageError: if there is anything else in `state`; the message names its path.
@@ -44,53 +35,41 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     >>> unpack(data, tensors)
     {'model': {'weight': tensor([1., 1.])}, 'steps': (1, inf)}
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | DividedTensor] = {}
     storages: set[int] = set()
-    paths = (path for path, value in _leaves(state) if isinstance(value, Tensor))
+    leaves = [(p, x) for p, x in _leaves(state) if isinstance(x, (Tensor, DividedTensor))]
+    unnamed = iter(leaves)
 
     def store(tensor: Tensor) -> str:
-        path = _named(next(paths, ()))
-        plain = _plain(tensor, path)
-        suffix = ""
-        if plain.dtype not in _DTYPES:
-            suffix = f"|{dtype_name(plain.dtype)}"
-            plain = plain.unsqueeze(-1).view(torch.uint8)
-        while _is_reserved(path, suffix) or path + suffix in tensors:
+        at, leaf = next(unnamed, ((), tensor))
+        path, suffix = _named(at), name_suffix(leaf.dtype)
+        while is_reserved(path, suffix) or path + suffix in tensors:
             path += "'"
-        name = path + suffix
-        if plain.untyped_storage().data_ptr() in storages:
-            plain = plain.clone()
-        storages.add(plain.untyped_storage().data_ptr())
-        tensors[name] = plain
-        return name
+        if isinstance(leaf, Tensor):
+            leaf = as_stored(_plain(leaf, path))
+            if leaf.untyped_storage().data_ptr() in storages:
+                leaf = leaf.clone()
+            storages.add(leaf.untyped_storage().data_ptr())
+        tensors[path + suffix] = leaf
+        return path + suffix
 
     try:
-        return encode(state, store), tensors
+        return encode(_with_stand_ins(state) if divided_in(state) else state, store), tensors
     except UsageError as error:
         raise _located(state, error) from error
 
 
 def unpack(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `pack`.
+    """The inverse of `pack`; what was divided may come in pieces, and is whole again.
 
     Raises:
         CheckpointError: if a tensor is missing.
     """
-
-    def load(name: str) -> Tensor:
-        if name not in tensors:
-            raise CheckpointError(f"the tensor {name} is missing")
-        other = _OTHER_DTYPE.search(name)
-        if other is None:
-            return tensors[name]
-        return tensors[name].view(dtype_of_name(other[1])).squeeze(-1)
-
-    return decode(data, load)
-
-
-def _is_reserved(path: str, suffix: str) -> bool:
-    """Whether a name means something else: to safetensors, or to `unpack`."""
-    return path + suffix == "__metadata__" or (not suffix and bool(_OTHER_DTYPE.search(path)))
+    index = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    selection = Selection(data, index)
+    for name, tensor in tensors.items():
+        selection.take(name, tensor, copy=False)
+    return selection.state()
 
 
 def tensors_in(state: Any) -> dict[str, Tensor]:
@@ -100,6 +79,22 @@ def tensors_in(state: Any) -> dict[str, Tensor]:
     {'model/weight': tensor([1., 1.])}
     """
     return {_named(path): value for path, value in _leaves(state) if isinstance(value, Tensor)}
+
+
+def divided_in(state: Any) -> dict[str, DividedTensor]:
+    """The divided tensors by their path in a state."""
+    return {_named(path): x for path, x in _leaves(state) if isinstance(x, DividedTensor)}
+
+
+def _with_stand_ins(state: Any) -> Any:
+    """The state with tensors in place of divided ones, for the codec."""
+    if isinstance(state, DividedTensor):
+        return torch.empty(0)
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, _with_stand_ins(value)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(map(_with_stand_ins, state))
+    return state
 
 
 def _leaves(state: Any) -> Iterator[tuple[_Path, Any]]:
@@ -131,7 +126,7 @@ def _located(state: Any, error: UsageError) -> UsageError:
     """The error, saying at which path of the state it is."""
     for path, value in _leaves(state):
         try:
-            encode(value, lambda tensor: "")
+            encode(_with_stand_ins(value), lambda tensor: "")
         except UsageError:
             kind = type(value)
             return UsageError(

@@ -14,7 +14,7 @@ from allstep.errors import UsageError
 from allstep.exchange import attach
 from allstep.train.batch import seed_update, steps
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
-from allstep.train.divided import own_states, whole_states
+from allstep.train.divided import local_optimizer, local_tensors, whole_optimizer, whole_tensors
 from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
 from allstep.train.noise import NoiseProbe
@@ -276,11 +276,11 @@ class Run:
 
     def _state(self, exchange: dict[str, Any] | None, loader: dict[str, int]) -> dict[str, Any]:
         is_shared = self._comm.rank == 0 or self.exchange.averaging is None
-        model, optimizer = whole_states(self._model, self._optimizer, self._comm)
+        optimizer = whole_optimizer(self._model, self._optimizer, self._comm)
         return {
             "options": self._kept_options(),
             "threads": self._threads.state_dict(),
-            "model": model,
+            "model": whole_tensors(self._model, self._model.state_dict(), self._comm),
             "optimizer": optimizer if is_shared else None,
             "scaler": self.precision.scaler.state_dict(),
             "num_skipped": self.train_step.num_skipped,
@@ -290,26 +290,34 @@ class Run:
             "noise_scale": self.noise.state_dict(),
         }
 
+    def local_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What this worker loads of what `state_dict` gave. All workers call it."""
+        return {
+            **state,
+            "model": local_tensors(self._model, state["model"]),
+            "optimizer": local_optimizer(
+                self._model, self._optimizer, self._comm, state["optimizer"]
+            ),
+            "exchange": own_exchange(self.exchange.shards, state["exchange"]),
+        }
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. All workers call it.
+        """Goes on from what `local_state` gave. All workers call it.
 
         Raises:
             CheckpointError: if it is of another model or other options.
         """
         check_same(state["options"], self._kept_options())
         self._threads.load_state_dict(state["threads"])
-        model, optimizer = own_states(
-            self._model, self._optimizer, self._comm, state["model"], state["optimizer"]
-        )
-        load_model_state(self._model, model)
-        load_optimizer_state(self._optimizer, optimizer)
+        load_model_state(self._model, state["model"])
+        load_optimizer_state(self._optimizer, state["optimizer"])
         if state["scaler"]:
             self.precision.scaler.load_state_dict(state["scaler"])
         if state["stage"] != self._stage_index:
             self.loader.close()
             self._enter(state["stage"])
         self.loader.load_state_dict(state["loader"])
-        self.exchange.load_state_dict(own_exchange(self.exchange.shards, state["exchange"]))
+        self.exchange.load_state_dict(state["exchange"])
         self.noise.load_state_dict(state["noise_scale"])
         self.train_step.num_skipped = state["num_skipped"]
         self._note_step_start()

@@ -11,7 +11,7 @@ from typing import Any
 
 from allstep.comm import SIGNALLED, Communicator
 from allstep.errors import CheckpointError, UsageError
-from allstep.train.checkpoint import Checkpoints, Stateful
+from allstep.train.checkpoint import Checkpoints, Select, Stateful
 from allstep.train.run_lock import run_lock
 from allstep.train.stop import Interrupts, StopAgreement
 
@@ -146,10 +146,10 @@ class Saver:
         """
         self._checkpoints.save_best(step, self._target.state_dict())
 
-    def load_best(self) -> Any:
-        """The state in the best checkpoint; None if there is none, or it is damaged."""
+    def load_best(self, select: Select) -> Any:
+        """What is wanted of the best checkpoint; None if there is none, or it is damaged."""
         try:
-            loaded = self._checkpoints.load_best()
+            loaded = self._checkpoints.load_best(select)
         except CheckpointError as error:
             _logger.warning("%s; the next evaluation will take its place", error)
             return None

@@ -1,6 +1,6 @@
 """What training does differently where workers share a copy of the model. [Note: shards]"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator, Shard, shards_of
 from allstep.errors import UsageError
-from allstep.train.devices import map_tensors
+from allstep.nn import DividedTensor, Layout
 from allstep.train.options import TrainOptions
 
 State = dict[Any, Any]
@@ -81,49 +81,56 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
             )
 
 
-def gather_shards(
-    model: nn.Module, optimizer: Optimizer, model_state: State, optimizer_state: State
-) -> None:
-    """Makes states whole on rank 0, and takes what is divided out of the others'. Collective."""
-    shards = shards_of(model)
-    shard = _any_shard(shards)
-    if shard is None:
-        return
-    held, numbers = optimizer_state["state"], _numbers(model, optimizer, optimizer_state)
-    keys = {name: numbers[name] for name in shards if numbers.get(name) in held}
-    own_model = {name: model_state.pop(name) for name in shards}
-    own_held = {name: held.pop(key) for name, key in keys.items()}
-    if not shard.is_of_first_copy:
-        return
-    parts = shard.comm.gather_object(map_tensors((own_model, own_held), _on_host))
-    if parts is None:
-        return
-    for name, shard in shards.items():
-        shape = own_model[name].shape
-        model_state[name] = torch.cat([of_model[name] for of_model, _ in parts], shard.dim)
-        if name in keys:
-            states = [of_optimizer[name] for _, of_optimizer in parts]
-            held[keys[name]] = _joined(states, shape, shard.dim)
+def divide(local: Tensor, shard: Shard) -> DividedTensor:
+    """What a checkpoint has for a shard. [Note: divided checkpoints]"""
+    shape = list(local.shape)
+    shape[shard.dim] *= shard.comm.size
+    cuts = [1] * shard.dim + [shard.comm.size]
+    layout = Layout.split(shape[: shard.dim + 1], cuts)
+    return DividedTensor(
+        local, shape, local.dtype, layout.windows, shard.comm, shard.is_of_first_copy
+    )
 
 
-def cut_shards(
+def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
+    """This worker's part, of the given shape, of a whole tensor: a view; anything else as it is."""
+    whole = list(shape)
+    whole[shard.dim] *= shard.comm.size
+    if not _has_shape(value, whole):
+        return value
+    length = shape[shard.dim]
+    return value.narrow(shard.dim, shard.comm.rank * length, length)
+
+
+def divide_optimizer(model: nn.Module, optimizer: Optimizer, optimizer_state: State) -> State:
+    """The optimizer's state with divided tensors in place of those of shards."""
+
+    def divided(value: Any, shape: torch.Size, shard: Shard) -> Any:
+        return divide(value, shard) if _has_shape(value, shape) else value
+
+    return _map_held(model, optimizer, optimizer_state, divided)
+
+
+def cut_optimizer(
+    model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
+) -> State:
+    """What this worker needs of what `divide_optimizer` gave; what doesn't fit is left."""
+    return _map_held(model, optimizer, optimizer_state, cut)
+
+
+def _map_held(
     model: nn.Module,
     optimizer: Optimizer,
-    model_state: Mapping[str, Any],
     optimizer_state: Mapping[str, Any],
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What this worker loads of whole states; what doesn't fit is left as it is."""
-    shards = shards_of(model)
-    numbers = _numbers(model, optimizer, optimizer_state)
-    model_state, held = dict(model_state), dict(optimizer_state["state"])
-    for name, shard in shards.items():
-        shape = model.get_parameter(name).shape
-        if name in model_state:
-            model_state[name] = _own_part(model_state[name], shape, shard)
-        key = numbers.get(name)
+    function: Callable[[Any, torch.Size, Shard], Any],
+) -> State:
+    """With the function of each entry that belongs to a shard, which has the given shape."""
+    numbers, held = _numbers(model, optimizer, optimizer_state), dict(optimizer_state["state"])
+    for name, shard in shards_of(model).items():
+        shape, key = model.get_parameter(name).shape, numbers.get(name)
         if isinstance(held.get(key), dict):
-            held[key] = {k: _own_part(value, shape, shard) for k, value in held[key].items()}
-    return model_state, {**optimizer_state, "state": held}
+            held[key] = {k: function(value, shape, shard) for k, value in held[key].items()}
+    return {**optimizer_state, "state": held}
 
 
 def gather_exchange(shards: Mapping[str, Shard], state: State) -> State | None:
@@ -162,27 +169,5 @@ def _numbers(
     return dict(zip(own, saved, strict=False))  # what doesn't fit is refused later
 
 
-def _joined(states: list[State], shape: torch.Size, dim: int) -> State:
-    """Entries of the parameter's shape are cut as it is; others are the same on all."""
-    return {
-        key: torch.cat([state[key] for state in states], dim) if _has_shape(value, shape) else value
-        for key, value in states[0].items()
-    }
-
-
-def _own_part(value: Any, shape: torch.Size, shard: Shard) -> Any:
-    """This worker's part, of the given shape, of a whole tensor; anything else as it is."""
-    whole = list(shape)
-    whole[shard.dim] *= shard.comm.size
-    if not _has_shape(value, whole):
-        return value
-    length = shape[shard.dim]
-    return value.narrow(shard.dim, shard.comm.rank * length, length).clone()
-
-
 def _has_shape(value: Any, shape: list[int] | torch.Size) -> bool:
     return isinstance(value, Tensor) and list(value.shape) == list(shape)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()

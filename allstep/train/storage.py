@@ -1,11 +1,12 @@
 """One checkpoint on disk: written so that it is there whole or not at all, read with checks.
 
-[Note: atomic checkpoint] A checkpoint is a folder with `tensors.safetensors`, `state.msgpack` (what
-is no tensor) and `manifest.json`, which has their checksums and its own. It is written under
-another name, `.tmp-NAME-HOST-PID`, each file is synced, and the folder is renamed when it is
-complete; so a folder with the right name is whole unless the disk damaged it, which the checksums
-tell. One that stands in the way is renamed `.old-NAME` first and comes back if the writer dies
-before the new one is in place. What dead writers leave is swept away later.
+[Note: atomic checkpoint] A checkpoint is a folder with `tensors.safetensors` (if the state is large
+also `tensors-2.safetensors` and so on), `state.msgpack` (what is no tensor) and `manifest.json`,
+which has their checksums and its own. It is written under another name, `.tmp-NAME-HOST-PID`, each
+file is synced, and the folder is renamed when it is complete; so a folder with the right name is
+whole unless the disk damaged it, which the checksums tell. One that stands in the way is renamed
+`.old-NAME` first and comes back if the writer dies before the new one is in place. What dead
+writers leave is swept away later.
 """
 
 import contextlib
@@ -17,8 +18,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,13 @@ from torch import Tensor
 from allstep import __version__
 from allstep.errors import CheckpointError
 from allstep.train.devices import is_alive
-from allstep.train.packing import pack, unpack
+from allstep.train.packing import divided_in, pack
+from allstep.train.pieces import Piece, Selection, pieces_of, send_pieces
 
+FILE_BYTES = 64 << 20
 _FORMAT = 1
 _TENSORS, _STATE, _MANIFEST = "tensors.safetensors", "state.msgpack", "manifest.json"
+_MORE_TENSORS = re.compile(r"tensors-\d+\.safetensors")
 _MAX_MANIFEST_BYTES = 1 << 20
 _MAX_REASON = 300  # characters
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)")
@@ -44,40 +48,65 @@ _FOREIGN_LEFTOVER_AGE_S = 3600.0  # another host's processes cannot be asked whe
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's parts: the step, the encoded state, and its tensors."""
+    """A checkpoint's parts.
+
+    Attributes:
+        step: optimizer steps done.
+        data: the encoded state.
+        index: of each group its tensors, as they are stored, on the "meta" device.
+        load: gives the tensors of the group of that number.
+    """
 
     step: int
     data: bytes
-    tensors: dict[str, Tensor]
+    index: Sequence[dict[str, Tensor]]
+    load: Callable[[int], dict[str, Tensor]]
 
     def unpack(self) -> Any:
         """The state."""
-        return unpack(self.data, self.tensors)
+        selection = self.select()
+        for group in range(len(self.index)):
+            for name, tensor in self.load(group).items():
+                selection.take(name, tensor, copy=False)
+        return selection.state()
+
+    def select(self, select: Callable[[Any], Any] | None = None) -> Selection:
+        """What is wanted of it; see there."""
+        return Selection(
+            self.data, {k: x for group in self.index for k, x in group.items()}, select
+        )
 
 
-def write_checkpoint(path: Path | str, state: Any, *, step: int = 0) -> None:
+def write_checkpoint(
+    path: Path | str, state: Any, *, step: int = 0, file_bytes: int = FILE_BYTES
+) -> None:
     """Writes a state as the folder `path`, replacing what is there; see [Note: atomic checkpoint].
 
     Args:
         path: the folder to make.
         state: nested dicts, lists, tuples and sets of None, numbers, texts, bytes, numpy arrays
-            and dense tensors.
+            and dense tensors. Where there are divided tensors their other workers call
+            `send_parts`.
         step: optimizer steps done.
+        file_bytes: about as much is in a file, and at once in memory of tensors of others.
 
     Raises:
         UsageError: if `state` holds anything else; the message names its path.
         CheckpointError: if the disk is full or can't be written; nothing has changed then.
     """
     path = Path(path)
-    stored = Stored(step, *pack(state))
+    data, tensors = pack(state)
+    pieces = pieces_of(tensors, file_bytes)
     temporary = _temporary(path)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         _remove(temporary)
         temporary.mkdir()
-        _write_files(temporary, stored)
+        _write_files(temporary, step, data, _groups(pieces, file_bytes))
         _put_in_place(temporary, path)
     except (OSError, SafetensorError) as error:
+        for piece in pieces:
+            piece.load()  # others are sending
         raise CheckpointError(
             f"{path} could not be written ({error}). Free some space or choose another folder; "
             "older checkpoints are untouched."
@@ -86,8 +115,13 @@ def write_checkpoint(path: Path | str, state: Any, *, step: int = 0) -> None:
         _remove(temporary)  # it is no more if all went well
 
 
+def send_parts(state: Any, *, file_bytes: int = FILE_BYTES) -> None:
+    """Gives rank 0, which is at `write_checkpoint`, this worker's parts of divided tensors."""
+    send_pieces(divided_in(state), file_bytes)
+
+
 def read_checkpoint(path: Path | str) -> Any:
-    """Reads and checks the state that `write_checkpoint` wrote; tensors are on the CPU.
+    """Reads and checks the state that `write_checkpoint` wrote; tensors are whole, on the CPU.
 
     Raises:
         CheckpointError: if a file is missing or does not match its checksum.
@@ -98,20 +132,40 @@ def read_checkpoint(path: Path | str) -> Any:
     >>> read_checkpoint(folder)
     {'weight': tensor([1., 1.]), 'rates': (0.1, None)}
     """
-    return read_stored(path).unpack()
+    with open_stored(path) as stored:
+        return stored.unpack()
 
 
-def read_stored(path: Path | str) -> Stored:
-    """The checked parts of a checkpoint; see `read_checkpoint`."""
+@contextmanager
+def open_stored(path: Path | str) -> Iterator[Stored]:
+    """The checked parts of a checkpoint, to be read until the end, whatever is deleted meanwhile.
+
+    Raises:
+        CheckpointError: as for `read_checkpoint`.
+    """
     path = Path(path)
     manifest = verify(path)
-    with _damage_named(path):
-        data = (path / _STATE).read_bytes()
-        stored = Stored(manifest["step"], data, safetensors.torch.load_file(path / _TENSORS))
-        if _read_manifest(path) != manifest:
-            raise CheckpointError("was replaced while it was read")
-        stored.unpack()  # checksums prove that nothing changed, not that the writer was right
-    return stored
+    with ExitStack() as opened:
+        with _damage_named(path):
+            names = filter(_holds_tensors, manifest["files"])
+            files = [opened.enter_context((path / name).open("rb")) for name in names]
+
+            def load(group: int) -> dict[str, Tensor]:
+                return safetensors.torch.load_file(f"/proc/self/fd/{files[group].fileno()}")
+
+            index = [_on_meta(load(group)) for group in range(len(files))]
+            stored = Stored(manifest["step"], (path / _STATE).read_bytes(), index, load)
+            if _read_manifest(path) != manifest:
+                raise CheckpointError("was replaced while it was read")
+            stored.select()  # checksums prove that nothing changed, not that the writer was right
+        yield stored
+
+
+def in_memory(step: int, state: Any) -> Stored:
+    """A state without divided tensors as if it were stored."""
+    data, tensors = pack(state)
+    groups = list(_groups(pieces_of(tensors, FILE_BYTES), FILE_BYTES))
+    return Stored(step, data, list(map(_on_meta, groups)), groups.__getitem__)
 
 
 def verify(path: Path | str) -> dict[str, Any]:
@@ -130,7 +184,10 @@ def verify(path: Path | str) -> dict[str, Any]:
         for name in (_TENSORS, _STATE):
             if name not in manifest["files"]:
                 raise CheckpointError(f"{_MANIFEST} does not list {name}")
-            _check_file(path / name, manifest["files"][name])
+        for name, expected in manifest["files"].items():
+            if name != _STATE and not _holds_tensors(name):
+                raise CheckpointError(f"{_MANIFEST} lists {name}")
+            _check_file(path / name, expected)
     return manifest
 
 
@@ -175,20 +232,44 @@ def sweep(folder: Path) -> None:
                 os.rename(aside, path)
 
 
-def _write_files(folder: Path, stored: Stored) -> None:
-    safetensors.torch.save_file(stored.tensors, folder / _TENSORS)
-    (folder / _STATE).write_bytes(stored.data)
+def _groups(pieces: Iterable[Piece], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors to be stored together; the first group may be empty."""
+    group: dict[str, Tensor] = {}
+    num_bytes = 0
+    for piece in pieces:
+        if group and num_bytes + piece.num_bytes > max_bytes:
+            yield group
+            group, num_bytes = {}, 0
+        group[piece.name] = piece.load()
+        num_bytes += piece.num_bytes
+    yield group
+
+
+def _on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+
+
+def _write_files(folder: Path, step: int, data: bytes, groups: Iterable[dict[str, Tensor]]) -> None:
+    files = [_STATE]
+    (folder / _STATE).write_bytes(data)
+    for number, tensors in enumerate(groups, start=1):
+        files.append(_TENSORS if number == 1 else f"tensors-{number}.safetensors")
+        safetensors.torch.save_file(tensors, folder / files[-1])
     manifest = {
         "format": _FORMAT,
-        "step": stored.step,
+        "step": step,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "allstep": __version__,
         "torch": str(torch.__version__),
-        "files": {name: _digest(folder / name) for name in (_TENSORS, _STATE)},
+        "files": {name: _digest(folder / name) for name in files},
     }
     write_manifest(folder, manifest)
-    for path in (folder / _TENSORS, folder / _STATE, folder / _MANIFEST, folder):
+    for path in (*(folder / name for name in files), folder / _MANIFEST, folder):
         _sync(path)
+
+
+def _holds_tensors(name: str) -> bool:
+    return name == _TENSORS or bool(_MORE_TENSORS.fullmatch(name))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -783,18 +784,60 @@ def test_checkpoints_lose_no_expert(tmp_path: Path) -> None:
     def save(comm: Communicator) -> None:
         allstep.train.Checkpoints(tmp_path, comm).save(1, make_layer(comm).state_dict())
 
-    with pytest.raises(DisagreementError, match="lie on several workers has to be gathered"):
+    with pytest.raises(DisagreementError, match="lie on several workers is saved by"):
         run_ranks(2, save)
 
-    def auto(comm: Communicator) -> None:
-        exchange = allstep.attach(make_layer(comm), comm)
-        loader = allstep.data.loader(samples(), comm, global_batch=4, micro_batch=2)
-        allstep.AutoCheckpoint(tmp_path, loader, exchange, state={})
 
-    with pytest.raises(
-        UsageError, match=r"`model.experts` is divided over the workers, and a check"
+class StopError(Exception):
+    pass
+
+
+def train_on(
+    comm: Communicator, run_dir: Path, stops_after: int | None = None
+) -> dict[str, Tensor]:
+    """A loop with checkpoints, for two epochs or until it is interrupted."""
+    model = Net(comm)
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"optimizer": optimizer}
+    with (
+        allstep.data.loader(
+            samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+        ) as loader,
+        allstep.AutoCheckpoint(run_dir, loader, exchange, state=state, every_steps=1) as checkpoint,
     ):
-        run_ranks(2, auto)
+        for _ in checkpoint.epochs(2):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                for data in batch:
+                    batch.backward(loss_of(model, data))
+                optimizer.step()
+                optimizer.zero_grad()
+                if batch.step == stops_after:
+                    raise StopError
+    return model.state_dict()
+
+
+def test_an_own_loop_with_experts_goes_on_on_other_workers(
+    tmp_path: Path,
+    thread_generators: Any,  # noqa: F811
+) -> None:
+    def go_on(size: int, name: str) -> dict[str, Tensor]:
+        found = run_ranks(size, lambda comm: train_on(comm, tmp_path / name))
+        return merged(found)
+
+    (straight,) = run_ranks(1, lambda comm: train_on(comm, tmp_path / "straight"))
+    with pytest.raises(StopError):
+        run_ranks(2, lambda comm: train_on(comm, tmp_path / "run", 4))
+    for size in (1, 2, 4):
+        shutil.copytree(tmp_path / "run", tmp_path / f"on {size}")
+        assert largest_difference(go_on(size, f"on {size}"), straight) < 1e-10
+    (newest,) = sorted(tmp_path.glob("run/checkpoints/*"))[-1:]
+    state = allstep.train.read_checkpoint(newest)
+    momenta = state["state"]["optimizer"]["state"]
+    assert len(momenta) == len(list(Net(Communicator.single_process()).parameters()))
+    state["state"]["optimizer"]["state"] = {}  # the control: each one's momentum is lost
+    allstep.train.write_checkpoint(newest, state, step=int(newest.name[5:]))
+    assert largest_difference(go_on(2, "run"), straight) > 1e-4
 
 
 def test_sharpness_needs_whole_models() -> None:

@@ -1,5 +1,8 @@
 """Layers that torch's tensor parallelism divides, attached along another axis of the mesh."""
 
+import shutil
+import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,8 +110,10 @@ def test_control_of_a_divided_transformer() -> None:
 # -- a loop of one's own -------------------------------------------------------------------------
 
 
-def loop(comm: Communicator, num_data: int) -> tuple[dict[str, Tensor], bool]:
-    """The README's loop, along the axis of data."""
+def loop(
+    comm: Communicator, num_data: int, run_dir: Path | None = None, stops_after: int | None = None
+) -> tuple[dict[str, Tensor], bool]:
+    """The README's loop, along the axis of data; with a folder one that can be started again."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     mesh = comm.mesh(data=num_data, tensor=comm.size // num_data)
@@ -122,12 +127,26 @@ def loop(comm: Communicator, num_data: int) -> tuple[dict[str, Tensor], bool]:
     torch.manual_seed(1)
     samples = TensorDataset(*(torch.randn(44, 6, dtype=torch.float64) for _ in range(2)))
     before = model.state_dict()
-    with allstep.data.loader(samples, mesh["data"], global_batch=12, micro_batch=4) as loader:
-        for batch in allstep.steps(loader, exchange):
-            for x, y in batch:
-                batch.backward((model(x) - y).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    with ExitStack() as stack:
+        loader = stack.enter_context(
+            allstep.data.loader(samples, mesh["data"], global_batch=12, micro_batch=4)
+        )
+        checkpoint, epochs = None, iter(range(1))
+        if run_dir is not None:
+            checkpoint = stack.enter_context(
+                allstep.AutoCheckpoint(
+                    run_dir, loader, exchange, state={"optimizer": optimizer}, every_steps=1
+                )
+            )
+            epochs = checkpoint.epochs(1)
+        for _ in epochs:
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                for x, y in batch:
+                    batch.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if batch.step == stops_after:
+                    signal.raise_signal(signal.SIGTERM)
     return whole_state(model), before.keys() == model.state_dict().keys()
 
 
@@ -138,6 +157,20 @@ def test_tensor_parallel_in_an_own_loop() -> None:
         assert has_same_names
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.process
+def test_tensor_parallel_in_an_own_loop_goes_on_on_another_mesh(tmp_path: Path) -> None:
+    expected, _ = loop(Communicator.single_process(), 1)
+    run_processes(4, loop, 2, tmp_path, 0)
+    assert 0 < len(list(tmp_path.glob("checkpoints/step-*"))) < 4
+    shutil.copytree(tmp_path, tmp_path / "copy", ignore=lambda *_: ["copy"])
+    for found, _ in run_processes(2, loop, 1, tmp_path):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+    alone, _ = loop(Communicator.single_process(), 1, tmp_path / "copy")
+    for name, value in expected.items():
+        torch.testing.assert_close(alone[name], value, rtol=0, atol=1e-10)
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -167,7 +200,9 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
     exchange = allstep.attach(model, mesh["data"])
     samples = TensorDataset(torch.ones(4, 4))
     loader = allstep.data.loader(samples, mesh["data"], global_batch=4, micro_batch=2)
-    note(lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={}))
+    note(lambda: allstep.Elastic(loader, exchange, state={}))
+    both = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    note(lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={"optimizer": both}))
     exchange.detach()
     batch = next(iter(loader.global_batches()))
     note(lambda: allstep.train.sharpness(model, lambda m, x: m(x[0]).sum(), batch, mesh["data"]))
@@ -198,7 +233,8 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
                 "`model` is divided already",
                 "attach it to mesh['data'], whose workers have the same shards",
                 "attach it to mesh['data'], whose workers have the same shards",
-                "`exchanges`: `model.0.weight` is divided over the workers",
+                "`exchanges`: `model.0.weight` is divided over workers, and its parts would go",
+                "`state`: 'optimizer' updates a model that is divided over the workers, and other",
                 "`model.0.weight` is divided over the 2 workers, and each needs the second",
                 "`comm` (of 1 workers) is not that of Mesh(data=1, tensor=2, rank=",
                 "`staleness` (=1) is for models that are whole on every worker, and `task.model.0.",

@@ -111,7 +111,7 @@ class OwnSamplesOnly(Cots):
 
 def test_cots_nets_that_do_not_exchange_are_others(alone, tmp_path):
     recipe = OwnSamplesOnly(**TINY | {"log_every_steps": 100}, data_parallel=2)
-    with pytest.raises(DisagreementError, match="`values of below/0` is checksum"):
+    with pytest.raises(DisagreementError, match="`values of below/0 of rank 0` is checksum"):
         run(recipe, tmp_path / "run", 2)
 
 

@@ -1,5 +1,6 @@
 """Distributed arrays: who owns what, who needs what, and what travels between them."""
 
+from allstep.nn.windows.divided_tensor import DividedTensor
 from allstep.nn.windows.grid import Grid
 from allstep.nn.windows.halo import (
     halo_gather,
@@ -14,6 +15,7 @@ from allstep.nn.windows.shards import full_tensor, local_shard
 from allstep.nn.windows.window import Layout, Window
 
 __all__ = [
+    "DividedTensor",
     "Grid",
     "HaloPlan",
     "HaloStats",

@@ -1,0 +1,229 @@
+"""Tensors of a checkpoint, whole or in pieces, as they are stored. [Note: divided checkpoints]"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allstep.comm.codec import decode
+from allstep.comm.layout import dtype_name, dtype_of_name
+from allstep.errors import CheckpointError
+from allstep.nn import DividedTensor, Window
+from allstep.train.devices import map_tensors
+
+# What a safetensors file can hold.
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+}
+# Ends the name of a tensor of another dtype, which is stored as bytes.
+_OTHER_DTYPE = re.compile(r"\|(\w+)$")
+# Ends the name of a piece: where it lies in the whole tensor.
+_PLACE = re.compile(r"\[(\d+:\d+(?:,\d+:\d+)*)\]$")
+
+
+def name_suffix(dtype: torch.dtype) -> str:
+    """Ends the name of a tensor of this dtype."""
+    return "" if dtype in _DTYPES else f"|{dtype_name(dtype)}"
+
+
+def is_reserved(path: str, suffix: str) -> bool:
+    """Whether the name means something else, to safetensors or here."""
+    if path + suffix == "__metadata__" or _PLACE.search(path):
+        return True
+    return not suffix and bool(_OTHER_DTYPE.search(path))
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes along one dim more."""
+    return tensor if tensor.dtype in _DTYPES else tensor.unsqueeze(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is stored under one name.
+
+    Attributes:
+        name: that under which it is stored.
+        num_bytes: how many it has.
+        load: gives it as it is stored; of a divided tensor once, in the pieces' order.
+    """
+
+    name: str
+    num_bytes: int
+    load: Callable[[], Tensor]
+
+
+def pieces_of(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> Iterator[Piece]:
+    """All that is stored, on rank 0; those with parts of it call `send_pieces`.
+
+    Args:
+        tensors: by name, as `pack` gives them.
+        max_bytes: of a piece of a divided tensor.
+    """
+    for name, x in tensors.items():
+        if isinstance(x, Tensor):
+            yield Piece(name, x.nbytes, _Given(x))
+            continue
+        for rank, window in x.pieces(max_bytes):
+            place = ",".join(map("{}:{}".format, window.start, window.stop))
+            num_bytes = window.num_positions * x.dtype.itemsize
+            yield Piece(f"{name}[{place}]", num_bytes, _Asked(x, rank, window))
+
+
+def send_pieces(tensors: Mapping[str, DividedTensor], max_bytes: int) -> None:
+    """This worker's parts to rank 0, who is at `pieces_of` the same tensors."""
+    for x in tensors.values():
+        if x.is_first_copy:
+            for rank, window in x.pieces(max_bytes):
+                if rank == x.comm.rank:
+                    x.piece(rank, window)
+
+
+class Selection:
+    """What a worker keeps of a checkpoint whose tensors pass by.
+
+    Args:
+        data: the rest of the state, as `pack` encodes it.
+        index: the tensors' names, in their order, and how they are stored, on the "meta" device.
+        select: takes the state with whole tensors on the "meta" device, and returns the state that
+            is wanted, with those or with parts of them by ordinary indexing; None for all of it.
+
+    Raises:
+        CheckpointError: if a tensor is missing, or a piece of it.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        index: Mapping[str, Tensor],
+        select: Callable[[Any], Any] | None = None,
+    ) -> None:
+        wholes = _whole_tensors(index)
+        names = {id(tensor): name for name, tensor in wholes.items()}
+        self._data = data
+        self._wanted: dict[str, list[Tensor]] = {name: [] for name in wholes}
+        self._found: dict[int, Tensor] = {}
+
+        def want(view: Tensor) -> Tensor:
+            self._wanted[names[id(_base(view))]].append(view)
+            if not view.numel():
+                self._found[id(view)] = torch.empty(view.shape, dtype=view.dtype)
+            return view
+
+        state = self._decoded(wholes)
+        self._selected = None if select is None else map_tensors(select(state), want)
+        if select is None:
+            for tensor in wholes.values():
+                want(tensor)
+
+    def take(self, name: str, stored: Tensor, *, copy: bool) -> None:
+        """Keeps what is wanted of a tensor, or of a piece.
+
+        Args:
+            name: that under which it is stored.
+            stored: it, as it is stored.
+            copy: whether its memory is another's.
+        """
+        of, window = _place(name)
+        other = _OTHER_DTYPE.search(of)
+        x = stored if other is None else stored.view(dtype_of_name(other[1])).squeeze(-1)
+        window = window or Window.whole(x.shape)
+        for view in self._wanted[of]:
+            wanted = _window_of(view)
+            both = wanted.intersect(window)
+            if both == wanted == window:
+                self._found[id(view)] = x.clone() if copy else x
+            elif both.num_positions:
+                if id(view) not in self._found:
+                    self._found[id(view)] = torch.empty(view.shape, dtype=view.dtype)
+                both.view(self._found[id(view)], wanted, 0).copy_(both.view(x, window, 0))
+
+    def state(self) -> Any:
+        """The state that is wanted, once all tensors have passed by; on the CPU."""
+        if self._selected is not None:
+            return map_tensors(self._selected, lambda view: self._found[id(view)])
+        return self._decoded({name: self._found[id(x)] for name, (x,) in self._wanted.items()})
+
+    def _decoded(self, tensors: Mapping[str, Tensor]) -> Any:
+        def load(name: str) -> Tensor:
+            if name not in tensors:
+                raise CheckpointError(f"the tensor {name} is missing")
+            return tensors[name]
+
+        return decode(self._data, load)
+
+
+@dataclass(frozen=True)
+class _Given:
+    tensor: Tensor
+
+    def __call__(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class _Asked:
+    tensor: DividedTensor
+    rank: int
+    window: Window
+
+    def __call__(self) -> Tensor:
+        piece = self.tensor.piece(self.rank, self.window)
+        assert piece is not None  # on rank 0
+        return as_stored(piece.cpu().contiguous())
+
+
+def _place(name: str) -> tuple[str, Window | None]:
+    """The tensor's name, and where a piece lies in it.
+
+    >>> _place("model/weight[0:2,3:5]")
+    ('model/weight', Window(start=(0, 3), stop=(2, 5)))
+    """
+    match = _PLACE.search(name)
+    if match is None:
+        return name, None
+    bounds = [tuple(map(int, dim.split(":"))) for dim in match[1].split(",")]
+    return name[: match.start()], Window(*zip(*bounds, strict=True))
+
+
+def _whole_tensors(index: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name -> the whole tensor, on the "meta" device."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    num_positions: dict[str, int] = {}
+    for entry, stored in index.items():
+        name, window = _place(entry)
+        other = _OTHER_DTYPE.search(name)
+        dtypes[name] = stored.dtype if other is None else dtype_of_name(other[1])
+        if window is None:
+            window = Window.whole(stored.shape if other is None else stored.shape[:-1])
+        shapes[name] = tuple(map(max, shapes.get(name, window.stop), window.stop))
+        num_positions[name] = num_positions.get(name, 0) + window.num_positions
+    for name, shape in shapes.items():
+        if num_positions[name] != math.prod(shape):
+            raise CheckpointError(f"a piece of the tensor {name} is missing")
+    return {
+        name: torch.empty(shape, dtype=dtypes[name], device="meta")
+        for name, shape in shapes.items()
+    }
+
+
+def _base(view: Tensor) -> Tensor:
+    return view if view._base is None else view._base
+
+
+def _window_of(view: Tensor) -> Window:
+    """Which part of its base a view by indexing shows."""
+    start, offset = [], view.storage_offset()
+    for stride in _base(view).stride():
+        start.append(offset // max(stride, 1))
+        offset %= max(stride, 1)
+    stop = (a + length for a, length in zip(start, view.shape, strict=True))
+    return Window(tuple(start), tuple(stop))
