@@ -833,8 +833,6 @@ def test_an_own_loop_with_experts_goes_on_on_other_workers(
         assert largest_difference(go_on(size, f"on {size}"), straight) < 1e-10
     (newest,) = sorted(tmp_path.glob("run/checkpoints/*"))[-1:]
     state = allstep.train.read_checkpoint(newest)
-    momenta = state["state"]["optimizer"]["state"]
-    assert [len(momenta)] == run_ranks(1, lambda comm: len(list(Net(comm).parameters())))
     state["state"]["optimizer"]["state"] = {}  # the control: each one's momentum is lost
     allstep.train.write_checkpoint(newest, state, step=int(newest.name[5:]))
     assert largest_difference(go_on(2, "run"), straight) > 1e-4
