@@ -8,9 +8,11 @@ from allstep.comm.communicator import Communicator
 from allstep.comm.divided import DividedModules as DividedModules
 from allstep.comm.divided import Shard as Shard
 from allstep.comm.divided import ShardHook as ShardHook
+from allstep.comm.divided import StageModules as StageModules
 from allstep.comm.divided import divided_modules as divided_modules
 from allstep.comm.divided import divided_prefixes as divided_prefixes
 from allstep.comm.divided import shards_of as shards_of
+from allstep.comm.divided import stages_of as stages_of
 from allstep.comm.generations import await_others as await_others
 from allstep.comm.group import Topology as Topology
 from allstep.comm.initialise import init

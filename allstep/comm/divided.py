@@ -88,6 +88,29 @@ class ShardHook:
     shards: Mapping[str, Shard]
 
 
+class StageModules(nn.ModuleDict):
+    """Modules that this worker has, by number; others along an axis of a mesh have others.
+
+    Args:
+        mesh: the workers.
+        axis: that of the mesh along which the modules lie.
+    """
+
+    def __init__(self, mesh: Mesh[Communicator], axis: str) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.axis = axis
+
+
+def stages_of(model: nn.Module) -> dict[str, StageModules]:
+    """name -> modules of the model that lie along an axis of several workers."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, StageModules) and module.mesh[module.axis].size > 1
+    }
+
+
 def shards_of(model: nn.Module) -> dict[str, Shard]:
     """name -> shard, of the model's parameters of which other workers have other parts."""
     return {

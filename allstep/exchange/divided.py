@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, divided_modules, shards_of
+from allstep.comm import Communicator, Mesh, divided_modules, shards_of, stages_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import AccumulationHook
 from allstep.exchange.parameters import Snapshot
@@ -66,13 +66,9 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
         UsageError: names the module or parameter and the cure.
     """
     for name, shard in shards_of(model).items():
-        others = {axis: shard.mesh[axis] for axis in shard.mesh.shape if axis != shard.axis}
-        if not any(comm is axis for axis in others.values()):
-            raise UsageError(
-                f"`model` has a shard of `{name}` on each of the workers along {shard.axis!r}, and"
-                f" `comm` (of {comm.size}) is no other axis of their mesh: attach it to mesh["
-                f"{next(iter(others), 'data')!r}], whose workers have the same shards."
-            )
+        _check_axis(comm, shard.mesh, shard.axis, f"a shard of `{name}`", "shards")
+    for name, stages in stages_of(model).items():
+        _check_axis(comm, stages.mesh, stages.axis, f"some of `model.{name}`", "stages")
     for name, modules in divided_modules(model).items():
         if modules.comm is not comm:
             raise UsageError(
@@ -88,6 +84,19 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
                 " compression."
             )
         _refuse_shared(model, name, modules)
+
+
+def _check_axis(
+    comm: Communicator, mesh: Mesh[Communicator], axis: str, what: str, plural: str
+) -> None:
+    """The workers along the axis have other parts of the model; those along others the same."""
+    others = {name: mesh[name] for name in mesh.shape if name != axis}
+    if not any(comm is other for other in others.values()):
+        raise UsageError(
+            f"`model` has {what} on each of the workers along {axis!r}, and"
+            f" `comm` (of {comm.size}) is no other axis of their mesh: attach it to mesh["
+            f"{next(iter(others), 'data')!r}], whose workers have the same {plural}."
+        )
 
 
 def _refuse_shared(model: nn.Module, divided_name: str, divided: nn.Module) -> None:

@@ -18,7 +18,7 @@ from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.exchange.stragglers import COMPUTE_CURE, WorkerTimes
-from allstep.nn import GroupedBatchNorm, serve_others
+from allstep.nn import GroupedBatchNorm, Pipeline, serve_others
 from allstep.train.auto_checkpoint import AutoCheckpoint
 from allstep.train.devices import to_device
 from allstep.train.elastic import LOST
@@ -111,6 +111,9 @@ def steps(
             f"`loader` (a {type(loader).__name__}) can't be cut in global batches;"
             " make it with `allstep.data.loader`."
         )
+    for exchange in exchanges:
+        if isinstance(exchange.model, Pipeline):
+            _check_pipeline(exchange.model, loader)
     shares = getattr(loader, "shares", None)
     if shares is not None and not shares.is_equal:
         for exchange in exchanges:
@@ -128,6 +131,24 @@ def steps(
             " save `elastic.state_dict()`."
         )
     return _steps(loader, exchanges, replay, checkpoint, elastic, clock)
+
+
+def _check_pipeline(model: Pipeline, loader: Loader) -> None:
+    """Checks that its workers have the same micro-batches, as many as its schedule takes."""
+    if model.num_workers == 1 or not isinstance(loader, GlobalBatchLoader):
+        return
+    if loader.shares.is_measured:
+        raise UsageError(
+            "`shares` (='measured') would cut a global batch otherwise on each of the workers of a"
+            " pipeline; give numbers, or leave them equal."
+        )
+    fewest = min(map(len, loader.shares.parts(loader.num_micro_batches)))
+    if fewest < model.fewest_micro_batches:
+        raise UsageError(
+            f"`loader` cuts a global batch in {loader.num_micro_batches} micro-batches, of which a"
+            f" pipeline gets {fewest}, and `schedule` (='1f1b') takes at least"
+            f" {model.fewest_micro_batches}: use a smaller `micro_batch`, or 'gpipe'."
+        )
 
 
 def _refuse_shares(shares: Shares, exchange: Exchange) -> None:
@@ -195,6 +216,8 @@ def _cure_by_shares(loader: Loader, exchange: Exchange) -> str | None:
     """What helps a worker that computes slowly, where others may take its micro-batches."""
     if not isinstance(loader, GlobalBatchLoader) or not loader.shares.is_equal:
         return None  # shares are set already
+    if isinstance(exchange.model, Pipeline):
+        return None
     if exchange.averaging is not None or loader.num_micro_batches <= exchange.comm.size:
         return None
     if isinstance(loader, MapLoader) and not is_accelerator(exchange.comm.device):
@@ -372,9 +395,8 @@ class Batch:
             )
         self._gradients.check(self.step)
         self._activity.enter("backward")
-        if weight is not None and self._losses.is_kind_open:
-            self._gradients.refuse_earlier(self.step)
-        loss = self._losses.add(loss, None if weight is None else float(weight))
+        factor = self._take(loss, weight)
+        loss = loss if factor == 1 else loss * factor
         if exchange and micro_batch.is_last and len(self._exchanges) == 1:
             self._backward_and_exchange(loss)
         else:
@@ -384,6 +406,42 @@ class Batch:
             self._gradients.note()
         else:
             self._gradients.forget()
+
+    def run(self, model: Pipeline) -> None:
+        """Takes all micro-batches through a pipeline and back, in place of the loop over them.
+
+        Args:
+            model: what the exchange is of.
+
+        Raises:
+            UsageError: if the one exchange is not of this model, or with `elastic`.
+        """
+        exchange = self._exchanges[0]
+        if len(self._exchanges) > 1 or exchange.model is not model:
+            raise UsageError("`model` is not what `steps` has the one exchange of: attach it.")
+        if self._elastic is not None:
+            raise UsageError(
+                "`elastic` goes without a pipeline, whose other stages would not hear of a loss."
+            )
+        data, seeds, factors, losses = [], [], [], []
+        for each in self:
+            weight = None if model.weight is None else model.weight(each)
+            data.append(each)
+            seeds.append(int(torch.randint(2**62, ()).item()))
+            losses.append(torch.zeros((), dtype=torch.float64, device=self._device))
+            factors.append(self._take(losses[-1], weight))
+            assert self.micro_batch is not None
+            if self.micro_batch.is_last:
+                with exchange.no_sync():
+                    found = model.run(
+                        data,
+                        seeds=seeds,
+                        factors=factors,
+                        begin_backward=exchange.begin_micro_batch,
+                    )
+                for loss, value in zip(losses, found, strict=True):
+                    loss.copy_(value)  # which was taken before it was known
+                self._gradients.note()
 
     def global_loss(self) -> float:
         """The mean loss over the global batch, the same on every worker. Collective.
@@ -411,6 +469,12 @@ class Batch:
         """How much of `p.grad`, before the exchange, the micro-batch's mean gradient is."""
         assert self.micro_batch is not None
         return self._losses.gradient_share
+
+    def _take(self, loss: Tensor, weight: float | Tensor | None) -> float:
+        """Counts the micro-batch's loss in; returns its factor in the gradients."""
+        if weight is not None and self._losses.is_kind_open:
+            self._gradients.refuse_earlier(self.step)
+        return self._losses.add(loss, None if weight is None else float(weight))
 
     def _backward_and_exchange(self, loss: Tensor) -> None:
         exchange = self._exchanges[0]

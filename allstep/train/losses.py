@@ -64,8 +64,8 @@ class Losses:
         if len(self._found) == self._num_before:
             self._note_kind(is_sum=False)
 
-    def add(self, loss: Tensor, weight: float | None) -> Tensor:
-        """Takes one in; returns what to differentiate.
+    def add(self, loss: Tensor, weight: float | None) -> float:
+        """Takes one in; returns what to multiply it by before it is differentiated.
 
         Args:
             loss: a scalar; the mean over the micro-batch, or with `weight` a sum.
@@ -83,7 +83,7 @@ class Losses:
             self._exchanges[0].weighing.add(weight)
             self._weight, factor = weight, self.sum_factor
         self._found.append((loss.detach(), factor, weight or 0.0))
-        return loss if factor == 1 else loss * factor
+        return factor
 
     def local_sums(self, device: torch.device) -> Tensor:
         """Of this worker's losses and weights; added up over the workers, they give `mean_of`."""

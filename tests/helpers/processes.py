@@ -34,6 +34,7 @@ _PRELOAD = [
     "pytest",
     "sklearn.datasets",
     "torch.distributed.device_mesh",
+    "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
     "torch.utils.tensorboard",

@@ -1,0 +1,326 @@
+"""A model in stages on several workers, which torch's pipeline schedules keep at work together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from allstep.comm import Communicator, Mesh, StageModules, divided_modules
+from allstep.comm.agreement import agree
+from allstep.errors import UsageError
+from allstep.nn.chain import seeded
+from allstep.nn.pipeline_stages import MicroBatches, Shapes, Stages, Values, in_words
+from allstep.nn.replicated import seed_at
+
+if TYPE_CHECKING:  # its import takes seconds
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+
+_MOST_SCHEDULES = 8  # that are kept: each has memory for what its micro-batches receive
+
+
+class Pipeline(nn.Module):
+    """A model whose stages lie on the workers along an axis of a mesh, by torch's schedules.
+
+    `batch.run(model)` takes the place of the loop over a global batch's micro-batches. They all go
+    through one of the schedules of `torch.distributed.pipelining`, and each loss is weighed as
+    `batch.backward` weighs it. Attach the model along another axis, `attach(model, mesh["data"])`:
+    all workers along the pipeline get the same micro-batches, and exchange once a global batch.
+
+    [Note: stages] A stage draws by the micro-batch and its own number: in one process, too, each
+    is called under a random state of (seed, step, micro-batch, stage), so that dropout's masks
+    are the same however many workers share the stages.
+
+    Args:
+        stages: modules, or what makes them, called where they belong under a random state of
+            theirs; the same on all workers. Each takes what the one before returns, a tensor or a
+            tuple of tensors of the same shapes for all micro-batches of the same shapes.
+        mesh: of all workers of torch.distributed's default group, with an axis for data.
+        loss: (what the last stage returns, micro-batch) -> the mean over its samples.
+        inputs: micro-batch -> the first stage's; a tensor, or a tuple of them.
+        weight: micro-batch -> the weight of its loss, which then is a sum; see `batch.backward`.
+        axis: of the mesh, over which the stages are divided: neighbours together, but with
+            "interleaved" in turns.
+        schedule: torch's ScheduleGPipe ("gpipe"), Schedule1F1B ("1f1b") or
+            ScheduleInterleaved1F1B ("interleaved"). What is left over, a last micro-batch with
+            fewer samples or fewer micro-batches than 1F1B takes, goes through in a run of its own.
+
+    Attributes:
+        stages: this worker's modules by their numbers among all.
+        weight: as given.
+
+    Raises:
+        UsageError: before anything runs, if the stages don't divide by the axis's length, if there
+            is no such schedule or axis, if stages share a parameter, or if one has batch norm's
+            running statistics or experts on several workers.
+        DisagreementError: if workers describe other pipelines.
+
+    Example:
+        >>> import allstep
+        >>> from torch.utils.data import TensorDataset
+        >>> mesh = Communicator.single_process().mesh(data=1, pipeline=1)
+        >>> stages = [nn.Linear(3, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 1))]
+        >>> model = Pipeline(stages, mesh, loss=lambda y, batch: (y - batch[1]).square().mean())
+        >>> exchange = allstep.attach(model, mesh["data"])
+        >>> samples = TensorDataset(torch.randn(10, 3), torch.randn(10, 1))
+        >>> loader = allstep.data.loader(samples, mesh["data"], global_batch=4, micro_batch=2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for batch in allstep.steps(loader, exchange):
+        ...     batch.run(model)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module | Callable[[], nn.Module]],
+        mesh: Mesh[Communicator],
+        *,
+        loss: Callable[[Any, Any], Tensor],
+        inputs: Callable[[Any], Values] = itemgetter(0),
+        weight: Callable[[Any], float | Tensor] | None = None,
+        axis: str = "pipeline",
+        schedule: Schedule = "1f1b",
+    ) -> None:
+        super().__init__()
+        self._comm = comm = mesh[axis]
+        fault = _fault(len(stages), comm.size, schedule) or _fault_of_shared(stages)
+        agree(comm, "make a Pipeline", [("it", len(stages), schedule)], fault=fault)
+        self.weight = weight
+        self._schedule = schedule
+        self._parts = _parts(len(stages), comm.rank, comm.size, schedule)
+        self._num_parts = comm.size * len(self._parts)
+        self.stages = StageModules(mesh, axis)
+        seed = int(torch.randint(2**62, ()).item())
+        for number in (number for part in self._parts for number in part):
+            stage = stages[number]
+            with seeded(seed_at(seed, number), comm.device):
+                self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
+        agree(comm, "make a Pipeline of these stages", fault=_fault_of(self.stages))
+        if comm.size > 1:
+            mesh.device_mesh()  # which all workers make together
+        self._micro_batches = MicroBatches(inputs, loss, comm.device)
+        self._schedules: dict[Any, _PipelineSchedule] = {}
+
+    @property
+    def num_workers(self) -> int:
+        """That share the stages."""
+        return self._comm.size
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """That the schedule takes."""
+        return self._num_parts if self._schedule == "1f1b" else 1
+
+    def forward(self, *_: Any) -> Any:
+        """There is none: a worker has some of the stages.
+
+        Raises:
+            UsageError: says what to call.
+        """
+        raise UsageError(
+            "A Pipeline is not called: `batch.run(model)` runs all micro-batches of one item of"
+            " `steps`, and `model.evaluate(micro_batches)` gives losses without gradients."
+        )
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
+        """The micro-batches' losses, on all workers that share the stages. Collective among them.
+
+        Args:
+            micro_batches: the same on all of them, on their devices.
+
+        Returns:
+            [n], float64. Call `eval()` before and `train()` after it, as for any module.
+        """
+        return self.run(micro_batches)
+
+    def run(
+        self,
+        micro_batches: Sequence[Any],
+        *,
+        seeds: Sequence[int] | None = None,
+        factors: Sequence[float] | None = None,
+        begin_backward: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Takes them through the stages, and back with gradients; `Batch.run` calls it.
+
+        Args:
+            micro_batches: the same on all workers that share the stages.
+            seeds: of their random numbers; None draws some.
+            factors: of their losses, in the gradients; None for 1.
+            begin_backward: called when a stage's backward pass of a micro-batch begins.
+
+        Returns:
+            Their losses, [n], float64, on all of them.
+        """
+        n = len(micro_batches)
+        if seeds is None:
+            seeds = torch.randint(2**62, (n,)).tolist()
+        with self._micro_batches.begin(micro_batches, seeds, factors or [1.0] * n, begin_backward):
+            for numbers, shapes in self._portions():
+                if self._comm.size == 1:
+                    self._run_one_by_one(numbers)
+                else:
+                    self._run_together(numbers, shapes)
+        losses = self._micro_batches.losses
+        if self._comm.size > 1:
+            self._comm.broadcast(losses, root=self._comm.size - 1)
+        return losses
+
+    def _portions(self) -> Iterator[tuple[range, Shapes]]:
+        """Micro-batches that go through a schedule together: of the same shapes.
+
+        Raises:
+            UsageError: if the shapes differ in more than the last one.
+        """
+        shapes = self._micro_batches.shapes()
+        runs = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
+        if self._comm.size > 1 and len(runs) > 2:
+            found = ", then ".join(in_words(shapes[run[0]]) for run in runs[:3])
+            raise UsageError(
+                f"The micro-batches of a global batch have inputs of {len(runs)} different shapes:"
+                f" {found}. Those of one shape go through a pipeline together, and only the last"
+                " ones may have another: pad them in the loader's `collate`."
+            )
+        for run in runs:
+            begin = run[0]
+            for length in _lengths(len(run), self._comm.size, self._schedule):
+                yield range(begin, begin + length), shapes[begin]
+                begin += length
+
+    def _run_one_by_one(self, numbers: range) -> None:
+        stages = self._stages(self._parts[0], has_fixed_shapes=False)
+        for number in numbers:
+            loss = self._micro_batches.weighed_loss(stages(number=number), number)
+            if torch.is_grad_enabled():
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def _stages(self, part: range, *, has_fixed_shapes: bool) -> Stages:
+        members = {number: self.stages[str(number)] for number in part}
+        return Stages(members, self._micro_batches, has_fixed_shapes=has_fixed_shapes)
+
+    def _run_together(self, numbers: range, shapes: Shapes) -> None:
+        """By torch's schedule, which gets the micro-batches' numbers in place of their data."""
+        has_gradients = torch.is_grad_enabled()
+        key = len(numbers), shapes, has_gradients
+        if key not in self._schedules:
+            while len(self._schedules) >= _MOST_SCHEDULES:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = self._new_schedule(len(numbers))
+        schedule = self._schedules[key]
+        each = torch.tensor(numbers)
+        args = (each,) if "0" in self.stages else ()
+        call = schedule.step if has_gradients else schedule.eval
+        try:
+            call(*args, number=each, target=each, return_outputs=False)
+        except RuntimeError as error:  # torch's own, around what a stage has raised
+            if isinstance(error.__cause__, UsageError):
+                raise error.__cause__ from None
+            raise
+
+    def _new_schedule(self, num_micro_batches: int) -> "_PipelineSchedule":
+        """It finds the shapes of what stages send each other in its first run."""
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+        )
+
+        rank, size = self._comm.rank, self._comm.size
+        mesh, axis = self.stages.mesh, self.stages.axis
+        stages = [
+            PipelineStage(
+                self._stages(part, has_fixed_shapes=True),
+                number,
+                self._num_parts,
+                self._comm.device,
+                group=mesh.device_mesh()[axis].get_group(),
+            )
+            for number, part in zip(range(rank, self._num_parts, size), self._parts, strict=True)
+        ]
+        loss = self._micro_batches.weighed_loss  # for which torch need not divide gradients
+        if self._schedule == "interleaved":
+            return ScheduleInterleaved1F1B(
+                list(stages), num_micro_batches, loss_fn=loss, scale_grads=False
+            )
+        is_full = num_micro_batches >= self.fewest_micro_batches
+        kind = Schedule1F1B if self._schedule == "1f1b" and is_full else ScheduleGPipe
+        return kind(stages[0], num_micro_batches, loss_fn=loss, scale_grads=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_schedules": {}}  # a copy makes its own
+
+
+def _fault(num_stages: int, size: int, schedule: str) -> str | None:
+    """Why there is no such pipeline, in words.
+
+    >>> _fault(3, 2, "1f1b")
+    '`stages` are 3, which must be a multiple of the 2 workers along the axis.'
+    """
+    if schedule not in get_args(Schedule):
+        listed = ", ".join(map(repr, get_args(Schedule)))
+        return f"`schedule` (={schedule!r}) is none of {listed}."
+    if num_stages == 0 or num_stages % size:
+        workers = f"the {size} workers" if size > 1 else "the worker"
+        return f"`stages` are {num_stages}, which must be a multiple of {workers} along the axis."
+    return None
+
+
+def _fault_of_shared(stages: Sequence[nn.Module | Callable[[], nn.Module]]) -> str | None:
+    """Why the stages' parameters would part, each copy with a part of the gradient."""
+    owners: dict[nn.Parameter, int] = {}
+    for number, stage in enumerate(stages):
+        for name, p in stage.named_parameters() if isinstance(stage, nn.Module) else ():
+            if owners.setdefault(p, number) != number:
+                return (
+                    f"`stages`: `{name}` of stage {number} is also a parameter of stage"
+                    f" {owners[p]}; give each its own, or put what shares it in one stage."
+                )
+    return None
+
+
+def _fault_of(stages: StageModules) -> str | None:
+    """Why a stage can't be part of a pipeline."""
+    for name, module in stages.named_modules(prefix="stages"):
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            return (
+                f"`{name}` is a {type(module).__name__} with running statistics, which torch's"
+                " schedules would change in finding out shapes: use group or layer norm, or"
+                " `track_running_stats=False`."
+            )
+    for name in divided_modules(stages):
+        return (
+            f"`stages.{name}` has experts on several workers, which their schedules would call in"
+            " other orders: give a pipeline's stages modules that are whole."
+        )
+    return None
+
+
+def _parts(num_stages: int, rank: int, size: int, schedule: str) -> list[range]:
+    """A worker's stages: each part goes through torch's schedule as one.
+
+    >>> _parts(4, 1, 2, "1f1b"), _parts(4, 1, 2, "interleaved")
+    ([range(2, 4)], [range(1, 2), range(3, 4)])
+    """
+    if schedule == "interleaved" and size > 1:
+        return [range(number, number + 1) for number in range(rank, num_stages, size)]
+    length = num_stages // size
+    return [range(rank * length, (rank + 1) * length)]
+
+
+def _lengths(num: int, size: int, schedule: str) -> list[int]:
+    """How many micro-batches go through together.
+
+    >>> _lengths(5, 2, "1f1b"), _lengths(5, 2, "interleaved"), _lengths(10, 4, "interleaved")
+    ([5], [4, 1], [10])
+    """
+    if schedule == "interleaved" and num % max(1, num // size):
+        return [num - num % size, num % size]
+    return [num]

@@ -1,0 +1,156 @@
+"""The micro-batches in a pipeline, and stages that torch's engine calls by their numbers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allstep.errors import UsageError
+from allstep.nn.chain import seeded
+from allstep.nn.replicated import seed_at
+
+Values = Tensor | tuple[Tensor, ...]
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class MicroBatches:
+    """Those that are on their way through a pipeline, by number.
+
+    Args:
+        inputs: micro-batch -> the first stage's.
+        loss: (what the last stage returns, micro-batch) -> its loss.
+        device: where the stages are.
+
+    Attributes:
+        losses: [n], float64, of those that the last stage here has seen.
+        begin_backward: called when a stage's backward pass of one begins.
+    """
+
+    def __init__(
+        self,
+        inputs: Callable[[Any], Values],
+        loss: Callable[[Any, Any], Tensor],
+        device: torch.device,
+    ) -> None:
+        self._inputs, self._loss, self._device = inputs, loss, device
+        self._data: Sequence[Any] = ()
+        self._seeds: Sequence[int] = ()
+        self._factors: Sequence[float] = ()
+        self.losses = torch.empty(0)
+        self.begin_backward: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def begin(
+        self,
+        data: Sequence[Any],
+        seeds: Sequence[int],
+        factors: Sequence[float],
+        begin_backward: Callable[[], None],
+    ) -> Iterator[None]:
+        """Around the run of these; their losses count with these factors."""
+        self._data, self._seeds, self._factors = data, seeds, factors
+        self.losses = torch.zeros(len(data), dtype=torch.float64, device=self._device)
+        self.begin_backward = begin_backward
+        try:
+            yield
+        finally:
+            self._data = ()
+
+    def inputs(self, number: int) -> Values:
+        """What the first stage takes."""
+        return self._inputs(self._data[number])
+
+    def shapes(self) -> list[Shapes]:
+        """Of the first stage's inputs."""
+        return [shapes_of(self._inputs(data)) for data in self._data]
+
+    def seeded(self, number: int, place: object) -> AbstractContextManager[None]:
+        """A place draws the same for a micro-batch, on whichever worker it is. [Note: stages]"""
+        return seeded(seed_at(self._seeds[number], place), self._device)
+
+    def weighed_loss(self, output: Any, number: Tensor | int) -> Tensor:
+        """What is differentiated; the loss itself is noted."""
+        number = int(number)
+        with self.seeded(number, "loss"):
+            loss = self._loss(output, self._data[number])
+        self.losses[number] = loss.detach()
+        factor = self._factors[number]
+        return loss if factor == 1 else loss * factor
+
+
+class Stages(nn.Module):
+    """Neighbouring stages of a worker, called by a micro-batch's number.
+
+    Args:
+        members: number among all stages -> module, in the order of their calls.
+        micro_batches: that are run.
+        has_fixed_shapes: whether what they return must have the same shapes in each call.
+    """
+
+    def __init__(
+        self,
+        members: dict[int, nn.Module],
+        micro_batches: MicroBatches,
+        *,
+        has_fixed_shapes: bool,
+    ) -> None:
+        super().__init__()
+        self._numbers = list(members)
+        self._members = nn.ModuleList(members.values())
+        self._micro_batches = micro_batches
+        self._has_fixed_shapes = has_fixed_shapes
+        self._shapes: Shapes | None = None
+
+    def forward(self, *values: Tensor, number: Tensor | int) -> Any:
+        """What the last of them returns; the first of all takes the micro-batch's inputs."""
+        number = int(number)
+        found: Any = values if self._numbers[0] > 0 else self._micro_batches.inputs(number)
+        for place, stage in zip(self._numbers, self._members, strict=True):
+            with self._micro_batches.seeded(number, place):
+                found = stage(*found) if isinstance(found, tuple) else stage(found)
+        outputs = found if isinstance(found, tuple) else (found,)
+        self._check(outputs)
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(lambda _: self._micro_batches.begin_backward())
+        return found
+
+    def _check(self, outputs: tuple[Any, ...]) -> None:
+        """Raises UsageError if they can't be sent, or not where others were received before."""
+        which = f"Stage {self._numbers[-1]}"
+        others = [type(value).__name__ for value in outputs if not isinstance(value, Tensor)]
+        if others:
+            raise UsageError(
+                f"{which} returned a {others[0]}; a stage returns a tensor or a tuple of tensors."
+            )
+        shapes = shapes_of(outputs)
+        if self._shapes is None and self._has_fixed_shapes:
+            self._shapes = shapes
+        if self._shapes not in (None, shapes):
+            assert self._shapes is not None
+            raise UsageError(
+                f"{which} returned {in_words(shapes)} for one micro-batch and"
+                f" {in_words(self._shapes)} for another, whose inputs have the same shapes; what a"
+                " stage of a pipeline returns must have a fixed shape."
+            )
+
+
+def shapes_of(values: Values) -> Shapes:
+    """Shapes and types of some tensors.
+
+    >>> shapes_of(torch.ones(2, 3))
+    (((2, 3), torch.float32),)
+    """
+    tensors = (values,) if isinstance(values, Tensor) else values
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def in_words(shapes: Shapes) -> str:
+    """The same for a message.
+
+    >>> in_words((((2, 3), torch.float32),))
+    '[2, 3] float32'
+    """
+    return " and ".join(f"{list(s)} {str(t).removeprefix('torch.')}" for s, t in shapes)

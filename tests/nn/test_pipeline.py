@@ -1,0 +1,382 @@
+"""A model in stages on several workers, through torch's schedules, against one process."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.nn import Pipeline
+from allstep.nn.chain import seeded
+from allstep.nn.replicated import seed_at
+from allstep.train import Batch
+from tests.helpers.processes import RemoteError, run_processes
+
+Maker = Callable[[], nn.Module]
+State = dict[str, Tensor]
+
+GLOBAL_BATCH, MICRO_BATCH = 20, 4
+
+
+class Block(nn.Module):
+    """Takes features and how often each counts, and hands both on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6, dtype=torch.float64), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.dropout(self.linear(x).tanh() * counts), counts
+
+
+class Head(Block):
+    """Returns the features alone."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return super().forward(x, counts)[0]
+
+
+MAKERS: Sequence[Maker] = (Block, Block, Block, Head)
+
+
+def makers(is_frozen: bool = False) -> Sequence[Maker]:
+    return (lambda: Block().requires_grad_(not is_frozen), *MAKERS[1:])
+
+
+def inputs_of(data: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return data[0], data[1]
+
+
+def error_of(y: Tensor, data: Sequence[Tensor]) -> Tensor:
+    return (y - data[2]).square()
+
+
+def mean_error(y: Tensor, data: Sequence[Tensor]) -> Tensor:
+    return error_of(y, data).mean()
+
+
+def counted_error(y: Tensor, data: Sequence[Tensor]) -> Tensor:
+    return (error_of(y, data) * data[1]).sum()
+
+
+def counts_of(data: Sequence[Tensor]) -> Tensor:
+    return data[1].sum()
+
+
+def samples(num: int) -> TensorDataset:
+    torch.manual_seed(1)
+    x, y = (torch.randn(num, 6, dtype=torch.float64) for _ in range(2))
+    return TensorDataset(x, torch.randint(1, 4, (num, 6)), y)
+
+
+def train(
+    model: nn.Module,
+    comm: Communicator,
+    run: Callable[[Batch], None],
+    num: int = 46,
+    policy: allstep.ExchangePolicy | None = None,
+) -> list[float]:
+    """Twenty steps at least; an epoch's last global batch is short. Returns the mean losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
+    losses = []
+    loader = allstep.data.loader(
+        samples(num), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+    )
+    with loader:
+        while loader.step < 20:
+            for batch in allstep.steps(loader, exchange):
+                run(batch)
+                losses.append(batch.global_loss())
+                if exchange.has_gradients:
+                    optimizer.step()
+                optimizer.zero_grad()
+    exchange.detach()
+    return losses
+
+
+# -- the oracle: a plain loop of one process -----------------------------------------------------
+
+
+def plainly(
+    *, is_frozen: bool = False, weighed: bool = False, spoilt: str = "", num: int = 46
+) -> tuple[State, list[float]]:
+    """`batch.backward` for each micro-batch, and draws by micro-batch and stage."""
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    first = int(torch.randint(2**62, ()).item())
+    model = nn.ModuleDict({"stages": nn.ModuleList()})
+    for number, make in enumerate(makers(is_frozen)):
+        with seeded(seed_at(first, number), device):
+            model["stages"].append(make())
+
+    def run(batch: Batch) -> None:
+        for data in batch:
+            seed, values = int(torch.randint(2**62, ()).item()), inputs_of(data)
+            for number, stage in enumerate(model["stages"]):
+                with seeded(seed_at(seed, 0 if spoilt == "seeds" else number), device):
+                    values = stage(*values)
+            if spoilt == "weights":  # as the mean over micro-batches, which torch's schedules take
+                batch.backward(mean_error(values, data) * MICRO_BATCH / len(data[0]))
+            elif weighed:
+                batch.backward(counted_error(values, data), weight=counts_of(data))
+            else:
+                batch.backward(mean_error(values, data))
+
+    losses = train(model, Communicator.single_process(), run, num)
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def pipeline(comm: Communicator, num_data: int, **options: Any) -> tuple[Pipeline, Communicator]:
+    mesh = comm.mesh(data=num_data, pipeline=comm.size // num_data)
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"stages": MAKERS, "loss": mean_error, "inputs": inputs_of, **options}
+    return Pipeline(mesh=mesh, **given), mesh["data"]
+
+
+def pipelined(
+    comm: Communicator,
+    num_data: int,
+    schedule: str = "1f1b",
+    *,
+    is_frozen: bool = False,
+    weighed: bool = False,
+    num: int = 46,
+    policy: allstep.ExchangePolicy | None = None,
+) -> tuple[State, list[float]]:
+    """The stages that this worker has, and what `global_loss` said."""
+    of_loss = {"loss": counted_error, "weight": counts_of} if weighed else {}
+    stages = makers(is_frozen)
+    model, data = pipeline(comm, num_data, stages=stages, schedule=schedule, **of_loss)
+    losses = train(model, data, lambda batch: batch.run(model), num, policy)
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def assert_same(found: tuple[State, list[float]], expected: tuple[State, list[float]]) -> None:
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, expected[0][name], rtol=0, atol=1e-10)
+    assert found[1] == pytest.approx(expected[1], rel=0, abs=1e-10)
+
+
+def assert_other(spoilt: tuple[State, list[float]], expected: tuple[State, list[float]]) -> None:
+    assert any((spoilt[0][name] - p).abs().max() > 1e-4 for name, p in expected[0].items())
+
+
+# -- the same model on any layout ----------------------------------------------------------------
+
+
+def variants(comm: Communicator, num_data: int) -> dict[str, tuple[State, list[float]]]:
+    """What is trained on each layout, in one start of its processes."""
+    return {
+        "means": pipelined(comm, num_data, "1f1b"),
+        "sums": pipelined(comm, num_data, "interleaved", weighed=True),
+        # Its last global batches have one micro-batch each, and a stage has nothing to train.
+        "frozen": pipelined(comm, num_data, "gpipe", is_frozen=True, num=42),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, tuple[State, list[float]]]:
+    return {
+        "means": plainly(),
+        "sums": plainly(weighed=True),
+        "frozen": plainly(is_frozen=True, num=42),
+    }
+
+
+def test_a_lone_worker_has_the_same_model(expected: dict[str, tuple[State, list[float]]]) -> None:
+    for name, found in variants(Communicator.single_process(), 1).items():
+        assert found[0].keys() == expected[name][0].keys()
+        assert_same(found, expected[name])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("size", "num_data"), [(2, 1), (2, 2), (4, 2), (4, 1)])
+def test_stages_on_several_workers_are_the_same_model(
+    size: int, num_data: int, expected: dict[str, tuple[State, list[float]]]
+) -> None:
+    for of_worker in run_processes(size, variants, num_data, timeout_s=240):
+        for name, found in of_worker.items():
+            assert len(found[0]) == 8 * num_data // size  # two parameters a stage
+            assert_same(found, expected[name])
+
+
+def test_controls(expected: dict[str, tuple[State, list[float]]]) -> None:
+    """Stages that draw the same, and micro-batches that count the same, are other models."""
+    for spoilt in ("seeds", "weights"):
+        assert_other(plainly(spoilt=spoilt), expected["means"])
+
+
+def with_policies(comm: Communicator, num_data: int) -> list[tuple[State, list[float]]]:
+    policies = [
+        allstep.Synchronous(compression="exact"),
+        allstep.Synchronous(compression="fp16"),
+        allstep.LocalSGD(sync_every=2),
+        allstep.Stale(steps=1),
+    ]
+    return [pipelined(comm, num_data, policy=policy) for policy in policies]
+
+
+@pytest.mark.process
+def test_policies_along_the_axis_of_data() -> None:
+    """Of the bits of workers that each have all stages, and with exact sums of a lone one."""
+    whole = run_processes(2, with_policies, 2, timeout_s=240)[0]
+    lone = pipelined(
+        Communicator.single_process(), 1, policy=allstep.Synchronous(compression="exact")
+    )
+    for of_worker in run_processes(4, with_policies, 2, timeout_s=240):
+        for found, same in zip(of_worker, whole, strict=True):
+            assert all(torch.equal(value, same[0][name]) for name, value in found[0].items())
+        exact = of_worker[0]
+        assert all(torch.equal(value, lone[0][name]) for name, value in exact[0].items())
+        assert exact[1] == lone[1]
+
+
+# -- losses without gradients --------------------------------------------------------------------
+
+
+def evaluations(comm: Communicator) -> tuple[list[float], list[float], bool]:
+    """In eval mode between two global batches, and of a copy."""
+    model, data = pipeline(comm, 1)
+    given = samples(46)
+    cut = [given[:4], given[4:8], given[8:10]]
+    losses = []
+
+    def run(batch: Batch) -> None:
+        batch.run(model)
+        model.eval()
+        losses.append(model.evaluate(cut).tolist())
+        model.train()
+
+    train(model, data, run)
+    copied = copy.deepcopy(model).eval()
+    return (
+        losses[-2],
+        losses[-1],
+        copied.evaluate(cut).tolist() == model.eval().evaluate(cut).tolist(),
+    )
+
+
+@pytest.mark.process
+def test_evaluate() -> None:
+    expected = evaluations(Communicator.single_process())
+    assert expected[0] != expected[1] and expected[2]
+    for before, after, is_same_of_copy in run_processes(2, evaluations):
+        assert before == pytest.approx(expected[0], rel=0, abs=1e-12)
+        assert after == pytest.approx(expected[1], rel=0, abs=1e-12)
+        assert is_same_of_copy
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        pipeline(Communicator.single_process(), 1, **options)
+    return str(error.value)
+
+
+def test_stages_that_are_no_pipeline() -> None:
+    tied = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    tied[1].weight = tied[0].weight
+    assert refusal(schedule="zb") == "`schedule` (='zb') is none of 'gpipe', '1f1b', 'interleaved'."
+    assert refusal(stages=[]).startswith("`stages` are 0, which must be a multiple of the worker")
+    assert refusal(axis="model").startswith("`name` (='model') is no axis of the mesh")
+    assert refusal(stages=tied).startswith(
+        "`stages`: `weight` of stage 1 is also a parameter of stage 0"
+    )
+    assert refusal(stages=[lambda: nn.Sequential(nn.BatchNorm1d(2))]).startswith(
+        "`stages.0.0` is a BatchNorm1d with running statistics"
+    )
+
+
+def test_a_pipeline_is_not_called() -> None:
+    comm = Communicator.single_process()
+    model, _ = pipeline(comm, 1)
+    with pytest.raises(UsageError, match=r"is not called: `batch.run\(model\)` runs"):
+        model(torch.ones(2, 6))
+    with pytest.raises(UsageError, match="`model` is not what `steps` has the one exchange of"):
+        train(Head(), comm, lambda batch: batch.run(model))
+
+
+class Shrinking(nn.Module):
+    """Returns fewer and fewer rows."""
+
+    num = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num -= 1
+        return x[: self.num]
+
+
+class InDict(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x}
+
+
+def test_a_stage_that_returns_no_tensors() -> None:
+    model, _ = pipeline(Communicator.single_process(), 1, stages=[InDict], inputs=lambda x: x)
+    words = "Stage 0 returned a dict; a stage returns a tensor or a tuple of tensors"
+    with pytest.raises(UsageError, match=words):
+        model.evaluate([torch.ones(2, 6)])
+
+
+def without_fixed_shapes(comm: Communicator) -> None:
+    options = {"stages": [Shrinking, nn.Identity], "inputs": lambda x: x}
+    pipeline(comm, 1, **options)[0].evaluate([torch.ones(4, 6)] * 3)
+
+
+@pytest.mark.process
+def test_stages_without_fixed_shapes() -> None:
+    words = r"UsageError: Stage 0 returned \[2, 6\] float32 for one .* and \[3, 6\] float32"
+    with pytest.raises(RemoteError, match=words):
+        run_processes(2, without_fixed_shapes)
+
+
+def refused(comm: Communicator, folder: Path) -> dict[str, str]:
+    """What each wrong call says, on a pipeline of two workers."""
+    mesh = comm.mesh(data=1, pipeline=2)
+    said = {}
+
+    def note(name: str, call: Callable[[], object]) -> None:
+        with pytest.raises(UsageError) as error:
+            call()
+        said[name] = str(error.value)
+
+    def of(*stages: nn.Module) -> Pipeline:
+        return Pipeline(stages, mesh, loss=lambda y, data: y.mean())
+
+    note("three", lambda: of(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
+    model = of(nn.Linear(2, 2), nn.Linear(2, 2))
+    note("all", lambda: allstep.attach(model, comm))
+    note("axis", lambda: allstep.attach(model, mesh["pipeline"]))
+    exchange = allstep.attach(model, mesh["data"])
+    given = TensorDataset(torch.ones(4, 2))
+    with allstep.data.loader(given, mesh["data"], global_batch=4, micro_batch=4) as loader:
+        note("few", lambda: next(allstep.steps(loader, exchange)))
+        note("checkpoint", lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={}))
+    note("shapes", lambda: model.evaluate([(torch.ones(n, 2),) for n in (3, 2, 1)]))
+    return said
+
+
+@pytest.mark.process
+def test_what_a_pipeline_refuses(tmp_path: Path) -> None:
+    words = {
+        "three": "`stages` are 3, which must be a multiple of the 2 workers along the axis.",
+        "all": "attach it to mesh['data'], whose workers have the same stages",
+        "axis": "attach it to mesh['data'], whose workers have the same stages",
+        "few": "cuts a global batch in 1 micro-batches, of which a pipeline gets 1, and `schedule`"
+        " (='1f1b') takes at least 2",
+        "checkpoint": "`model.stages` is divided over the workers",
+        "shapes": "inputs of 3 different shapes: [3, 2] float32, then [2, 2] float32, then [1, 2]",
+    }
+    for said in run_processes(2, refused, tmp_path):
+        assert said.keys() == words.keys()
+        for name, message in said.items():
+            assert words[name] in message
