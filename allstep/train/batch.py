@@ -83,6 +83,7 @@ def steps(
 
     Raises:
         UsageError: if no exchange is given, if the loader can't be cut in global batches, if
+            a pipeline can't have the loader's micro-batches, or is elastic, if
             `checkpoint` or `elastic` is not entered, not in `epochs`, or of another loader or
             exchange, if `elastic` is given with `replay` or `checkpoint`, or if there are several
             exchanges and a model has experts on several workers.
@@ -113,7 +114,7 @@ def steps(
         )
     for exchange in exchanges:
         if isinstance(exchange.model, Pipeline):
-            _check_pipeline(exchange.model, loader)
+            _check_pipeline(exchange.model, loader, elastic)
     shares = getattr(loader, "shares", None)
     if shares is not None and not shares.is_equal:
         for exchange in exchanges:
@@ -133,8 +134,13 @@ def steps(
     return _steps(loader, exchanges, replay, checkpoint, elastic, clock)
 
 
-def _check_pipeline(model: Pipeline, loader: Loader) -> None:
+def _check_pipeline(model: Pipeline, loader: Loader, elastic: Elastic | None) -> None:
     """Checks that its workers have the same micro-batches, as many as its schedule takes."""
+    if elastic is not None:
+        raise UsageError(
+            "`elastic` begins the loop over a global batch's micro-batches again when a worker is"
+            " lost, and a pipeline has no such loop: train without it."
+        )
     if model.num_workers == 1 or not isinstance(loader, GlobalBatchLoader):
         return
     if loader.shares.is_measured:
@@ -414,15 +420,11 @@ class Batch:
             model: what the exchange is of.
 
         Raises:
-            UsageError: if the one exchange is not of this model, or with `elastic`.
+            UsageError: if there are several exchanges, or one of another model.
         """
         exchange = self._exchanges[0]
         if len(self._exchanges) > 1 or exchange.model is not model:
             raise UsageError("`model` is not what `steps` has the one exchange of: attach it.")
-        if self._elastic is not None:
-            raise UsageError(
-                "`elastic` goes without a pipeline, whose other stages would not hear of a loss."
-            )
         data, seeds, factors, losses = [], [], [], []
         for each in self:
             weight = None if model.weight is None else model.weight(each)

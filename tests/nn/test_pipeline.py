@@ -305,6 +305,16 @@ def test_a_pipeline_is_not_called() -> None:
         train(Head(), comm, lambda batch: batch.run(model))
 
 
+def test_a_pipeline_is_not_elastic() -> None:
+    comm = Communicator.single_process()
+    model, _ = pipeline(comm, 1)
+    exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
+    loader = allstep.data.loader(samples(8), comm, global_batch=4, micro_batch=2)
+    elastic = allstep.Elastic(loader, exchange, state={})
+    with pytest.raises(UsageError, match="`elastic` begins the loop over a global batch's"):
+        allstep.steps(loader, exchange, elastic=elastic)
+
+
 class Shrinking(nn.Module):
     """Returns fewer and fewer rows."""
 
@@ -340,8 +350,8 @@ def test_stages_without_fixed_shapes() -> None:
 
 
 def refused(comm: Communicator, folder: Path) -> dict[str, str]:
-    """What each wrong call says, on a pipeline of two workers."""
-    mesh = comm.mesh(data=1, pipeline=2)
+    """What each wrong call says, on two pipelines of two workers."""
+    mesh = comm.mesh(data=2, pipeline=2)
     said = {}
 
     def note(name: str, call: Callable[[], object]) -> None:
@@ -358,8 +368,11 @@ def refused(comm: Communicator, folder: Path) -> dict[str, str]:
     note("axis", lambda: allstep.attach(model, mesh["pipeline"]))
     exchange = allstep.attach(model, mesh["data"])
     given = TensorDataset(torch.ones(4, 2))
-    with allstep.data.loader(given, mesh["data"], global_batch=4, micro_batch=4) as loader:
-        note("few", lambda: next(allstep.steps(loader, exchange)))
+    sizes = {"global_batch": 4, "micro_batch": 2}
+    with allstep.data.loader(given, mesh["data"], shares="measured", **sizes) as loader:
+        note("measured", lambda: allstep.steps(loader, exchange))
+    with allstep.data.loader(given, mesh["data"], **sizes) as loader:
+        note("few", lambda: allstep.steps(loader, exchange))
         note("checkpoint", lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={}))
     note("shapes", lambda: model.evaluate([(torch.ones(n, 2),) for n in (3, 2, 1)]))
     return said
@@ -371,12 +384,13 @@ def test_what_a_pipeline_refuses(tmp_path: Path) -> None:
         "three": "`stages` are 3, which must be a multiple of the 2 workers along the axis.",
         "all": "attach it to mesh['data'], whose workers have the same stages",
         "axis": "attach it to mesh['data'], whose workers have the same stages",
-        "few": "cuts a global batch in 1 micro-batches, of which a pipeline gets 1, and `schedule`"
+        "few": "cuts a global batch in 2 micro-batches, of which a pipeline gets 1, and `schedule`"
         " (='1f1b') takes at least 2",
+        "measured": "`shares` (='measured') would cut a global batch otherwise on each of the",
         "checkpoint": "`model.stages` is divided over the workers",
         "shapes": "inputs of 3 different shapes: [3, 2] float32, then [2, 2] float32, then [1, 2]",
     }
-    for said in run_processes(2, refused, tmp_path):
+    for said in run_processes(4, refused, tmp_path):
         assert said.keys() == words.keys()
         for name, message in said.items():
             assert words[name] in message
