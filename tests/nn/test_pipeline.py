@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,15 @@ from tests.helpers.processes import RemoteError, run_processes
 
 Maker = Callable[[], nn.Module]
 State = dict[str, Tensor]
+
+
+class Trained(NamedTuple):
+    """Parameters that this worker has, mean losses, and exchanges with a second message."""
+
+    state: State
+    losses: list[float]
+    num_completed: int
+
 
 GLOBAL_BATCH, MICRO_BATCH = 20, 4
 
@@ -81,8 +90,8 @@ def train(
     run: Callable[[Batch], None],
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
-) -> list[float]:
-    """Twenty steps at least; an epoch's last global batch is short. Returns the mean losses."""
+) -> Trained:
+    """Twenty steps at least; an epoch's last global batch is short."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
     losses = []
@@ -98,7 +107,8 @@ def train(
                     optimizer.step()
                 optimizer.zero_grad()
     exchange.detach()
-    return losses
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    return Trained(state, losses, exchange.stats().num_completed)
 
 
 # -- the oracle: a plain loop of one process -----------------------------------------------------
@@ -106,7 +116,7 @@ def train(
 
 def plainly(
     *, is_frozen: bool = False, weighed: bool = False, spoilt: str = "", num: int = 46
-) -> tuple[State, list[float]]:
+) -> Trained:
     """`batch.backward` for each micro-batch, and draws by micro-batch and stage."""
     device = torch.device("cpu")
     torch.manual_seed(0)
@@ -129,8 +139,7 @@ def plainly(
             else:
                 batch.backward(mean_error(values, data))
 
-    losses = train(model, Communicator.single_process(), run, num)
-    return {name: p.detach() for name, p in model.named_parameters()}, losses
+    return train(model, Communicator.single_process(), run, num)
 
 
 def pipeline(comm: Communicator, num_data: int, **options: Any) -> tuple[Pipeline, Communicator]:
@@ -149,29 +158,33 @@ def pipelined(
     weighed: bool = False,
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
-) -> tuple[State, list[float]]:
-    """The stages that this worker has, and what `global_loss` said."""
+) -> Trained:
+    """The same through a pipeline."""
     of_loss = {"loss": counted_error, "weight": counts_of} if weighed else {}
     stages = makers(is_frozen)
     model, data = pipeline(comm, num_data, stages=stages, schedule=schedule, **of_loss)
-    losses = train(model, data, lambda batch: batch.run(model), num, policy)
-    return {name: p.detach() for name, p in model.named_parameters()}, losses
+    return train(model, data, lambda batch: batch.run(model), num, policy)
 
 
-def assert_same(found: tuple[State, list[float]], expected: tuple[State, list[float]]) -> None:
-    for name, value in found[0].items():
-        torch.testing.assert_close(value, expected[0][name], rtol=0, atol=1e-10)
-    assert found[1] == pytest.approx(expected[1], rel=0, abs=1e-10)
+def assert_same(found: Trained, expected: Trained) -> None:
+    for name, value in found.state.items():
+        torch.testing.assert_close(value, expected.state[name], rtol=0, atol=1e-10)
+    assert found.losses == pytest.approx(expected.losses, rel=0, abs=1e-10)
 
 
-def assert_other(spoilt: tuple[State, list[float]], expected: tuple[State, list[float]]) -> None:
-    assert any((spoilt[0][name] - p).abs().max() > 1e-4 for name, p in expected[0].items())
+def assert_same_bits(found: Trained, expected: Trained) -> None:
+    assert all(torch.equal(value, expected.state[name]) for name, value in found.state.items())
+    assert found.losses == expected.losses and found.num_completed == expected.num_completed
+
+
+def assert_other(spoilt: Trained, expected: Trained) -> None:
+    assert any((spoilt.state[n] - p).abs().max() > 1e-4 for n, p in expected.state.items())
 
 
 # -- the same model on any layout ----------------------------------------------------------------
 
 
-def variants(comm: Communicator, num_data: int) -> dict[str, tuple[State, list[float]]]:
+def variants(comm: Communicator, num_data: int) -> dict[str, Trained]:
     """What is trained on each layout, in one start of its processes."""
     return {
         "means": pipelined(comm, num_data, "1f1b"),
@@ -182,7 +195,7 @@ def variants(comm: Communicator, num_data: int) -> dict[str, tuple[State, list[f
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, tuple[State, list[float]]]:
+def expected() -> dict[str, Trained]:
     return {
         "means": plainly(),
         "sums": plainly(weighed=True),
@@ -190,30 +203,30 @@ def expected() -> dict[str, tuple[State, list[float]]]:
     }
 
 
-def test_a_lone_worker_has_the_same_model(expected: dict[str, tuple[State, list[float]]]) -> None:
+def test_a_lone_worker_has_the_same_model(expected: dict[str, Trained]) -> None:
     for name, found in variants(Communicator.single_process(), 1).items():
-        assert found[0].keys() == expected[name][0].keys()
+        assert found.state.keys() == expected[name].state.keys()
         assert_same(found, expected[name])
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("size", "num_data"), [(2, 1), (2, 2), (4, 2), (4, 1)])
 def test_stages_on_several_workers_are_the_same_model(
-    size: int, num_data: int, expected: dict[str, tuple[State, list[float]]]
+    size: int, num_data: int, expected: dict[str, Trained]
 ) -> None:
     for of_worker in run_processes(size, variants, num_data, timeout_s=240):
         for name, found in of_worker.items():
-            assert len(found[0]) == 8 * num_data // size  # two parameters a stage
+            assert len(found.state) == 8 * num_data // size  # two parameters a stage
             assert_same(found, expected[name])
 
 
-def test_controls(expected: dict[str, tuple[State, list[float]]]) -> None:
+def test_controls(expected: dict[str, Trained]) -> None:
     """Stages that draw the same, and micro-batches that count the same, are other models."""
     for spoilt in ("seeds", "weights"):
         assert_other(plainly(spoilt=spoilt), expected["means"])
 
 
-def with_policies(comm: Communicator, num_data: int) -> list[tuple[State, list[float]]]:
+def with_policies(comm: Communicator, num_data: int) -> list[Trained]:
     policies = [
         allstep.Synchronous(compression="exact"),
         allstep.Synchronous(compression="fp16"),
@@ -232,10 +245,8 @@ def test_policies_along_the_axis_of_data() -> None:
     )
     for of_worker in run_processes(4, with_policies, 2, timeout_s=240):
         for found, same in zip(of_worker, whole, strict=True):
-            assert all(torch.equal(value, same[0][name]) for name, value in found[0].items())
-        exact = of_worker[0]
-        assert all(torch.equal(value, lone[0][name]) for name, value in exact[0].items())
-        assert exact[1] == lone[1]
+            assert_same_bits(found, same)
+        assert_same_bits(of_worker[0], lone)
 
 
 # -- losses without gradients --------------------------------------------------------------------
