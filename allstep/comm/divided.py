@@ -74,8 +74,7 @@ class Shard:
     @property
     def is_of_first_copy(self) -> bool:
         """Whether this worker's copy is the one that rank 0 has a part of."""
-        others = (place for name, place in self.mesh.coordinates.items() if name != self.axis)
-        return not any(others)
+        return _is_first_but_along(self.mesh, self.axis)
 
 
 class ShardHook:
@@ -101,13 +100,23 @@ class StageModules(nn.ModuleDict):
         self.mesh = mesh
         self.axis = axis
 
+    @property
+    def comm(self) -> Communicator:
+        """The workers that have the modules of the same copy."""
+        return self.mesh[self.axis]
+
+    @property
+    def is_of_first_copy(self) -> bool:
+        """Whether this worker's copy is the one that rank 0 has modules of."""
+        return _is_first_but_along(self.mesh, self.axis)
+
 
 def stages_of(model: nn.Module) -> dict[str, StageModules]:
     """name -> modules of the model that lie along an axis of several workers."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, StageModules) and module.mesh[module.axis].size > 1
+        if isinstance(module, StageModules) and module.comm.size > 1
     }
 
 
@@ -120,3 +129,7 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
         if isinstance(hook, ShardHook)
         for name, shard in hook.shards.items()
     }
+
+
+def _is_first_but_along(mesh: Mesh[Communicator], axis: str) -> bool:
+    return not any(place for name, place in mesh.coordinates.items() if name != axis)

@@ -1,6 +1,8 @@
 """States of a model that is divided over workers, in the form of one worker's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
@@ -8,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator, divided_prefixes, shards_of
+from allstep.comm import (
+    Communicator,
+    DividedModules,
+    StageModules,
+    divided_modules,
+    shards_of,
+    stages_of,
+)
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 from allstep.nn import DividedTensor, Window
@@ -16,6 +25,34 @@ from allstep.train.devices import map_tensors
 from allstep.train.shards import cut, cut_optimizer, divide, divide_optimizer, sharing_workers
 
 State = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """Modules of which each worker has others.
+
+    Attributes:
+        prefixes: their parameters' names begin with one of these.
+        comm: the workers that have the modules of one copy of the model.
+        is_first_copy: whether rank 0 has modules of this copy.
+    """
+
+    prefixes: tuple[str, ...]
+    comm: Communicator
+    is_first_copy: bool
+
+    def prefix_of(self, name: str) -> str:
+        """That of the modules which a parameter is in; empty if it is in none."""
+        return next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
+
+
+def _owned_modules(model: nn.Module) -> _Owned | None:
+    found: dict[str, DividedModules | StageModules] = {**divided_modules(model), **stages_of(model)}
+    for module in found.values():
+        is_first_copy = not isinstance(module, StageModules) or module.is_of_first_copy
+        prefixes = tuple(f"{name}." if name else "" for name in found)
+        return _Owned(prefixes, module.comm, is_first_copy)
+    return None
 
 
 def parts_of(exchange: Exchange) -> tuple[Communicator, set[nn.Parameter]] | None:
@@ -31,33 +68,33 @@ def parts_of(exchange: Exchange) -> tuple[Communicator, set[nn.Parameter]] | Non
     return comm, {p for name, p in exchange.trained.items() if name in exchange.shards}
 
 
-def whole_tensors(model: nn.Module, tensors: Mapping[str, Any], comm: Communicator) -> State:
+def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     """What a checkpoint has for tensors by their names in the model. All workers call it.
 
-    [Note: whole checkpoints] A checkpoint has every expert, under its number among all, whole
-    parameters in place of shards, and the optimizer's state in the order of one worker's
-    parameters, so that any number of workers goes on from it. [Note: divided checkpoints]
+    [Note: whole checkpoints] A checkpoint has every expert and every stage of a pipeline, under its
+    number among all, whole parameters in place of shards, and the optimizer's state in the order of
+    one worker's parameters, so that any number of workers goes on from it.
+    [Note: divided checkpoints]
 
     Args:
         model: the model.
         tensors: its state dict or gradients.
-        comm: all workers.
 
     Returns:
         As if this worker had the whole model, with divided tensors; where nothing is divided what
         it has.
     """
-    if prefixes := divided_prefixes(model):
-        return _of_all(tensors, prefixes, comm)
+    if owned := _owned_modules(model):
+        return _of_all(tensors, owned)
     shards = shards_of(model)
     return {n: divide(x, shards[n]) if n in shards else x for n, x in tensors.items()}
 
 
 def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     """What this worker needs of what `whole_tensors` gave, as views; what doesn't fit is left."""
-    if prefixes := divided_prefixes(model):
+    if owned := _owned_modules(model):
         own = model.state_dict()
-        return {n: x for n, x in tensors.items() if n in own or not n.startswith(prefixes)}
+        return {n: x for n, x in tensors.items() if n in own or not n.startswith(owned.prefixes)}
     shards = shards_of(model)
     return {
         name: cut(x, model.get_parameter(name).shape, shards[name]) if name in shards else x
@@ -65,23 +102,23 @@ def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     }
 
 
-def whole_optimizer(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> State:
+def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
     """The optimizer's state dict, as `whole_tensors` gives the model's. All workers call it.
 
     Raises:
         UsageError: if the optimizer has no parameter of rank 0's part, and others of others'.
     """
     optimizer_state = optimizer.state_dict()
-    prefixes = divided_prefixes(model)
-    if not prefixes:
+    owned = _owned_modules(model)
+    if owned is None:
         return divide_optimizer(model, optimizer, optimizer_state)
     own_names = list(chain.from_iterable(_names(model, optimizer)))
     by_name: State = {
         own_names[key] if isinstance(key, int) else key: state
         for key, state in optimizer_state["state"].items()
     }
-    by_name = _of_all(by_name, prefixes, comm)
-    groups = _whole_names(model, optimizer, comm)
+    by_name = _of_all(by_name, owned)
+    groups = _whole_names(model, optimizer, owned)
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     optimizer_state["state"] = {numbers.get(name, name): s for name, s in by_name.items()}
     for group, names in zip(optimizer_state["param_groups"], groups, strict=True):
@@ -92,13 +129,13 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer, comm: Communicator) 
 
 
 def local_optimizer(
-    model: nn.Module, optimizer: Optimizer, comm: Communicator, optimizer_state: Mapping[str, Any]
+    model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective."""
-    prefixes = divided_prefixes(model)
-    if not prefixes:
+    owned = _owned_modules(model)
+    if owned is None:
         return cut_optimizer(model, optimizer, optimizer_state)
-    groups = _whole_names(model, optimizer, comm)
+    groups = _whole_names(model, optimizer, owned)
     saved_groups = optimizer_state["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(names) for names in groups]:
         return optimizer_state  # which is another optimizer's
@@ -125,19 +162,19 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _whole_names(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> list[list[str]]:
+def _whole_names(model: nn.Module, optimizer: Optimizer, owned: _Owned) -> list[list[str]]:
     """Those of an optimizer over the whole model. Collective.
 
-    Where rank 0 has its part of a divided module, there the parts of all are, by rank.
+    Where rank 0 has its part of a divided module, there the parts of all are, by their numbers.
     """
-    prefixes = divided_prefixes(model)
-    by_rank: list[list[list[str]]] = comm.all_gather_object(_names(model, optimizer))
+    by_rank: list[list[list[str]]] = owned.comm.all_gather_object(_names(model, optimizer))
     whole = []
     for of_group in zip(*by_rank, strict=True):
         names: list[str] = []
-        for prefix, run in groupby(of_group[0], lambda name: _prefix(name, prefixes)):
-            parts = of_group if prefix else [list(run)]
-            names += [name for part in parts for name in part if _prefix(name, prefixes) == prefix]
+        for prefix, run in groupby(of_group[0], owned.prefix_of):
+            parts = chain.from_iterable(of_group) if prefix else run
+            found = (name for name in parts if owned.prefix_of(name) == prefix)
+            names += sorted(found, key=partial(_number_in, prefix))
         if len(names) != len(set(chain.from_iterable(of_group))):
             raise UsageError(
                 "The optimizer trains other parts of a divided module on rank 0 than on others:"
@@ -147,17 +184,23 @@ def _whole_names(model: nn.Module, optimizer: Optimizer, comm: Communicator) -> 
     return whole
 
 
-def _prefix(name: str, prefixes: Sequence[str]) -> str:
-    """That of the divided module which the parameter is in; empty if it is in none."""
-    return next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+def _number_in(prefix: str, name: str) -> int:
+    """That of the part which a parameter is in, among all parts of a divided module.
+
+    >>> _number_in("experts.", "experts.12.weight"), _number_in("", "0.weight")
+    (12, 0)
+    """
+    number = name.removeprefix(prefix).partition(".")[0]
+    return int(number) if prefix and number.isdigit() else 0
 
 
-def _of_all(state: Mapping[Any, Any], prefixes: tuple[str, ...], comm: Communicator) -> State:
+def _of_all(state: Mapping[Any, Any], owned: _Owned) -> State:
     """With the entries of all workers' divided modules; the same on all. Collective.
 
     Tensors of one number are copied, all others remain with their worker.
     """
-    own = {k: v for k, v in state.items() if isinstance(k, str) and k.startswith(prefixes)}
+    comm, is_first_copy = owned.comm, owned.is_first_copy
+    own = {k: v for k, v in state.items() if isinstance(k, str) and k.startswith(owned.prefixes)}
     by_rank = comm.all_gather_object(map_tensors(own, _described))
     whole = {key: value for key, value in state.items() if key not in own}
     for rank, described in enumerate(by_rank):
@@ -168,7 +211,8 @@ def _of_all(state: Mapping[Any, Any], prefixes: tuple[str, ...], comm: Communica
                 return x.detach().cpu()
             shape = x.shape if is_own else x.shape[1:]
             windows = [Window.whole(shape) if r == rank else None for r in range(comm.size)]
-            return DividedTensor(x if is_own else None, shape, x.dtype, windows, comm)
+            local = x if is_own else None
+            return DividedTensor(local, shape, x.dtype, windows, comm, is_first_copy)
 
         whole |= map_tensors(own if rank == comm.rank else described, divided)
     return whole

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep import __version__
-from allstep.comm import Communicator, shards_of
+from allstep.comm import Communicator, shards_of, stages_of
 from allstep.comm.membership import Membership, regroup
 from allstep.data import MapLoader
 from allstep.data.batches import GlobalBatchLoader
@@ -128,7 +128,7 @@ def check_whole(model: nn.Module, where: str, cure: str) -> None:
     Raises:
         UsageError: names a parameter, and the cure.
     """
-    for name in shards_of(model):
+    for name in (*shards_of(model), *stages_of(model)):
         raise UsageError(
             f"{where}.{name}` is divided over workers, and its parts would go with one that is"
             f" lost; {cure}."

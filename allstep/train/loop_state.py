@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator, divided_modules, shards_of
+from allstep.comm import (
+    Communicator,
+    Shard,
+    StageModules,
+    divided_modules,
+    shards_of,
+    stages_of,
+)
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
@@ -72,7 +79,7 @@ class LoopState:
 
     def models(self) -> list[dict[str, Any]]:
         """Their state dicts. Collective if a model is divided, as what follows."""
-        return [whole_tensors(x.model, x.model.state_dict(), self.comm) for x in self.exchanges]
+        return [whole_tensors(x.model, x.model.state_dict()) for x in self.exchanges]
 
     def gradients(self, are_kept: Iterable[bool]) -> list[dict[str, Any]]:
         """Name -> gradient, of each model that it is to be kept of; more may be added."""
@@ -80,7 +87,7 @@ class LoopState:
         for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
             trained = {**exchange.trained, **exchange.divided}
             kept = {n: p.grad for n, p in trained.items() if is_kept and p.grad is not None}
-            found.append(whole_tensors(exchange.model, kept, self.comm))
+            found.append(whole_tensors(exchange.model, kept))
         return found
 
     def part_states(self) -> dict[str, Any]:
@@ -91,7 +98,7 @@ class LoopState:
         part, model = self.parts[name], self._model_of[name]
         if model is None or not isinstance(part, Optimizer):
             return part.state_dict()
-        return whole_optimizer(model, part, self.comm)
+        return whole_optimizer(model, part)
 
     def exchange_states(self) -> list[dict[str, Any] | None]:
         """What is exchanged late, and how; on rank 0."""
@@ -105,7 +112,7 @@ class LoopState:
         for name, model in self._model_of.items():
             part = self.parts[name]
             if model is not None and isinstance(part, Optimizer) and name in parts:
-                parts[name] = local_optimizer(model, part, self.comm, parts[name])
+                parts[name] = local_optimizer(model, part, parts[name])
         models, gradients = (
             [local_tensors(x.model, y) for x, y in zip(self.exchanges, stored or (), strict=False)]
             for stored in (state["models"], state["gradients"])
@@ -227,9 +234,10 @@ def _check_arguments(
 
 def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
     """Those of the exchanges, and those with other parts of a model."""
-    for exchange in exchanges:
-        for shard in shards_of(exchange.model).values():
-            return shard.mesh.comm
+    for model in (exchange.model for exchange in exchanges):
+        parts: list[Shard | StageModules] = [*shards_of(model).values(), *stages_of(model).values()]
+        for part in parts:
+            return part.mesh.comm
     return exchanges[0].comm
 
 
@@ -240,7 +248,7 @@ def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -
     updated = {id(p) for group in part.param_groups for p in group["params"]}
     for model in (exchange.model for exchange in exchanges):
         own = set(map(id, model.parameters()))
-        if not updated & own or not (divided_modules(model) or shards_of(model)):
+        if not updated & own or not _is_divided(model):
             continue
         if not updated <= own:
             raise UsageError(
@@ -249,3 +257,7 @@ def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -
             )
         return model
     return None
+
+
+def _is_divided(model: nn.Module) -> bool:
+    return bool(divided_modules(model) or shards_of(model) or stages_of(model))

@@ -276,11 +276,11 @@ class Run:
 
     def _state(self, exchange: dict[str, Any] | None, loader: dict[str, int]) -> dict[str, Any]:
         is_shared = self._comm.rank == 0 or self.exchange.averaging is None
-        optimizer = whole_optimizer(self._model, self._optimizer, self._comm)
+        optimizer = whole_optimizer(self._model, self._optimizer)
         return {
             "options": self._kept_options(),
             "threads": self._threads.state_dict(),
-            "model": whole_tensors(self._model, self._model.state_dict(), self._comm),
+            "model": whole_tensors(self._model, self._model.state_dict()),
             "optimizer": optimizer if is_shared else None,
             "scaler": self.precision.scaler.state_dict(),
             "num_skipped": self.train_step.num_skipped,
@@ -295,9 +295,7 @@ class Run:
         return {
             **state,
             "model": local_tensors(self._model, state["model"]),
-            "optimizer": local_optimizer(
-                self._model, self._optimizer, self._comm, state["optimizer"]
-            ),
+            "optimizer": local_optimizer(self._model, self._optimizer, state["optimizer"]),
             "exchange": own_exchange(self.exchange.shards, state["exchange"]),
         }
 
