@@ -13,17 +13,21 @@ from allstep.plan.learning_curve import (
     fit_learning_curve,
 )
 from allstep.plan.measured_collective import MeasuredCollective
+from allstep.plan.memory import Memory, memory_of
+from allstep.plan.mesh import MeshSpec
+from allstep.plan.mesh_advice import MeshAdvice, MeshOption, recommend_mesh
 from allstep.plan.next_step import RunNumbers, next_step
 from allstep.plan.nodes import Link
 from allstep.plan.noise_scale import NoiseScale
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
-from allstep.plan.predict import WORTH_ADDING, Prediction, predict
+from allstep.plan.predict import WORTH_ADDING, Prediction, predict, predict_mesh
 from allstep.plan.price import Price, work_s
 from allstep.plan.recommend import Recommendation, recommend
 from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.time_to_target import Target
+from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import TrainingSpec, Workload
 
 __all__ = [
@@ -40,6 +44,10 @@ __all__ = [
     "LearningCurve",
     "Link",
     "MeasuredCollective",
+    "Memory",
+    "MeshAdvice",
+    "MeshOption",
+    "MeshSpec",
     "NoiseScale",
     "PolicySpec",
     "Prediction",
@@ -51,17 +59,21 @@ __all__ = [
     "Target",
     "Timing",
     "TrainingSpec",
+    "TransformerSpec",
     "Workload",
     "chart",
     "fit_learning_curve",
     "fit_link",
     "measured_accuracy",
+    "memory_of",
     "next_step",
     "plain_data",
     "predict",
+    "predict_mesh",
     "preset_names",
     "read_cluster",
     "recommend",
+    "recommend_mesh",
     "seconds_text",
     "simulate",
     "timeline",

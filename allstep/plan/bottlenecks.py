@@ -37,6 +37,8 @@ def bottlenecks(prediction: Prediction, target: Target | None = None) -> list[Bo
         _slower_compute(prediction),
         _stragglers(prediction),
     ]
+    if prediction.tensor > 1:
+        found.append(_activations(prediction))
     return found if target is None else [*found, _larger_batch(prediction, target)]
 
 
@@ -64,9 +66,12 @@ def _exchange(prediction: Prediction) -> Bottleneck:
 
 def _idle_workers(prediction: Prediction) -> Bottleneck:
     num, idle = prediction.num_micro_batches, prediction.idle_share
+    sharers = f"{prediction.num_workers:,} workers"
+    if prediction.tensor > 1:
+        sharers = f"{prediction.mesh.data:,} copies of the model"
     return Bottleneck(
         1 / (1 - idle),
-        f"a step has {num:,} micro-batch{'es' * (num > 1)} for {prediction.num_workers:,} workers,"
+        f"a step has {num:,} micro-batch{'es' * (num > 1)} for {sharers},"
         f" which idle {idle:.0%} of it",
         "a larger batch, or smaller micro-batches",
     )
@@ -76,11 +81,25 @@ def _slower_compute(prediction: Prediction) -> Bottleneck:
     """Workers that share cores are slower than a single one, and each makes the whole update."""
     num_busy = prediction.num_workers * (1 - prediction.idle_share)
     lone_s = prediction.global_batch / prediction.single_worker_samples_per_s
-    factor = num_busy * prediction.report.compute_s / lone_s
+    factor = num_busy * (prediction.report.compute_s - prediction.activations_s) / lone_s
+    reason = f"together they compute {factor:.1f}x as long as one worker for the same samples"
+    if prediction.tensor > 1:
+        return Bottleneck(
+            factor,
+            f"{reason}, since what isn't divided is computed by all {prediction.tensor} of a copy",
+            "fewer workers a copy",
+        )
+    return Bottleneck(factor, reason, "a faster machine")
+
+
+def _activations(prediction: Prediction) -> Bottleneck:
+    """Workers of a copy wait for each other after each half of a block."""
+    report, waits_s = prediction.report, prediction.activations_s
     return Bottleneck(
-        factor,
-        f"together they compute {factor:.1f}x as long as one worker for the same samples",
-        "a faster machine",
+        report.compute_s / (report.compute_s - waits_s),
+        f"workers of a copy wait for each other's activations in {waits_s / report.step_s:.0%} of"
+        " a step",
+        "a faster link between them, or fewer workers a copy",
     )
 
 

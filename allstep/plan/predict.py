@@ -1,14 +1,17 @@
 """Step time, efficiency and samples per second for any number of workers."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from allstep.plan.cluster import Cluster
+from allstep.plan.cost import bucket_cost
+from allstep.plan.mesh import MeshSpec
 from allstep.plan.policies import PolicySpec
 from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
+from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import TrainingSpec
 
 MIB = 2**20
@@ -32,6 +35,9 @@ class Prediction:
         single_worker_batch: samples of a step of one worker.
         single_worker_samples_per_s: what it reaches.
         total_samples: samples of the whole training; None if its length isn't known.
+        tensor: workers that share a copy of the model.
+        activations_s: seconds of a step in which they wait for each other's activations; counted
+            as compute in the report.
     """
 
     policy: PolicySpec
@@ -42,6 +48,19 @@ class Prediction:
     single_worker_batch: int
     single_worker_samples_per_s: float
     total_samples: int | None = None
+    tensor: int = 1
+    activations_s: float = 0.0
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """Copies of the model, and workers of each."""
+        return MeshSpec(data=self.num_workers // self.tensor, tensor=self.tensor)
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of a step spent waiting: for activations, for gradients and for slower workers."""
+        report = self.report
+        return (self.activations_s + report.exposed_s + report.straggler_s) / report.step_s
 
     @property
     def samples_per_s(self) -> float:
@@ -68,8 +87,9 @@ class Prediction:
     @property
     def idle_share(self) -> float:
         """Share of the workers' compute time that is lost, since micro-batches don't divide."""
-        most = ceil(self.num_micro_batches / self.num_workers)
-        return 1 - self.num_micro_batches / (self.num_workers * most)
+        num_copies = self.num_workers // self.tensor
+        most = ceil(self.num_micro_batches / num_copies)
+        return 1 - self.num_micro_batches / (num_copies * most)
 
     @property
     def efficiency(self) -> float:
@@ -137,6 +157,60 @@ def predict_one(
         single_worker_batch=training.batch(1),
         single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
         total_samples=training.total_samples,
+    )
+
+
+def predict_mesh(
+    training: TrainingSpec,
+    transformer: TransformerSpec,
+    cluster: Cluster,
+    policy: PolicySpec,
+    mesh: MeshSpec,
+) -> Prediction:
+    """Predicts a policy along `data` of a mesh whose copies of a transformer are divided.
+
+    Activations travel while nothing else does in a copy, and not beside gradients: where both take
+    the same link, the step takes longer.
+
+    Args:
+        training: undivided, with one micro-batch a *copy* if its batch isn't fixed.
+        transformer: its blocks.
+        cluster: the machines and links that it would run on.
+        policy: exchanges gradients along `data`.
+        mesh: copies of the model and workers of each.
+
+    Returns:
+        A step; with `tensor` 1 that of `predict`.
+
+    Raises:
+        UsageError: if the mesh doesn't fit the heads, the cluster or its nodes.
+
+    >>> from allstep.plan.cluster_files import read_cluster
+    >>> from allstep.plan.workload import Workload
+    >>> micro = Workload.from_step(num_params=380_000_000, step_s=1.0, num_samples=4)
+    >>> blocks = TransformerSpec(depth=24, width=1024, heads=16, sequence_length=1024)
+    >>> for mesh in (MeshSpec(data=8), MeshSpec(data=4, tensor=2)):
+    ...     p = predict_mesh(TrainingSpec(micro=micro), blocks, read_cluster("ethernet-25g"),
+    ...         PolicySpec(name="fp32"), mesh)
+    ...     print(mesh, f"{p.speed_up:.1f}x")
+    data=8,tensor=1 8.0x
+    data=4,tensor=2 6.7x
+    """
+    micro = training.micro
+    num_activations = transformer.num_activations(micro.num_samples)
+    tensor_axis = mesh.tensor_axis(cluster)
+    all_reduce_s = bucket_cost(
+        "fp32", "native", tensor_axis, num_activations, element_bytes=transformer.activation_bytes
+    ).seconds
+    divided = replace(training, micro=transformer.divide(micro, mesh.tensor, all_reduce_s))
+    found = predict_one(divided, mesh.data_axis(cluster), policy, mesh.data)
+    passes = 2 * training.num_micro_batches(mesh.data)
+    return replace(
+        found,
+        num_workers=mesh.num_workers,
+        single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
+        tensor=mesh.tensor,
+        activations_s=passes * transformer.waits_s(all_reduce_s) if mesh.tensor > 1 else 0.0,
     )
 
 

@@ -26,7 +26,7 @@ from allstep.plan.time_to_target import Target
 # Seconds until several workers have imported torch, found each other and begun to train.
 STARTUP_S = 10.0
 # Differences below this share are smaller than the errors of predictions.
-_AS_FAST = 0.02
+AS_FAST = 0.02
 # A lossy policy that gains less than this is not worth a word.
 _WORTH_A_LOSS = 0.10
 # Up to here ImageNet kept its accuracy with plain SGD (Goyal et al., 2017).
@@ -97,12 +97,12 @@ def recommend(
             _instead_of(choice, _simplest(predictions, choice.num_workers)),
             _limit(choice, best, target),
         ]
-    reached = 1.0 if choice is None else _gain(choice, target)
+    reached = 1.0 if choice is None else gain_of(choice, target)
     faster = [
         p
         for p in several
         if not is_lossless(p.policy)
-        and _gain(p, target) >= (1 + _WORTH_A_LOSS) * reached
+        and gain_of(p, target) >= (1 + _WORTH_A_LOSS) * reached
         and _saves_startup(p, target, startup_s)
     ]
     allowed = [p for p in faster if _is_allowed(p, accuracy, max_points_lost)]
@@ -123,7 +123,7 @@ def recommend(
 def simplest_fast(predictions: Sequence[Prediction]) -> Prediction:
     """The first of those that are as good as the fastest."""
     fastest_s = min(p.report.step_s for p in predictions)
-    return next(p for p in predictions if p.report.step_s <= (1 + _AS_FAST) * fastest_s)
+    return next(p for p in predictions if p.report.step_s <= (1 + AS_FAST) * fastest_s)
 
 
 def _best_by_workers(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -134,7 +134,7 @@ def _best_by_workers(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 def _largest_worth_adding(best: Sequence[Prediction], target: Target | None) -> Prediction | None:
     """The most workers of which each brings enough; None for one worker."""
-    num_workers = worth_adding([(1, 1.0), *((p.num_workers, _gain(p, target)) for p in best)])
+    num_workers = worth_adding([(1, 1.0), *((p.num_workers, gain_of(p, target)) for p in best)])
     return next((p for p in best if p.num_workers == num_workers), None)
 
 
@@ -154,15 +154,15 @@ def _simplest(predictions: Sequence[Prediction], num_workers: int) -> Prediction
     return next(p for p in predictions if p.num_workers == num_workers)
 
 
-def _gain(prediction: Prediction, target: Target | None) -> float:
-    """How many times as fast as one worker."""
+def gain_of(prediction: Prediction, target: Target | None) -> float:
+    """How many times as fast as one worker, on the way to the target if there is one."""
     return prediction.speed_up if target is None else target.speed_up(prediction)
 
 
 def _training_s(prediction: Prediction, target: Target | None) -> float | None:
     """Seconds of the whole training, the samples to the target counted; None if not known."""
     one_s = prediction.single_worker_training_s
-    return None if one_s is None else one_s / _gain(prediction, target)
+    return None if one_s is None else one_s / gain_of(prediction, target)
 
 
 def _saves_startup(prediction: Prediction, target: Target | None, startup_s: float) -> bool:
@@ -208,7 +208,7 @@ def _batch_note(choice: Prediction, target: Target | None) -> str:
 
 def _instead_of(choice: Prediction, simplest: Prediction) -> str:
     if choice.policy.name == simplest.policy.name:
-        return f"No lossless policy is more than {_AS_FAST:.0%} faster, so keep it simple."
+        return f"No lossless policy is more than {AS_FAST:.0%} faster, so keep it simple."
     share, gain = simplest.report.exchange_share, simplest.report.step_s / choice.report.step_s
     return (
         f"With {simplest.policy.name} the exchange takes {share:.0%} of a step; this is"
@@ -224,7 +224,7 @@ def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None
     bottleneck = growing_bottleneck(choice, following, target)
     return (
         f"More workers don't pay: {following.num_workers:,} would be"
-        f" {_gain(following, target):,.1f}x one worker with {following.policy.name}, as"
+        f" {gain_of(following, target):,.1f}x one worker with {following.policy.name}, as"
         f" {bottleneck.reason}."
     )
 
@@ -232,12 +232,12 @@ def _limit(choice: Prediction, best: Sequence[Prediction], target: Target | None
 def _no_gain(best: Sequence[Prediction], target: Target | None) -> str:
     if not best:
         return "stay on one worker: all of these policies may cost accuracy."
-    fastest = max(best, key=lambda p: _gain(p, target))
+    fastest = max(best, key=lambda p: gain_of(p, target))
     bottleneck = largest_bottleneck(fastest, target)
     way = "" if target is None else " on the way to the target"
     return (
         f"stay on one worker: {fastest.num_workers:,} workers with {fastest.policy.name}, the best"
-        f" that costs no accuracy, come to {_gain(fastest, target):,.2f}x the speed of one{way}:"
+        f" that costs no accuracy, come to {gain_of(fastest, target):,.2f}x the speed of one{way}:"
         f" {bottleneck.reason}. What would help: {bottleneck.cure}."
     )
 
@@ -257,8 +257,8 @@ def _bring_and_cost(
     lossy: Prediction, choice: Prediction | None, accuracy: AccuracyTable, target: Target | None
 ) -> str:
     """A lossy policy against the recommendation."""
-    gain = _gain(lossy, target)
-    against = "" if choice is None else f", {gain / _gain(choice, target):.2f}x the above"
+    gain = gain_of(lossy, target)
+    against = "" if choice is None else f", {gain / gain_of(choice, target):.2f}x the above"
     duration = _training_s(lossy, target)
     whole = "" if duration is None else f", {seconds_text(duration)} for the whole training"
     cost = accuracy.cost(lossy.policy)
@@ -280,16 +280,16 @@ def _temptation(
     target: Target | None,
 ) -> str:
     """What else would be faster if accuracy didn't matter."""
-    gains = {p.num_workers: _gain(p, target) for p in best}
-    reached = 1.0 if lossy is None else _gain(lossy, target)
+    gains = {p.num_workers: gain_of(p, target) for p in best}
+    reached = 1.0 if lossy is None else gain_of(lossy, target)
     tempting = [
         p
         for p in others
-        if _gain(p, target) >= (1 + WORTH_ADDING) * max(reached, gains.get(p.num_workers, 0.0))
+        if gain_of(p, target) >= (1 + WORTH_ADDING) * max(reached, gains.get(p.num_workers, 0.0))
     ]
     if not tempting:
         return ""
-    most = max(tempting, key=lambda p: _gain(p, target))
+    most = max(tempting, key=lambda p: gain_of(p, target))
     cost = accuracy.cost(most.policy)
     if cost is None:
         price = "at a cost in accuracy that is not measured"
@@ -297,7 +297,7 @@ def _temptation(
         price = f"at a cost in accuracy that is measured on {accuracy.num_workers} workers only"
     else:
         price = f"for {cost} points"
-    gain = _gain(most, target)
+    gain = gain_of(most, target)
     return (
         f"On {most.num_workers:,} workers {most.policy.name} would come to {gain:,.1f}x, {price}."
     )
