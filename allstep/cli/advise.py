@@ -6,9 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from allstep.cli.advise_curve import read_growth
-from allstep.cli.advise_files import check_files, write_files
+from allstep.cli.advise_files import check_files, write_files, write_plain
 from allstep.cli.advise_flags import check_numbers, read_machines, read_price
 from allstep.cli.advise_measure import Answer, check_flags, measure_here, worker_counts
+from allstep.cli.advise_mesh import (
+    answer,
+    check_mesh_flags,
+    plain_mesh,
+    read_question,
+    show_mesh,
+)
 from allstep.cli.advise_output import Advice, show
 from allstep.cli.advise_subject import Subject, is_script, read_command_line, read_subject
 from allstep.cli.launch import launch_workers
@@ -51,6 +58,7 @@ def run(
     """
     name, known, rest = read_command_line(arguments)
     check_numbers(known)
+    check_mesh_flags(known)
     if not known.measure or read_launch().rank == 0:  # of several, one writes
         check_files(known)
     recipe = None if name is None or is_script(name) else name
@@ -63,6 +71,8 @@ def run(
         local = (num_devices(), num_cores()) if num_local is None else num_local
         counts = worker_counts(known, local)
         return _measure(known, subject, table, counts, growth, price, start)
+    if known.mesh is not None:
+        return _mesh(known, subject, name)
     cluster, counts = read_machines(known)
     stragglers = Stragglers(spread=known.stragglers / 100)
     noise_scale, total_samples = _count(known, "noise_scale"), _count(known, "total_samples")
@@ -70,14 +80,27 @@ def run(
     _check_length(job, price)
     predictions = predict(job, cluster, POLICIES, counts, stragglers)
     advice = _advise(known, job, cluster, predictions, table, noise_scale)
-    if name is None and known.step_ms is None:
-        advice = replace(advice, assumption=_lent_speed(cluster))
+    advice = replace(advice, assumption=_lent_speed(known, name, cluster))
     _show(known, replace(advice, growth=growth, price=price))
     return 0
 
 
-def _lent_speed(cluster: Cluster) -> str:
-    """What a model whose time isn't given is taken to be like."""
+def _mesh(known: Namespace, subject: Subject, name: str | None) -> int:
+    """Predicts meshes, and recommends one of them."""
+    question = read_question(known, subject)
+    job = _with_length(subject.job(question.cluster), _count(known, "total_samples"))
+    target = _target(job, _count(known, "noise_scale"))
+    lent_speed = _lent_speed(known, name, question.cluster)
+    found = answer(known, question, job, subject.model(job.micro), target, lent_speed)
+    show_mesh(found, with_timeline=known.timeline)
+    write_plain(known, plain_mesh(found))
+    return 0
+
+
+def _lent_speed(known: Namespace, name: str | None, cluster: Cluster) -> str:
+    """What a model whose time isn't given is taken to be like; "" if it is."""
+    if name is not None or known.step_ms is not None:
+        return ""
     of = f" of {cluster.workload}" if cluster.workload else ""
     return f"A worker's speed: {cluster.samples_per_s:g} samples/s{of}, from the cluster's file."
 
@@ -124,9 +147,7 @@ def _advise(
     noise_scale: int | None,
     measured_s: Mapping[tuple[str, int], float] | None = None,
 ) -> Advice:
-    target = None
-    if noise_scale is not None:
-        target = Target(critical_batch=noise_scale, known_batch=job.batch(1))
+    target = _target(job, noise_scale)
     return Advice(
         job=job,
         cluster=cluster,
@@ -138,6 +159,12 @@ def _advise(
         ),
         measured_s=measured_s or {},
     )
+
+
+def _target(job: TrainingSpec, noise_scale: int | None) -> Target | None:
+    if noise_scale is None:
+        return None
+    return Target(critical_batch=noise_scale, known_batch=job.batch(1))
 
 
 def _with_length(job: TrainingSpec, total_samples: int | None) -> TrainingSpec:

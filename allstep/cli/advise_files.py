@@ -30,16 +30,22 @@ def write_files(known: Namespace, advice: Advice) -> None:
     Raises:
         UsageError: if a file can't be written after all.
     """
-    if known.json is not None:
-        _write_json(known.json, advice)
+    write_plain(known, plain_advice(advice))
     if known.plot is not None:
         _write_plot(known.plot, advice)
 
 
-def _write_json(path: Path, advice: Advice) -> None:
-    text = json.dumps(plain_advice(advice), indent=2, allow_nan=False) + "\n"
-    with writing_errors(f"`json` (={path})"):
-        path.write_text(text, encoding="utf-8")
+def write_plain(known: Namespace, plain: dict[str, Any]) -> None:
+    """Writes all numbers as JSON, if that was asked for.
+
+    Raises:
+        UsageError: if the file can't be written after all.
+    """
+    if known.json is None:
+        return
+    text = json.dumps(plain, indent=2, allow_nan=False) + "\n"
+    with writing_errors(f"`json` (={known.json})"):
+        known.json.write_text(text, encoding="utf-8")
 
 
 def plain_advice(advice: Advice) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from allstep.cli.quantities import parse_bandwidth, parse_counts
@@ -74,6 +75,19 @@ def make_parser() -> argparse.ArgumentParser:
         " would help",
     )
     job.add_argument(
+        "--transformer",
+        metavar="depth=N,...",
+        help="with --mesh, without a recipe: the model's blocks,"
+        " depth=24,width=1024,heads=16,sequence-length=512",
+    )
+    job.add_argument(
+        "--states-per-param",
+        metavar="X",
+        type=float,
+        help="with --mesh, without a recipe: numbers that the optimizer keeps of a parameter"
+        " (default: 2, AdamW's; 1 is SGD's momentum)",
+    )
+    job.add_argument(
         "--max-points-lost",
         metavar="X",
         type=float,
@@ -120,6 +134,18 @@ def make_parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         help="by how many percent the compute of a step varies between workers (default: 0)",
+    )
+    cluster.add_argument(
+        "--mesh",
+        metavar="data=N,tensor=N|auto",
+        help="copies of a transformer and workers that share one (tensor parallelism); auto ranks"
+        " all meshes of --workers N",
+    )
+    cluster.add_argument(
+        "--memory-gib",
+        metavar="X",
+        type=float,
+        help="with --mesh: of a worker; meshes that need more drop out",
     )
     cluster.add_argument(
         "--measure",
@@ -170,6 +196,8 @@ def check_numbers(known: Namespace) -> None:
             check_integer(name, value)
     for name, check, example in (
         ("copy_gb_s", check_positive, "10 is usual for a CPU"),
+        ("memory_gib", check_positive, "32 is 32 GiB a worker"),
+        ("states_per_param", check_not_negative, "2 is AdamW's"),
         ("latency_us", check_not_negative, "30 is usual for Ethernet"),
         ("contention", check_not_negative, "10 means 10 % slower"),
         ("stragglers", check_not_negative, "5 is about 5 %"),
@@ -204,26 +232,29 @@ def read_price(known: Namespace) -> Price | None:
     return Price(per_hour=known.price_per_hour, **given)
 
 
-def read_machines(known: Namespace) -> tuple[Cluster, list[int]]:
+def read_machines(
+    known: Namespace, counts: Sequence[int] | None = None
+) -> tuple[Cluster, list[int]]:
     """The cluster, and the numbers of workers that are asked about.
 
     Args:
         known: flags that `check_numbers` has let through.
+        counts: the numbers of workers if no flag says them; None for the usual ones.
 
     Raises:
         UsageError: if flags are missing, or contradict each other.
     """
-    asked = None if known.workers is None else parse_counts("workers", known.workers)
+    asked = counts if known.workers is None else parse_counts("workers", known.workers)
     if known.cluster is None:
         per_node = known.per_node or 1
-        counts = asked or _usual_counts(per_node, max(2, _USUAL_WORKERS // per_node))
-        cluster = _bare_cluster(known, max(counts))
+        found = asked or _usual_counts(per_node, max(2, _USUAL_WORKERS // per_node))
+        cluster = _bare_cluster(known, max(found))
     else:
         cluster = _named_cluster(known)
-        counts = asked or _usual_counts(cluster.workers_per_node, cluster.num_nodes)
-    for count in counts:
+        found = asked or _usual_counts(cluster.workers_per_node, cluster.num_nodes)
+    for count in found:
         cluster.of(count, argument="workers")
-    return cluster, counts
+    return cluster, list(found)
 
 
 def _usual_counts(per_node: int, num_nodes: int) -> list[int]:

@@ -105,7 +105,8 @@ class Advice:
 def show(advice: Advice, *, with_timeline: bool) -> None:
     """Prints everything, as wide as the terminal allows."""
     console = make_console()
-    console.print(_assumptions(advice), style="dim", markup=False)
+    words = assumptions(advice.cluster, advice.job, advice.assumption)
+    console.print(words, style="dim", markup=False)
     counts = advice.worker_counts
     wanted = _POLICY_WIDTH + _CELL_WIDTH * len(counts) + _ACCURACY_WIDTH
     if wanted <= console.width:
@@ -139,10 +140,12 @@ def show(advice: Advice, *, with_timeline: bool) -> None:
         console.print(f"\n[bold]curve:[/] {escape(advice.growth.sentence)}")
 
 
-def _assumptions(advice: Advice) -> str:
-    cluster, micro = advice.cluster, advice.job.micro
+def assumptions(
+    cluster: Cluster, job: TrainingSpec, lent_speed: str, sharer: str = "worker"
+) -> str:
+    """What predictions rest on: the machines, a micro-batch's step, the batch of a `sharer`."""
+    micro, batch = job.micro, job.global_batch
     link = cluster.inter or cluster.intra
-    batch = advice.job.global_batch
     slowdowns = (timed.compute_slowdown for timed in cluster.collectives)
     slowdown = max(slowdowns, default=cluster.compute_slowdown)
     return (
@@ -151,7 +154,7 @@ def _assumptions(advice: Advice) -> str:
         f" compute {slowdown:.0%} slower beside communication."
         f" {micro.num_params:,} parameters; {micro.num_samples} samples take"
         f" {seconds_text(micro.forward_s)} forward, {seconds_text(micro.backward_s)} backward."
-        f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a worker'}. {advice.assumption}"
+        f" Batch: {f'{batch:,}' if batch else f'{micro.num_samples} a {sharer}'}. {lent_speed}"
     ).rstrip()
 
 

@@ -10,10 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from allstep import data
+from allstep.cli.advise_blocks import GivenBlocks
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.flags import read_flags
 from allstep.cli.launch import launch_workers
@@ -30,7 +33,7 @@ from allstep.doctor import (
     read_profile,
 )
 from allstep.errors import UsageError, check_choice, check_positive
-from allstep.plan import Cluster, TrainingSpec, Workload
+from allstep.plan import Cluster, MeshSpec, TrainingSpec, TransformerSpec, Workload
 from allstep.recipes import AnyRecipe, Recipe
 from allstep.train import Precision, Task, map_tensors
 
@@ -61,6 +64,12 @@ class Subject(Protocol):
 
     def question(self) -> Question:
         """What workers need to run it for real."""
+
+    def check_mesh(self, mesh: MeshSpec) -> None:
+        """Refuses a mesh over which its model can't be divided; before anything is measured."""
+
+    def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
+        """Its blocks, and the optimizer's states of a parameter; after `job`."""
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[str | None, Namespace, list[str]]:
@@ -121,13 +130,16 @@ def read_subject(
             )
     if is_script(name):
         return _Script(known, Path(name), rest, launch)
+    for field in ("transformer", "states_per_param"):
+        if getattr(known, field) is not None:
+            raise UsageError(
+                f"`{field}` (={getattr(known, field)}) is the recipe's own: leave"
+                f" `--{field.replace('_', '-')}` out."
+            )
     return _NamedRecipe(known, name, rest)
 
 
-class _BareNumbers:
-    def __init__(self, known: Namespace) -> None:
-        self._known = known
-
+class _BareNumbers(GivenBlocks):
     def job(self, cluster: Cluster) -> TrainingSpec:
         step_s = None
         if cluster.samples_per_s is not None:
@@ -178,12 +190,15 @@ class _NamedRecipe:
                 flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
         self._recipe = _read_recipe(name, flags)
         self._recipe.check()
+        self._states_per_param = 0.0
 
     def job(self, cluster: Cluster) -> TrainingSpec:
         recipe = self._recipe
         with closing(Communicator.single_process()) as comm:
             make_training, total_samples = recipe_training(recipe, comm)
-            micro = measure_workload(comm, make_training(), num_samples=recipe.micro_batch)
+            training = make_training()
+            micro = measure_workload(comm, training, num_samples=recipe.micro_batch)
+            self._states_per_param = _num_states(training.optimizer) / micro.num_params
         return TrainingSpec(
             micro=micro, global_batch=recipe.global_batch, total_samples=total_samples
         )
@@ -195,11 +210,35 @@ class _NamedRecipe:
             "global_batch": self._recipe.global_batch,
         }
 
+    def check_mesh(self, mesh: MeshSpec) -> None:
+        if self._recipe.divides_model:
+            raise UsageError(
+                "`tensor_parallel` and `mesh` both say how the model is divided: leave"
+                " `--tensor-parallel` out."
+            )
+        if self._recipe.with_tensor_parallel(mesh.tensor).transformer is None:
+            raise UsageError(
+                f"`mesh` (={mesh}) divides plain blocks, and those of recipe `{self._recipe.name}`"
+                " have experts: leave `--experts` out."
+            )
 
-class _Script:
+    def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
+        blocks = self._recipe.transformer
+        assert blocks is not None
+        return blocks, self._states_per_param
+
+
+def _num_states(optimizer: Optimizer) -> int:
+    """Numbers that it keeps, but for single ones such as counts of steps."""
+    states = (state for of in optimizer.state.values() for state in of.values())
+    return sum(state.numel() for state in states if torch.is_tensor(state) and state.dim())
+
+
+class _Script(GivenBlocks):
     def __init__(
         self, known: Namespace, path: Path, arguments: Sequence[str], launch: Launch
     ) -> None:
+        super().__init__(known)
         if known.micro_batch is not None:
             raise UsageError(
                 f"`micro_batch` (={known.micro_batch}) is the script's own: leave `--micro-batch`"

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 from allstep.errors import UsageError
 
@@ -66,6 +67,30 @@ def parse_counts(argument: str, text: str) -> list[int]:
     if None in map(_count, parts):
         raise UsageError(f"`{argument}` (={text}) must be numbers between commas, such as 1,2,4,8.")
     return sorted({parse_count(argument, part) for part in parts})
+
+
+def parse_named_counts(argument: str, text: str, names: Sequence[str]) -> dict[str, int]:
+    """Counts by name, such as the lengths of a mesh's axes.
+
+    Raises:
+        UsageError: if a name is unknown or there twice, or a count is none; names `argument`.
+
+    >>> parse_named_counts("mesh", "data=4,tensor=2", ("data", "tensor"))
+    {'data': 4, 'tensor': 2}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, is_given, count = part.partition("=")
+        name = name.strip()
+        if name not in names or not is_given:
+            raise UsageError(
+                f"`{argument}` (={text}) has no place for `{part.strip()}`; give"
+                f" {','.join(f'{valid}=N' for valid in names)}."
+            )
+        if name in found:
+            raise UsageError(f"`{argument}` (={text}) has `{name}` twice.")
+        found[name] = parse_count(f"{argument}: {name}", count)
+    return found
 
 
 def _count(text: str) -> float | None:

@@ -186,6 +186,21 @@ class Recipe(_Named, TrainOptions, ABC):
             f"Recipe `{self.name}` has no sequences that could grow in a second stage; `text` has."
         )
 
+    @property
+    def transformer(self) -> "allstep.plan.TransformerSpec | None":
+        """The blocks that tensor parallelism divides; None if it has none of them."""
+        return None
+
+    def with_tensor_parallel(self, num_workers: int) -> "Recipe":
+        """This recipe with so many workers a copy of the model.
+
+        Raises:
+            UsageError: if its model can't be divided so.
+        """
+        raise UsageError(
+            f"Recipe `{self.name}` has no blocks that tensor parallelism divides; `text` has."
+        )
+
     @abstractmethod
     def build(self, comm: Communicator) -> Task:
         """Model, data, loss and optimizer; the random state is set from `seed` already."""

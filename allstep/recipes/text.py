@@ -1,7 +1,7 @@
 """Any folder of text files and a small transformer that fills in or continues."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,6 +15,7 @@ from allstep.recipes.transformer import Experts, Transformer, tensor_parallel_pl
 
 _MIN_VOCAB_SIZE = 258
 
+_ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _ELEMENTWISE = ("sgd", "adamw", "rmsprop_warmup")  # updates that look at no layer as a whole
 
 
@@ -94,6 +95,21 @@ class Text(TokenRecipe):
     @property
     def divides_model(self) -> bool:
         return self.tensor_parallel > 1
+
+    @property
+    def transformer(self) -> allstep.plan.TransformerSpec | None:
+        if self.experts is not None:
+            return None
+        return allstep.plan.TransformerSpec(
+            depth=self.depth,
+            width=self.width,
+            heads=self.heads,
+            sequence_length=self.sequence_length,
+            activation_bytes=_ACTIVATION_BYTES[self.precision],
+        )
+
+    def with_tensor_parallel(self, num_workers: int) -> "Text":
+        return replace(self, tensor_parallel=num_workers)
 
     def _check_tensor_parallel(self) -> None:
         allstep.errors.check_multiple("heads", self.heads, "tensor_parallel", self.tensor_parallel)

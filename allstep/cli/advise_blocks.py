@@ -1,0 +1,46 @@
+"""What `--mesh` has to know of a model that is no recipe: blocks, and the optimizer's states."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+from allstep.cli.quantities import parse_named_counts
+from allstep.errors import UsageError
+from allstep.plan import MeshSpec, TransformerSpec, Workload
+
+_NAMES = ("depth", "width", "heads", "sequence-length")
+_ADAMW_STATES = 2.0
+
+
+class GivenBlocks:
+    """Blocks as `--transformer` says them.
+
+    Args:
+        known: the flags of `allstep advise`.
+    """
+
+    def __init__(self, known: Namespace) -> None:
+        self._known = known
+
+    def check_mesh(self, mesh: MeshSpec) -> None:
+        """Refuses heads that don't divide, and blocks that aren't given."""
+        self._blocks().check_tensor(mesh.tensor)
+
+    def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
+        """Its blocks, and the optimizer's states of a parameter."""
+        blocks = replace(self._blocks(), activation_bytes=micro.element_bytes)
+        given = self._known.states_per_param
+        return blocks, _ADAMW_STATES if given is None else given
+
+    def _blocks(self) -> TransformerSpec:
+        text = self._known.transformer
+        if text is None:
+            raise UsageError(
+                f"`mesh` (={self._known.mesh}) divides a transformer, of which the number of"
+                " parameters doesn't say the blocks; give `--transformer"
+                " depth=24,width=1024,heads=16,sequence-length=512`, or name the recipe `text`."
+            )
+        found = parse_named_counts("transformer", text, _NAMES)
+        for name in _NAMES:
+            if name not in found:
+                raise UsageError(f"`transformer` (={text}) doesn't say `{name}`.")
+        return TransformerSpec(**{name.replace("-", "_"): count for name, count in found.items()})

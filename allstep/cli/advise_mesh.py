@@ -1,0 +1,240 @@
+"""`allstep advise --mesh`: a step on data x tensor, and the fastest mesh of so many workers."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from allstep.cli.advise_flags import read_machines
+from allstep.cli.advise_output import assumptions
+from allstep.cli.advise_subject import Subject
+from allstep.cli.quantities import parse_counts, parse_named_counts
+from allstep.cli.rows import make_console
+from allstep.errors import UsageError
+from allstep.plan import (
+    POLICIES,
+    Cluster,
+    MeshAdvice,
+    MeshOption,
+    MeshSpec,
+    Target,
+    TrainingSpec,
+    TransformerSpec,
+    plain_data,
+    recommend_mesh,
+    seconds_text,
+    timeline,
+)
+
+_FLAGS = ("transformer", "states_per_param", "memory_gib")
+_WITHOUT_MESH = ("measure", "stragglers", "curve", "plot", "price_per_hour")
+# allstep's own exchange, which alone sums gradients along one axis of a mesh, in its usual format.
+_POLICY = next(policy for policy in POLICIES if policy.name == "fp32")
+
+
+def check_mesh_flags(known: Namespace) -> None:
+    """Refuses flags that go with a mesh without one, and those that don't with one.
+
+    Raises:
+        UsageError: for the first of them.
+    """
+    if known.mesh is None:
+        for name in (name for name in _FLAGS if getattr(known, name) is not None):
+            raise UsageError(
+                f"`{name}` (={getattr(known, name)}) counts where a model is divided; give `--mesh`"
+                f" auto or data=N,tensor=N, too, or leave `--{name.replace('_', '-')}` out."
+            )
+        return
+    for name in (name for name in _WITHOUT_MESH if getattr(known, name)):
+        raise UsageError(
+            f"`{name}` (={getattr(known, name)}) isn't known of a `mesh` (={known.mesh}): leave"
+            f" `--{name.replace('_', '-')}` or `--mesh` out."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshQuestion:
+    """The machines and the meshes that are asked about.
+
+    Attributes:
+        cluster: the machines.
+        meshes: the least divided first; all of as many workers.
+        refused: those of `--mesh auto` over which the model can't be divided, and why.
+    """
+
+    cluster: Cluster
+    meshes: Sequence[MeshSpec]
+    refused: dict[MeshSpec, str]
+
+
+def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
+    """What the flags ask; mistakes show before anything is measured.
+
+    Raises:
+        UsageError: for axes that aren't there or don't make up the workers, and what else is wrong.
+    """
+    if known.mesh != "auto":
+        lengths = parse_named_counts("mesh", known.mesh, ("data", "tensor"))
+        mesh = MeshSpec(**lengths)
+        _check_workers(known, mesh)
+        subject.check_mesh(mesh)
+        cluster, _ = read_machines(known, [mesh.num_workers])
+        mesh.data_axis(cluster)
+        return MeshQuestion(cluster=cluster, meshes=[mesh], refused={})
+    if known.workers is None and known.cluster is None:
+        raise UsageError(
+            "`workers` is missing: of how many `--mesh auto` ranks the meshes, such as"
+            " `--workers 8`."
+        )
+    cluster, counts = read_machines(known)
+    num_workers = cluster.num_workers if known.workers is None else counts[0]
+    if known.workers is not None and len(counts) > 1:
+        raise UsageError(
+            f"`workers` (={known.workers}) are several numbers, and `mesh` (=auto) ranks the meshes"
+            " of one; give one of them."
+        )
+    meshes, refused = MeshSpec.all_of(num_workers), {}
+    subject.check_mesh(meshes[0])
+    for mesh in meshes[1:]:
+        try:
+            subject.check_mesh(mesh)
+        except UsageError as error:
+            refused[mesh] = str(error)
+    return MeshQuestion(cluster=cluster, meshes=meshes, refused=refused)
+
+
+def _check_workers(known: Namespace, mesh: MeshSpec) -> None:
+    asked = None if known.workers is None else parse_counts("workers", known.workers)
+    if asked not in (None, [mesh.num_workers]):
+        raise UsageError(
+            f"`mesh` (={known.mesh}) has {mesh.data} x {mesh.tensor} = {mesh.num_workers} workers,"
+            f" and `workers` (={known.workers}) says otherwise: correct one, or leave `--workers`"
+            " out."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAnswer:
+    """What was found.
+
+    Attributes:
+        question, job, transformer, states_per_param, target: what it is about.
+        lent_speed: where the cluster's file says how fast the model is, in words; else "".
+        advice: the predictions and what follows.
+    """
+
+    question: MeshQuestion
+    job: TrainingSpec
+    transformer: TransformerSpec
+    states_per_param: float
+    target: Target | None
+    lent_speed: str
+    advice: MeshAdvice
+
+
+def answer(
+    known: Namespace,
+    question: MeshQuestion,
+    job: TrainingSpec,
+    model: tuple[TransformerSpec, float],
+    target: Target | None,
+    lent_speed: str,
+) -> MeshAnswer:
+    """Predicts the meshes and chooses one."""
+    transformer, states_per_param = model
+    advice = recommend_mesh(
+        job,
+        transformer,
+        question.cluster,
+        _POLICY,
+        question.meshes,
+        states_per_param=states_per_param,
+        memory_gib=known.memory_gib,
+        target=target,
+        refused=question.refused,
+    )
+    return MeshAnswer(
+        question=question,
+        job=job,
+        transformer=transformer,
+        states_per_param=states_per_param,
+        target=target,
+        lent_speed=lent_speed,
+        advice=advice,
+    )
+
+
+def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
+    """Prints a row for each mesh, what drops out, and what to do."""
+    console = make_console()
+    words = assumptions(found.question.cluster, found.job, found.lent_speed, "copy")
+    console.print(words, style="dim", markup=False)
+    console.print(_table(found))
+    for mesh, reason in found.advice.left_out.items():
+        console.print(f"left out: {mesh}: {reason}", markup=False)
+    choice = found.advice.choice
+    if with_timeline and choice is not None:
+        *lanes, key = timeline(choice.prediction.report.timeline, console.width)
+        console.print("\n".join(["", *lanes]), markup=False, soft_wrap=True)
+        console.print(key, style="dim")
+    console.print(f"\n[bold]advice:[/] {escape(found.advice.sentence)}")
+    if choice is not None:
+        axes = str(choice.prediction.mesh).replace(",", ", ")
+        code = f"comm.mesh({axes}) and {_POLICY.in_code}"
+        console.print(f"[bold]in code:[/] {escape(code)}", soft_wrap=True)
+
+
+def _table(found: MeshAnswer) -> Table:
+    """The fastest first; a star marks the recommendation."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("mesh", "step", "waits", "GiB a worker", "samples/s", "tokens/s", "speed-up"):
+        table.add_column(title, justify="left" if title == "mesh" else "right")
+    for option in found.advice.options:
+        p = option.prediction
+        is_choice = option is found.advice.choice
+        table.add_row(
+            f"{p.mesh}{'*' * is_choice}",
+            seconds_text(p.report.step_s),
+            f"{p.waiting_share:.0%}",
+            f"{option.memory.total_gib:,.3g}",
+            f"{p.samples_per_s:,.3g}",
+            f"{p.samples_per_s * found.transformer.sequence_length:,.3g}",
+            f"{p.speed_up:.2f}x",
+            style="bold" if is_choice else None,
+        )
+    return table
+
+
+def plain_mesh(found: MeshAnswer) -> dict[str, Any]:
+    """All numbers as plain data; `null` for what isn't known or wasn't asked for."""
+    micro, advice = found.job.micro, found.advice
+    return {
+        "params": micro.num_params,
+        "micro_batch": micro.num_samples,
+        "compute_s": micro.compute_s,
+        "global_batch": found.job.global_batch,
+        "total_samples": found.job.total_samples,
+        "noise_scale": None if found.target is None else found.target.critical_batch,
+        "transformer": asdict(found.transformer),
+        "states_per_param": found.states_per_param,
+        "cluster": asdict(found.question.cluster),
+        "predictions": [_plain_option(option) for option in advice.options],
+        "left_out": {str(mesh): reason for mesh, reason in advice.left_out.items()},
+        "recommended": None if advice.choice is None else _plain_option(advice.choice),
+        "advice": advice.sentence,
+    }
+
+
+def _plain_option(option: MeshOption) -> dict[str, Any]:
+    p = option.prediction
+    return {
+        **plain_data(p),
+        "data": p.mesh.data,
+        "tensor": p.tensor,
+        "activations_s": p.activations_s,
+        "waiting_share": p.waiting_share,
+        "memory_bytes": {**asdict(option.memory), "total": option.memory.total},
+    }
