@@ -3,6 +3,9 @@
 from argparse import Namespace
 from dataclasses import replace
 
+import torch
+from torch.optim import Optimizer
+
 from allstep.cli.quantities import parse_named_counts
 from allstep.errors import UsageError
 from allstep.plan import MeshSpec, TransformerSpec, Workload
@@ -44,3 +47,9 @@ class GivenBlocks:
             if name not in found:
                 raise UsageError(f"`transformer` (={text}) doesn't say `{name}`.")
         return TransformerSpec(**{name.replace("-", "_"): count for name, count in found.items()})
+
+
+def num_states(optimizer: Optimizer) -> int:
+    """Numbers that it keeps, but for single ones such as counts of steps."""
+    states = (state for of in optimizer.state.values() for state in of.values())
+    return sum(state.numel() for state in states if torch.is_tensor(state) and state.dim())

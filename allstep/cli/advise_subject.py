@@ -10,13 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
-import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from allstep import data
-from allstep.cli.advise_blocks import GivenBlocks
+from allstep.cli.advise_blocks import GivenBlocks, num_states
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.flags import read_flags
 from allstep.cli.launch import launch_workers
@@ -198,7 +196,7 @@ class _NamedRecipe:
             make_training, total_samples = recipe_training(recipe, comm)
             training = make_training()
             micro = measure_workload(comm, training, num_samples=recipe.micro_batch)
-            self._states_per_param = _num_states(training.optimizer) / micro.num_params
+            self._states_per_param = num_states(training.optimizer) / micro.num_params
         return TrainingSpec(
             micro=micro, global_batch=recipe.global_batch, total_samples=total_samples
         )
@@ -226,12 +224,6 @@ class _NamedRecipe:
         blocks = self._recipe.transformer
         assert blocks is not None
         return blocks, self._states_per_param
-
-
-def _num_states(optimizer: Optimizer) -> int:
-    """Numbers that it keeps, but for single ones such as counts of steps."""
-    states = (state for of in optimizer.state.values() for state in of.values())
-    return sum(state.numel() for state in states if torch.is_tensor(state) and state.dim())
 
 
 class _Script(GivenBlocks):
