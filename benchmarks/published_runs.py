@@ -11,7 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from allstep.plan import Cluster, Link, PolicySpec, Workload, read_cluster, simulate
+from allstep.plan import (
+    Cluster,
+    Link,
+    MeshSpec,
+    PolicySpec,
+    TrainingSpec,
+    TransformerSpec,
+    Workload,
+    predict_mesh,
+    read_cluster,
+    simulate,
+)
 from allstep.plan.cost import collective_s
 
 __all__ = ["Backcast", "backcasts"]
@@ -20,6 +31,18 @@ RESNET50_PARAMS = 25_557_032
 # Shares of ResNet-50's gradient and of its backward pass, last stage first, from the parameters
 # and multiplications of each stage (A): two thirds of the gradient are ready after a fifth.
 RESNET50_READY = ((0.0, 0.0), (0.666, 0.2), (0.944, 0.56), (0.991, 0.81), (1.0, 1.0))
+
+# depth, width and heads of Megatron-LM's models by workers of a copy, and their weak scaling.
+MEGATRON = {
+    1: (40, 1536, 16, 1.0),
+    2: (54, 1920, 20, 0.95),
+    4: (64, 2304, 24, 0.82),
+    8: (72, 3072, 32, 0.77),
+}
+MEGATRON_GUESSES = (
+    "links at their stated rate, latencies, products of any shape as fast as those of 1.2 billion"
+    " weights, forward passes made twice (checkpointing), embeddings left out"
+)
 
 _CHAINERMN = "chainer.org, ChainerMN 1.3 (2018), plots (P)"
 
@@ -54,7 +77,7 @@ class Backcast:
 
 def backcasts() -> list[Backcast]:
     """All of them. See [Note: back-casts]."""
-    return [*_chainermn(), *_aws(), *_goyal(), *_akiba(), *_baidu(), *_scale_up()]
+    return [*_chainermn(), *_aws(), *_goyal(), *_akiba(), *_baidu(), *_megatron(), *_scale_up()]
 
 
 def _resnet50(compute_s: float, num_samples: int) -> Workload:
@@ -224,6 +247,67 @@ def _baidu() -> Iterator[Backcast]:
     )
 
 
+def _megatron() -> Iterator[Backcast]:
+    """Transformers on 1, 2, 4 and 8 V100 a copy; the last also on 64 copies, 512 GPUs."""
+    nvidia = "nv-adlr.github.io/MegatronLM; arXiv:1909.08053"
+    base_s = megatron_step_s(MeshSpec())
+    for mesh, published, source in (
+        (MeshSpec(tensor=2), MEGATRON[2][-1], f"{nvidia}, figure 5 (M)"),
+        (MeshSpec(tensor=4), MEGATRON[4][-1], f"{nvidia}, figure 5 (M)"),
+        (MeshSpec(tensor=8), MEGATRON[8][-1], nvidia),
+        (MeshSpec(data=64, tensor=8), 0.74, nvidia),
+    ):
+        work = megatron_flop(mesh.tensor) / megatron_flop(1) / mesh.tensor
+        yield Backcast(
+            run=f"Megatron-LM, {mesh.data} x {mesh.tensor} V100",
+            what="efficiency, v. 1 GPU",
+            published=published,
+            predicted=work * base_s / megatron_step_s(mesh),
+            inputs="guessed",
+            guesses=MEGATRON_GUESSES,
+            source=source,
+        )
+
+
+def megatron_flop(tensor: int) -> float:
+    """Of a step of 8 sequences of 1,024 tokens, forward twice and backward; 51,200 tokens exist.
+
+    Source: Narayanan et al., 2021, arXiv:2104.04473, equation 3.
+    """
+    depth, width, *_ = MEGATRON[tensor]
+    rest = 1 + 1024 / (6 * width) + 51_200 / (16 * depth * width)
+    return 96 * 8 * 1024 * depth * width**2 * rest
+
+
+def megatron_step_s(mesh: MeshSpec) -> float:
+    """Of 8 sequences a copy. DGX-2H: 16 GPUs, 300 GB/s between them both ways, 100 GB/s outside.
+
+    39 TFLOP/s of one GPU, counted as in version 1.0: 62.4 TFLOP/s and 1,288 ms a step (A).
+    """
+    depth, width, heads, _ = MEGATRON[mesh.tensor]
+    blocks = TransformerSpec(
+        depth=depth, width=width, heads=heads, sequence_length=1024, activation_bytes=2
+    )
+    compute_s = 62.4 * 1.288 / 39 * megatron_flop(mesh.tensor) / megatron_flop(1)
+    micro = Workload(
+        num_params=blocks.divided_params + 6 * depth * width,
+        forward_s=compute_s / 4,
+        backward_s=compute_s * 3 / 4,
+        num_samples=8,
+        element_bytes=2,
+    )
+    cluster = Cluster(
+        name="DGX SuperPOD",
+        num_nodes=32,
+        workers_per_node=16,
+        intra=Link(bandwidth_bps=150e9 * 8, latency_s=3e-6),
+        inter=Link(bandwidth_bps=100e9 * 8, latency_s=10e-6),
+        copy_bytes_per_s=350e9,
+    )
+    found = predict_mesh(TrainingSpec(micro=micro), blocks, cluster, _at_the_end("fp16"), mesh)
+    return found.report.step_s + found.activations_s / 2  # two of its sums are taken once more
+
+
 def _scale_up() -> Iterator[Backcast]:
     """DistBelief's 1,000 machines of 16 cores against 3 of four GPUs."""
     gpu_machine, core_peak = 4 * 1e12, 16e9
@@ -236,4 +320,19 @@ def _scale_up() -> Iterator[Backcast]:
         guesses="1 TFLOP/s a GPU (slides), 16 GFLOP/s a core of which half is used; networks of"
         " 1.7 and 1 billion weights taken as equal; compute alone, without what communication cost",
         source="Coates et al. 2013, abstract and press",
+    )
+    # Of forward and backward on one worker and on the busiest of 8 x 8 (model_parallel_counts.py).
+    single_flop, flop, messages, sent_bytes = 6.1223e12, 1.3396e11, 409, 192_347_136
+    link = read_cluster("coates-cots").inter
+    assert link is not None
+    step_s = flop / 1e12 + link.seconds(sent_bytes, messages)
+    yield Backcast(
+        run="COTS HPC, 64 GTX 680, 11.2 billion weights",
+        what="times one GPU",
+        published=47.0,
+        predicted=single_flop / 1e12 / step_s,
+        inputs="guessed",
+        guesses="1 TFLOP/s a GPU (slides), the layers, latencies; GPUs of a machine don't share"
+        " its link, and nothing overlaps",
+        source="Coates et al. 2013, figure (M)",
     )
