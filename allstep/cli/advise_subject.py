@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -27,6 +27,7 @@ from allstep.doctor import (
     NUM_UPDATES,
     ScriptProfile,
     Training,
+    forward_share,
     measure_workload,
     read_profile,
 )
@@ -188,7 +189,8 @@ class _NamedRecipe:
                 flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
         self._recipe = _read_recipe(name, flags)
         self._recipe.check()
-        self._states_per_param = 0.0
+        self._divides = known.mesh is not None
+        self._model: tuple[TransformerSpec, float] | None = None
 
     def job(self, cluster: Cluster) -> TrainingSpec:
         recipe = self._recipe
@@ -196,7 +198,8 @@ class _NamedRecipe:
             make_training, total_samples = recipe_training(recipe, comm)
             training = make_training()
             micro = measure_workload(comm, training, num_samples=recipe.micro_batch)
-            self._states_per_param = num_states(training.optimizer) / micro.num_params
+            if self._divides:
+                self._model = self._measured_model(training, micro)
         return TrainingSpec(
             micro=micro, global_batch=recipe.global_batch, total_samples=total_samples
         )
@@ -221,9 +224,15 @@ class _NamedRecipe:
             )
 
     def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
+        assert self._model is not None
+        return self._model
+
+    def _measured_model(self, training: Training, micro: Workload) -> tuple[TransformerSpec, float]:
         blocks = self._recipe.transformer
         assert blocks is not None
-        return blocks, self._states_per_param
+        share = forward_share(training, self._recipe.divided_layers(training.model))
+        states_per_param = num_states(training.optimizer) / micro.num_params
+        return replace(blocks, measured_share=share), states_per_param
 
 
 class _Script(GivenBlocks):

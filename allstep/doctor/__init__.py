@@ -19,7 +19,13 @@ from allstep.doctor.script import Failure
 from allstep.doctor.shaped_hosts import ShapedHosts, UnavailableError
 from allstep.doctor.shaped_link import ShapedCommunicator, TokenBucket
 from allstep.doctor.timing import Effort, slowest_s
-from allstep.doctor.trial import Training, measure_policy, measure_workload, sleeping_training
+from allstep.doctor.trial import (
+    Training,
+    forward_share,
+    measure_policy,
+    measure_workload,
+    sleeping_training,
+)
 from allstep.doctor.verify.ablation import Factor
 from allstep.doctor.verify.causes import Cause
 from allstep.doctor.verify.compare import (
@@ -57,6 +63,7 @@ __all__ = [
     "WorkerRecord",
     "compare_machines",
     "diagnose",
+    "forward_share",
     "largest_difference",
     "limit_of",
     "measure",

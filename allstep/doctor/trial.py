@@ -1,6 +1,7 @@
 """Training steps under a policy, timed for real."""
 
 import logging
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,6 +42,39 @@ class Training:
     model: nn.Module
     loss_of: Callable[[nn.Module], Tensor]
     optimizer: torch.optim.Optimizer
+
+
+def forward_share(training: Training, layers: Sequence[nn.Module], num_passes: int = 10) -> float:
+    """Share of a forward pass's seconds that some layers take, the median of several passes.
+
+    Args:
+        training: whose model has them; it is not trained.
+        layers: none of them in another.
+        num_passes: to time.
+    """
+    device = next(training.model.parameters()).device
+    seconds, starts_s = [0.0], [0.0]
+
+    def now() -> float:
+        synchronize(device)
+        return perf_counter()
+
+    def begin(*_: object) -> None:
+        starts_s[0] = now()
+
+    def end(*_: object) -> None:
+        seconds[0] += now() - starts_s[0]
+
+    hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
+    hooks += [layer.register_forward_hook(end) for layer in layers]
+    shares = []
+    for _ in range(num_passes + 1):  # the first one loads kernels
+        seconds[0], start_s = 0.0, now()
+        training.loss_of(training.model)
+        shares.append(seconds[0] / (now() - start_s))
+    for hook in hooks:
+        hook.remove()
+    return statistics.median(shares[1:])
 
 
 def measure_workload(

@@ -191,6 +191,10 @@ class Recipe(_Named, TrainOptions, ABC):
         """The blocks that tensor parallelism divides; None if it has none of them."""
         return None
 
+    def divided_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The layers of its model whose compute tensor parallelism divides; by default none."""
+        return ()
+
     def with_tensor_parallel(self, num_workers: int) -> "Recipe":
         """This recipe with so many workers a copy of the model.
 

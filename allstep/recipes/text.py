@@ -108,6 +108,9 @@ class Text(TokenRecipe):
             activation_bytes=_ACTIVATION_BYTES[self.precision],
         )
 
+    def divided_layers(self, model: nn.Module) -> list[nn.Module]:
+        return [m for name, m in model.named_modules() if name.endswith((".attention", ".mlp"))]
+
     def with_tensor_parallel(self, num_workers: int) -> "Text":
         return replace(self, tensor_parallel=num_workers)
 

@@ -97,6 +97,7 @@ def test_a_recipe_knows_its_blocks(say, tmp_path):
     small = ("--vocab-size", "300", "--sequence-length", "16", "--width", "16", "--depth", "2")
     recipe = ("text", "--folder", str(folder), *small, "--threads", "1")
     text, found = say(*recipe, "--link", "1gbit", "--mesh", "auto", "--workers", "8")
+    assert 0 < found["transformer"].pop("measured_share") < 1
     assert found["transformer"] == {
         "depth": 2,
         "width": 16,

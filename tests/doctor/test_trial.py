@@ -11,6 +11,7 @@ from allstep.comm import Communicator
 from allstep.doctor.trial import (
     Training,
     exchange_policy,
+    forward_share,
     measure_policy,
     measure_workload,
     sleeping_training,
@@ -46,6 +47,15 @@ def test_slowest_step_takes_the_last_worker_at_each_point():
     # By the clock that started with the step: forward ends at 2, gradients are ready at 4 and 5.
     expected = TimedStep(2.0, 3.0, 3.0, 6.0, [(8, 2.0), (8, 3.0)])
     assert run_ranks(2, slowest) == [expected] * 2
+
+
+def test_forward_share_is_of_the_layers_and_leaves_no_hooks():
+    training = small_training()
+    assert forward_share(training, []) == 0
+    assert 0 < forward_share(training, [training.model]) <= 1
+    for module in training.model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
 
 
 def test_measure_workload_leaves_no_hooks():

@@ -26,6 +26,7 @@ from allstep.plan import (
     recommend_mesh,
 )
 from allstep.plan.bottlenecks import bottlenecks
+from allstep.recipes.text import Text
 from allstep.recipes.transformer import Transformer, tensor_parallel_plan
 from tests.helpers.processes import run_processes
 
@@ -75,6 +76,15 @@ def test_step_over_an_instant_link_is_compute_over_tensor(tensor: int) -> None:
     local = 24 * (12 * 1024**2 + 7 * 1024) / tensor + 24 * 6 * 1024 + EMBEDDINGS
     expected_s = 0.9 * (divided / tensor + 1 - divided) + 0.02 * local / MICRO.num_params
     assert whole.report.step_s == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_measured_share_goes_before_the_count() -> None:
+    half = replace(BLOCKS, measured_share=0.5)
+    found = predict_mesh(TRAINING, half, cluster(), POLICY, MeshSpec(data=2, tensor=4))
+    local = BLOCKS.local_params(MICRO.num_params, 4) / MICRO.num_params
+    assert found.report.step_s == pytest.approx(0.9 * (0.5 / 4 + 0.5) + 0.02 * local, rel=1e-12)
+    with pytest.raises(UsageError, match=r"`measured_share` \(=1.5\) must be 0 to 1"):
+        replace(BLOCKS, measured_share=1.5)
 
 
 @pytest.mark.parametrize("global_batch", [None, 64, 8])
@@ -228,6 +238,15 @@ def test_memory_by_hand() -> None:
     assert memory_of(MICRO, BLOCKS, 4, states_per_param=1).optimizer == 4 * num_params
     halved = memory_of(MICRO, replace(BLOCKS, activation_bytes=2), 4)
     assert 2 * halved.activations == found.activations
+
+
+def test_divided_layers_hold_the_divided_parameters(tmp_path) -> None:
+    model = small_transformer()
+    layers = Text(folder=tmp_path, depth=3, width=16, heads=4).divided_layers(model)
+    assert len(layers) == 2 * 3
+    whole_biases = 2 * 3 * 16
+    num_params = sum(p.numel() for layer in layers for p in layer.parameters())
+    assert num_params == SMALL.divided_params + whole_biases
 
 
 def advise(machines: Cluster, memory_gib: float | None = None, **more: object):
