@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -34,6 +33,7 @@ from allstep.train.run import Run
 from allstep.train.task import Stage
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
+from tests.helpers.elastic_workers import TOO_LATE, Calls, Moment, ended, wait_until
 from tests.helpers.joiners import asks_to_stop, has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.same_model import Images
@@ -54,40 +54,6 @@ NUM_STEPS = 4 * same_model.NUM_EPOCHS
 NUM_CALLS = 52_000  # of functions of allstep, in a run, on each of four workers, about
 NUM_SEEDS = int(os.environ.get("SEEDS", "12"))  # `make nemesis` sets another
 _NUM_FIRST_CALLS = 500  # until all have met for the first time
-_TOO_LATE = re.compile("nothing to join|before this one had joined")
-_PACKAGE = os.path.dirname(allstep.__file__)
-
-
-Moment = int | tuple[str, int]  # the n-th call of all, or of a function, from 1
-
-
-class Calls:
-    """Counts calls of allstep's functions on this thread; at one of them ends or holds it.
-
-    Args:
-        dies_at: the call.
-        until: a file; while it is not there the call waits, instead of ending the process.
-    """
-
-    def __init__(self, dies_at: Moment | None, until: Path | None = None) -> None:
-        self.count = 0
-        self._until = until
-        self._name, self._dies_at = dies_at if isinstance(dies_at, tuple) else (None, dies_at)
-        self._num_named = 0
-        sys.setprofile(self._note)
-
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(_PACKAGE):
-            return
-        self.count += 1
-        self._num_named += frame.f_code.co_name == self._name
-        if self._dies_at != (self.count if self._name is None else self._num_named):
-            return
-        if self._until is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return
-        while not self._until.exists():
-            time.sleep(0.01)
 
 
 def train(
@@ -151,16 +117,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_same(run_dir: Path, undisturbed: Path) -> None:
     assert differing_names(state_of(run_dir), state_of(undisturbed)) == []
     assert log_of(run_dir) == log_of(undisturbed)
-
-
-def ended(workers: Workers, timeout_s: float = 120.0) -> list[int | None]:
-    """Exit codes, once all have ended."""
-    deadline_s = time.monotonic() + timeout_s
-    while not workers.wait(1.0):
-        if time.monotonic() > deadline_s:
-            workers.show_stacks()
-            raise TimeoutError(f"{workers.exit_codes}; {workers.outcomes()}")
-    return workers.exit_codes
 
 
 MOMENTS: dict[str, Mapping[int, Moment]] = {
@@ -246,7 +202,7 @@ def test_killed_and_joined_at_any_call(seed: int, tmp_path: Path, undisturbed: P
             codes = [code for group in (workers, one, other) for code in ended(group)]
             outcomes = [group.outcomes() for group in (workers, one, other)]
     for worker, code in enumerate(codes):
-        came_too_late = worker > 2 and code == 1 and _TOO_LATE.search(str(outcomes)) is not None
+        came_too_late = worker > 2 and code == 1 and TOO_LATE.search(str(outcomes)) is not None
         assert code in (0, -signal.SIGKILL) or came_too_late, outcomes
         assert worker in victims or code != -signal.SIGKILL, outcomes
     if 0 in codes:
@@ -262,13 +218,6 @@ class HeldAt:
     def __call__(self, step: int) -> None:
         while step == self.step and not self.file.exists():
             time.sleep(0.01)
-
-
-def wait_until(happened: Callable[[], bool], workers: Workers) -> None:
-    deadline_s = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline_s, workers.outcomes()
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ from allstep.nn import convert_batch_norm
 from allstep.train.elastic import StepCommit
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
+from tests.helpers.elastic_workers import TOO_LATE, Calls, Moment, ended, wait_until
 from tests.helpers.joiners import has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.ranks import run_ranks
-from tests.train.test_elastic import _TOO_LATE, Calls, Moment, ended, wait_until
 
 NUM_EPOCHS = 3
 NUM_STEPS = 4 * NUM_EPOCHS
@@ -574,7 +574,7 @@ def test_killed_and_joined_at_any_call(
         outcomes = [group.outcomes() for group in groups]
     found = [outcome for by_rank in outcomes for _, outcome in sorted(by_rank.items())]
     for worker, (code, outcome) in enumerate(zip(codes, found, strict=True)):
-        came_too_late = worker > 2 and code == 1 and _TOO_LATE.search(str(outcomes)) is not None
+        came_too_late = worker > 2 and code == 1 and TOO_LATE.search(str(outcomes)) is not None
         assert code in (0, -signal.SIGKILL) or came_too_late, outcomes
         assert worker in victims or code != -signal.SIGKILL, outcomes
         if code == 0:

@@ -1,0 +1,65 @@
+"""Workers of an elastic training, each of which may be killed or held at any call."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import allstep
+from tests.helpers.processes import Workers
+
+TOO_LATE = re.compile("nothing to join|before this one had joined")
+_PACKAGE = os.path.dirname(allstep.__file__)
+
+Moment = int | tuple[str, int]  # the n-th call of all, or of a function, from 1
+
+
+class Calls:
+    """Counts calls of allstep's functions on this thread; at one of them ends or holds it.
+
+    Args:
+        dies_at: the call.
+        until: a file; while it is not there the call waits, instead of ending the process.
+    """
+
+    def __init__(self, dies_at: Moment | None, until: Path | None = None) -> None:
+        self.count = 0
+        self._until = until
+        self._name, self._dies_at = dies_at if isinstance(dies_at, tuple) else (None, dies_at)
+        self._num_named = 0
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(_PACKAGE):
+            return
+        self.count += 1
+        self._num_named += frame.f_code.co_name == self._name
+        if self._dies_at != (self.count if self._name is None else self._num_named):
+            return
+        if self._until is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return
+        while not self._until.exists():
+            time.sleep(0.01)
+
+
+def ended(workers: Workers, timeout_s: float = 120.0) -> list[int | None]:
+    """Exit codes, once all have ended."""
+    deadline_s = time.monotonic() + timeout_s
+    while not workers.wait(1.0):
+        if time.monotonic() > deadline_s:
+            workers.show_stacks()
+            raise TimeoutError(f"{workers.exit_codes}; {workers.outcomes()}")
+    return workers.exit_codes
+
+
+def wait_until(happened: Callable[[], bool], workers: Workers) -> None:
+    deadline_s = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < deadline_s, workers.outcomes()
+        time.sleep(0.01)
