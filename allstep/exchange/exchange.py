@@ -64,12 +64,19 @@ class Exchange(ABC):
         self.model = model
         self.comm = comm
         self.policy = policy
+        self._averaged_by = optimizer
+        self.optimizers = WeakSet[torch.optim.Optimizer]()
+        self.stragglers = Stragglers()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Takes up the model, with the workers that `comm` is of now."""
+        model, comm, policy = self.model, self.comm, self.policy
         self._parameters = ParameterSet(model)
         self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
         self.shards: Mapping[str, Shard] = shards_of(model)
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
-        self.optimizers = WeakSet[torch.optim.Optimizer]()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._finish_backward)
@@ -80,7 +87,6 @@ class Exchange(ABC):
         self._global_step: int | None = None
         self._samples = ""  # of the global batch
         self.weighing = Weighing.of_means()
-        self.stragglers = Stragglers()
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
@@ -90,10 +96,10 @@ class Exchange(ABC):
             if self._is_active:
                 self._activate()
             self._hook_lazy_modules()
-            if isinstance(policy, LocalSGD) and optimizer is not None:
+            if isinstance(policy, LocalSGD) and self._averaged_by is not None:
                 algorithm = self._averaging_algorithm()
                 self.averaging = ParameterAveraging(
-                    model, comm, optimizer, policy, algorithm=algorithm
+                    model, comm, self._averaged_by, policy, algorithm=algorithm
                 )
         except BaseException:
             self.detach()
@@ -452,10 +458,9 @@ class Exchange(ABC):
         Args:
             state: from `replicated_state`, of the same moment on all workers.
         """
-        optimizers, cure = self.optimizers, self.stragglers.compute_cure
         self.detach()
-        self.__init__(self.model, self.comm, self.policy)  # type: ignore[misc]
-        self.optimizers, self.stragglers.compute_cure = optimizers, cure
+        self.stragglers = Stragglers(self.stragglers.compute_cure)
+        self._begin()
         self.load_state_dict(state)
 
     # -- the backward pass -------------------------------------------------------------------

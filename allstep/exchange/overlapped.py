@@ -57,8 +57,12 @@ class OverlappedExchange(Exchange):
         is_read_late: bool | None = None,
     ) -> None:
         self._scaler = scaler
-        self._reducer = Reducer(comm, policy)
         self._is_read_late = reads_late(comm.device) if is_read_late is None else is_read_late
+        super().__init__(model, comm, policy, optimizer=optimizer)
+
+    def _begin(self) -> None:
+        comm, policy = self.comm, self.policy
+        self._reducer = Reducer(comm, policy)
         self._exact = ExactSums(comm.device) if isinstance(self._reducer.wire, Exact) else None
         self._plan = BucketPlan((), comm.size)
         self._buckets = self._new_buckets(self._plan)  # that the next gradients go to
@@ -73,7 +77,7 @@ class OverlappedExchange(Exchange):
         self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
         self._pass_start_s = 0.0
-        super().__init__(model, comm, policy, optimizer=optimizer)
+        super()._begin()
 
     # -- what the user sees --------------------------------------------------------------------
 

@@ -47,10 +47,12 @@ class Stragglers:
 
     Where one is slow and then another, as on busy machines, pauses between words get longer.
 
+    Args:
+        compute_cure: what helps a worker that computes slowly, in words; may be set later.
+
     Attributes:
         own_times: of this worker's last step, for the others to know.
         worker_times: of all workers, by rank, as they were told last; () until then.
-        compute_cure: what helps a worker that computes slowly, in words.
         words: who is slow now and why, said before or not; empty if nobody is.
 
     >>> usual, slow = WorkerTimes(0.01, 0.1), WorkerTimes(0.01, 0.15)
@@ -61,10 +63,10 @@ class Stragglers:
     (see what else runs on its machine)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compute_cure: str = COMPUTE_CURE) -> None:
         self.own_times = WorkerTimes()
         self.worker_times: Sequence[WorkerTimes] = ()
-        self.compute_cure = COMPUTE_CURE
+        self.compute_cure = compute_cure
         self.words = ""
         self._steps: deque[Sequence[WorkerTimes]] = deque(maxlen=_NUM_STEPS)
         self._named: tuple[int, str] | None = None
