@@ -40,8 +40,9 @@ def run(arguments: list[str]) -> int:
         return launch_elastic.run(rest[:cut], command)
     if options is None:
         raise UsageError(
-            "`hosts` is missing: allstep launch --hosts alpha:2,beta:1 -- script.py; on one machine"
-            " torchrun --nproc-per-node N script.py starts it."
+            "`hosts` is missing: allstep launch --hosts alpha:2,beta:1 -- script.py. On one machine"
+            " allstep launch --elastic --workers N -- script.py goes on when a worker is lost;"
+            " without that, torchrun --nproc-per-node N script.py starts it."
         )
     parser = argparse.ArgumentParser(prog="allstep launch", allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path)
