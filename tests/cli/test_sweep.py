@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from allstep.cli import sweep_output
+from allstep.cli import output_files, sweep_output
 from allstep.cli.main import main
 from allstep.cli.sweep_output import make_results
-from allstep.cli.sweep_plan import _OF_ONE_RUN, keep_plan, make_plan, read_axes
+from allstep.cli.sweep_plan import keep_plan, make_plan, read_axes
 from allstep.cli.train import LaunchOptions
 from allstep.cli.trainings import Outcome
 from allstep.errors import UsageError
