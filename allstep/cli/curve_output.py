@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from allstep.cli.output_files import can_draw, new_figure
 from allstep.cli.rows import make_console
 from allstep.cli.run_folder import recipe_to_plain
 from allstep.plan import HeldOutErrors, Interval, LearningCurve, fit_learning_curve
@@ -168,9 +167,9 @@ def _by_amount(measured: Sequence[HeldOutErrors]) -> Mapping[int, list[float]]:
 
 def draw(curve: Curve, path: Path) -> list[str]:
     """Writes the picture, if there is something to draw with; returns the files' names."""
-    if find_spec("matplotlib") is None:
+    if not can_draw():
         return []
-    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure()
     axes = figure.subplots()
     least = min(each.num_samples for each in curve.measured)
     amounts = np.geomspace(least, 2 * curve.num_samples, _NUM_DRAWN)

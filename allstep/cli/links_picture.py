@@ -1,9 +1,10 @@
 """A picture of the links between hosts: how long a message takes, and how fast they are."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from allstep.cli.output_files import new_figure
 
 
 def draw_links(path: Path, links: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
@@ -14,9 +15,7 @@ def draw_links(path: Path, links: Mapping[tuple[str, str], Mapping[str, Any]]) -
         links: (host, other) -> `probe`.
     """
     hosts = list(dict.fromkeys(one for one, _ in links))
-    figure = import_module("matplotlib.figure").Figure(
-        figsize=(4 + len(hosts), 2.5 + len(hosts) / 2), layout="constrained"
-    )
+    figure = new_figure(4 + len(hosts), 2.5 + len(hosts) / 2)
     panels = (
         ("there and back, us", "latency_s", 1e6, "viridis_r"),
         ("Mbit/s", "rate_bps", 1e-6, "viridis"),

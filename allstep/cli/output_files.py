@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from allstep.errors import UsageError
 
@@ -27,6 +28,30 @@ def check_writable(argument: str, path: Path) -> None:
         raise UsageError(f"`{argument}` (={path}) can't be written: {reason}.")
 
 
+def can_draw() -> bool:
+    """Whether there is something to draw with."""
+    return find_spec("matplotlib") is not None
+
+
+def check_can_draw(argument: str) -> None:
+    """Refuses a flag that asks for pictures where there is nothing to draw with.
+
+    Raises:
+        UsageError: says what to install.
+    """
+    if not can_draw():
+        raise UsageError(
+            f"`{argument}` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
+            f" or leave `--{argument}` out."
+        )
+
+
+def new_figure(width: float = 7, height: float = 4.5) -> Any:
+    """An empty picture of matplotlib's; in inches."""
+    figure = import_module("matplotlib.figure").Figure
+    return figure(figsize=(width, height), layout="constrained")
+
+
 def check_plot(path: Path) -> None:
     """Refuses `--plot` where the picture can't be drawn or written.
 
@@ -35,11 +60,7 @@ def check_plot(path: Path) -> None:
             picture.
     """
     check_writable("plot", path)
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "`plot` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
-            " or leave `--plot` out."
-        )
+    check_can_draw("plot")
     canvas = import_module("matplotlib.backend_bases").FigureCanvasBase
     kinds = sorted(canvas.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in kinds:

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from allstep.cli.output_files import writing_errors
+from allstep.cli.output_files import can_draw, new_figure, writing_errors
 from allstep.cli.rows import make_console
 from allstep.cli.sweep_plan import Plan
 from allstep.cli.trainings import Outcome, metric_of, write_json
@@ -138,7 +136,7 @@ def write_files(folder: Path, results: Results) -> list[str]:
     names = list(dict.fromkeys(name for row in plain for name in row))
     with writing_errors(str(folder)):
         write_table(folder / "table.csv", names, plain)
-        if find_spec("matplotlib") is None:
+        if not can_draw():
             return ["table.json", "table.csv"]
         _make_figure(results).savefig(folder / "plot.png", dpi=120)
     return ["table.json", "table.csv", "plot.png"]
@@ -146,7 +144,7 @@ def write_files(folder: Path, results: Results) -> list[str]:
 
 def _make_figure(results: Results) -> Any:
     """The score over the first flag whose values are numbers; a line for each of the others'."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure()
     axes = figure.subplots()
     rows = [row for row in results.rows if math.isfinite(row.score)]
     numeric = [name for name in results.axes if all(_is_number(row.values[name]) for row in rows)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from allstep.cli import curve_output
+from allstep.cli import output_files
 from allstep.cli.main import main
 from allstep.cli.trainings import Jobs, Outcome, Training
 from allstep.data import subset
@@ -138,7 +138,7 @@ def test_programs_get_all_numbers_alone(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_no_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve_output, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     run()
     assert not Path("c/curve.png").exists()
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from allstep.cli import output_files
 from allstep.cli.demo import draw as drawing
 from allstep.cli.demo import large_batch, same_model, scaling, slow_wire, slow_wire_runs
 from allstep.cli.demo.large_batch import LINES, LargeBatchDigits
@@ -147,7 +148,7 @@ class TestCommand:
         assert "`out` (=full) can't be written (No space left on device)" in message
 
     def test_pictures_without_matplotlib(self, refuse, monkeypatch):
-        monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+        monkeypatch.setattr(output_files, "find_spec", lambda name: None)
         message = refuse("--out", "pictures")
         assert "`out` needs matplotlib: install it with `pip install 'allstep[plot]'`" in message
         assert not Path("pictures").exists()

@@ -85,8 +85,9 @@ def test_mistakes_are_told_before_anything_runs(
 
 
 def test_every_flag_of_the_launch_is_used_or_refused() -> None:
-    known = {"workers", "large_batch"}
-    assert {field.name for field in fields(LaunchOptions)} == known | _OF_ONE_RUN.keys()
+    for name in {field.name for field in fields(LaunchOptions)} - {"workers", "large_batch"}:
+        with pytest.raises(UsageError, match="is of one run, not of several"):
+            read_axes([f"--{name.replace('_', '-')}"])
 
 
 def test_the_data_of_every_training_is_looked_for(refused, tmp_path, monkeypatch):
@@ -208,7 +209,7 @@ def test_the_table_and_its_files(tmp_path, capsys, in_empty_folder):
 
 
 def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_output, "find_spec", lambda name: None)
+    monkeypatch.setattr(output_files, "find_spec", lambda name: None)
     found = sweep_output.write_files(tmp_path, results(reports=REPORTS))
     assert found == ["table.json", "table.csv"]
 

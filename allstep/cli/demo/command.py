@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.demo.draw import check_can_draw, draw
+from allstep.cli.demo.draw import draw
 from allstep.cli.demo.panel import Panel
 from allstep.cli.demo.show import Screen
 from allstep.cli.interruptible import Interrupted, interruptible
-from allstep.cli.output_files import writing_errors
+from allstep.cli.output_files import check_can_draw, writing_errors
 from allstep.errors import UsageError
 from allstep.files import write_whole
 
@@ -42,7 +42,7 @@ def run(
     if not 1 <= known.seeds <= _MOST_SEEDS:
         raise UsageError(f"`seeds` (={known.seeds}) must be 1 to {_MOST_SEEDS}; 3 is usual.")
     if known.out is not None:
-        check_can_draw()
+        check_can_draw("out")
         _make_folder(known.out)
     with interruptible():
         try:

@@ -2,23 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from allstep.cli.demo.panel import Bar, Chart, Panel
-from allstep.errors import UsageError
-
-
-def check_can_draw() -> None:
-    """Raises UsageError if there is nothing to draw with."""
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "`out` needs matplotlib: install it with `pip install 'allstep[plot]'`,"
-            " or leave `--out` out."
-        )
+from allstep.cli.output_files import new_figure
 
 
 def draw(panel: Panel, path: Path) -> None:
@@ -31,7 +20,7 @@ def make_figure(panel: Panel) -> Any:
     labels = list(dict.fromkeys(bar.label for bar in panel.chart.bars))
     series = list(dict.fromkeys(bar.series for bar in panel.chart.bars))
     height = 1.8 + 0.25 * len(labels) * (1 + len(series))
-    figure = import_module("matplotlib.figure").Figure(figsize=(8, height), layout="constrained")
+    figure = new_figure(8, height)
     axes = figure.subplots()
     for number, name in enumerate(series):
         _draw_series(axes, panel.chart, name, labels, (number + 0.5) / len(series) - 0.5)
