@@ -15,22 +15,52 @@ Source: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Kar
 "Error feedback fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 2.
 """
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
 from allstep.device import is_accelerator
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.wires.base import WireState
+from allstep.exchange.wires.base import Transport, WireFormat, WireState
+
+
+class LossyFormat(WireFormat):
+    """A format that keeps what it has not sent, unless it is told to forget it.
+
+    Attributes:
+        error_feedback: whether it does.
+    """
+
+    error_feedback: bool
+
+    def new_state(self, layout: BucketLayout) -> WireState:
+        """See `WireFormat`."""
+        if not self.error_feedback:
+            return WireState()
+        dtype = working_dtype(layout)
+        return WireState(torch.zeros(layout.num_elements, dtype=dtype, device=layout.device))
+
+    def sum_(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """Makes `flat` the sum over the workers; see `WireFormat`."""
+        if transport.size > 1:
+            self._sum(flat, layout, state, transport)
+        elif state.residual is not None:  # what was not sent when there were others
+            flat[: layout.num_elements] += state.residual
+            state.residual.zero_()
+
+    @abstractmethod
+    def _sum(
+        self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
+    ) -> None:
+        """The same over several workers."""
 
 
 def working_dtype(layout: BucketLayout) -> torch.dtype:
     """What lossy formats compute in: at least float32."""
     return torch.promote_types(layout.flat_dtype, torch.float32)
-
-
-def new_residual(layout: BucketLayout) -> Tensor:
-    """Everything has been sent."""
-    return torch.zeros(layout.num_elements, dtype=working_dtype(layout), device=layout.device)
 
 
 def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tensor:
@@ -48,19 +78,6 @@ def with_residual(flat: Tensor, layout: BucketLayout, state: WireState) -> Tenso
     if state.residual is None:
         return gradients.to(working_dtype(layout), copy=True)
     return gradients + state.residual
-
-
-def send_to_nobody(flat: Tensor, layout: BucketLayout, state: WireState) -> None:
-    """The sum of a lone worker, with what was not sent when there were others.
-
-    Args:
-        flat: [num_elements + num_tail]; overwritten.
-        layout: the bucket's.
-        state: the bucket's; nothing is left unsent.
-    """
-    if state.residual is not None:
-        flat[: layout.num_elements] += state.residual
-        state.residual.zero_()
 
 
 def keep_unsent(state: WireState, unsent: Tensor) -> None:

@@ -8,18 +8,13 @@ from torch import Tensor
 
 from allstep.errors import check_integer
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.wires.base import Transport, WireFormat, WireState
+from allstep.exchange.wires.base import Transport, WireState
 from allstep.exchange.wires.blocks import BlockParts
-from allstep.exchange.wires.error_feedback import (
-    keep_unsent,
-    new_residual,
-    send_to_nobody,
-    with_residual,
-)
+from allstep.exchange.wires.error_feedback import LossyFormat, keep_unsent, with_residual
 
 
 @dataclass(frozen=True)
-class Int8(WireFormat):
+class Int8(LossyFormat):
     """Sends gradients as whole numbers from -127 to 127, with a float32 scale for each block.
 
     Each worker owns an equal part of the bucket. The parts go to their owners, who add them up in
@@ -55,17 +50,9 @@ class Int8(WireFormat):
     def __post_init__(self) -> None:
         check_integer("block", self.block)
 
-    def new_state(self, layout: BucketLayout) -> WireState:
-        """See `WireFormat`."""
-        return WireState(new_residual(layout) if self.error_feedback else None)
-
-    def sum_(
+    def _sum(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the sum over the workers; see `WireFormat`."""
-        if transport.size == 1:
-            send_to_nobody(flat, layout, state)
-            return
         n = layout.num_elements
         parts = BlockParts.of(n, layout.num_tail, transport.size, self.block)
         wanted = with_residual(flat, layout, state)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from allstep.errors import check_integer
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.wires.base import Transport, WireFormat, WireState
+from allstep.exchange.wires.base import Transport, WireState
 from allstep.exchange.wires.error_feedback import (
+    LossyFormat,
     keep_unsent,
-    new_residual,
-    send_to_nobody,
     with_residual,
     working_dtype,
 )
@@ -23,7 +22,7 @@ _SEED = 1905_13727
 
 
 @dataclass(frozen=True)
-class PowerSGD(WireFormat):
+class PowerSGD(LossyFormat):
     """Sends a low-rank approximation of each matrix, found by one step of power iteration.
 
     M_r = gradient_r + residual_r, as a matrix of shape[0] rows
@@ -63,16 +62,11 @@ class PowerSGD(WireFormat):
         num_q = sum(m.columns * m.rank for m in self._matrices(layout))
         generator = torch.Generator().manual_seed(_SEED)  # the same on every worker
         q = torch.randn(num_q, generator=generator, dtype=working_dtype(layout))
-        residual = new_residual(layout) if self.error_feedback else None
-        return WireState(residual, {"q": q.to(layout.device)})
+        return WireState(super().new_state(layout).residual, {"q": q.to(layout.device)})
 
-    def sum_(
+    def _sum(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the sum over the workers; see `WireFormat`."""
-        if transport.size == 1:
-            send_to_nobody(flat, layout, state)
-            return
         matrices = self._matrices(layout)
         wanted = with_residual(flat, layout, state)
         views, sums = _real(layout.views(wanted)), _real(layout.views(flat))

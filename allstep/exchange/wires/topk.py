@@ -10,19 +10,14 @@ from torch import Tensor
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.wires.base import Transport, WireFormat, WireState
-from allstep.exchange.wires.error_feedback import (
-    keep_unsent,
-    new_residual,
-    send_to_nobody,
-    with_residual,
-)
+from allstep.exchange.wires.base import Transport, WireState
+from allstep.exchange.wires.error_feedback import LossyFormat, keep_unsent, with_residual
 
 _SAMPLE = 1 << 14
 
 
 @dataclass(frozen=True)
-class TopK(WireFormat):
+class TopK(LossyFormat):
     """Sends the largest elements of each bucket, and where they are; the rest waits.
 
     v_r = gradient_r + residual_r
@@ -56,17 +51,9 @@ class TopK(WireFormat):
                 f"`fraction` (={self.fraction!r}) must be above 0 and at most 1; 0.01 is usual."
             )
 
-    def new_state(self, layout: BucketLayout) -> WireState:
-        """See `WireFormat`."""
-        return WireState(new_residual(layout) if self.error_feedback else None)
-
-    def sum_(
+    def _sum(
         self, flat: Tensor, layout: BucketLayout, state: WireState, transport: Transport
     ) -> None:
-        """Makes `flat` the sum over the workers; see `WireFormat`."""
-        if transport.size == 1:
-            send_to_nobody(flat, layout, state)
-            return
         n = layout.num_elements
         wanted = with_residual(flat, layout, state)
         indices = _largest(wanted.abs(), min(n, ceil(self.fraction * n)))
