@@ -23,13 +23,22 @@ class CommunicatorBase:
     """One of the workers of a group; see `Communicator`."""
 
     def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
+        self.device = device
+        self.become(wire, topology)
+
+    def become(self, wire: Wire, topology: Topology) -> None:
+        """Takes a group's place, after `abort` another's; what was made with that is of no use.
+
+        Args:
+            wire: of the group; of another one with the same activity.
+            topology: this worker's place in it.
+        """
         self.rank = wire.rank
         self.size = wire.size
         self.local_rank = topology.local_rank
         self.local_size = topology.local_size
         self.node_rank = topology.node_rank
         self.num_nodes = topology.num_nodes
-        self.device = device
         self.timeout_s = wire.timeout_s
         self._wire = wire
         self._dependents: WeakValueDictionary[int, Dependent] = WeakValueDictionary()

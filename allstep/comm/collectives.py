@@ -23,9 +23,9 @@ X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 class TensorCollectives(CommunicatorBase):
     """Moves tensors and tuples of tensors, whose layouts may differ between ranks."""
 
-    def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
-        super().__init__(wire, topology, device)
-        self._transport_device = wire.transport_device(device)
+    def become(self, wire: Wire, topology: Topology) -> None:
+        super().become(wire, topology)
+        self._transport_device = wire.transport_device(self.device)
 
     def all_gather(self, x: Tensor | Sequence[Tensor], *, check: bool = False) -> tuple[Any, ...]:
         """Every rank's `x`, on all ranks.

@@ -13,7 +13,7 @@ from allstep.comm.last_state import LastState
 from allstep.comm.mesh import Mesh
 from allstep.comm.objects import ObjectCollectives
 from allstep.comm.reductions import Reductions
-from allstep.comm.wire import SingleProcessWire, Wire
+from allstep.comm.wire import SingleProcessWire
 from allstep.comm.worker_state import WELL
 from allstep.errors import UsageError, check_positive
 
@@ -167,15 +167,6 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
             if isinstance(dependent, Communicator):
                 dependent.interrupt()
         self._wire.interrupt()
-
-    def become(self, wire: Wire, topology: Topology) -> None:
-        """Takes another group's place, after `abort`; what was made with this one is of no use.
-
-        Args:
-            wire: of the other group, with the same activity.
-            topology: this worker's place in it.
-        """
-        self.__init__(wire, topology, self.device)  # type: ignore[misc]
 
     def __enter__(self) -> "Communicator":
         return self

@@ -21,8 +21,8 @@ X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
 class Reductions(CommunicatorBase):
     """Reductions of tensors of equal shapes and dtypes on all ranks."""
 
-    def __init__(self, wire: Wire, topology: Topology, device: torch.device) -> None:
-        super().__init__(wire, topology, device)
+    def become(self, wire: Wire, topology: Topology) -> None:
+        super().become(wire, topology)
         self._agreed: set[object] = set()
         self._algorithms: dict[str, AllReduce] = {}
 
