@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from allstep.comm import Communicator
+from allstep.data.fetch import Collate
 from allstep.data.processes import Items, LoaderProcesses
 from allstep.data.sampler import check_batches
 from allstep.data.shares import Shares
@@ -52,6 +53,23 @@ class GlobalBatch:
     position: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """How samples become global batches and micro-batches; see `allstep.data.loader`."""
+
+    global_batch: int
+    micro_batch: int
+    seed: int
+    drop_last: bool
+    shares: Shares
+    collate_fn: Collate | None
+    processes: LoaderProcesses
+
+    def __post_init__(self) -> None:
+        check_batches(self.global_batch, self.micro_batch)
+        check_integer("seed", self.seed, -(1 << 63))
+
+
 class GlobalBatchLoader(ABC):
     """Hands out this worker's part of each global batch; see `allstep.data.loader`.
 
@@ -63,27 +81,15 @@ class GlobalBatchLoader(ABC):
         shares: which worker runs which micro-batches.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        *,
-        global_batch: int,
-        micro_batch: int,
-        seed: int,
-        drop_last: bool,
-        processes: LoaderProcesses,
-        shares: Shares | None = None,
-    ) -> None:
-        check_batches(global_batch, micro_batch)
-        check_integer("seed", seed, -(1 << 63))
+    def __init__(self, comm: Communicator, cutting: Cutting) -> None:
         self.comm = comm
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.seed = seed
+        self.global_batch = cutting.global_batch
+        self.micro_batch = cutting.micro_batch
+        self.seed = cutting.seed
         self.step = 0
-        self.shares = shares or Shares("equal", comm.size)
-        self._drop_last = drop_last
-        self._processes = processes
+        self.shares = cutting.shares
+        self._drop_last = cutting.drop_last
+        self._processes = cutting.processes
         self._items: Items | None = None  # what is being read
 
     @property

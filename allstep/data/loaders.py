@@ -6,6 +6,7 @@ from typing import Any, Literal
 from torch.utils.data import Dataset, IterableDataset
 
 from allstep.comm import Communicator
+from allstep.data.batches import Cutting
 from allstep.data.fetch import Collate
 from allstep.data.map_loader import MapLoader
 from allstep.data.processes import LoaderProcesses
@@ -99,19 +100,17 @@ def loader(
             f"`shares` (='measured') measures by the host's clock, which on {comm.device.type} does"
             " not tell how long a micro-batch takes. Give numbers, such as [3, 1]."
         )
+    cutting = Cutting(
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=seed,
+        drop_last=drop_last,
+        shares=cut,
+        collate_fn=collate_fn,
+        processes=processes,
+    )
     if not isinstance(dataset, IterableDataset):
-        made = MapLoader(
-            dataset,
-            comm,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            seed=seed,
-            shuffle=shuffle is None or shuffle,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            processes=processes,
-            shares=cut,
-        )
+        made = MapLoader(dataset, comm, cutting, shuffle=shuffle is None or shuffle)
         check_same_samples(comm, "make a loader", dataset, processes, seed)
         return made
     if cut.is_measured:
@@ -123,15 +122,4 @@ def loader(
         raise UsageError(
             "`shuffle` (=True) needs a map-style `dataset`; shuffle inside the stream instead."
         )
-    return StreamLoader(
-        dataset,
-        comm,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        seed=seed,
-        drop_last=drop_last,
-        is_sharded=stream == "sharded",
-        shares=cut,
-        collate_fn=collate_fn,
-        processes=processes,
-    )
+    return StreamLoader(dataset, comm, cutting, is_sharded=stream == "sharded")

@@ -6,9 +6,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from allstep.comm import Communicator
-from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
-from allstep.data.fetch import Collate, FetchMicroBatch, Key
-from allstep.data.processes import Items, LoaderProcesses
+from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
+from allstep.data.fetch import FetchMicroBatch, Key
+from allstep.data.processes import Items
 from allstep.data.sampler import GlobalBatchPlan, GlobalBatchSampler
 from allstep.data.shares import Shares
 from allstep.errors import UsageError
@@ -26,28 +26,9 @@ class MapLoader(GlobalBatchLoader):
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        comm: Communicator,
-        *,
-        global_batch: int,
-        micro_batch: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        collate_fn: Collate | None,
-        processes: LoaderProcesses,
-        shares: Shares | None = None,
+        self, dataset: Dataset[Any], comm: Communicator, cutting: Cutting, *, shuffle: bool
     ) -> None:
-        super().__init__(
-            comm,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            seed=seed,
-            drop_last=drop_last,
-            processes=processes,
-            shares=shares,
-        )
+        super().__init__(comm, cutting)
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 f"`dataset` (a {type(dataset).__name__}) has no `__len__` and `__getitem__`; give"
@@ -55,13 +36,13 @@ class MapLoader(GlobalBatchLoader):
             )
         self._sampler = GlobalBatchSampler(
             len(dataset),
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            seed=seed,
+            global_batch=cutting.global_batch,
+            micro_batch=cutting.micro_batch,
+            seed=cutting.seed,
             shuffle=shuffle,
-            drop_last=drop_last,
+            drop_last=cutting.drop_last,
         )
-        self._fetch = FetchMicroBatch(dataset, seed, collate_fn)
+        self._fetch = FetchMicroBatch(dataset, cutting.seed, cutting.collate_fn)
         self._rest: Iterator[MicroBatch] = iter(())  # of the batch that was handed out last
         self.position = 0
 

@@ -19,11 +19,10 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from allstep.comm import Communicator, Work
 from allstep.comm.agreement import agree
-from allstep.data.batches import GlobalBatch, GlobalBatchLoader, MicroBatch
+from allstep.data.batches import Cutting, GlobalBatch, GlobalBatchLoader, MicroBatch
 from allstep.data.fetch import RANDOM_STATE_LOCK, Collate
-from allstep.data.processes import Items, LoaderProcesses
+from allstep.data.processes import Items
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
-from allstep.data.shares import Shares
 from allstep.errors import UsageError
 
 
@@ -54,26 +53,13 @@ class StreamLoader(GlobalBatchLoader):
         self,
         dataset: IterableDataset[Any],
         comm: Communicator,
+        cutting: Cutting,
         *,
-        global_batch: int,
-        micro_batch: int,
-        seed: int,
-        drop_last: bool,
         is_sharded: bool,
-        collate_fn: Collate | None,
-        processes: LoaderProcesses,
-        shares: Shares | None = None,
     ) -> None:
-        super().__init__(
-            comm,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            seed=seed,
-            drop_last=drop_last,
-            processes=processes,
-            shares=shares,
-        )
-        num_slots = global_batch // micro_batch
+        super().__init__(comm, cutting)
+        global_batch, micro_batch = cutting.global_batch, cutting.micro_batch
+        num_slots = self.num_micro_batches
         if is_sharded and num_slots < comm.size:
             raise UsageError(
                 f"`global_batch` (={global_batch}) has {num_slots} micro-batches for {comm.size}"
@@ -94,9 +80,9 @@ class StreamLoader(GlobalBatchLoader):
             num_slots=num_slots,
             micro_batch=micro_batch,
             is_sharded=is_sharded,
-            drop_last=drop_last,
-            seed=seed,
-            collate=collate_fn or default_collate,
+            drop_last=cutting.drop_last,
+            seed=cutting.seed,
+            collate=cutting.collate_fn or default_collate,
         )
         self._ahead: tuple[_Part, Work[Tensor]] | None = None
         self._epoch = 0
