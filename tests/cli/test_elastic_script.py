@@ -1,9 +1,6 @@
 """`allstep launch --elastic` and `allstep join` with a script of a user's own."""
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +8,16 @@ import pytest
 import torch
 
 from allstep.cli.exits import read_store
+from tests.helpers import elastic_script
 from tests.helpers.compare import differing_names
 from tests.helpers.joiners import num_joiners
 from tests.helpers.launched import Launched
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "elastic_script.py"
+SCRIPT = Path(elastic_script.__file__)
 
 
 @pytest.mark.process
-def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
+def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..., str]) -> None:
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
     given = ("--", SCRIPT, tmp_path, 5, goes_on, 3)
     flags = ("--elastic", "--workers", 2, "--run-dir", run_dir)
@@ -38,25 +36,13 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path) -> None:
     assert "2 workers go on from step 6" in launched.errors + joining.errors
     alone = tmp_path / "alone"
     alone.mkdir()
-    subprocess.run(
-        [sys.executable, SCRIPT, alone, "-1", goes_on, "3"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=120,
-    )
+    elastic_script.main(alone, -1, goes_on, 3)
     (expected,) = (torch.load(file) for file in alone.glob("model-*"))
     results = [torch.load(file) for file in tmp_path.glob("model-*")]
     assert len(results) == 2
     for result in results:
         assert differing_names(result, expected) == []
-    assert "takes no workers now" in refused_join(run_dir)
-
-
-def refused_join(run_dir: Path) -> str:
-    line = [sys.executable, "-m", "allstep", "join", str(run_dir)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    return done.stderr
+    assert "takes no workers now" in refused("join", str(run_dir))
 
 
 @pytest.mark.process
