@@ -28,9 +28,10 @@ from allstep.files import replacing
 
 __all__ = ["RemoteError", "Workers", "run_processes", "run_script", "start_processes"]
 
-# What children would import, each in seconds; torch's optimizers import `torch._dynamo`.
+# What children would import, each in seconds; torch's optimizers import `torch._dynamo`. Of allstep
+# by its full name: `import allstep` imports nothing.
 _PRELOAD = [
-    "allstep",
+    "allstep.cli.launch",
     "pytest",
     "sklearn.datasets",
     "torch.distributed.device_mesh",
