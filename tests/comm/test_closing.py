@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 from tests.helpers.launched import Launched
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.process
 
@@ -33,10 +34,16 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-def test_close_ends_backend_threads(tmp_path):
+def test_close_ends_backend_threads(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = Launched("-m", *torchrun, "script.py", cwd=tmp_path)
-    run.finish(within_s=60.0)
-    assert run.code == 0, run.errors
-    assert run.output.count("gloo threads: 0;") == 2, run.output
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    runs = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        runs.append(Launched("script.py", cwd=tmp_path))
+    for run in runs:
+        run.finish(within_s=60.0)
+        assert run.code == 0, run.errors
+        assert run.output == "gloo threads: 0;\n"
