@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.doctor_faults import find_faults
+from allstep.cli.doctor_faults import descriptors_needed, find_faults
 from allstep.cli.doctor_together import read_together
 from allstep.cli.finding import Finding
 from allstep.cli.host import facts_of
-from allstep.cli.host_link import HostLink
+from allstep.cli.host_link import HostLink, open_links
 from allstep.cli.hosts import split_host_options
 from allstep.cli.links_picture import draw_links
 from allstep.cli.output_files import check_plot, writing_errors
@@ -51,7 +51,8 @@ def run(arguments: list[str]) -> int:
                 "`plot` draws links between hosts, and there is one; name more with --hosts."
             )
         check_plot(known.plot)
-    machine = {"num_descriptors": 4 * known.workers + 96, "port": known.port, "folder": "."}
+    num_descriptors = descriptors_needed(known.workers)
+    machine = {"num_descriptors": num_descriptors, "port": known.port, "folder": "."}
     if options is None and read_launch().size > 1:
         return run_here(partial(_look_together, known=known, machine=machine))
     if options is None:
@@ -59,14 +60,7 @@ def run(arguments: list[str]) -> int:
         readings = {here: facts_of([], []) | probe_machine(**machine) | {"skew_s": 0.0}}
         links: dict[tuple[str, str], Mapping[str, Any]] = {}
     else:
-        with ExitStack() as stack:
-            opened = []
-            for number, host in enumerate(options.hosts):
-                link = HostLink(
-                    number, host.name, options.ssh, options.folder, options.python, queue.Queue()
-                )
-                stack.callback(link.close)
-                opened.append(link)
+        with open_links(options, queue.Queue()) as opened:
             readings = {link.name: _read_host(link, machine) for link in opened}
             links = _read_links(opened)
     return _judge(readings, links, known)
@@ -164,8 +158,6 @@ def _show(
             latency_us, rate = 1e6 * link["latency_s"], link["rate_bps"] / 1e6
             print(f"{one} to {other}: {latency_us:.0f} us there and back, {rate:.0f} Mbit/s")
     for finding in found:
-        print(f"{finding.where}: {finding.fault}: {finding.what}")
-        if finding.cure:
-            print(f"    cure: {finding.cure}")
+        print(finding)
     if not any(finding.cure for finding in found):
         print("nothing wrong was found")

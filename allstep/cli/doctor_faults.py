@@ -26,6 +26,11 @@ _SAME = {
 }
 
 
+def descriptors_needed(num_workers: int) -> int:
+    """Open files and connections of a worker among so many."""
+    return 4 * num_workers + 96
+
+
 def find_faults(
     readings: Mapping[str, Mapping[str, Any]],
     links: Mapping[tuple[str, str], Mapping[str, Any]],
@@ -55,7 +60,7 @@ def find_faults(
 def _faults_of_host(
     host: str, own: Mapping[str, Any], num_workers: int, model_bytes: int, *, is_first: bool
 ) -> list[Finding]:
-    needed = 4 * num_workers + 96
+    needed = descriptors_needed(num_workers)
     shared = _SHARED_BYTES + 4 * model_bytes
     rate = own["disk_bytes_per_s"]
     table = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.doctor_faults import find_faults, port_taken
+from allstep.cli.doctor_faults import descriptors_needed, find_faults, port_taken
 from allstep.cli.finding import Finding
 from allstep.cli.host import facts_of
 from allstep.cli.probe_machine import is_port_taken, probe_limits
@@ -70,7 +70,7 @@ def refusal(comm: Communicator, folder: Path, num_workers: int) -> str:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
     def read() -> dict[str, Any]:
-        return probe_limits(4 * num_workers + 96, port=None, folder=str(existing))
+        return probe_limits(descriptors_needed(num_workers), port=None, folder=str(existing))
 
     readings = {host.name: host.reading for host in read_together(comm, read)}
     return _refusal([finding for finding in find_faults(readings, {}, num_workers) if finding.cure])
@@ -87,7 +87,7 @@ def check_port() -> None:
 def _refusal(found: Sequence[Finding]) -> str:
     if not found:
         return ""
-    lines = [f"  {f.where}: {f.fault}: {f.what}\n    cure: {f.cure}" for f in found]
+    lines = [f"  {finding}" for finding in found]
     head = (
         "`doctor` (=quick) has found what would harm the training; leave it out to train all the"
         " same:"

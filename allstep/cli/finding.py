@@ -18,3 +18,8 @@ class Finding:
     where: str
     what: str
     cure: str
+
+    def __str__(self) -> str:
+        """A line of what is wrong, and one of the cure if there is one."""
+        cure = f"\n    cure: {self.cure}" if self.cure else ""
+        return f"{self.where}: {self.fault}: {self.what}{cure}"

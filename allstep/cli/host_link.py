@@ -8,9 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from allstep.cli.hosts import HostOptions
 from allstep.errors import UsageError
 
 _BEAT_S = 5.0
@@ -22,6 +23,18 @@ _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "Serv
 
 # What comes of a host: its number, and a line, its command's exit code, or what ssh said last.
 Event = tuple[int, str, Any]
+
+
+@contextlib.contextmanager
+def open_links(options: HostOptions, events: "queue.Queue[Event]") -> Iterator[list["HostLink"]]:
+    """Connections to all hosts, closed at the end; `events` takes what comes of them."""
+    with contextlib.ExitStack() as stack:
+        links = []
+        for number, host in enumerate(options.hosts):
+            link = HostLink(number, host.name, options.ssh, options.folder, options.python, events)
+            stack.callback(link.close)
+            links.append(link)
+        yield links
 
 
 class HostLink:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allstep.cli.host import facts_of
-from allstep.cli.host_link import Event, HostLink
+from allstep.cli.host_link import Event, HostLink, open_links
 from allstep.cli.hosts import HostOptions, agent_arguments, print_commands
 from allstep.cli.launch import signals_noted
 from allstep.env import is_loopback
@@ -50,12 +50,7 @@ def run_on_hosts(
         print_commands(options, command)
         return 0
     events: queue.Queue[Event] = queue.Queue()
-    with signals_noted() as came, contextlib.ExitStack() as stack:
-        links = []
-        for number, host in enumerate(options.hosts):
-            link = HostLink(number, host.name, options.ssh, options.folder, options.python, events)
-            stack.callback(link.close)
-            links.append(link)
+    with signals_noted() as came, open_links(options, events) as links:
         facts = _check_hosts(links, list(paths), list(files))
         address, port = _find_address(links)
         environ = dict(options.carried)
