@@ -8,6 +8,8 @@ SLOW_TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 # Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
+# Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-slow test-many nemesis fuzz lint docs clean
 
