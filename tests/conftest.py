@@ -72,6 +72,15 @@ def _no_net() -> str | None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _processes_are_forked_from_one_that_has_all(request: pytest.FixtureRequest) -> None:
+    """Whichever test is the first to start one."""
+    if any("process" in item.keywords for item in request.session.items):
+        from tests.helpers.processes import start_forkserver  # imports much
+
+        start_forkserver()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _each_rank_seeds_its_own_generator() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", generators.manual_seed)

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,17 +22,27 @@ import psutil
 import torch
 
 from allstep.cli import launch
+from allstep.cli.worker import SIGNALS
 from allstep.comm import init
 from allstep.env import forget_launch, read_launch
 from allstep.errors import PeerLostError
 from allstep.files import replacing
 
-__all__ = ["RemoteError", "Workers", "run_processes", "run_script", "start_processes"]
+__all__ = [
+    "RemoteError",
+    "Workers",
+    "run_processes",
+    "run_script",
+    "start_forkserver",
+    "start_processes",
+]
 
 # What children would import, each in seconds; torch's optimizers import `torch._dynamo`. Of allstep
 # by its full name: `import allstep` imports nothing.
 _PRELOAD = [
     "allstep.cli.launch",
+    "allstep.cli.script_worker",
+    "hypothesis",
     "pytest",
     "sklearn.datasets",
     "torch.distributed.device_mesh",
@@ -47,6 +58,19 @@ _SHOW_STACKS = signal.SIGUSR1
 
 class RemoteError(RuntimeError):
     """A rank raised; the message is its traceback."""
+
+
+def start_forkserver() -> None:
+    """Starts what all processes of these tests are forked from, before one asks for fewer modules.
+
+    As a launcher does it, with signals blocked.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @dataclass(frozen=True)

@@ -472,7 +472,6 @@ def save_for_ever(folder: str, step: int) -> None:
 def test_write_checkpoint_killed_at_any_moment(tmp_path: Path) -> None:
     """kill -9 at random instants of a writer that does nothing but write."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["allstep.train", "hypothesis", "pytest"])
     chance = random.Random(1)
     last = 0
     for _ in range(10):
