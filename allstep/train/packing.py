@@ -1,5 +1,6 @@
 """A state as bytes and a flat dict of tensors, and back, exactly."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,6 +46,8 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
         path, suffix = _named(at), name_suffix(leaf.dtype)
         while is_reserved(path, suffix) or path + suffix in tensors:
             path += "'"
+        if not math.prod(leaf.shape):
+            leaf = torch.empty(tuple(leaf.shape), dtype=leaf.dtype)
         if isinstance(leaf, Tensor):
             leaf = as_stored(_plain(leaf, path))
             if leaf.untyped_storage().data_ptr() in storages:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from allstep.comm.codec import decode
 from allstep.comm.layout import dtype_name, dtype_of_name
-from allstep.errors import CheckpointError
+from allstep.errors import CheckpointError, UsageError
 from allstep.nn import DividedTensor, Window
 from allstep.train.devices import map_tensors
 
@@ -97,6 +97,7 @@ class Selection:
 
     Raises:
         CheckpointError: if a tensor is missing, or a piece of it.
+        UsageError: if `select` returns another tensor.
     """
 
     def __init__(
@@ -112,7 +113,13 @@ class Selection:
         self._found: dict[int, Tensor] = {}
 
         def want(view: Tensor) -> Tensor:
-            self._wanted[names[id(_base(view))]].append(view)
+            name = names.get(id(_base(view)))
+            if name is None or not _is_box(view):
+                raise UsageError(
+                    f"`select` returned a tensor of shape {list(view.shape)} that is no part, by"
+                    " slices, of one that it was given; transform what comes of it afterwards."
+                )
+            self._wanted[name].append(view)
             if not view.numel():
                 self._found[id(view)] = torch.empty(view.shape, dtype=view.dtype)
             return view
@@ -217,6 +224,15 @@ def _whole_tensors(index: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _base(view: Tensor) -> Tensor:
     return view if view._base is None else view._base
+
+
+def _is_box(view: Tensor) -> bool:
+    """Whether it is of the same dims as its base, maybe shorter."""
+    base = _base(view)
+    return view.dim() == base.dim() and all(
+        length < 2 or stride == of_base
+        for length, stride, of_base in zip(view.shape, view.stride(), base.stride(), strict=True)
+    )
 
 
 def _window_of(view: Tensor) -> Window:

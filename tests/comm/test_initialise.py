@@ -298,7 +298,7 @@ def test_a_port_where_nobody_listens_is_named(free_port):
 
 
 def test_a_wait_for_a_store_is_spoken_of(free_port, caplog):
-    meeting = Rendezvous(by_hand(1, 2, free_port), 0.5, notice_s=0.05)
+    meeting = Rendezvous(by_hand(1, 2, free_port), 2.0, notice_s=0.05)
     with pytest.raises(CollectiveTimeoutError):
         meeting.connect()
     [warning] = caplog.messages

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.errors import CheckpointError, CommunicationError, DisagreementError
+from allstep.errors import CheckpointError, CommunicationError, DisagreementError, UsageError
 from allstep.nn import AutoencoderStage, DividedTensor, Grid, Layout, StageTraining, Window
 from allstep.train import Checkpoints, read_checkpoint
 from allstep.train.storage import write_manifest
@@ -28,6 +28,7 @@ WHOLE = {
     "complex128": torch.complex(torch.arange(14.0).double(), torch.ones(14).double()).view(7, 2),
     "one row": torch.arange(9.0).view(1, 9),
     "like a piece[0:2]": torch.arange(8),
+    "empty": torch.empty(5, 0),
 }
 MESSAGE_BYTES = 48
 
@@ -109,11 +110,30 @@ def test_divided_tensors_are_cut_anew(tmp_path, size, later_size):
         for name, x in WHOLE.items():
             found, wanted = target.loaded[name], target.part(x)
             assert found.dtype == x.dtype and torch.equal(found, wanted), name
-            assert later_size == 1 or found.untyped_storage().nbytes() < x.nbytes, name
+            assert later_size == 1 or found.untyped_storage().nbytes() < max(x.nbytes, 1), name
         everything = checkpoints.load_latest()
         assert everything is not None and "of all" in everything[1]
 
     run_ranks(later_size, load)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda x: x.t(),
+        lambda x: x[::2],
+        lambda x: x[0],
+        lambda x: x.clone(),
+        lambda x: torch.ones(2, 2),
+    ],
+    ids=["transposed", "every second", "one dim less", "copy", "another"],
+)
+def test_what_is_selected_must_be_a_part(tmp_path, select):
+    checkpoints = Checkpoints(tmp_path, Communicator.single_process())
+    checkpoints.save(1, {"x": torch.ones(4, 3)})
+    with pytest.raises(UsageError, match="`select` returned a tensor of shape"):
+        checkpoints.load_latest(lambda state: select(state["x"]))
+    assert checkpoints.load_latest(lambda state: state["x"][1:, :2])[1].shape == (3, 2)
 
 
 def test_divided_tensor_in_two_dims_with_a_worker_that_has_none(tmp_path):
