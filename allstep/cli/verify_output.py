@@ -272,7 +272,7 @@ def _plain_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
                 "parameter_norm": total_norm(step.parameters),
                 "parameter_checksum": step.checksum,
                 "options": step.options,
-                "samples": [len(worker.steps[i].samples) for worker in run.workers],
+                "samples": [samples.total() for samples in run.samples(i)],
             }
             for i, step in enumerate(run.first.steps[: comparison.num_made(run)])
         ],

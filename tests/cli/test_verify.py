@@ -26,6 +26,8 @@ from allstep.doctor.verify.record import write_worker
 from allstep.doctor.verify.sketch import NUM_PRODUCTS, Sketch
 
 SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"
+ALLSTEP = sys.executable, "-m", "allstep"
+DIVIDED = SCRIPT.with_name("divided.py")
 
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -143,6 +145,37 @@ def test_real_workers_of_the_right_script(tmp_path):
     assert (result["divergence"], result["causes"]) == (None, [])
     assert max(result["differences"]) < 1e-5
     assert list(tmp_path.glob("allstep*")) == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("sizes", "flags", "is_same"),
+    [
+        ("1,2", [], True),
+        ("2,4", ["--copies", "2"], True),  # two copies against two copies in halves
+        ("1,2", ["--inner-dropout", "0.5"], False),
+    ],
+    ids=["halves", "two copies in halves", "dropout of divided features"],
+)
+def test_workers_that_share_a_copy(sizes, flags, is_same):
+    """They have the same samples; what is cut is compared as a whole."""
+    done = subprocess.run(
+        [*ALLSTEP, "verify", DIVIDED, "-n", sizes, "--steps", "3", "--json", "--", *flags],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stderr) == (0 if is_same else 1, "")
+    found = json.loads(done.stdout)
+    (result,) = found["results"]
+    assert [run["workers"] for run in found["runs"]] == list(map(int, sizes.split(",")))
+    assert len({sum(run["steps"][0]["samples"]) for run in found["runs"]}) == 1
+    if is_same:
+        assert found["is_same"] and max(result["differences"]) < 1e-5
+    else:
+        assert result["divergence"]["step"] == 0
+        assert [cause["name"] for cause in result["causes"]] == ["random state"]
 
 
 def test_a_table_and_a_result(verify, run_here, capsys):

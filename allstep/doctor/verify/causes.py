@@ -19,7 +19,8 @@ _CURES = {
     "loss summed": "take the mean over a worker's samples: `attach` takes the mean over workers"
     ' (`reduction="sum"` wants losses that are divided by the global batch)',
     "random state": "draw random numbers from (seed, step, sample), never from the rank;"
-    " `allstep.steps` and `allstep.data.loader` do",
+    " `allstep.steps` and `allstep.data.loader` do; have no dropout of features that are divided"
+    " over workers",
     "unequal shards": "weigh each worker's mean loss by its samples, or drop the last batch;"
     " `batch.backward` of `allstep.steps` weighs",
     "batch norm": "take statistics over groups of fixed size: fixed micro-batches with"
@@ -155,7 +156,7 @@ def _rate_causes(few: Series, many: Series, one: RunRecord, other: RunRecord) ->
     factor = _constant_factor(few[: len(many)], many)
     if factor is not None:
         causes.append(_scaled(factor, one, other))
-    times, rest = divmod(other.size, one.size)
+    times, rest = divmod(len(other.copies), len(one.copies))
     ahead = few[::times]
     num = min(len(ahead), len(many))
     if rest or num < 2 or np.allclose(ahead[:num], few[:num], rtol=_RATE_TOLERANCE, atol=0):

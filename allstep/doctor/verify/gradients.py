@@ -18,7 +18,7 @@ def data_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     steps = range(min(one.num_steps, other.num_steps))
     if all(_are_equal(one, other, step) for step in steps):
         samples = other.samples(0)[0].total()
-        who = "both" if other.size == 2 else f"all {other.size}"
+        who = "both" if len(other.copies) == 2 else f"all {len(other.copies)}"
         evidence = f"{who} workers ran the same {samples} samples in every step"
         return [Cause("data not sharded", evidence)]
     return _overlap(one, other, steps)
@@ -37,7 +37,7 @@ def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     steps = _first_pass(one, other, steps)
     parts = [
         {sample for step in steps for sample in worker.steps[step].samples}
-        for worker in other.workers
+        for worker in other.copies
     ]
     num_shared = sum(map(len, parts)) - len(set().union(*parts))
     if not num_shared or other.all_samples(0) == one.all_samples(0):
@@ -48,7 +48,7 @@ def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
 
 def _first_pass(one: RunRecord, other: RunRecord, steps: range) -> range:
     """The first steps, before the run or a worker of the other has a sample again."""
-    seen: list[set[int]] = [set() for _ in range(1 + other.size)]
+    seen: list[set[int]] = [set() for _ in range(1 + len(other.copies))]
     for step in steps:
         for known, samples in zip(seen, [one.all_samples(step), *other.samples(step)], strict=True):
             if len(samples) < samples.total() or known & set(samples):
@@ -60,7 +60,7 @@ def _first_pass(one: RunRecord, other: RunRecord, steps: range) -> range:
 def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """Why the gradients of a step differ, though its parameters agree."""
     mine, theirs = one.all_samples(step), other.all_samples(step)
-    times = other.size / one.size
+    times = len(other.copies) / len(one.copies)
     dim = _batch_dim(one, other, step) if mine != theirs else 0
     if dim:  # rows are no samples: those of one worker have parts of those of another
         few, many = (sum(_num_samples(run, step, dim)) for run in (one, other))
@@ -103,14 +103,14 @@ def _num_samples(run: RunRecord, step: int, dim: int) -> list[int]:
     """Each worker's."""
     if not dim:
         return [samples.total() for samples in run.samples(step)]
-    return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.workers]
+    return [sum(shape[dim] for shape in worker.steps[step].input_shapes) for worker in run.copies]
 
 
 def _are_finite(run: RunRecord, step: int) -> bool:
     """Whether all workers' own gradients are, so that one can reckon with them."""
     return all(
         np.isfinite(sketch.products).all()
-        for worker in run.workers
+        for worker in run.copies
         for sketch in worker.steps[step].local_gradients.values()
     )
 
@@ -119,7 +119,7 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
     """The same gradient, but for a factor."""
     if not _are_finite(one, step) or not _are_finite(other, step):
         return []
-    few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
+    few, many = _mean_gradients(one, other, step, [1] * len(one.copies), [1] * len(other.copies))
     squared = float(few @ few)
     factor = float(few @ many) / squared if squared else 0.0
     limit = limit_of(one, other)
@@ -151,19 +151,20 @@ def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Caus
 
 def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """Weighed by some shares, which are no samples, the workers' gradients give the right one."""
-    names = sorted({name for w in other.workers for name in w.steps[step].local_gradients})
-    if one.size > 1 or not names or not (_are_finite(one, step) and _are_finite(other, step)):
+    names = sorted({name for w in other.copies for name in w.steps[step].local_gradients})
+    are_finite = _are_finite(one, step) and _are_finite(other, step)
+    if len(one.copies) > 1 or not names or not are_finite:
         return []
-    few = _mean_gradient(one.workers, step, [1], names)
-    each = np.stack([_mean_gradient([w], step, [1], names) for w in other.workers], axis=1)
+    few = _mean_gradient(one.copies, step, [1], names)
+    each = np.stack([_mean_gradient([w], step, [1], names) for w in other.copies], axis=1)
     shares, _, rank, _ = np.linalg.lstsq(each, few)
     limit = limit_of(one, other)
-    if rank < other.size or len(few) < 4 * other.size or shares.min() < 0:
+    if rank < len(other.copies) or len(few) < 4 * len(other.copies) or shares.min() < 0:
         return []
     if not np.linalg.norm(each @ shares - few) <= limit * np.linalg.norm(few):
         return []
     is_mean = math.isclose(shares.sum(), 1, rel_tol=10 * limit)
-    if not is_mean or np.ptp(shares) < _CLEARLY * limit / other.size:
+    if not is_mean or np.ptp(shares) < _CLEARLY * limit / len(other.copies):
         return []
     weights = " and ".join(f"{share:.3f}" for share in shares)
     evidence = (
@@ -177,7 +178,7 @@ def _changed(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """The workers' own gradients have the right mean, but the optimizer finds something else."""
     if other.first.policies or not (_are_finite(one, step) and _are_finite(other, step)):
         return []
-    few, many = _mean_gradients(one, other, step, [1] * one.size, [1] * other.size)
+    few, many = _mean_gradients(one, other, step, [1] * len(one.copies), [1] * len(other.copies))
     limit = limit_of(one, other)
     if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
         return []
@@ -238,11 +239,11 @@ def _mean_gradients(
     other_weights: Sequence[int],
 ) -> tuple[Series, Series]:
     """The workers' own gradients, as they were before the exchange, averaged; of both runs."""
-    workers = (*one.workers, *other.workers)
+    workers = (*one.copies, *other.copies)
     names = sorted({name for worker in workers for name in worker.steps[step].local_gradients})
     return (
-        _mean_gradient(one.workers, step, weights, names),
-        _mean_gradient(other.workers, step, other_weights, names),
+        _mean_gradient(one.copies, step, weights, names),
+        _mean_gradient(other.copies, step, other_weights, names),
     )
 
 

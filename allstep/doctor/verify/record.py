@@ -48,6 +48,7 @@ class WorkerRecord:
 
     Attributes:
         rank: of the worker.
+        place: among the workers that share a copy of the model, and its samples.
         epsilon: rounding unit of the coarsest number format that the model computes in.
         policies: of the exchanges that don't send exact means at once, in words.
         num_attached: calls of `attach`.
@@ -59,6 +60,7 @@ class WorkerRecord:
     """
 
     rank: int
+    place: int = 0
     epsilon: float = 0.0
     policies: list[str] = field(default_factory=list)
     num_attached: int = 0
@@ -92,6 +94,11 @@ class RunRecord:
         return self.workers[0]
 
     @property
+    def copies(self) -> Sequence[WorkerRecord]:
+        """One worker's record of each copy of the model: they have samples of their own."""
+        return [worker for worker in self.workers if worker.place == 0]
+
+    @property
     def num_steps(self) -> int:
         """Steps that every worker made."""
         return min(len(worker.steps) for worker in self.workers)
@@ -101,12 +108,12 @@ class RunRecord:
         return RunRecord([replace(worker, steps=worker.steps[:step]) for worker in self.workers])
 
     def samples(self, step: int) -> list[Counter[int]]:
-        """Each worker's samples of a step."""
-        return [Counter(worker.steps[step].samples) for worker in self.workers]
+        """The samples of a step, of each copy of the model."""
+        return [Counter(worker.steps[step].samples) for worker in self.copies]
 
     def input_shapes(self, step: int) -> list[list[int]]:
         """The first inputs' shapes in a step, of all workers."""
-        return [shape for worker in self.workers for shape in worker.steps[step].input_shapes]
+        return [shape for worker in self.copies for shape in worker.steps[step].input_shapes]
 
     def all_samples(self, step: int) -> Counter[int]:
         """All workers' samples of a step."""

@@ -15,12 +15,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, DividedModules
+from allstep.comm import Communicator, DividedModules, Shard, shards_of, stages_of
 from allstep.doctor.script import Attach
 from allstep.doctor.verify.ablation import Ablation, Factor
 from allstep.doctor.verify.checksums import checksum, checksums_of_samples, random_states
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
+from allstep.errors import UsageError
 from allstep.exchange import (
     AccumulationHook,
     Exchange,
@@ -69,6 +70,7 @@ class Recorder:
         self._samples: list[int] = []
         self._input_shapes: list[list[int]] = []
         self._local: dict[nn.Parameter, Tensor] = {}
+        self._shards: dict[nn.Parameter, Shard] = {}
         self._gradients: dict[str, Sketch] = {}
         self._options: list[dict[str, float]] = []
         self._hooks: list[Removable] = [
@@ -91,6 +93,11 @@ class Recorder:
                 [torch.initial_seed()],
                 random_states(),
             )
+        for stages in stages_of(model):
+            raise UsageError(
+                f"`script` attaches a model whose `{stages}` are on several workers, which each"
+                " have others than a single worker: compare the losses that they come to instead."
+            )
         exchange = attach(model, comm, self.ablation.policy(policy), **options)
         self.ablation.apply(exchange)
         model, record = exchange.model, self.record
@@ -100,6 +107,9 @@ class Recorder:
             record.policies.append(name)
         self.num_events += 1
         self._models.append(model)
+        for of, shard in shards_of(model).items():
+            self._shards[model.get_parameter(of)] = shard
+            record.place = shard.comm.rank
         hook = FunctionHook(self, self._before_forward)
         self._hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
         self._exchanges[model] = exchange
@@ -131,7 +141,8 @@ class Recorder:
                 self.record.is_in_steps = False
             with torch.no_grad():
                 earlier = self._local.get(p)
-                products = torch.tensor(self._sketch(gradient).products, dtype=torch.float64)
+                whole = self._whole(p, gradient)
+                products = torch.tensor(self._sketch(whole).products, dtype=torch.float64)
                 products *= exchange.gradient_scale * exchange.comm.size  # the workers' mean counts
                 self._local[p] = products if earlier is None else earlier + products
 
@@ -173,10 +184,10 @@ class Recorder:
             return
         if not self.record.steps:
             everything = (named for model in self._models for named in self._named(model))
-            self.record.initial_parameters = self._sketches(everything)
+            self.record.initial_parameters = self._sketches((n, p, p) for n, p in everything)
         self._options = [_numbers(group) for group in optimizer.param_groups]
         self._gradients = self._sketches(
-            (name, p.grad) for name, p in own.items() if p.grad is not None
+            (name, p, p.grad) for name, p in own.items() if p.grad is not None
         )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -197,8 +208,8 @@ class Recorder:
                         if p in self._local
                     },
                     gradients=self._gradients,
-                    parameters=self._sketches(own.items()),
-                    checksum=reduce(lambda c, p: checksum(p, c), own.values(), 0),
+                    parameters=self._sketches((name, p, p) for name, p in own.items()),
+                    checksum=reduce(lambda c, p: checksum(self._whole(p, p), c), own.values(), 0),
                     optimizer=self._optimizers.index(optimizer),
                     input_shapes=self._input_shapes,
                 )
@@ -208,12 +219,20 @@ class Recorder:
         if len(self.record.steps) == self._num_steps:
             self._on_end()
 
-    def _sketches(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
+    def _sketches(self, tensors: Iterable[tuple[str, nn.Parameter, Tensor]]) -> dict[str, Sketch]:
+        """Of parameters or their gradients, by the parameters' names."""
         return {
             name: self._sketch(piece)
-            for whole, tensor in tensors
-            for name, piece in pieces(whole, tensor.detach())
+            for of, p, tensor in tensors
+            for name, piece in pieces(of, self._whole(p, tensor))
         }
+
+    def _whole(self, p: nn.Parameter, tensor: Tensor) -> Tensor:
+        """A tensor that is cut as the parameter; all workers with parts of it call this."""
+        shard = self._shards.get(p)
+        if shard is None:
+            return tensor.detach()
+        return torch.cat(shard.comm.all_gather(tensor.detach().contiguous()), shard.dim)
 
     def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the optimizer's parameters that are attached."""
