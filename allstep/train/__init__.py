@@ -4,7 +4,7 @@
 """
 
 from allstep.train.auto_checkpoint import AutoCheckpoint
-from allstep.train.batch import Batch, steps
+from allstep.train.batch import Batch
 from allstep.train.best import BestMetric
 from allstep.train.checkpoint import Checkpoints, check_same
 from allstep.train.devices import map_tensors as map_tensors
@@ -21,6 +21,7 @@ from allstep.train.loop import Loop, Training
 from allstep.train.metrics import Logger, MetricsLog
 from allstep.train.metrics import read_metrics as read_metrics
 from allstep.train.options import TrainOptions
+from allstep.train.own_loop import steps
 from allstep.train.precision import Precision as Precision
 from allstep.train.progress import Progress
 from allstep.train.report import RunReport

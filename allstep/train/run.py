@@ -12,13 +12,14 @@ from allstep.data import MapLoader, loader
 from allstep.device import has_streams
 from allstep.errors import UsageError
 from allstep.exchange import attach
-from allstep.train.batch import seed_update, steps
+from allstep.train.batch import seed_update
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
 from allstep.train.divided import local_optimizer, local_tensors, whole_optimizer, whole_tensors
 from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
+from allstep.train.own_loop import steps
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
 from allstep.train.shards import check_sharded, data_axis, gather_exchange, own_exchange

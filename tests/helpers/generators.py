@@ -98,5 +98,6 @@ def seeded_thread(seed: int, device: torch.device) -> Iterator[None]:
 @pytest.fixture
 def thread_generators(monkeypatch: pytest.MonkeyPatch) -> type[ThreadGenerator]:
     """`steps` seeds the thread's own generator; enter the mode in each rank's function."""
-    monkeypatch.setattr(import_module("allstep.train.batch"), "seed_all", seed_this_thread)
+    for name in ("allstep.train.batch", "allstep.train.own_loop"):
+        monkeypatch.setattr(import_module(name), "seed_all", seed_this_thread)
     return ThreadGenerator
