@@ -16,6 +16,8 @@ from tests.helpers.processes import Workers
 TOO_LATE = re.compile("nothing to join|before this one had joined")
 _PACKAGE = os.path.dirname(allstep.__file__)
 
+_BETWEEN_LOOKS_S = 0.3  # more than workers let pass between two looks for others
+
 Moment = int | tuple[str, int]  # the n-th call of all, or of a function, from 1
 
 
@@ -63,3 +65,20 @@ def wait_until(happened: Callable[[], bool], workers: Workers) -> None:
     while not happened():
         assert time.monotonic() < deadline_s, workers.outcomes()
         time.sleep(0.01)
+
+
+def hold_until(file: Path) -> None:
+    """Holds a worker, at least until it looks again who wants to join."""
+    _sign(file).touch()
+    while not file.exists():
+        time.sleep(0.01)
+    time.sleep(_BETWEEN_LOOKS_S)
+
+
+def is_held(file: Path) -> bool:
+    """Whether a worker has come to where it is held until the file is there."""
+    return _sign(file).exists()
+
+
+def _sign(file: Path) -> Path:
+    return file.with_name(f"{file.name}.held")

@@ -33,7 +33,15 @@ from allstep.train.run import Run
 from allstep.train.task import Stage
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
-from tests.helpers.elastic_workers import TOO_LATE, Calls, Moment, ended, wait_until
+from tests.helpers.elastic_workers import (
+    TOO_LATE,
+    Calls,
+    Moment,
+    ended,
+    hold_until,
+    is_held,
+    wait_until,
+)
 from tests.helpers.joiners import asks_to_stop, has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.same_model import Images
@@ -216,8 +224,8 @@ class HeldAt:
         self.step, self.file = step, file
 
     def __call__(self, step: int) -> None:
-        while step == self.step and not self.file.exists():
-            time.sleep(0.01)
+        if step == self.step:
+            hold_until(self.file)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +245,7 @@ def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
     begun = train, (run_dir, {0: of_first[dies]} if dies in of_first else {}, held)
     later = train, (run_dir, {0: of_joiner[dies]} if dies in of_joiner else {})
     with Workers(2, *begun, min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         with (
             Workers(1, *later, min_workers=1, joins_port=workers.port) as first,
             Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port) as second,
@@ -273,7 +281,7 @@ def test_a_worker_that_is_killed_as_it_asks_to_join(
     """Another joins after it."""
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         asks = ask_to_join, (moment, tmp_path / "log")
         with Workers(1, *asks, min_workers=1, joins_port=workers.port) as first:
             assert ended(first) == [-signal.SIGKILL]
@@ -290,9 +298,9 @@ def test_a_worker_that_is_killed_as_it_asks_to_join(
 
 def test_a_worker_that_waits_long_to_join_says_for_whom(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    held = HeldAt(5, tmp_path / "never")
-    with Workers(1, train, (run_dir, {}, held), min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+    goes_on = tmp_path / "never"
+    with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
+        wait_until(lambda: is_held(goes_on), workers)
         asks = ask_to_join, (None, log)
         with Workers(1, *asks, min_workers=1, joins_port=workers.port) as joiner:
             wait_until(lambda: log.exists() and "\n" in log.read_text(), joiner)
@@ -307,7 +315,7 @@ def test_joining_a_generation_that_is_written_while_one_looks(
     run_dir, goes_on, is_written = (tmp_path / name for name in ("run", "goes_on", "is_written"))
     held = (run_dir, {0: ("_check_can_join", 1)}, None, OPTIONS, None, is_written)
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, held, min_workers=1, joins_port=workers.port) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
@@ -323,7 +331,7 @@ def test_all_that_began_are_lost(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
     both_die = {0: NUM_CALLS // 2, 1: NUM_CALLS // 2 + 1000}
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
@@ -338,7 +346,7 @@ def test_all_that_began_are_lost_and_too_few_are_left(tmp_path: Path) -> None:
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
     both_die = {0: NUM_CALLS // 2, 1: NUM_CALLS // 2 + 1000}
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=2) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, (run_dir, {}), min_workers=2, joins_port=workers.port) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
@@ -354,7 +362,7 @@ def test_a_launcher_that_has_lost_its_workers_is_asked_to_end(
     run_dir, goes_on, is_asked = (tmp_path / name for name in ("run", "goes_on", "is_asked"))
     begun = (run_dir, {0: ("commit", 8)}, HeldAt(5, goes_on))
     with Workers(1, train, begun, min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         later = (run_dir, {}, HeldAt(9, is_asked))
         with Workers(1, train, later, min_workers=1, joins_port=workers.port) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
@@ -537,7 +545,7 @@ def test_joining_with_other_options(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
     other = TrainOptions(**{**vars(OPTIONS), "seed": 12})
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         arguments = (run_dir, {}, None, other)
         with Workers(1, train, arguments, min_workers=1, joins_port=workers.port) as joiner:
             assert ended(joiner) == [1]

@@ -30,7 +30,15 @@ from allstep.nn import convert_batch_norm
 from allstep.train.elastic import StepCommit
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
-from tests.helpers.elastic_workers import TOO_LATE, Calls, Moment, ended, wait_until
+from tests.helpers.elastic_workers import (
+    TOO_LATE,
+    Calls,
+    Moment,
+    ended,
+    hold_until,
+    is_held,
+    wait_until,
+)
 from tests.helpers.joiners import has_generation, num_joiners
 from tests.helpers.processes import Workers
 from tests.helpers.ranks import run_ranks
@@ -274,7 +282,7 @@ def test_gradients_of_several_batches(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         start = partial(started, stack, train)
         workers = start(2, (tmp_path, {}, befores, allstep.Elastic, options))
-        wait_until(lambda: bool(samples_by_step(tmp_path)[3]), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins_port=workers.port)
         wait_until(lambda: num_joiners(workers.port) == 1, workers)
         goes_on.touch()
@@ -470,8 +478,7 @@ class HeldAt:
     def __call__(self, place: str, step: int) -> None:
         if (place, step) != self._where:
             return
-        while not self._file.exists():
-            time.sleep(0.01)
+        hold_until(self._file)
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -522,7 +529,7 @@ def test_joining(
     with contextlib.ExitStack() as stack:
         start = partial(started, stack, train)
         workers = start(2, (tmp_path, dies_at, befores))
-        wait_until(lambda: bool(samples_by_step(tmp_path)[3]), workers)
+        wait_until(lambda: is_held(goes_on), workers)
         first = start(1, later, joins_port=workers.port)
         second = start(1, (tmp_path, {}, {}), joins_port=workers.port)
         wait_until(lambda: num_joiners(workers.port) == 2, workers)
