@@ -5,6 +5,7 @@
 
 from allstep.comm.activity import Activity as Activity
 from allstep.comm.communicator import Communicator
+from allstep.comm.divided import AlongAxis as AlongAxis
 from allstep.comm.divided import DividedModules as DividedModules
 from allstep.comm.divided import Shard as Shard
 from allstep.comm.divided import ShardHook as ShardHook

@@ -52,8 +52,31 @@ def divided_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{name}." if name else "" for name in divided_modules(model))
 
 
+class AlongAxis:
+    """What each worker along an axis of a mesh has another part of.
+
+    Attributes:
+        mesh: the workers.
+        axis: that of the mesh.
+    """
+
+    mesh: Mesh[Communicator]
+    axis: str
+
+    @property
+    def comm(self) -> Communicator:
+        """The workers that have the parts of the same copy."""
+        return self.mesh[self.axis]
+
+    @property
+    def is_of_first_copy(self) -> bool:
+        """Whether this worker's copy is the one that rank 0 has a part of."""
+        others = (place for name, place in self.mesh.coordinates.items() if name != self.axis)
+        return not any(others)
+
+
 @dataclass(frozen=True)
-class Shard:
+class Shard(AlongAxis):
     """Which part of a parameter this worker has. [Note: shards]
 
     Args:
@@ -66,16 +89,6 @@ class Shard:
     axis: str
     dim: int
 
-    @property
-    def comm(self) -> Communicator:
-        """The workers that have the parts of the same copy."""
-        return self.mesh[self.axis]
-
-    @property
-    def is_of_first_copy(self) -> bool:
-        """Whether this worker's copy is the one that rank 0 has a part of."""
-        return _is_first_but_along(self.mesh, self.axis)
-
 
 class ShardHook:
     """A forward pre-hook of a module some of whose parameters are shards.
@@ -87,7 +100,7 @@ class ShardHook:
     shards: Mapping[str, Shard]
 
 
-class StageModules(nn.ModuleDict):
+class StageModules(AlongAxis, nn.ModuleDict):
     """Modules that this worker has, by number; others along an axis of a mesh have others.
 
     Args:
@@ -99,16 +112,6 @@ class StageModules(nn.ModuleDict):
         super().__init__()
         self.mesh = mesh
         self.axis = axis
-
-    @property
-    def comm(self) -> Communicator:
-        """The workers that have the modules of the same copy."""
-        return self.mesh[self.axis]
-
-    @property
-    def is_of_first_copy(self) -> bool:
-        """Whether this worker's copy is the one that rank 0 has modules of."""
-        return _is_first_but_along(self.mesh, self.axis)
 
 
 def stages_of(model: nn.Module) -> dict[str, StageModules]:
@@ -129,7 +132,3 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
         if isinstance(hook, ShardHook)
         for name, shard in hook.shards.items()
     }
-
-
-def _is_first_but_along(mesh: Mesh[Communicator], axis: str) -> bool:
-    return not any(place for name, place in mesh.coordinates.items() if name != axis)

@@ -8,9 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from allstep.comm import (
+    AlongAxis,
     Communicator,
-    Shard,
-    StageModules,
     divided_modules,
     shards_of,
     stages_of,
@@ -235,7 +234,7 @@ def _check_arguments(
 def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
     """Those of the exchanges, and those with other parts of a model."""
     for model in (exchange.model for exchange in exchanges):
-        parts: list[Shard | StageModules] = [*shards_of(model).values(), *stages_of(model).values()]
+        parts: list[AlongAxis] = [*shards_of(model).values(), *stages_of(model).values()]
         for part in parts:
             return part.mesh.comm
     return exchanges[0].comm

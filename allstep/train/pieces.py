@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,12 +70,12 @@ def pieces_of(tensors: Mapping[str, Tensor | DividedTensor], max_bytes: int) -> 
     """
     for name, x in tensors.items():
         if isinstance(x, Tensor):
-            yield Piece(name, x.nbytes, _Given(x))
+            yield Piece(name, x.nbytes, x.detach)
             continue
         for rank, window in x.pieces(max_bytes):
             place = ",".join(map("{}:{}".format, window.start, window.stop))
             num_bytes = window.num_positions * x.dtype.itemsize
-            yield Piece(f"{name}[{place}]", num_bytes, _Asked(x, rank, window))
+            yield Piece(f"{name}[{place}]", num_bytes, partial(_ask_for, x, rank, window))
 
 
 def send_pieces(tensors: Mapping[str, DividedTensor], max_bytes: int) -> None:
@@ -167,24 +168,10 @@ class Selection:
         return decode(self._data, load)
 
 
-@dataclass(frozen=True)
-class _Given:
-    tensor: Tensor
-
-    def __call__(self) -> Tensor:
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class _Asked:
-    tensor: DividedTensor
-    rank: int
-    window: Window
-
-    def __call__(self) -> Tensor:
-        piece = self.tensor.piece(self.rank, self.window)
-        assert piece is not None  # on rank 0
-        return as_stored(piece.cpu().contiguous())
+def _ask_for(x: DividedTensor, rank: int, window: Window) -> Tensor:
+    piece = x.piece(rank, window)
+    assert piece is not None  # on rank 0
+    return as_stored(piece.cpu().contiguous())
 
 
 def _place(name: str) -> tuple[str, Window | None]:
