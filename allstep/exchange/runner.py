@@ -42,9 +42,44 @@ class Runner(Protocol):
         """Takes no more calls."""
 
 
-def make_runner(device: torch.device) -> Runner:
-    """The runner for tensors on a device."""
-    return StreamRunner(device) if has_streams(device) else ThreadRunner()
+def make_runner(device: torch.device, *, overlaps: bool = True) -> Runner:
+    """The runner for tensors on a device.
+
+    Args:
+        device: where the tensors are.
+        overlaps: whether there is something to do beside the calls.
+    """
+    if has_streams(device):
+        return StreamRunner(device)
+    return ThreadRunner() if overlaps else InlineRunner()
+
+
+class InlineRunner:
+    """The thread that submits a call makes it, as nothing is to be done beside.
+
+    After a call failed the others fail with the same error, as in `ThreadRunner`.
+    """
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._error: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
+    @torch.no_grad()
+    def submit(self, call: Callable[[], None]) -> Work[None]:
+        _refuse_closed(self._is_closed)
+        start_s = perf_counter()
+        work = ThreadWork(call, "The exchange of a bucket")
+        self._error = work.run(self._error)
+        self._busy_s += perf_counter() - start_s
+        return work
+
+    def close(self) -> None:
+        self._is_closed = True
 
 
 class ThreadRunner:
