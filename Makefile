@@ -11,7 +11,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-slow test-many nemesis fuzz lint docs clean
+.PHONY: train test test-slow test-many nemesis simulate fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
@@ -36,6 +36,12 @@ SEEDS ?= 100
 nemesis: $(VENV)/test.stamp
 	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py \
 		tests/train/test_elastic_loop.py -k any_call
+
+# The same loops on simulated machines, by so many seeds: kills, stops, joins, cut networks.
+simulate: SEEDS := 10000
+simulate: $(VENV)/test.stamp
+	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_simulated_elastic.py \
+		--numprocesses $(shell nproc)
 
 # N runs in random order on a busy machine; counts the failures of each test.
 N ?= 10

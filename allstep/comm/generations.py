@@ -8,6 +8,11 @@ generation: those who came, the most advanced first, and those who wait. The fir
 all (`compare_set`), and there is one store: there are never two groups that both go on. Whoever
 comes too late is on no list, and waits to join as any other.
 
+[Note: signs of life] A worker's end is seen at once on its own host, and by the connections of its
+generation. Who holds none, as a worker that waits to join or the launcher, can't tell a worker of
+another host that is lost from one in a long step. So each worker writes a number in the store once
+a second, from a thread; where it stays the same for a minute, the worker counts as ended.
+
 A generation has met when all of it have said so, in the store, too. If one ends before, all of them
 make the next one.
 """
@@ -24,6 +29,8 @@ from allstep.comm.places import Place
 from allstep.errors import CommunicationError, PeerLostError
 
 POLL_S = 0.01
+SIGN_S = 1.0  # between two signs of life
+_SILENCE_S = 60.0
 _ROOT, _OVER, _STOP, _JOINERS = "allstep/membership", "over", "stop", "joiners"
 
 
@@ -79,10 +86,58 @@ class Generation:
         plain = {"members": [m.text for m in self.members], "num_seen": self.num_seen}
         store.compare_set(f"{number}/members", "", json.dumps(plain))
 
-    @property
-    def has_died(self) -> bool:
-        """Whether all its workers are known to have ended."""
-        return all(member.place.has_ended() for member in self.members)
+
+class Liveness:
+    """Whether workers still live, for one that has no connections to them. [Note: signs of life]
+
+    Args:
+        store: from `stored_in`.
+        has_ended: whether it is known of a place that the process there has ended.
+        now_s: the time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        has_ended: Callable[[Place], bool] = Place.has_ended,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._has_ended, self._now_s = store, has_ended, now_s
+        self._signs: dict[str, tuple[bytes, float]] = {}  # by name; the last, and since when
+        self._looked_at_s = -SIGN_S
+
+    def all_have_ended(self, members: Sequence[Member]) -> bool:
+        """Whether nobody of them lives."""
+        if self._now_s() - self._looked_at_s >= SIGN_S:
+            self._looked_at_s = self._now_s()
+            self._signs = {member.name: self._sign(member) for member in members}
+        return all(self._has_ended(m.place) or self._is_silent(m) for m in members)
+
+    def _sign(self, member: Member) -> tuple[bytes, float]:
+        key = _sign_of(member.name)
+        sign = self._store.get(key) if self._store.check([key]) else b""
+        last, since_s = self._signs.get(member.name, (b"", self._now_s()))
+        return (last, since_s) if sign == last else (sign, self._now_s())
+
+    def _is_silent(self, member: Member) -> bool:
+        if member.name not in self._signs:  # not looked at yet
+            return False
+        return self._now_s() - self._signs[member.name][1] > _SILENCE_S
+
+
+def give_sign(store: Store, member: Member, number: int) -> None:
+    """A worker lives.
+
+    Args:
+        store: from `stored_in`.
+        member: the worker.
+        number: another one each time.
+    """
+    store.set(_sign_of(member.name), str(number))
+
+
+def _sign_of(name: str) -> str:
+    return f"sign/{name}"
 
 
 def stored_in(served: Store) -> Store:
@@ -143,12 +198,15 @@ def await_others(
         The code with which the training has ended; None if it has not.
     """
     store, number = stored_in(served), -1
+    liveness = Liveness(store)
     while not (is_over(store) or gives_up()):
         if came and signal_to_stop(store) is None:
             store.set(_STOP, str(int(came[0])))
         number = newest(store, number)
         present = Generation.read(store, number)
-        if number < 1 or present is None or present.has_died:  # the first is the launcher's own
+        if number < 1 or present is None:  # the first is the launcher's own
+            break
+        if liveness.all_have_ended(present.members):
             break
         time.sleep(POLL_S)
     return int(store.get(_OVER)) if is_over(store) else None

@@ -15,7 +15,7 @@ from allstep.comm.failures import explained, is_timeout, translated
 from allstep.comm.missing import RankNames
 from allstep.comm.work import BackendWork, ThreadWork, Work
 from allstep.device import current_device, default_device, synchronize
-from allstep.errors import CollectiveTimeoutError, UsageError
+from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 _MOMENT_S = 0.05  # between two looks whether members are still there
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
@@ -358,9 +358,14 @@ class GroupWire:
                 size,
                 device=device,
                 timeout_s=self.timeout_s,
-                check=partial(names.check_all_there, "split"),
+                check=partial(self._check_split, names),
             )
         return GroupWire(group, self.timeout_s, partial(shut_down, group, device), names)
+
+    def _check_split(self, names: RankNames) -> None:
+        names.check_all_there("split")
+        if self.names.is_interrupted:
+            raise PeerLostError(f"`split` on {names.own}: the others have left the group.")
 
     def interrupt(self) -> None:
         group = self.group  # another thread may close it meanwhile

@@ -1,28 +1,28 @@
 """A worker's place among those that train together, while workers come and go."""
 
+import atexit
 import logging
 import math
-import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
+from itertools import count
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from allstep.comm.activity import Activity
 from allstep.comm.communicator import Communicator
-from allstep.comm.failures import translated
 from allstep.comm.generations import (
     POLL_S,
+    SIGN_S,
     Generation,
+    Liveness,
     Member,
     ask_to_join,
+    give_sign,
     is_over,
     joiners,
     lost_store_told,
@@ -32,10 +32,9 @@ from allstep.comm.generations import (
     write_end,
 )
 from allstep.comm.group import Topology
-from allstep.comm.group_wire import GroupWire, connect, shut_down
 from allstep.comm.initialise import set_up_logging
 from allstep.comm.missing import RankNames
-from allstep.comm.places import Place
+from allstep.comm.system import OwnSystem, System
 from allstep.comm.wire import SingleProcessWire, Wire
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
@@ -57,6 +56,7 @@ class Membership:
         grace_s: how long to wait for a worker of which nobody knows that it has ended: it may be in
             the middle of a long step.
         notice_s: how long a worker waits to join until it says so.
+        system: the machines and the network.
 
     Attributes:
         members: of the present generation, by rank; empty for a worker that waits to join.
@@ -74,6 +74,7 @@ class Membership:
         notice_s: float = 10.0,
         rejoins: bool = True,
         lets_in: Callable[[int], bool] = lambda progress: True,
+        system: System | None = None,
     ) -> None:
         if launch.min_workers is None:
             raise UsageError(
@@ -88,24 +89,22 @@ class Membership:
         self._min_workers = launch.min_workers
         self._grace_s, self._notice_s = grace_s, notice_s
         self._rejoins, self._lets_in = rejoins, lets_in
-        self._own = Member(uuid.uuid4().hex, Place.own())
+        self._system = system or OwnSystem(launch.master_addr)
+        self._own = Member(uuid.uuid4().hex, self._system.own_place())
         self._num_seen = 0  # of those that have asked to join
         self._looked_at_s = -_LOOK_S
         self._is_over = False
         try:
-            served = TCPStore(
-                launch.master_addr,
-                launch.master_port,
-                is_master=False,
-                timeout=timedelta(seconds=_CONNECT_S),
-                wait_for_workers=False,
-            )
+            served = self._system.open_store(launch.master_addr, launch.master_port, _CONNECT_S)
         except RuntimeError as error:
             raise UsageError(
                 f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"
                 " has ended, or this host can't reach it."
             ) from error
         self._store = stored_in(served)
+        self._liveness = Liveness(self._store, self._system.has_ended, self._system.now_s)
+        self._watched: tuple[Communicator, int] | None = None
+        self._watches = False
 
     def begin(self, comm: Communicator) -> None:
         """The first generation has met. Collective."""
@@ -145,7 +144,7 @@ class Membership:
         with lost_store_told():
             while not self._store.check([key]):
                 self._check_can_join(-1)
-                time.sleep(POLL_S)
+                self._system.sleep(POLL_S)
             return self._store.get(key).decode()
 
     def _check_can_join(self, known: int) -> None:
@@ -157,10 +156,10 @@ class Membership:
         if is_over(self._store):
             raise UsageError("The run has ended: there is nothing to join any more.")
         present = Generation.read(self._store, newest(self._store, known))
-        if present is not None and present.has_died:
+        if present is not None and self._liveness.all_have_ended(present.members):
             raise PeerLostError(
-                "All workers of the run have died: there is nothing to join any more. Resume it"
-                " from its newest checkpoint."
+                "All workers of the run have died, or give no sign of life any more: there is"
+                " nothing to join. Resume it from its newest checkpoint."
             )
 
     @property
@@ -175,9 +174,13 @@ class Membership:
         Args:
             code: for the launcher to exit with, should its own workers all have been lost.
         """
-        self._is_over = True
+        self.leave()
         with suppress(RuntimeError):  # the launcher may be gone
             write_end(self._store, code)
+
+    def leave(self) -> None:
+        """This worker trains no more."""
+        self._is_over = True
 
     def look(self) -> tuple[bool, int | None]:
         """What is asked of this generation; looks a few times a second at most.
@@ -185,7 +188,7 @@ class Membership:
         Returns:
             Whether workers wait to join, and the signal by which the launcher asks all to stop.
         """
-        now_s = time.monotonic()
+        now_s = self._system.now_s()
         if now_s - self._looked_at_s < _LOOK_S:
             return False, None
         self._looked_at_s = now_s
@@ -193,26 +196,52 @@ class Membership:
             return bool(self._waiting()), signal_to_stop(self._store)
 
     def watch(self, comm: Communicator) -> None:
-        """Breaks off what the present generation waits for once one of its workers has ended.
+        """Breaks off what the present generation waits for once it can't go on.
 
-        As a rule the others learn it by the connection that closes. But they may wait for one that
-        is in a long step, and for one whose connection was closed just when they began to wait.
+        As a rule workers learn by a connection that closes that one of them has ended, or has left
+        for the next generation. But they may wait for one that is in a long step, for one whose
+        connection was closed just when they began to wait, or for a group to meet to which one of
+        them won't come any more. A thread looks, which also gives [Note: signs of life].
 
         Args:
             comm: of the generation.
         """
-        places, generation = [member.place for member in self.members], self.generation
+        self._watched = comm, self.generation
+        if not self._watches:
+            self._watches = True
+            atexit.register(self.leave)  # a call of a store that outlives the interpreter aborts
+            self._system.start_thread(self._watch, "allstep membership", awaited_at_exit=True)
 
-        def look() -> None:
-            while generation == self.generation and not self._is_over:
-                time.sleep(_LOOK_S)
-                if any(place.has_ended() for place in places):
-                    time.sleep(_NOTICE_S)
-                    if generation == self.generation and not self._is_over:
-                        comm.interrupt()
+    def _watch(self) -> None:
+        next_sign_s = self._system.now_s()
+        with suppress(RuntimeError):  # the launcher is gone
+            for number in count():
+                if self._system.now_s() >= next_sign_s:
+                    next_sign_s = self._system.now_s() + SIGN_S
+                    give_sign(self._store, self._own, number)
+                self._system.sleep(_LOOK_S)
+                if self._is_over:
                     return
+                self._look_after_generation()
 
-        threading.Thread(target=look, name="allstep membership", daemon=True).start()
+    def _look_after_generation(self) -> None:
+        watched = self._watched
+        if watched is None or self._goes_on(watched[1]):
+            return
+        self._system.sleep(_NOTICE_S)
+        comm, generation = watched
+        if generation == self.generation and self._watched == watched and not self._is_over:
+            self._watched = None
+            comm.interrupt()
+
+    def _goes_on(self, generation: int) -> bool:
+        """Whether it does, or is left already."""
+        places = [member.place for member in self.members]
+        if generation != self.generation:
+            return True
+        if any(map(self._system.has_ended, places)):
+            return False
+        return not self._store.check([f"{generation + 1}/begun"])
 
     def next(self, progress: int) -> None:
         """Becomes a worker of the next generation; waits for one that has room, if it must.
@@ -242,14 +271,18 @@ class Membership:
         """Says that this worker is there, and waits until the list is written."""
         generation = self.generation + 1
         key = f"{generation}/members"
+        self._store.set(f"{generation}/begun", "")
         self._store.set(f"{generation}/came/{self._own.name}", self._own.text)
-        deadline_s = time.monotonic() + self._grace_s
+        deadline_s = self._system.now_s() + self._grace_s
+        missing = list(self.members)
+        has_ended = self._system.has_ended
         while not self._store.check([key]):
-            missing = [m for m in self.members if not self._came(generation, m)]
-            if all(m.place.has_ended() for m in missing) or time.monotonic() > deadline_s:
+            missing = [m for m in missing if not self._came(generation, m)]
+            is_late = self._system.now_s() > deadline_s
+            if is_late or all(has_ended(m.place) for m in missing):
                 self._write_list(generation)
             else:
-                time.sleep(POLL_S)
+                self._system.sleep(POLL_S)
 
     def _came(self, generation: int, member: Member) -> bool:
         return bool(self._store.check([f"{generation}/came/{member.name}"]))
@@ -287,7 +320,7 @@ class Membership:
         self._own = replace(self._own, name=uuid.uuid4().hex)
         generation = newest(self._store)
         ask_to_join(self._store, self._own)
-        notice_at_s = time.monotonic() + self._notice_s
+        notice_at_s = self._system.now_s() + self._notice_s
         while True:
             if self._store.check([f"{generation + 1}/members"]):
                 generation += 1
@@ -295,10 +328,10 @@ class Membership:
                     return
             else:
                 self._check_can_join(generation)
-                if time.monotonic() > notice_at_s:
+                if self._system.now_s() > notice_at_s:
                     notice_at_s = math.inf
                     self._tell_that_it_waits(generation)
-                time.sleep(POLL_S)
+                self._system.sleep(POLL_S)
 
     def _tell_that_it_waits(self, generation: int) -> None:
         """Says, once, whom a worker that wants to join waits for."""
@@ -322,13 +355,13 @@ class Membership:
         if size == 1:
             return SingleProcessWire(timeout_s, activity)
         places = [member.place for member in self.members]
-        names = RankNames(range(size), rank, size, store, places, activity)
-        deadline_s = time.monotonic() + 2 * _CONNECT_S
+        has_ended = self._system.has_ended
+        names = RankNames(range(size), rank, size, store, places, activity, has_ended)
+        deadline_s = self._system.now_s() + 2 * _CONNECT_S
         check = partial(self._check_all_there, store, names, deadline_s)
         with lost_store_told():
             try:
-                group = self._connect(store, device, names, check)
-                wire = GroupWire(group, timeout_s, partial(shut_down, group, device), names)
+                wire = self._system.connect(store, names, device, _CONNECT_S, timeout_s, check)
             except CommunicationError:
                 store.set("failed", "")
                 raise
@@ -336,33 +369,17 @@ class Membership:
                 store.add("num_met", 1)
                 while store.add("num_met", 0) < size:
                     check()
-                    time.sleep(POLL_S)
+                    self._system.sleep(POLL_S)
             except CommunicationError:
                 store.set("failed", "")
                 wire.close(abort=True)
                 raise
         return wire
 
-    @staticmethod
-    def _connect(
-        store: Store, device: torch.device, names: RankNames, check: Callable[[], None]
-    ) -> dist.ProcessGroup:
-        rank, size = names.number, names.size
-        with translated("regroup", rank, size, _CONNECT_S):
-            return connect(
-                PrefixStore("group", store),
-                rank,
-                size,
-                device=device,
-                timeout_s=_CONNECT_S,
-                check=check,
-            )
-
-    @staticmethod
-    def _check_all_there(store: Store, names: RankNames, deadline_s: float) -> None:
+    def _check_all_there(self, store: Store, names: RankNames, deadline_s: float) -> None:
         if store.check(["failed"]):
             raise PeerLostError("A worker was lost before all had met again.")
-        if time.monotonic() > deadline_s:
+        if self._system.now_s() > deadline_s:
             raise CollectiveTimeoutError("Not all workers have met again in time.")
         names.check_all_there("regroup")
 

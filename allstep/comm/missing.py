@@ -12,7 +12,7 @@ which these wait, and so on: missing is who was asked and has left no report.
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -55,6 +55,7 @@ class RankNames:
         store: of the first group; None for a single process.
         places: number -> where it runs; empty if that is not known.
         activity: of this worker; a new one if None.
+        has_ended: whether it is known of a place that the process there has ended.
 
     Attributes:
         own: this rank, for messages.
@@ -74,6 +75,7 @@ class RankNames:
         store: Store | None = None,
         places: Sequence[Place] = (),
         activity: Activity | None = None,
+        has_ended: Callable[[Place], bool] = Place.has_ended,
     ) -> None:
         self.numbers = tuple(numbers)
         self.size = size
@@ -84,6 +86,7 @@ class RankNames:
         self.places = places
         self.activity = activity or Activity()
         self._store = store
+        self._has_ended = has_ended
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, places: Sequence[Place] = ()) -> "RankNames":
@@ -115,7 +118,9 @@ class RankNames:
 
     def ended(self, numbers: Iterable[int]) -> list[int]:
         """Those of them that are known to have ended."""
-        return [number for number in numbers if self.places and self.places[number].has_ended()]
+        return [
+            number for number in numbers if self.places and self._has_ended(self.places[number])
+        ]
 
     def placed_all(self, numbers: Iterable[int]) -> str:
         """Several ranks, for messages, and where they run."""
@@ -124,7 +129,9 @@ class RankNames:
     def part(self, ranks: Sequence[int], rank: int) -> "RankNames":
         """Of a group of some of these ranks, in their order there; this one has `rank` there."""
         numbers = [self.numbers[r] for r in ranks]
-        return RankNames(numbers, rank, self.size, self._store, self.places, self.activity)
+        return RankNames(
+            numbers, rank, self.size, self._store, self.places, self.activity, self._has_ended
+        )
 
     def report_stuck(self, verb: str) -> None:
         """Tells the others in which call this rank failed."""

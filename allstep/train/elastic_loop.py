@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from allstep.comm.membership import Membership
+from allstep.comm.system import System
 from allstep.data import GlobalBatch
 from allstep.data.batches import GlobalBatchLoader
-from allstep.env import read_launch
+from allstep.env import Launch, read_launch
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
 from allstep.train.checkpoint import Stateful
@@ -38,6 +39,7 @@ class Elastic:
             them.
         state: name -> what else the next step depends on, by its `state_dict` and
             `load_state_dict`: the optimizers, schedulers of rates, a GradScaler.
+        membership: this worker's, of `loop_membership`; None to ask the launcher for it.
 
     Raises:
         UsageError: if an argument is of a wrong kind, if what a worker keeps for itself would be
@@ -64,20 +66,20 @@ class Elastic:
     """
 
     def __init__(
-        self, loader: GlobalBatchLoader, *exchanges: Exchange, state: Mapping[str, Stateful]
+        self,
+        loader: GlobalBatchLoader,
+        *exchanges: Exchange,
+        state: Mapping[str, Stateful],
+        membership: Membership | None = None,
     ) -> None:
         self._state = LoopState(loader, exchanges, state)
         check_loop(loader, exchanges)
         self._loader, self._exchanges, comm = loader, exchanges, exchanges[0].comm
         self._changes: WorkerChanges | None = None
         launch = read_launch()
-        if launch.launcher != "none" or comm.size > 1:
-            membership = Membership(
-                launch,
-                grace_s=comm.timeout_s,
-                rejoins=False,  # in the midst of the user's code
-                lets_in=lambda progress: progress % PLACES == 0,
-            )
+        if membership is None and (launch.launcher != "none" or comm.size > 1):
+            membership = loop_membership(launch, comm.timeout_s)
+        if membership is not None:
             self._changes = WorkerChanges(comm, membership, self._state)
         self._is_entered = self._is_in_epochs = False
         self._is_behind_batch = False  # or behind all of an epoch
@@ -92,10 +94,15 @@ class Elastic:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if error_type is None and self._changes is not None:
-            self._changes.enter(self._loader.step, 1)
-            self._changes.between = self._state.position()
-            self._changes.end()
+        changes = self._changes
+        if changes is None:
+            return
+        if error_type is not None:
+            changes.leave()
+            return
+        changes.enter(self._loader.step, 1)
+        changes.between = self._state.position()
+        changes.end()
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The epochs that are still to come; for a worker that joins, from the others' present one.
@@ -284,6 +291,21 @@ class Elastic:
             "parameters": [parameters_of(exchange.model) for exchange in self._exchanges],
             "threads": torch.get_num_threads(),
         }
+
+
+def loop_membership(launch: Launch, grace_s: float, system: System | None = None) -> Membership:
+    """A worker's place among those of a loop.
+
+    Args:
+        launch, grace_s, system: of `Membership`.
+    """
+    return Membership(
+        launch,
+        grace_s=grace_s,
+        rejoins=False,  # in the midst of the user's code
+        lets_in=lambda progress: progress % PLACES == 0,
+        system=system,
+    )
 
 
 def _plain(found: object) -> str:

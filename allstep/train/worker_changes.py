@@ -87,6 +87,10 @@ class WorkerChanges:
                 self.change()
         self._membership.end()
 
+    def leave(self) -> None:
+        """This worker trains no more; the others go on."""
+        self._membership.leave()
+
     def enter(self, step: int | None, place: int, *, is_committing: bool = False) -> None:
         """Comes to a place of a step; the same on all workers, one after the other."""
         self.step, self.place, self.is_committing = step, place, is_committing

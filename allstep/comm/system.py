@@ -1,0 +1,168 @@
+"""What a membership needs of the machines and the network between them.
+
+Tests hand in another: a simulated one with a clock of its own.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from allstep.comm.failures import translated
+from allstep.comm.group_wire import GroupWire, connect, shut_down
+from allstep.comm.missing import RankNames
+from allstep.comm.places import Place
+from allstep.comm.wire import Wire
+from allstep.comm.work import ThreadWork
+from allstep.env import (
+    address_towards,
+    interface_of,
+    is_loopback,
+    read_gloo_interface,
+    set_gloo_interface,
+)
+
+_POLL_S = 0.01
+
+
+class System(Protocol):
+    """A clock, processes, and ways to other workers."""
+
+    def now_s(self) -> float:
+        """Seconds that pass, from any start."""
+
+    def sleep(self, duration_s: float) -> None:
+        """Waits for so long."""
+
+    def start_thread(
+        self, run: Callable[[], None], name: str, *, awaited_at_exit: bool = False
+    ) -> None:
+        """Runs something beside.
+
+        Args:
+            run: what.
+            name: for stacks.
+            awaited_at_exit: whether the process waits for it, for some seconds, before it ends.
+        """
+
+    def own_place(self) -> Place:
+        """Where this worker runs."""
+
+    def has_ended(self, place: Place) -> bool:
+        """Whether it is known that the process there has ended."""
+
+    def open_store(self, host: str, port: int, timeout_s: float) -> Store:
+        """The store that a launcher serves.
+
+        Raises:
+            RuntimeError: if it doesn't answer.
+        """
+
+    def connect(
+        self,
+        store: Store,
+        names: RankNames,
+        device: torch.device,
+        meeting_s: float,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> Wire:
+        """Meets the other workers of a group.
+
+        Args:
+            store: of this group alone.
+            names: of its ranks; it is no part of another group.
+            device: where this worker computes.
+            meeting_s: how long the meeting may take.
+            timeout_s: how long a call may take afterwards.
+            check: called again and again; raises if a worker will not come.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: if not all have met.
+        """
+
+
+class OwnSystem:
+    """This machine, torch's stores and its process groups.
+
+    Args:
+        launcher_host: by which name or address this machine reaches the launcher's.
+    """
+
+    def __init__(self, launcher_host: str) -> None:
+        self._launcher_host = launcher_host
+        self._takes_any_interface = read_gloo_interface() is None
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, duration_s: float) -> None:
+        time.sleep(duration_s)
+
+    def start_thread(
+        self, run: Callable[[], None], name: str, *, awaited_at_exit: bool = False
+    ) -> None:
+        ThreadWork.start(run, name, awaited_at_exit=awaited_at_exit)
+
+    def own_place(self) -> Place:
+        return Place.own()
+
+    def has_ended(self, place: Place) -> bool:
+        return place.has_ended()
+
+    def open_store(self, host: str, port: int, timeout_s: float) -> Store:
+        return TCPStore(
+            host,
+            port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+
+    def connect(
+        self,
+        store: Store,
+        names: RankNames,
+        device: torch.device,
+        meeting_s: float,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> Wire:
+        self._choose_interface(store, names, check)
+        group_store = PrefixStore("group", store)
+        with translated("regroup", names.number, names.size, meeting_s):
+            group = connect(
+                group_store,
+                names.number,
+                names.size,
+                device=device,
+                timeout_s=meeting_s,
+                check=check,
+            )
+        return GroupWire(group, timeout_s, partial(shut_down, group, device), names)
+
+    def _choose_interface(self, store: Store, names: RankNames, check: Callable[[], None]) -> None:
+        """Has Gloo use the interface by which the other hosts are reached. [Note: own address]
+
+        Workers of the launcher's host know it by its loopback address; they take the interface
+        from which they reach another host.
+        """
+        hosts = [place.host for place in names.places]
+        own = hosts[names.number]
+        if not self._takes_any_interface or set(hosts) == {own}:
+            return
+        address = address_towards(self._launcher_host)
+        if is_loopback(address):
+            other = next(rank for rank, host in enumerate(hosts) if host != own)
+            while not store.check([f"address/{other}"]):
+                check()
+                self.sleep(_POLL_S)
+            address = address_towards(store.get(f"address/{other}").decode())
+        store.set(f"address/{names.number}", address)
+        interface = interface_of(address)
+        if interface is not None:
+            set_gloo_interface(interface)

@@ -1,0 +1,312 @@
+"""A user's own elastic loop on simulated machines, what disturbs it, and what must come of it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, Synchronous
+from allstep.comm.group import Topology
+from allstep.comm.missing import RankNames
+from allstep.env import Launch
+from allstep.errors import CommunicationError, PeerLostError, UsageError
+from allstep.train.elastic_loop import loop_membership
+from tests.helpers.simulation.network import (
+    FaultyNetwork,
+    FaultyWire,
+    SimulatedStore,
+    SimulatedSystem,
+)
+from tests.helpers.simulation.scheduler import Process, Scheduler
+
+NUM_EPOCHS, NUM_STEPS, GLOBAL_BATCH = 2, 4, 6
+NUM_CALLS = 40  # of a worker that nobody disturbs, for each of the workers, about
+_TIMEOUT_S = 10.0  # for which the others wait, too
+_MOST_S = 0.4  # in which it is disturbed, for each of the workers
+_NUM_SAMPLES = GLOBAL_BATCH * NUM_STEPS // NUM_EPOCHS
+
+
+@dataclass
+class Faults:
+    """What happens to a training.
+
+    Attributes:
+        hosts: of the first workers, by rank.
+        dies_at: rank -> at which of its calls it is killed.
+        freezes_at: rank -> at which of its calls it is stopped, and for how many seconds.
+        joins_at_s: when others come, and to which host.
+        parts_at_s: when hosts are cut off, which, and for how long.
+        launcher_dies_at_s: when the store is gone.
+    """
+
+    hosts: list[int]
+    dies_at: dict[int, int] = field(default_factory=dict)
+    freezes_at: dict[int, tuple[int, float]] = field(default_factory=dict)
+    joins_at_s: list[tuple[float, int, float]] = field(default_factory=list)
+    parts_at_s: tuple[float, frozenset[int], float] | None = None
+    launcher_dies_at_s: float = math.inf
+
+    @classmethod
+    def draw(cls, scheduler: Scheduler) -> "Faults":
+        """Those of a seed."""
+        random = scheduler.random
+        size = random.choice((2, 3, 3, 4, 4, 5, 6, 8))
+        num_hosts = random.choice((1, 1, 2, 3))
+        num_calls, most_s = NUM_CALLS * size, _MOST_S * size
+        faults = cls(sorted(random.randrange(num_hosts) for _ in range(size)))
+        for rank in random.sample(range(size), random.randrange(size)):
+            faults.dies_at[rank] = random.randrange(1, num_calls)
+        for rank in range(size):
+            if random.random() < 0.15:
+                faults.freezes_at[rank] = random.randrange(1, num_calls), random.choice((1.0, 20.0))
+        for _ in range(random.choice((0, 0, 1, 2, 3, 6))):
+            dies_at = random.choice((math.inf, random.randrange(1, num_calls)))
+            faults.joins_at_s.append(
+                (most_s * random.random(), random.randrange(num_hosts), dies_at)
+            )
+        if num_hosts > 1 and random.random() < 0.3:
+            cut_off = frozenset(h for h in range(num_hosts) if random.random() < 0.5)
+            faults.parts_at_s = most_s * random.random(), cut_off, random.choice((2.0, 60.0))
+        if random.random() < 0.03:
+            faults.launcher_dies_at_s = most_s * random.random()
+        return faults
+
+
+@dataclass
+class Outcome:
+    """How a worker has ended.
+
+    Attributes:
+        process: the worker's.
+        state: what it has trained, if it came to the end.
+        error: why not.
+    """
+
+    process: Process
+    state: list[Tensor] | None = None
+    error: Exception | None = None
+
+
+class Simulation:
+    """One training, by its seed.
+
+    Args:
+        seed: of the order, the delays and the faults.
+        faults: what happens; None to draw it.
+    """
+
+    def __init__(self, seed: int, faults: Faults | None = None) -> None:
+        self.scheduler = Scheduler(seed)
+        self.faults = faults or Faults.draw(self.scheduler)
+        self.network = FaultyNetwork(self.scheduler)
+        self._launcher = Process(0)
+        self._controller = Process(1)
+        self._processes = [self._launcher, self._controller]
+        self._store = SimulatedStore(self.network, self._launcher)
+        self.outcomes: list[Outcome] = []
+        self.generations: dict[int, set[tuple[str, ...]]] = {}
+        self._num_entered = 0
+
+    def run(self) -> None:
+        """Runs it, and checks what came of it.
+
+        Raises:
+            AssertionError: if that is not what an elastic training promises.
+        """
+        size = len(self.faults.hosts)
+        workers = [self._new_process(host) for host in self.faults.hosts]
+        for rank, process in enumerate(workers):
+            process.dies_at = self.faults.dies_at.get(rank, math.inf)
+            at, process.freezes_for_s = self.faults.freezes_at.get(rank, (math.inf, 0.0))
+            process.freezes_at = at
+        for rank, process in enumerate(workers):
+            wire = FaultyWire(
+                self.network, "first", RankNames(range(size), rank, size), rank, workers, _TIMEOUT_S
+            )
+            comm = Communicator(
+                wire, Topology.from_nodes(self.faults.hosts, rank), torch.device("cpu")
+            )
+            self._start(process, comm, _launch(rank, size))
+        self.scheduler.start(self._controller, self._disturb, "controller")
+        self.scheduler.run()
+        self._check()
+
+    def _new_process(self, host: int) -> Process:
+        process = Process(len(self._processes), host)
+        self._processes.append(process)
+        return process
+
+    def _start(self, process: Process, comm: Communicator, launch: Launch) -> None:
+        outcome = Outcome(process)
+        self.outcomes.append(outcome)
+
+        def work() -> None:
+            try:
+                outcome.state = self._train(process, comm, launch)
+                comm.close()
+            except Exception as error:  # what is no word of allstep's fails the check
+                outcome.error = error
+                comm.abort()
+            self.scheduler.end(process, killed=False)
+
+        self.scheduler.start(process, work, "main")
+
+    def _train(self, process: Process, comm: Communicator, launch: Launch) -> list[Tensor]:
+        system = SimulatedSystem(self.network, self._store, process, self._processes)
+        membership = loop_membership(launch, _TIMEOUT_S, system)
+        loop = _Loop(comm, membership)
+        with loop.elastic:
+            self._num_entered += 1
+            size = len(self.faults.hosts)
+            if not launch.joins:  # before all have met there is nothing to go on with
+                self.scheduler.pause(lambda: self._num_entered >= size)
+            process.is_armed = True
+            loop.run(lambda: self._note(membership))
+        return loop.state()
+
+    def _note(self, membership: Any) -> None:
+        names = tuple(member.name for member in membership.members)
+        self.generations.setdefault(membership.generation, set()).add(names)
+
+    def _disturb(self) -> None:
+        faults, pause = self.faults, self.scheduler.pause
+        pause(lambda: self._num_entered >= len(faults.hosts), 60.0)
+        start_s = self.scheduler.now_s
+        events: list[tuple[float, Any]] = [
+            (at_s, lambda host=host, dies_at=dies_at: self._join(host, dies_at))
+            for at_s, host, dies_at in faults.joins_at_s
+        ]
+        if faults.parts_at_s is not None:
+            at_s, hosts, for_s = faults.parts_at_s
+            events += [(at_s, lambda: self._part(hosts)), (at_s + for_s, lambda: self._part())]
+        if faults.launcher_dies_at_s < math.inf:
+            events.append(
+                (faults.launcher_dies_at_s, lambda: self.scheduler.end(self._launcher, killed=True))
+            )
+        for at_s, event in sorted(events, key=lambda pair: pair[0]):
+            self.scheduler.sleep(max(0.0, start_s + at_s - self.scheduler.now_s))
+            event()
+
+    def _part(self, hosts: frozenset[int] = frozenset()) -> None:
+        self.network.parted = hosts
+
+    def _join(self, host: int, dies_at: float) -> None:
+        if all(outcome.process.has_ended for outcome in self.outcomes):
+            return  # the launcher has, too
+        process = self._new_process(host)
+        process.dies_at, process.is_armed = dies_at, True
+        comm = Communicator.single_process(timeout_s=_TIMEOUT_S)
+        self._start(process, comm, _launch(0, 1, joins=True))
+
+    def _check(self) -> None:
+        for number, lists in self.generations.items():
+            assert len(lists) == 1, f"{len(lists)} groups are generation {number}"
+        for outcome in self.outcomes:
+            if outcome.state is not None:
+                assert same(outcome.state, undisturbed()), "another model"
+        whole = [o for o in self.outcomes if o.state is not None]
+        left = [o for o in self.outcomes if not o.process.was_killed]
+        assert whole or self._may_be_lost(left), [repr(o.error) for o in left]
+        for outcome in left:
+            if outcome.error is not None:
+                self._check_error(outcome.error)
+
+    def _may_be_lost(self, left: Sequence[Outcome]) -> bool:
+        """Whether nobody need have come to the end."""
+        first = [o for o in left if o in self.outcomes[: len(self.faults.hosts)]]
+        return not first or self.faults.launcher_dies_at_s < math.inf or self._may_be_left_behind
+
+    @property
+    def _may_be_left_behind(self) -> bool:
+        """Whether the others may go on without one that is alive."""
+        return bool(self.faults.freezes_at) or self.faults.parts_at_s is not None
+
+    def _check_error(self, error: Exception) -> None:
+        text = str(error)
+        expected = isinstance(error, UsageError) and "has ended" in text
+        expected |= "have died" in text or "were lost before this one" in text
+        if self.faults.launcher_dies_at_s < math.inf:
+            expected |= isinstance(error, CommunicationError)
+        if self._may_be_left_behind:
+            expected |= isinstance(error, PeerLostError)
+        assert expected, repr(error)
+
+
+class _Loop:
+    def __init__(self, comm: Communicator, membership: Any) -> None:
+        self.comm = comm
+        self._model = nn.Linear(2, 1)
+        with torch.no_grad():
+            for n, p in enumerate(self._model.parameters()):
+                p.fill_(0.1 * (n + 1))
+        policy = Synchronous(compression="exact", algorithm="native", overlap=False)
+        self._exchange = allstep.attach(self._model, comm, policy)
+        samples = TensorDataset(_samples())
+        self._loader = allstep.data.loader(
+            samples, comm, global_batch=GLOBAL_BATCH, micro_batch=1, seed=3
+        )
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)
+        self.elastic = allstep.Elastic(
+            self._loader,
+            self._exchange,
+            state={"optimizer": self._optimizer},
+            membership=membership,
+        )
+        self._evaluations = [0.0] * NUM_EPOCHS
+        self._loss = 0.0
+
+    def run(self, note: Any) -> None:
+        for epoch in self.elastic.epochs(NUM_EPOCHS):
+            for batch in allstep.steps(self._loader, self._exchange, elastic=self.elastic):
+                for (x,) in batch:
+                    batch.backward(self._model(x).square().mean())
+                note()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                self._loss = batch.global_loss()
+            self._evaluations[epoch] = self.elastic.call(self._evaluate)
+
+    def _evaluate(self) -> float:
+        counts = self.comm.all_reduce(torch.ones(1))
+        first = next(self._model.parameters()).detach().double().sum()
+        return float(first) * (counts.item() == self.comm.size)
+
+    def state(self) -> list[Tensor]:
+        """All that was trained; the last evaluation and loss, as who joins has no earlier ones."""
+        momenta = self._optimizer.state_dict()["state"].values()
+        return [
+            *(p.detach() for p in self._model.parameters()),
+            *(own["momentum_buffer"] for own in momenta),
+            torch.tensor([self._evaluations[-1], self._loss], dtype=torch.float64),
+        ]
+
+
+@cache
+def _samples() -> Tensor:
+    return torch.randn(_NUM_SAMPLES, 2, generator=torch.Generator().manual_seed(5))
+
+
+@cache
+def undisturbed() -> list[Tensor]:
+    """What one worker comes to."""
+    loop = _Loop(Communicator.single_process(), None)
+    with loop.elastic:
+        loop.run(lambda: None)
+    return loop.state()
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two trainings came to the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _launch(rank: int, size: int, *, joins: bool = False) -> Launch:
+    return Launch(
+        "torchrun", rank, size, rank, size, 0, 1, "simulated", 1, "job", min_workers=1, joins=joins
+    )

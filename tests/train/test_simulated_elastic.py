@@ -1,0 +1,74 @@
+"""Elastic loops on simulated machines: whatever happens, one model, each sample once, no hang."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from tests.helpers.simulation.training import Faults, Simulation, same, undisturbed
+
+NUM_SEEDS = int(os.environ.get("SEEDS", "2000"))  # `make simulate` sets another
+_CHUNK = 50
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """As small as these sums are, more would only wait for each other."""
+    torch.set_num_threads(1)
+
+
+def check_seeds(seeds: range) -> None:
+    for seed in seeds:
+        simulation = Simulation(seed)
+        try:
+            simulation.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {simulation.faults}: {error}") from error
+
+
+@pytest.mark.parametrize("chunk", [range(20)], ids=str)
+def test_few_seeds(chunk: range) -> None:
+    check_seeds(chunk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, NUM_SEEDS, _CHUNK))
+def test_seeds(start: int) -> None:
+    check_seeds(range(start, min(start + _CHUNK, NUM_SEEDS)))
+
+
+def trace(seed: int) -> tuple[object, ...]:
+    simulation = Simulation(seed)
+    simulation.run()
+    ends = [(o.process.num_calls, o.process.was_killed, str(o.error)) for o in simulation.outcomes]
+    return ends, simulation.scheduler.now_s, simulation.scheduler.random.random()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_schedule_of_a_seed(seed: int) -> None:
+    """A failure is one number: the same seed is the same order of everything."""
+    assert trace(seed) == trace(seed)
+
+
+def test_undisturbed() -> None:
+    simulation = Simulation(0, Faults([0, 0, 1]))
+    simulation.run()
+    for outcome in simulation.outcomes:
+        assert outcome.state is not None
+        assert same(outcome.state, undisturbed())
+
+
+def test_all_workers_of_other_hosts_are_lost() -> None:
+    """Nobody sees their end; who waits to join learns it by their silence."""
+    faults = Faults(
+        [0, 1, 1],
+        dies_at={0: 30},
+        joins_at_s=[(1.0, 0, math.inf)],
+        parts_at_s=(0.15, frozenset({1}), 900.0),
+    )
+    simulation = Simulation(0, faults)
+    simulation.run()
+    joiner = simulation.outcomes[-1]
+    assert "no sign of life" in str(joiner.error)
+    assert "The store" in str(simulation.outcomes[1].error)

@@ -1,0 +1,112 @@
+"""A simulation that finds nothing is worth nothing: each of these mistakes must fail some seed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_NUM_SEEDS = 600  # until a mistake must have been found
+
+# name -> file, a line of it, and what is there instead
+MUTANTS = {
+    "a list written twice": (
+        "comm/generations.py",
+        'store.compare_set(f"{number}/members", "", json.dumps(plain))',
+        'store.set(f"{number}/members", json.dumps(plain))',
+    ),
+    "a list without those who come later": (
+        "comm/membership.py",
+        "if is_late or all(has_ended(m.place) for m in missing):",
+        "if True:",
+    ),
+    "a list in any order": (
+        "comm/membership.py",
+        "came.sort(key=lambda member: -member.progress)",
+        "came.sort(key=lambda member: member.name)",
+    ),
+    "joiners let in twice": (
+        "comm/membership.py",
+        "self._num_seen + len(waiting)",
+        "self._num_seen",
+    ),
+    "joiners let in anywhere": (
+        "comm/membership.py",
+        "self._waiting() if self._lets_in(came[0].progress) else []",
+        "self._waiting()",
+    ),
+    "a meeting of another generation": (
+        "comm/membership.py",
+        "PrefixStore(str(self.generation), self._store)",
+        'PrefixStore("0", self._store)',
+    ),
+    "signs of life not looked at": (
+        "comm/generations.py",
+        "self._has_ended(m.place) or self._is_silent(m)",
+        "self._has_ended(m.place)",
+    ),
+    "what was committed not published": (
+        "train/worker_changes.py",
+        "self._membership.publish(*self._last)",
+        "pass",
+    ),
+    "what was committed not taken": (
+        "train/worker_changes.py",
+        "return self._membership.read(name)",
+        "return None",
+    ),
+    "the position left where it was": (
+        "train/worker_changes.py",
+        'self._state.loader.begin_again(self.between["loader"])',
+        "pass",
+    ),
+    "exchanges of the workers before": (
+        "train/worker_changes.py",
+        "exchange.begin_again(stored)",
+        "pass",
+    ),
+    "a state without the position": (
+        "train/worker_changes.py",
+        "{**self._state.state_dict(), **self.between}",
+        "{**self._state.state_dict(), **self._state.position()}",
+    ),
+    "gradients of the first attempt kept": (
+        "train/elastic_loop.py",
+        "before.put_back()",
+        "pass",
+    ),
+    "the last message taken for any other": (
+        "train/elastic_loop.py",
+        "changes.enter(changes.step, changes.place + 1, is_committing=True)",
+        "changes.enter(changes.step, changes.place + 1)",
+    ),
+    "an update without the others": (
+        "train/elastic_loop.py",
+        "sums = changes.messages.commit(sums)",
+        "changes.messages.commit(sums)",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant(name: str, tmp_path: Path) -> None:
+    file, line, instead = MUTANTS[name]
+    for folder in ("allstep", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(_ROOT / folder, tmp_path / folder, ignore=ignored)
+    path = tmp_path / "allstep" / file
+    text = path.read_text()
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, instead))
+    command = [sys.executable, "-m", "tests.helpers.simulation", "0", str(_NUM_SEEDS)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "seed " in found.stderr, found.stderr
