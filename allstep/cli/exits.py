@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from allstep.comm import WorkerState, state_folder
+from allstep.env import is_loopback, own_addresses
 from allstep.errors import UsageError
 from allstep.files import write_whole
 from allstep.train import launcher_has_ended
+
+_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,31 @@ class StoreRecord:
         port: of its store.
         min_workers: with fewer the run ends.
         host: where it is.
+        addresses: by which other hosts may reach it.
     """
 
     port: int
     min_workers: int
     host: str = field(default_factory=socket.gethostname)
+    addresses: Sequence[str] = field(default_factory=lambda: _outward_addresses())
+
+    def reachable_address(self) -> str:
+        """The first address at which the store answers this host.
+
+        Raises:
+            UsageError: if it answers at none.
+        """
+        is_here = self.host == socket.gethostname()
+        addresses = ["127.0.0.1"] * is_here + list(self.addresses)
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                socket.create_connection((address, self.port), _CONNECT_S).close()
+                return address
+        raise UsageError(
+            f"The launcher on {self.host} can't be reached from {socket.gethostname()}: nothing"
+            f" answers at port {self.port} of {', '.join(addresses) or 'any address'}. Let this"
+            " host connect to it, or start the workers there."
+        )
 
 
 @contextlib.contextmanager
@@ -90,8 +113,8 @@ def read_store(run_dir: Path) -> StoreRecord:
     """Of the launcher that trains in a run's folder now.
 
     Raises:
-        UsageError: if none does, or not on this host, or if it takes no workers. One that was
-            killed has left its record, but not its lock.
+        UsageError: if none does, or if it takes no workers. One that was killed has left its
+            record, but not its lock.
     """
     try:
         record = StoreRecord(**json.loads(_store_file(run_dir).read_text(encoding="utf-8")))
@@ -105,11 +128,11 @@ def read_store(run_dir: Path) -> StoreRecord:
             f"`run` (={run_dir}) takes no workers now: its launcher on {record.host} was killed;"
             " `allstep why` says how to continue the run."
         )
-    if record.host != socket.gethostname():
-        raise UsageError(
-            f"`run` (={run_dir}) is trained on {record.host}; workers can join it there only."
-        )
     return record
+
+
+def _outward_addresses() -> list[str]:
+    return [address for _, address in own_addresses() if not is_loopback(address)]
 
 
 def _store_file(run_dir: Path) -> Path:

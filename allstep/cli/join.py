@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> int:
         description="Brings workers to a run that is being trained with --elastic.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, on this host")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--workers", metavar="N", type=int, default=1, help="how many; 1")
     known = parser.parse_args(arguments)
     check_integer("workers", known.workers)
@@ -31,6 +31,7 @@ def run(arguments: list[str]) -> int:
         train_worker,
         min_workers=store.min_workers,
         joins_port=store.port,
+        joins_address=store.reachable_address(),
         folder=str(known.run),
         resume=False,
     )[0]

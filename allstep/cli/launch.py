@@ -59,6 +59,7 @@ class Workers:
         has_logs: keep what workers print in the folder instead of printing it.
         min_workers: how few may go on when others are lost; None if all end with the first.
         joins_port: of the store of a run that these join; None for workers that begin one.
+        joins_address: of the machine that serves that store.
         hosts: makes of a command line one for each worker, which says who it is; by default
             workers are told by this process.
 
@@ -78,6 +79,7 @@ class Workers:
         has_logs: bool = False,
         min_workers: int | None = None,
         joins_port: int | None = None,
+        joins_address: str = "127.0.0.1",
         hosts: Callable[[Sequence[str]], list[list[str]]] | None = None,
     ) -> None:
         self.folder = folder
@@ -87,7 +89,7 @@ class Workers:
         self._preload = list(preload)
         self._has_logs = has_logs
         self.min_workers = min_workers
-        self._port = joins_port
+        self._address, self._port = joins_address, joins_port
         self._joins = joins_port is not None
         self._hosts = hosts
         self._processes: list[_Process] = []
@@ -130,6 +132,7 @@ class Workers:
                 job_id,
                 self.error_file(rank),
                 self.min_workers,
+                self._address,
             )
             if self._joins:
                 environ = environment_of_joiner(environ)
@@ -274,11 +277,13 @@ def launch_workers(
     run_dir: Path | None = None,
     min_workers: int | None = None,
     joins_port: int | None = None,
+    joins_address: str = "127.0.0.1",
 ) -> int:
     """Runs workers until all have ended; if one fails, ends the others, unless they may go on.
 
     Args:
-        num_workers, function, folder, arguments, has_logs, min_workers, joins_port: of `Workers`.
+        num_workers, function, folder, arguments, has_logs, min_workers: of `Workers`.
+        joins_port, joins_address: too.
         run_dir: where to leave how they ended, for `allstep why`.
 
     Returns:
@@ -294,6 +299,7 @@ def launch_workers(
             has_logs=has_logs,
             min_workers=min_workers,
             joins_port=joins_port,
+            joins_address=joins_address,
         ) as workers,
         contextlib.ExitStack() as stack,
     ):

@@ -69,7 +69,13 @@ def join(run_dir: Path, num_workers: int) -> int:
     """
     store = read_store(run_dir)
     script = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
-    return _launch(num_workers, script, store.min_workers, joins_port=store.port)
+    return _launch(
+        num_workers,
+        script,
+        store.min_workers,
+        joins_port=store.port,
+        joins_address=store.reachable_address(),
+    )
 
 
 def _launch(
@@ -79,6 +85,7 @@ def _launch(
     *,
     run_dir: Path | None = None,
     joins_port: int | None = None,
+    joins_address: str = "127.0.0.1",
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="allstep-") as folder:
         return launch_workers(
@@ -89,6 +96,7 @@ def _launch(
             run_dir=run_dir,
             min_workers=min_workers,
             joins_port=joins_port,
+            joins_address=joins_address,
         )
 
 

@@ -82,15 +82,17 @@ def environment_of_worker(
     job_id: str,
     error_file: Path,
     min_workers: int | None = None,
+    address: str = "127.0.0.1",
 ) -> dict[str, str]:
     """This process's variables, and what torchrun would tell a worker on this machine.
 
     Args:
         rank, size: number of the worker and of all.
-        store_port: where this machine serves the store in which the workers meet.
+        store_port: of the store in which the workers meet.
         job_id: unlike for jobs that run at the same time.
         error_file: where the worker reports its failure.
         min_workers: how few may go on without those that are lost; None if all end then.
+        address: of the machine that serves the store.
     """
     environ = dict(os.environ)
     forget_launch(environ)
@@ -103,7 +105,7 @@ def environment_of_worker(
         "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_RUN_ID": job_id,
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -18,8 +18,8 @@ SCRIPT = Path(elastic_script.__file__)
 
 @pytest.mark.process
 def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..., str]) -> None:
-    run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
-    given = ("--", SCRIPT, tmp_path, 5, goes_on, 3)
+    run_dir = tmp_path / "run"
+    given = ("--", SCRIPT, tmp_path, 5, 3)
     flags = ("--elastic", "--workers", 2, "--run-dir", run_dir)
     launched = Launched("-m", "allstep", "launch", *flags, *given)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
@@ -27,7 +27,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
     joining = Launched("-m", "allstep", "join", run_dir, cwd=tmp_path)
     joining.wait_until(lambda: num_joiners(read_store(run_dir).port) == 1)
     first.send_signal(signal.SIGKILL)
-    goes_on.touch()
+    (tmp_path / "goes_on-5").touch()
     launched.finish(within_s=120)
     joining.finish(within_s=60)
     assert (launched.code, joining.code) == (0, 0), launched.errors + joining.errors
@@ -36,7 +36,7 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
     assert "2 workers go on from step 6" in launched.errors + joining.errors
     alone = tmp_path / "alone"
     alone.mkdir()
-    elastic_script.main(alone, -1, goes_on, 3)
+    elastic_script.main(alone, [], 3)
     (expected,) = (torch.load(file) for file in alone.glob("model-*"))
     results = [torch.load(file) for file in tmp_path.glob("model-*")]
     assert len(results) == 2
@@ -48,14 +48,13 @@ def test_a_worker_is_lost_and_another_joins(tmp_path: Path, refused: Callable[..
 @pytest.mark.process
 def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
     """Soon, for the store in which they would meet is gone; else they would train on and on."""
-    goes_on = tmp_path / "goes_on"
-    given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, goes_on, 1_000_000)
+    given = ("--elastic", "--workers", 2, "--", SCRIPT, tmp_path, 5, 1_000_000)
     launched = Launched("-m", "allstep", "launch", *given)
     launched.wait_until(lambda: len(list(tmp_path.glob("held-*"))) == 2)
     workers = launched.workers()
     launched.process.kill()
     launched.process.wait()
-    goes_on.touch()
+    (tmp_path / "goes_on-5").touch()
     for worker in workers:
         worker.wait(timeout=60)
     assert not list(tmp_path.glob("model-*"))

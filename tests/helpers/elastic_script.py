@@ -1,4 +1,7 @@
-"""A user's own script with an elastic loop: `elastic_script.py OUT HELD_AT GO_ON NUM_EPOCHS`."""
+"""A user's own script with an elastic loop: `elastic_script.py OUT HELD_AT NUM_EPOCHS`.
+
+At each step of HELD_AT, such as 5,8, it waits for the file OUT/goes_on-STEP.
+"""
 
 import os
 import sys
@@ -11,7 +14,7 @@ from torch.utils.data import TensorDataset
 import allstep
 
 
-def main(out: Path, held_at: int, goes_on: Path, num_epochs: int) -> None:
+def main(out: Path, held_at: list[int], num_epochs: int) -> None:
     comm = allstep.init(device="cpu", timeout_s=60.0)
     torch.manual_seed(0)
     samples = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -24,9 +27,9 @@ def main(out: Path, held_at: int, goes_on: Path, num_epochs: int) -> None:
     with allstep.Elastic(loader, exchange, state={"optimizer": optimizer}) as elastic:
         for _ in elastic.epochs(num_epochs):
             for batch in allstep.steps(loader, exchange, elastic=elastic):
-                if batch.step == held_at:
-                    (out / f"held-{os.getpid()}").touch()
-                    while not goes_on.exists():
+                if batch.step in held_at:
+                    (out / f"held-{batch.step}-{os.getpid()}").touch()
+                    while not (out / f"goes_on-{batch.step}").exists():
                         time.sleep(0.01)
                     time.sleep(0.3)  # so that it looks who wants to join
                 for x, y in batch:
@@ -38,4 +41,4 @@ def main(out: Path, held_at: int, goes_on: Path, num_epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), list(map(int, sys.argv[2].split(","))), int(sys.argv[3]))

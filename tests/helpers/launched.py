@@ -12,11 +12,22 @@ START_S = 120.0
 
 
 class Launched:
-    """`python *arguments` in a process of its own, with what it prints."""
+    """`python *arguments` in a process of its own, with what it prints.
 
-    def __init__(self, *arguments: object, cwd: Path | None = None) -> None:
+    Args:
+        arguments: of Python.
+        cwd: where.
+        on: makes of the command line one that runs it on another host.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        cwd: Path | None = None,
+        on: Callable[[list[str]], list[str]] = list,
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+            on([sys.executable, *map(str, arguments)]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
