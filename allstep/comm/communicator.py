@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from allstep.comm.codec import decode, encode
 from allstep.comm.collectives import TensorCollectives
+from allstep.comm.failures import loss_told_by_torch
 from allstep.comm.group import Topology
 from allstep.comm.last_state import LastState
 from allstep.comm.mesh import Mesh
@@ -174,10 +175,13 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
-        else:
-            if self._last_state is not None:
-                self._last_state.fail(error)
-            self.abort()
+            return
+        lost = loss_told_by_torch(error, self._wire.names)
+        if self._last_state is not None:
+            self._last_state.fail(lost or error)
+        self.abort()
+        if lost is not None:
+            raise lost from error
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, device={self.device})"

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from allstep.comm.missing import RankNames, find_missing_ranks, who_left
 from allstep.device import Event, wait_until
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
@@ -81,6 +83,27 @@ def explained(
                 f"`{verb}` on {names.own}: {names.placed_all(ended)} has ended. {START_AGAIN}"
             ) from error.__cause__
         raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
+
+
+def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLostError | None:
+    """Who was lost, where a call of torch's own says that one was, such as those of DTensors.
+
+    Args:
+        error: any.
+        names: of the first group.
+
+    Returns:
+        None for an error of another kind.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+        return None
+    is_of_backend = isinstance(error, dist.DistError) or "gloo/" in str(error)
+    if not is_of_backend or not is_peer_lost(error):
+        return None
+    return PeerLostError(
+        f"A call of torch.distributed on {names.own}: {who_left(names, 'torch.distributed')} closed"
+        f" its connection; it failed, timed out or was stopped. {START_AGAIN} ({_gist(error)})"
+    )
 
 
 def _left(names: RankNames, verb: str, error: CommunicationError) -> PeerLostError:

@@ -1,5 +1,7 @@
 """Layers that torch's tensor parallelism divides, attached along another axis of the mesh."""
 
+import os
+import re
 import shutil
 import signal
 from contextlib import ExitStack
@@ -13,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import allstep
-from allstep import Communicator, UsageError
+from allstep import Communicator, UsageError, init
 from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
 from allstep.recipes.transformer import Transformer, tensor_parallel_plan
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import Workers, run_processes
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
@@ -244,6 +246,43 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
             strict=True,
         ):
             assert words in message
+
+
+def lose_a_worker_of_the_axis(dies: bool) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    with init(device="cpu", timeout_s=30.0) as comm:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        mesh = comm.mesh(data=1, tensor=comm.size)
+        tensor_parallel(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model(torch.randn(3, 4))
+        if comm.rank == 1 and dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not dies:
+            raise RuntimeError("connection reset by peer")  # as a download may say
+        model(torch.randn(3, 4)).sum().item()
+
+
+@pytest.mark.process
+def test_lost_worker_of_the_axis() -> None:
+    """It is torch's own call that fails; the error says who was lost, as that of any of ours."""
+    with Workers(2, lose_a_worker_of_the_axis, (True,)) as workers:
+        assert workers.join() == [1, -signal.SIGKILL]
+        lost = workers.outcomes()[0].value
+    assert re.search(
+        r"PeerLostError: A call of torch.distributed on rank 0 of 2: rank 1 \(process \d+ on .*\)"
+        " closed its connection",
+        lost,
+    )
+
+
+@pytest.mark.process
+def test_error_of_the_script_itself() -> None:
+    with Workers(2, lose_a_worker_of_the_axis, (False,)) as workers:
+        workers.join()
+        texts = [outcome.value for outcome in workers.outcomes().values()]
+    assert all("RuntimeError: connection reset by peer" in text for text in texts)
+    assert not any("PeerLostError: A call" in text for text in texts)
 
 
 def test_tensor_parallel_on_one_worker_changes_nothing() -> None:
