@@ -334,6 +334,9 @@ class BucketSet:
     def _unscaled(self, index: int) -> Iterator[Tensor]:
         """The stretches of a bucket that are not scaled yet."""
         layout, flat = self.plan.layouts[index], self.flats[index]
+        if not self.scaled:
+            yield flat[layout.offsets[0] : layout.offsets[-1] + layout.sizes[-1]]
+            return
         members = zip(layout.names, layout.offsets, layout.sizes, strict=True)
         for is_scaled, group in groupby(members, lambda member: member[0] in self.scaled):
             if not is_scaled:

@@ -189,26 +189,31 @@ class OverlappedExchange(Exchange):
             self._begin_pass()
         if p.grad is None or self._is_local_pass or self._failure is not None:
             return
-        plan, buckets = self._plan, self._buckets
-        bucket = plan.bucket_of[name]
-        if bucket < len(buckets.works) or name in buckets.scaled:
-            self._failure = (
-                f"Parameter `{name}` got a second gradient in one backward pass, after the first"
-                " had been put in its bucket (reentrant checkpointing, or a module used in several"
-                f" of them); attach with `{type(self.policy).__name__}(overlap=False)` or use"
-                " `use_reentrant=False`."
-            )
-            return
-        if name in plan.large and self._bucketing.may_overlap:
-            buckets.place_large(name, p, self.gradient_scale)
         if name in self._arrivals:
+            self._take_again(name)
+            return
+        plan, missing = self._plan, self._missing
+        if name in plan.large and self._bucketing.may_overlap:
+            self._buckets.place_large(name, p, self.gradient_scale)
+        self._arrivals[name] = perf_counter()
+        bucket = plan.bucket_of[name]
+        missing[bucket] -= 1
+        if not missing[bucket] and self._bucketing.may_overlap:
+            while self._missing and not missing[len(self._buckets.works)]:
+                self._send_next()
+
+    def _take_again(self, name: str) -> None:
+        """A second gradient of a parameter in one pass; too late where the first is on its way."""
+        buckets = self._buckets
+        if self._plan.bucket_of[name] >= len(buckets.works) and name not in buckets.scaled:
             self._bucketing.note_second_gradient()
             return
-        self._arrivals[name] = perf_counter()
-        self._missing[bucket] -= 1
-        if not self._missing[bucket] and self._bucketing.may_overlap:
-            while self._missing and not self._missing[len(self._buckets.works)]:
-                self._send_next()
+        self._failure = (
+            f"Parameter `{name}` got a second gradient in one backward pass, after the first had"
+            " been put in its bucket (reentrant checkpointing, or a module used in several of"
+            f" them); attach with `{type(self.policy).__name__}(overlap=False)` or use"
+            " `use_reentrant=False`."
+        )
 
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number

@@ -42,6 +42,7 @@ def is_held(out: Path, step: int, num_workers: int) -> bool:
     return len(list(out.glob(f"held-{step}-*"))) == num_workers
 
 
+@pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.process
 @pytest.mark.parametrize("num_lost", [1, 2])

@@ -152,7 +152,8 @@ def test_real_workers_of_the_right_script(tmp_path):
     ("sizes", "flags", "is_same"),
     [
         ("1,2", [], True),
-        ("2,4", ["--copies", "2"], True),  # two copies against two copies in halves
+        # Two copies against two copies in halves.
+        pytest.param("2,4", ["--copies", "2"], True, marks=pytest.mark.slow),
         ("1,2", ["--inner-dropout", "0.5"], False),
     ],
     ids=["halves", "two copies in halves", "dropout of divided features"],

@@ -168,12 +168,16 @@ class SimulatedStore(Store):
     Args:
         network: the way to it.
         launcher: who serves it.
+
+    Attributes:
+        rewritten: lists of a generation that were written twice, which must be none.
     """
 
     def __init__(self, network: FaultyNetwork, launcher: Process) -> None:
         super().__init__()
         self._network, self._launcher = network, launcher
         self.values: dict[str, bytes] = {}
+        self.rewritten: list[str] = []
 
     def _reach(self) -> None:
         scheduler = self._network.scheduler
@@ -190,6 +194,8 @@ class SimulatedStore(Store):
 
     def _change(self, key: str, value: bytes) -> None:
         if self.values.get(key) != value:
+            if key in self.values and key.endswith("/members"):
+                self.rewritten.append(key)
             self.values[key] = value
             self._network.scheduler.num_changes += 1
 

@@ -65,11 +65,12 @@ class Faults:
         for rank in range(size):
             if random.random() < 0.15:
                 faults.freezes_at[rank] = random.randrange(1, num_calls), random.choice((1.0, 20.0))
-        for _ in range(random.choice((0, 0, 1, 2, 3, 6))):
+        first_s = most_s * random.random()
+        spread_s = random.choice((0.1, 0.5, most_s))  # of one command, or of several
+        for _ in range(random.choice((0, 0, 1, 2, 4, 8))):
             dies_at = random.choice((math.inf, random.randrange(1, num_calls)))
-            faults.joins_at_s.append(
-                (most_s * random.random(), random.randrange(num_hosts), dies_at)
-            )
+            at_s = first_s + spread_s * random.random()
+            faults.joins_at_s.append((at_s, random.randrange(num_hosts), dies_at))
         if num_hosts > 1 and random.random() < 0.3:
             cut_off = frozenset(h for h in range(num_hosts) if random.random() < 0.5)
             faults.parts_at_s = most_s * random.random(), cut_off, random.choice((2.0, 60.0))
@@ -205,6 +206,7 @@ class Simulation:
         self._start(process, comm, _launch(0, 1, joins=True))
 
     def _check(self) -> None:
+        assert self._store.rewritten == [], "a list was written twice"
         for number, lists in self.generations.items():
             assert len(lists) == 1, f"{len(lists)} groups are generation {number}"
         for outcome in self.outcomes:
