@@ -1,16 +1,19 @@
 """Parameters of a step as plain tensors: this worker's part, in the precision of the update."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from allstep.device import is_accelerator
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -131,7 +134,13 @@ def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
 
 def local(tensor: Tensor) -> Tensor:
     """This worker's part of a sharded tensor, any other as it is; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether it is one; without an import of the class, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
@@ -139,8 +148,8 @@ def local_gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if (
-        isinstance(parameter, DTensor)
-        and isinstance(gradient, DTensor)
+        is_dtensor(parameter)
+        and is_dtensor(gradient)
         and gradient.placements != parameter.placements
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -161,7 +170,7 @@ def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether other workers hold other parts of it."""
-    return isinstance(parameter, DTensor) and any(
+    return is_dtensor(parameter) and any(
         not placement.is_replicate() for placement in parameter.placements
     )
 
@@ -223,7 +232,7 @@ def reduce_over_shards(columns: Tensor, leaves: Sequence[Leaf], op: Literal["sum
 
 def _shard_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
     """The process groups along which a parameter is cut, in the mesh's order."""
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     return [
         parameter.device_mesh.get_group(dim)
         for dim, placement in enumerate(parameter.placements)

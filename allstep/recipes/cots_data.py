@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from allstep import UsageError
+from allstep.recipes.packages import package_folder
 
 Photos = Literal["scikit", "mvtb", "folder"]
 
@@ -38,11 +38,11 @@ def find_photographs(photos: Photos, folder: Path) -> list[Path]:
     if photos == "folder":
         found = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES]
     elif photos == "mvtb":
-        images = _package("mvtbdata", "mvtb-data") / "images"
+        images = package_folder("cots", "mvtbdata", "mvtb-data") / "images"
         found = [p for p in images.rglob("*.png") if any(word in str(p) for word in _MVTB)]
     else:
-        skimage = _package("skimage", "scikit-image") / "data"
-        sklearn = _package("sklearn", "scikit-learn") / "datasets" / "images"
+        skimage = package_folder("cots", "skimage", "scikit-image") / "data"
+        sklearn = package_folder("cots", "sklearn", "scikit-learn") / "datasets" / "images"
         found = [skimage / name for name in _SKIMAGE] + [sklearn / name for name in _SKLEARN]
         found = [path for path in found if path.is_file()]
     if len(found) < 4:
@@ -52,14 +52,6 @@ def find_photographs(photos: Photos, folder: Path) -> list[Path]:
             " them to train on and half to test with."
         )
     return sorted(found, key=lambda path: (path.name, path))
-
-
-def _package(name: str, distribution: str) -> Path:
-    """An installed package's folder; it is not imported."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise UsageError(f"Recipe `cots` needs {distribution}: pip install {distribution}.")
-    return Path(spec.submodule_search_locations[0])
 
 
 def read_photograph(path: Path, channels: int, smallest: int) -> list[Tensor]:
@@ -141,7 +133,9 @@ def read_portraits(path: Path | None) -> Portraits:
         UsageError: if there is no such file, or if it is of another kind.
     """
     if path is None:
-        faces = np.load(_package("skimage", "scikit-image") / "data" / "lfw_subset.npy")[:100]
+        faces = np.load(
+            package_folder("cots", "skimage", "scikit-image") / "data" / "lfw_subset.npy"
+        )[:100]
         x, warps = torch.from_numpy((255 * faces).round().astype(np.uint8)), 1
     else:
         x, warps = _read_vec(path), _WARPS

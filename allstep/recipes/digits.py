@@ -1,14 +1,17 @@
 """scikit-learn's 1,797 handwritten digits and a small convolutional net: seconds, not minutes."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
 from allstep import Communicator, Task
 from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier, ConvNet
+from allstep.recipes.packages import package_folder
 
 _NUM_TEST_PER_CLASS = 36
 _NUM_CLASSES = 10
@@ -39,7 +42,7 @@ class Digits(Recipe):
     """Share of the features dropped before the classifier."""
 
     def check(self) -> None:
-        self.need_package("sklearn", "scikit-learn")
+        digits_file()
 
     def build(self, comm: Communicator) -> Task:
         classifier = Classifier(mean=[4.88], std=[6.02])
@@ -51,17 +54,26 @@ def digits_net(width: int = 32, dropout: float = 0.3) -> ConvNet:
     return ConvNet([(width, width), (2 * width,)], 2, dropout)
 
 
+def digits_file() -> Path:
+    """scikit-learn's file of digits: 64 values and a label in each line.
+
+    It is read by itself: scikit-learn's import takes a worker longer than several epochs.
+
+    Raises:
+        UsageError: if scikit-learn is not installed.
+    """
+    package = package_folder("digits", "sklearn", "scikit-learn")
+    return package / "datasets" / "data" / "digits.csv.gz"
+
+
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """The training and the test digits, always split the same way, equally many of each class.
 
     Returns:
         Two sets of (uint8 [1, 8, 8] with values 0 to 16, int64 label): 1,437 and 360 samples.
     """
-    from sklearn import datasets
-
-    digits = datasets.load_digits()
-    images = torch.from_numpy(digits.images).to(torch.uint8)[:, None]
-    labels = torch.from_numpy(digits.target).long()
+    rows = torch.from_numpy(np.loadtxt(digits_file(), dtype=np.int64, delimiter=","))
+    images, labels = rows[:, :-1].to(torch.uint8).view(-1, 1, 8, 8), rows[:, -1]
     generator = torch.Generator().manual_seed(0)
     is_test = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(_NUM_CLASSES):

@@ -1,16 +1,17 @@
 """Torch's distributed tensors as those that a checkpoint takes in pieces."""
 
 import math
-from typing import Any
-
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing import TYPE_CHECKING, Any
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Window
+from allstep.optim.leaves import is_dtensor
 from allstep.train.devices import map_tensors
 from allstep.train.packing import tensors_in
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def divide_dtensors(state: Any, comm: Communicator) -> Any:
@@ -23,7 +24,7 @@ def divide_dtensors(state: Any, comm: Communicator) -> Any:
     Raises:
         UsageError: if a DTensor lies on other workers, or is a sum that has not been made.
     """
-    found = {name: x for name, x in tensors_in(state).items() if isinstance(x, DTensor)}
+    found = {name: x for name, x in tensors_in(state).items() if is_dtensor(x)}
     if not found:
         return state
     for name, x in found.items():
@@ -36,7 +37,7 @@ def divide_dtensors(state: Any, comm: Communicator) -> Any:
     return map_tensors(state, lambda x: divided.get(id(x), x))
 
 
-def _check(name: str, x: DTensor, comm: Communicator) -> None:
+def _check(name: str, x: "DTensor", comm: Communicator) -> None:
     mesh = x.device_mesh
     if sorted(mesh.mesh.flatten().tolist()) != list(range(comm.size)):
         raise UsageError(
@@ -50,13 +51,15 @@ def _check(name: str, x: DTensor, comm: Communicator) -> None:
         )
 
 
-def _bounds(x: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _bounds(x: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Start and stop of this worker's part."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, start = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return tuple(start), tuple(a + length for a, length in zip(start, shape, strict=True))
 
 
-def _divided(name: str, x: DTensor, bounds: Any, comm: Communicator) -> Any:
+def _divided(name: str, x: "DTensor", bounds: Any, comm: Communicator) -> Any:
     """Of workers with the same part the first one gives it."""
     windows: list[Window | None] = []
     for start, stop in bounds:

@@ -34,6 +34,17 @@ def test_digits_split() -> None:
     assert torch.bincount(test_set.tensors[1]).tolist() == [36] * 10
 
 
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn import datasets
+
+    expected = datasets.load_digits()
+    parts = load_digits()
+    images, labels = (torch.cat([part.tensors[n] for part in parts]) for n in (0, 1))
+    found = sorted(zip(images.view(-1, 64).tolist(), labels.tolist(), strict=True))
+    own = sorted(zip(expected.data.astype(int).tolist(), expected.target.tolist(), strict=True))
+    assert found == own
+
+
 def test_recipe_seed_decides_the_initial_weights() -> None:
     comm = Communicator.single_process()
 

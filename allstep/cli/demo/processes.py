@@ -18,7 +18,6 @@ PRELOAD = (
     "allstep.cli.demo.large_batch",
     "allstep.cli.demo.same_model",
     "allstep.cli.demo.slow_wire_runs",
-    "sklearn.datasets",
     "torch._dynamo",
     "torch.utils.tensorboard",
     "torch.utils.flop_counter",
