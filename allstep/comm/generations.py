@@ -6,7 +6,8 @@ says in the store that the launcher serves how far its training is. Once all hav
 that have ended or that let the others wait for too long, one of them writes who is in the next
 generation: those who came, the most advanced first, and those who wait. The first list counts for
 all (`compare_set`), and there is one store: there are never two groups that both go on. Whoever
-comes too late is on no list, and waits to join as any other.
+comes too late is on no list, and waits to join as any other. So does one that was let in where the
+most advanced worker was, if that is lost before it had the state from it.
 
 [Note: signs of life] A worker's end is seen at once on its own host, and by the connections of its
 generation. Who holds none, as a worker that waits to join or the launcher, can't tell a worker of

@@ -260,7 +260,7 @@ class Membership:
                 self._come()
             if self.members and self._enter(self.generation + 1):
                 return
-            if self.members and not self._rejoins:
+            if self.members and not self._rejoins and progress >= 0:
                 raise PeerLostError(
                     "The others have gone on without this worker, which was stopped or in a step"
                     f" for more than {self._grace_s:g} s: start another in its place."
@@ -294,7 +294,12 @@ class Membership:
             if self._came(generation, m)
         ]
         came.sort(key=lambda member: -member.progress)  # stable: the others keep their order
-        waiting = self._waiting() if self._lets_in(came[0].progress) else []
+        waiting: list[Member] = []
+        if self._lets_in(came[0].progress):
+            waiting = self._waiting()
+        elif came[0].progress >= 0:
+            # Let in by one that was further, and lost since: nobody is where they would begin.
+            came = [member for member in came if member.progress >= 0]
         new = Generation((*came, *waiting), self._num_seen + len(waiting))
         new.write(self._store, generation)
 
