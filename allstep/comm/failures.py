@@ -70,10 +70,10 @@ def explained(
         ):
             yield
     except PeerLostError as error:
-        raise _left(names, verb, error) from error.__cause__
+        raise _left(names, verb, error.__cause__) from error.__cause__
     except CollectiveTimeoutError as error:
         if names.is_interrupted:  # which Gloo tells as a timeout
-            raise _left(names, verb, error) from error.__cause__
+            raise _left(names, verb, error.__cause__) from error.__cause__
         if not is_final:
             raise
         missing = find_missing_ranks(names, verb)
@@ -100,19 +100,18 @@ def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLos
     is_of_backend = isinstance(error, dist.DistError) or "gloo/" in str(error)
     if not is_of_backend or not is_peer_lost(error):
         return None
-    return PeerLostError(
-        f"A call of torch.distributed on {names.own}: {who_left(names, 'torch.distributed')} closed"
-        f" its connection; it failed, timed out or was stopped. {START_AGAIN} ({_gist(error)})"
-    )
+    return _left(names, "torch.distributed", error, "A call of torch.distributed")
 
 
-def _left(names: RankNames, verb: str, error: CommunicationError) -> PeerLostError:
-    """Says who closed its connection."""
-    who, cause = who_left(names, verb), error.__cause__
+def _left(
+    names: RankNames, verb: str, cause: BaseException | None, call: str = ""
+) -> PeerLostError:
+    """Says who closed its connection, in a call that is named by its verb, or otherwise."""
+    who = who_left(names, verb)
     gist = f" ({_gist(cause)})" if isinstance(cause, RuntimeError) else ""
     return PeerLostError(
-        f"`{verb}` on {names.own}: {who} closed its connection; it failed, timed out or was "
-        f"stopped. {START_AGAIN}{gist}"
+        f"{call or f'`{verb}`'} on {names.own}: {who} closed its connection; it failed, timed out"
+        f" or was stopped. {START_AGAIN}{gist}"
     )
 
 
