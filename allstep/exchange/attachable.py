@@ -1,13 +1,11 @@
 """What can't be attached, because its gradients are somebody else's, or out of a hook's reach."""
 
-import sys
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from allstep.comm.ddp import WITHOUT_DDP, is_ddp
 from allstep.errors import UsageError
+from allstep.torch_classes import is_dtensor, loaded_class
 
 
 def check_module(model: nn.Module) -> None:
@@ -24,13 +22,13 @@ def check_module(model: nn.Module) -> None:
                 f"{which} is a DistributedDataParallel, which exchanges the same gradients: attach"
                 f" the module inside and call that one, {WITHOUT_DDP}"
             )
-        if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+        if isinstance(module, loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise UsageError(
                 f"{which} is a {kind}, which shards and exchanges by itself: attach the module"
                 " without FSDP, or shard it with FSDP2's `fully_shard` and call"
                 " `allstep.fsdp_hook`."
             )
-        if isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule")):
+        if isinstance(module, loaded_class("torch.distributed.fsdp", "FSDPModule")):
             raise UsageError(
                 f"{which} is sharded by FSDP2's `fully_shard`: call `allstep.fsdp_hook` instead of"
                 " `attach`, or attach the module as it is without `fully_shard`."
@@ -48,7 +46,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     Raises:
         UsageError: if it is a part of a sharded one, or its elements share memory.
     """
-    if isinstance(tensor, _loaded("torch.distributed.tensor", "DTensor")):
+    if is_dtensor(tensor):
         raise UsageError(
             f"`{name}` is a DTensor, sharded by FSDP2 or a tensor-parallel plan: for FSDP2 there"
             " is `allstep.fsdp_hook`, for `parallelize_module` `allstep.nn.tensor_parallel`, whose"
@@ -62,8 +60,3 @@ def check_tensor(name: str, tensor: Tensor) -> None:
             f" {tensor.stride()}, as after `expand`), and can't be written to: make it of"
             " `tensor.contiguous()`."
         )
-
-
-def _loaded(module: str, name: str) -> Any:
-    """A class for `isinstance`, if its module, whose import takes seconds, has been imported."""
-    return getattr(sys.modules.get(module), name, ())

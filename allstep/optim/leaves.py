@@ -1,19 +1,16 @@
 """Parameters of a step as plain tensors: this worker's part, in the precision of the update."""
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from allstep.device import is_accelerator
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from allstep.torch_classes import is_dtensor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -135,12 +132,6 @@ def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
 def local(tensor: Tensor) -> Tensor:
     """This worker's part of a sharded tensor, any other as it is; shares its memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether it is one; without an import of the class, which takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Window
-from allstep.optim.leaves import is_dtensor
+from allstep.torch_classes import is_dtensor
 from allstep.train.devices import map_tensors
 from allstep.train.packing import tensors_in
 

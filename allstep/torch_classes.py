@@ -1,0 +1,25 @@
+"""Classes of torch whose modules take long to import, looked for without their import."""
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def loaded_class(module: str, name: str) -> Any:
+    """A class for `isinstance`; none if nobody has imported its module.
+
+    >>> isinstance(3, loaded_class("no.such.module", "Number"))
+    False
+    """
+    return getattr(sys.modules.get(module), name, ())
+
+
+def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor.
+
+    >>> is_dtensor(3)
+    False
+    """
+    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
