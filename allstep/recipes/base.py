@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 import allstep
 from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
+from allstep.recipes.packages import package_folder
 
 
 class Objective(Protocol):
@@ -65,10 +65,7 @@ class _Named:
 
     def need_package(self, module: str, distribution: str) -> None:
         """Raises UsageError, with what to install, if there is no such module."""
-        if find_spec(module) is None:
-            raise UsageError(
-                f"Recipe `{self.name}` needs {distribution}: pip install {distribution}."
-            )
+        package_folder(self.name, module, distribution)
 
 
 @dataclass(frozen=True, kw_only=True)
