@@ -62,6 +62,10 @@ def forget_exits(run_dir: Path | None) -> None:
                 file.unlink(missing_ok=True)
 
 
+def _outward_addresses() -> list[str]:
+    return [address for _, address in own_addresses() if not is_loopback(address)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreRecord:
     """What workers that join must know of the launcher whose run they join.
@@ -76,10 +80,10 @@ class StoreRecord:
     port: int
     min_workers: int
     host: str = field(default_factory=socket.gethostname)
-    addresses: Sequence[str] = field(default_factory=lambda: _outward_addresses())
+    addresses: Sequence[str] = field(default_factory=_outward_addresses)
 
-    def reachable_address(self) -> str:
-        """The first address at which the store answers this host.
+    def reachable_address(self) -> tuple[str, int]:
+        """The first address at which the store answers this host, and its port.
 
         Raises:
             UsageError: if it answers at none.
@@ -89,7 +93,7 @@ class StoreRecord:
         for address in addresses:
             with contextlib.suppress(OSError):
                 socket.create_connection((address, self.port), _CONNECT_S).close()
-                return address
+                return address, self.port
         raise UsageError(
             f"The launcher on {self.host} can't be reached from {socket.gethostname()}: nothing"
             f" answers at port {self.port} of {', '.join(addresses) or 'any address'}. Let this"
@@ -129,10 +133,6 @@ def read_store(run_dir: Path) -> StoreRecord:
             " `allstep why` says how to continue the run."
         )
     return record
-
-
-def _outward_addresses() -> list[str]:
-    return [address for _, address in own_addresses() if not is_loopback(address)]
 
 
 def _store_file(run_dir: Path) -> Path:

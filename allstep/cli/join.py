@@ -30,8 +30,7 @@ def run(arguments: list[str]) -> int:
         known.workers,
         train_worker,
         min_workers=store.min_workers,
-        joins_port=store.port,
-        joins_address=store.reachable_address(),
+        joins=store.reachable_address(),
         folder=str(known.run),
         resume=False,
     )[0]

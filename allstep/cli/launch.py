@@ -58,8 +58,7 @@ class Workers:
             worker is a Python of its own. What the first in this process asks for is imported.
         has_logs: keep what workers print in the folder instead of printing it.
         min_workers: how few may go on when others are lost; None if all end with the first.
-        joins_port: of the store of a run that these join; None for workers that begin one.
-        joins_address: of the machine that serves that store.
+        joins: address and port of the store of a run that these join; None to begin one.
         hosts: makes of a command line one for each worker, which says who it is; by default
             workers are told by this process.
 
@@ -78,8 +77,7 @@ class Workers:
         preload: Sequence[str] = (),
         has_logs: bool = False,
         min_workers: int | None = None,
-        joins_port: int | None = None,
-        joins_address: str = "127.0.0.1",
+        joins: tuple[str, int] | None = None,
         hosts: Callable[[Sequence[str]], list[list[str]]] | None = None,
     ) -> None:
         self.folder = folder
@@ -89,8 +87,9 @@ class Workers:
         self._preload = list(preload)
         self._has_logs = has_logs
         self.min_workers = min_workers
-        self._address, self._port = joins_address, joins_port
-        self._joins = joins_port is not None
+        self._address = "127.0.0.1" if joins is None else joins[0]
+        self._port = None if joins is None else joins[1]
+        self._joins = joins is not None
         self._hosts = hosts
         self._processes: list[_Process] = []
         self._cleaned_up: set[int] = set()  # ranks
@@ -177,6 +176,11 @@ class Workers:
         """Of the store in which the workers meet."""
         assert self._port is not None
         return self._port
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Its machine and port, for others that join."""
+        return self._address, self.port
 
     @property
     def pids(self) -> list[int]:
@@ -276,14 +280,12 @@ def launch_workers(
     has_logs: bool = False,
     run_dir: Path | None = None,
     min_workers: int | None = None,
-    joins_port: int | None = None,
-    joins_address: str = "127.0.0.1",
+    joins: tuple[str, int] | None = None,
 ) -> int:
     """Runs workers until all have ended; if one fails, ends the others, unless they may go on.
 
     Args:
-        num_workers, function, folder, arguments, has_logs, min_workers: of `Workers`.
-        joins_port, joins_address: too.
+        num_workers, function, folder, arguments, has_logs, min_workers, joins: of `Workers`.
         run_dir: where to leave how they ended, for `allstep why`.
 
     Returns:
@@ -298,8 +300,7 @@ def launch_workers(
             arguments,
             has_logs=has_logs,
             min_workers=min_workers,
-            joins_port=joins_port,
-            joins_address=joins_address,
+            joins=joins,
         ) as workers,
         contextlib.ExitStack() as stack,
     ):

@@ -69,13 +69,7 @@ def join(run_dir: Path, num_workers: int) -> int:
     """
     store = read_store(run_dir)
     script = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
-    return _launch(
-        num_workers,
-        script,
-        store.min_workers,
-        joins_port=store.port,
-        joins_address=store.reachable_address(),
-    )
+    return _launch(num_workers, script, store.min_workers, joins=store.reachable_address())
 
 
 def _launch(
@@ -84,8 +78,7 @@ def _launch(
     min_workers: int,
     *,
     run_dir: Path | None = None,
-    joins_port: int | None = None,
-    joins_address: str = "127.0.0.1",
+    joins: tuple[str, int] | None = None,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="allstep-") as folder:
         return launch_workers(
@@ -95,8 +88,7 @@ def _launch(
             script,
             run_dir=run_dir,
             min_workers=min_workers,
-            joins_port=joins_port,
-            joins_address=joins_address,
+            joins=joins,
         )
 
 

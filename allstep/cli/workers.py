@@ -93,8 +93,7 @@ def ask_workers(
     *,
     run_dir: Path | None = None,
     min_workers: int | None = None,
-    joins_port: int | None = None,
-    joins_address: str = "127.0.0.1",
+    joins: tuple[str, int] | None = None,
     **arguments: Any,
 ) -> tuple[int, Any]:
     """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
@@ -107,8 +106,7 @@ def ask_workers(
             *call_of(folder, body, arguments),
             run_dir=run_dir,
             min_workers=min_workers,
-            joins_port=joins_port,
-            joins_address=joins_address,
+            joins=joins,
         )
         return code, read_result(folder)
 

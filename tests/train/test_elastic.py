@@ -204,8 +204,8 @@ def test_killed_and_joined_at_any_call(seed: int, tmp_path: Path, undisturbed: P
         wait_until(lambda: len(lines_of(run_dir)) >= num_lines or workers.wait(0), workers)
         arguments = [(run_dir, {0: moments[n]} if n in moments else {}) for n in (3, 4)]
         with (
-            Workers(1, train, arguments[0], min_workers=1, joins_port=workers.port) as one,
-            Workers(1, train, arguments[1], min_workers=1, joins_port=workers.port) as other,
+            Workers(1, train, arguments[0], min_workers=1, joins=workers.store_address) as one,
+            Workers(1, train, arguments[1], min_workers=1, joins=workers.store_address) as other,
         ):
             codes = [code for group in (workers, one, other) for code in ended(group)]
             outcomes = [group.outcomes() for group in (workers, one, other)]
@@ -247,8 +247,8 @@ def test_joining(dies: str | None, tmp_path: Path, undisturbed: Path) -> None:
     with Workers(2, *begun, min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         with (
-            Workers(1, *later, min_workers=1, joins_port=workers.port) as first,
-            Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port) as second,
+            Workers(1, *later, min_workers=1, joins=workers.store_address) as first,
+            Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address) as second,
         ):
             wait_until(lambda: num_joiners(workers.port) == 2, workers)
             goes_on.touch()
@@ -283,10 +283,10 @@ def test_a_worker_that_is_killed_as_it_asks_to_join(
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         asks = ask_to_join, (moment, tmp_path / "log")
-        with Workers(1, *asks, min_workers=1, joins_port=workers.port) as first:
+        with Workers(1, *asks, min_workers=1, joins=workers.store_address) as first:
             assert ended(first) == [-signal.SIGKILL]
         num_before = num_joiners(workers.port)
-        later = Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port)
+        later = Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address)
         with later as second:
             wait_until(lambda: num_joiners(workers.port) > num_before, workers)
             goes_on.touch()
@@ -302,7 +302,7 @@ def test_a_worker_that_waits_long_to_join_says_for_whom(tmp_path: Path) -> None:
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         asks = ask_to_join, (None, log)
-        with Workers(1, *asks, min_workers=1, joins_port=workers.port) as joiner:
+        with Workers(1, *asks, min_workers=1, joins=workers.store_address) as joiner:
             wait_until(lambda: log.exists() and "\n" in log.read_text(), joiner)
         assert "this worker waits to join for 0.1 s" in log.read_text()
         assert f"a step of rank 0 (process {workers.pids[0]} on " in log.read_text()
@@ -316,7 +316,7 @@ def test_joining_a_generation_that_is_written_while_one_looks(
     held = (run_dir, {0: ("_check_can_join", 1)}, None, OPTIONS, None, is_written)
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
-        with Workers(1, train, held, min_workers=1, joins_port=workers.port) as joiner:
+        with Workers(1, train, held, min_workers=1, joins=workers.store_address) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
             wait_until(lambda: has_generation(workers.port, 1), workers)
@@ -332,7 +332,7 @@ def test_all_that_began_are_lost(tmp_path: Path, undisturbed: Path) -> None:
     both_die = {0: NUM_CALLS // 2, 1: NUM_CALLS // 2 + 1000}
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
-        with Workers(1, train, (run_dir, {}), min_workers=1, joins_port=workers.port) as joiner:
+        with Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
             assert ended(workers) == [-signal.SIGKILL] * 2
@@ -347,7 +347,7 @@ def test_all_that_began_are_lost_and_too_few_are_left(tmp_path: Path) -> None:
     both_die = {0: NUM_CALLS // 2, 1: NUM_CALLS // 2 + 1000}
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=2) as workers:
         wait_until(lambda: is_held(goes_on), workers)
-        with Workers(1, train, (run_dir, {}), min_workers=2, joins_port=workers.port) as joiner:
+        with Workers(1, train, (run_dir, {}), min_workers=2, joins=workers.store_address) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
             assert ended(joiner) == [1], joiner.outcomes()
@@ -364,7 +364,7 @@ def test_a_launcher_that_has_lost_its_workers_is_asked_to_end(
     with Workers(1, train, begun, min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         later = (run_dir, {}, HeldAt(9, is_asked))
-        with Workers(1, train, later, min_workers=1, joins_port=workers.port) as joiner:
+        with Workers(1, train, later, min_workers=1, joins=workers.store_address) as joiner:
             wait_until(lambda: num_joiners(workers.port) == 1, workers)
             goes_on.touch()
             assert ended(workers) == [-signal.SIGKILL]
@@ -547,7 +547,7 @@ def test_joining_with_other_options(tmp_path: Path, undisturbed: Path) -> None:
     with Workers(1, train, (run_dir, {}, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         arguments = (run_dir, {}, None, other)
-        with Workers(1, train, arguments, min_workers=1, joins_port=workers.port) as joiner:
+        with Workers(1, train, arguments, min_workers=1, joins=workers.store_address) as joiner:
             assert ended(joiner) == [1]
             message = joiner.outcomes()[0].value
             assert UsageError.__name__ in message

@@ -283,7 +283,7 @@ def test_gradients_of_several_batches(tmp_path: Path) -> None:
         start = partial(started, stack, train)
         workers = start(2, (tmp_path, {}, befores, allstep.Elastic, options))
         wait_until(lambda: is_held(goes_on), workers)
-        joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins_port=workers.port)
+        joiner = start(1, (tmp_path, {}, {}, allstep.Elastic, options), joins=workers.store_address)
         wait_until(lambda: num_joiners(workers.port) == 1, workers)
         goes_on.touch()
         assert ended(workers) == [0, -signal.SIGKILL], workers.outcomes()
@@ -530,8 +530,8 @@ def test_joining(
         start = partial(started, stack, train)
         workers = start(2, (tmp_path, dies_at, befores))
         wait_until(lambda: is_held(goes_on), workers)
-        first = start(1, later, joins_port=workers.port)
-        second = start(1, (tmp_path, {}, {}), joins_port=workers.port)
+        first = start(1, later, joins=workers.store_address)
+        second = start(1, (tmp_path, {}, {}), joins=workers.store_address)
         wait_until(lambda: num_joiners(workers.port) == 2, workers)
         goes_on.touch()
         groups = [workers, first, second]
@@ -573,7 +573,7 @@ def test_killed_and_joined_at_any_call(
         start = partial(started, stack, train)
         workers = start(3, (tmp_path, first, befores))
         wait_until(lambda: bool(samples_by_step(tmp_path)[step - 1]) or workers.wait(0), workers)
-        one, other = (start(1, given, joins_port=workers.port) for given in arguments)
+        one, other = (start(1, given, joins=workers.store_address) for given in arguments)
         wait_until(lambda: num_joiners(workers.port) >= 1 or workers.wait(0), workers)
         goes_on.touch()
         groups = (workers, one, other)
@@ -729,7 +729,7 @@ def test_joining_with_another_script(tmp_path: Path, undisturbed: dict[str, Tens
     arguments = (tmp_path, {}, {0: HeldAt("batch", 4, goes_on)})
     with contextlib.ExitStack() as stack:
         workers = started(stack, train, 1, arguments)
-        joiner = started(stack, join_with_another_schedule, 1, (), joins_port=workers.port)
+        joiner = started(stack, join_with_another_schedule, 1, (), joins=workers.store_address)
         assert ended(joiner) == [1]
         message = joiner.outcomes()[0].value
         assert "UsageError" in message and "LambdaLR" in message and "ExponentialLR" in message
