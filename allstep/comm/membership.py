@@ -34,14 +34,13 @@ from allstep.comm.generations import (
 from allstep.comm.group import Topology
 from allstep.comm.initialise import set_up_logging
 from allstep.comm.missing import RankNames
-from allstep.comm.system import OwnSystem, System
+from allstep.comm.system import CONNECT_S, System
 from allstep.comm.wire import SingleProcessWire, Wire
 from allstep.env import Launch
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 
 _LOOK_S = 0.2  # between two looks for workers that wait, or have ended
 _NOTICE_S = 0.5  # in which workers mostly learn by themselves that one has ended
-_CONNECT_S = 20.0  # to meet, once all are known to be there
 
 
 class Membership:
@@ -89,13 +88,13 @@ class Membership:
         self._min_workers = launch.min_workers
         self._grace_s, self._notice_s = grace_s, notice_s
         self._rejoins, self._lets_in = rejoins, lets_in
-        self._system = system or OwnSystem(launch.master_addr)
+        self._system = system or System(launch.master_addr)
         self._own = Member(uuid.uuid4().hex, self._system.own_place())
         self._num_seen = 0  # of those that have asked to join
         self._looked_at_s = -_LOOK_S
         self._is_over = False
         try:
-            served = self._system.open_store(launch.master_addr, launch.master_port, _CONNECT_S)
+            served = self._system.open_store(launch.master_addr, launch.master_port)
         except RuntimeError as error:
             raise UsageError(
                 f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"
@@ -210,7 +209,7 @@ class Membership:
         if not self._watches:
             self._watches = True
             atexit.register(self.leave)  # a call of a store that outlives the interpreter aborts
-            self._system.start_thread(self._watch, "allstep membership", awaited_at_exit=True)
+            self._system.start_thread(self._watch, "allstep membership")
 
     def _watch(self) -> None:
         next_sign_s = self._system.now_s()
@@ -362,11 +361,11 @@ class Membership:
         places = [member.place for member in self.members]
         has_ended = self._system.has_ended
         names = RankNames(range(size), rank, size, store, places, activity, has_ended)
-        deadline_s = self._system.now_s() + 2 * _CONNECT_S
+        deadline_s = self._system.now_s() + 2 * CONNECT_S
         check = partial(self._check_all_there, store, names, deadline_s)
         with lost_store_told():
             try:
-                wire = self._system.connect(store, names, device, _CONNECT_S, timeout_s, check)
+                wire = self._system.connect(store, names, device, timeout_s, check)
             except CommunicationError:
                 store.set("failed", "")
                 raise

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -26,68 +25,12 @@ from allstep.env import (
     set_gloo_interface,
 )
 
+CONNECT_S = 20.0  # to reach the store, and to meet once all are known to be there
 _POLL_S = 0.01
 
 
-class System(Protocol):
-    """A clock, processes, and ways to other workers."""
-
-    def now_s(self) -> float:
-        """Seconds that pass, from any start."""
-
-    def sleep(self, duration_s: float) -> None:
-        """Waits for so long."""
-
-    def start_thread(
-        self, run: Callable[[], None], name: str, *, awaited_at_exit: bool = False
-    ) -> None:
-        """Runs something beside.
-
-        Args:
-            run: what.
-            name: for stacks.
-            awaited_at_exit: whether the process waits for it, for some seconds, before it ends.
-        """
-
-    def own_place(self) -> Place:
-        """Where this worker runs."""
-
-    def has_ended(self, place: Place) -> bool:
-        """Whether it is known that the process there has ended."""
-
-    def open_store(self, host: str, port: int, timeout_s: float) -> Store:
-        """The store that a launcher serves.
-
-        Raises:
-            RuntimeError: if it doesn't answer.
-        """
-
-    def connect(
-        self,
-        store: Store,
-        names: RankNames,
-        device: torch.device,
-        meeting_s: float,
-        timeout_s: float,
-        check: Callable[[], None],
-    ) -> Wire:
-        """Meets the other workers of a group.
-
-        Args:
-            store: of this group alone.
-            names: of its ranks; it is no part of another group.
-            device: where this worker computes.
-            meeting_s: how long the meeting may take.
-            timeout_s: how long a call may take afterwards.
-            check: called again and again; raises if a worker will not come.
-
-        Raises:
-            PeerLostError, CollectiveTimeoutError: if not all have met.
-        """
-
-
-class OwnSystem:
-    """This machine, torch's stores and its process groups.
+class System:
+    """A clock, processes and ways to other workers: this machine's, by torch's stores and groups.
 
     Args:
         launcher_host: by which name or address this machine reaches the launcher's.
@@ -98,49 +41,68 @@ class OwnSystem:
         self._takes_any_interface = read_gloo_interface() is None
 
     def now_s(self) -> float:
+        """Seconds that pass, from any start."""
         return time.monotonic()
 
     def sleep(self, duration_s: float) -> None:
+        """Waits for so long."""
         time.sleep(duration_s)
 
-    def start_thread(
-        self, run: Callable[[], None], name: str, *, awaited_at_exit: bool = False
-    ) -> None:
-        ThreadWork.start(run, name, awaited_at_exit=awaited_at_exit)
+    def start_thread(self, run: Callable[[], None], name: str) -> None:
+        """Runs something beside; the process waits for it, for some seconds, before it ends.
+
+        Args:
+            run: what.
+            name: for stacks.
+        """
+        ThreadWork.start(run, name, awaited_at_exit=True)
 
     def own_place(self) -> Place:
+        """Where this worker runs."""
         return Place.own()
 
     def has_ended(self, place: Place) -> bool:
+        """Whether it is known that the process there has ended."""
         return place.has_ended()
 
-    def open_store(self, host: str, port: int, timeout_s: float) -> Store:
-        return TCPStore(
-            host,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+    def open_store(self, host: str, port: int) -> Store:
+        """The store that a launcher serves.
+
+        Raises:
+            RuntimeError: if it doesn't answer.
+        """
+        timeout = timedelta(seconds=CONNECT_S)
+        return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def connect(
         self,
         store: Store,
         names: RankNames,
         device: torch.device,
-        meeting_s: float,
         timeout_s: float,
         check: Callable[[], None],
     ) -> Wire:
+        """Meets the other workers of a group.
+
+        Args:
+            store: of this group alone.
+            names: of its ranks; it is no part of another group.
+            device: where this worker computes.
+            timeout_s: how long a call may take afterwards.
+            check: called again and again; raises if a worker will not come.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: if not all have met.
+        """
         self._choose_interface(store, names, check)
         group_store = PrefixStore("group", store)
-        with translated("regroup", names.number, names.size, meeting_s):
+        with translated("regroup", names.number, names.size, CONNECT_S):
             group = connect(
                 group_store,
                 names.number,
                 names.size,
                 device=device,
-                timeout_s=meeting_s,
+                timeout_s=CONNECT_S,
                 check=check,
             )
         return GroupWire(group, timeout_s, partial(shut_down, group, device), names)

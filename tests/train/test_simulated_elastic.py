@@ -5,7 +5,9 @@ import os
 
 import pytest
 
-from tests.helpers.simulation.training import Faults, Simulation, same, undisturbed
+from tests.helpers.simulation.faults import Faults
+from tests.helpers.simulation.loop import same, undisturbed
+from tests.helpers.simulation.training import Simulation
 
 NUM_SEEDS = int(os.environ.get("SEEDS", "600"))  # `make simulate` sets another
 _CHUNK = 50

@@ -1,82 +1,26 @@
-"""A user's own elastic loop on simulated machines, what disturbs it, and what must come of it."""
+"""Trains on simulated machines, and checks what comes of it."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import Tensor
 
-import allstep
-from allstep import Communicator, Synchronous
+from allstep import Communicator
 from allstep.comm.group import Topology
+from allstep.comm.membership import Membership
 from allstep.comm.missing import RankNames
 from allstep.env import Launch
 from allstep.errors import CommunicationError, PeerLostError, UsageError
 from allstep.train.elastic_loop import loop_membership
-from tests.helpers.simulation.network import (
-    FaultyNetwork,
-    FaultyWire,
-    SimulatedStore,
-    SimulatedSystem,
-)
+from tests.helpers.simulation.faults import Faults
+from tests.helpers.simulation.loop import Loop, same, undisturbed
+from tests.helpers.simulation.network import FaultyNetwork, FaultyWire
 from tests.helpers.simulation.scheduler import Process, Scheduler
+from tests.helpers.simulation.system import SimulatedStore, SimulatedSystem
 
-NUM_EPOCHS, NUM_STEPS, GLOBAL_BATCH = 2, 4, 6
-NUM_CALLS = 40  # of a worker that nobody disturbs, for each of the workers, about
 _TIMEOUT_S = 10.0  # for which the others wait, too
-_MOST_S = 0.4  # in which it is disturbed, for each of the workers
-_NUM_SAMPLES = GLOBAL_BATCH * NUM_STEPS // NUM_EPOCHS
-
-
-@dataclass
-class Faults:
-    """What happens to a training.
-
-    Attributes:
-        hosts: of the first workers, by rank.
-        dies_at: rank -> at which of its calls it is killed.
-        freezes_at: rank -> at which of its calls it is stopped, and for how many seconds.
-        joins_at_s: when others come, and to which host.
-        parts_at_s: when hosts are cut off, which, and for how long.
-        launcher_dies_at_s: when the store is gone.
-    """
-
-    hosts: list[int]
-    dies_at: dict[int, int] = field(default_factory=dict)
-    freezes_at: dict[int, tuple[int, float]] = field(default_factory=dict)
-    joins_at_s: list[tuple[float, int, float]] = field(default_factory=list)
-    parts_at_s: tuple[float, frozenset[int], float] | None = None
-    launcher_dies_at_s: float = math.inf
-
-    @classmethod
-    def draw(cls, scheduler: Scheduler) -> "Faults":
-        """Those of a seed."""
-        random = scheduler.random
-        size = random.choice((2, 3, 3, 4, 4, 5, 6, 8))
-        num_hosts = random.choice((1, 1, 2, 3))
-        num_calls, most_s = NUM_CALLS * size, _MOST_S * size
-        faults = cls(sorted(random.randrange(num_hosts) for _ in range(size)))
-        for rank in random.sample(range(size), random.randrange(size)):
-            faults.dies_at[rank] = random.randrange(1, num_calls)
-        for rank in range(size):
-            if random.random() < 0.15:
-                faults.freezes_at[rank] = random.randrange(1, num_calls), random.choice((1.0, 20.0))
-        first_s = most_s * random.random()
-        spread_s = random.choice((0.1, 0.5, most_s))  # of one command, or of several
-        for _ in range(random.choice((0, 0, 1, 2, 4, 8))):
-            dies_at = random.choice((math.inf, random.randrange(1, num_calls)))
-            at_s = first_s + spread_s * random.random()
-            faults.joins_at_s.append((at_s, random.randrange(num_hosts), dies_at))
-        if num_hosts > 1 and random.random() < 0.3:
-            cut_off = frozenset(h for h in range(num_hosts) if random.random() < 0.5)
-            faults.parts_at_s = most_s * random.random(), cut_off, random.choice((2.0, 60.0))
-        if random.random() < 0.03:
-            faults.launcher_dies_at_s = most_s * random.random()
-        return faults
 
 
 @dataclass
@@ -161,7 +105,7 @@ class Simulation:
     def _train(self, process: Process, comm: Communicator, launch: Launch) -> list[Tensor]:
         system = SimulatedSystem(self.network, self._store, process, self._processes)
         membership = loop_membership(launch, _TIMEOUT_S, system)
-        loop = _Loop(comm, membership)
+        loop = Loop(comm, membership)
         with loop.elastic:
             self._num_entered += 1
             size = len(self.faults.hosts)
@@ -171,7 +115,7 @@ class Simulation:
             loop.run(lambda: self._note(membership))
         return loop.state()
 
-    def _note(self, membership: Any) -> None:
+    def _note(self, membership: Membership) -> None:
         names = tuple(member.name for member in membership.members)
         self.generations.setdefault(membership.generation, set()).add(names)
 
@@ -179,7 +123,7 @@ class Simulation:
         faults, pause = self.faults, self.scheduler.pause
         pause(lambda: self._num_entered >= len(faults.hosts), 60.0)
         start_s = self.scheduler.now_s
-        events: list[tuple[float, Any]] = [
+        events: list[tuple[float, Callable[[], None]]] = [
             (at_s, lambda host=host, dies_at=dies_at: self._join(host, dies_at))
             for at_s, host, dies_at in faults.joins_at_s
         ]
@@ -238,74 +182,6 @@ class Simulation:
         if self._may_be_left_behind:
             expected |= isinstance(error, PeerLostError)
         assert expected, repr(error)
-
-
-class _Loop:
-    def __init__(self, comm: Communicator, membership: Any) -> None:
-        self.comm = comm
-        self._model = nn.Linear(2, 1)
-        with torch.no_grad():
-            for n, p in enumerate(self._model.parameters()):
-                p.fill_(0.1 * (n + 1))
-        policy = Synchronous(compression="exact", algorithm="native", overlap=False)
-        self._exchange = allstep.attach(self._model, comm, policy)
-        samples = TensorDataset(_samples())
-        self._loader = allstep.data.loader(
-            samples, comm, global_batch=GLOBAL_BATCH, micro_batch=1, seed=3
-        )
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)
-        self.elastic = allstep.Elastic(
-            self._loader,
-            self._exchange,
-            state={"optimizer": self._optimizer},
-            membership=membership,
-        )
-        self._evaluations = [0.0] * NUM_EPOCHS
-        self._loss = 0.0
-
-    def run(self, note: Any) -> None:
-        for epoch in self.elastic.epochs(NUM_EPOCHS):
-            for batch in allstep.steps(self._loader, self._exchange, elastic=self.elastic):
-                for (x,) in batch:
-                    batch.backward(self._model(x).square().mean())
-                note()
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-                self._loss = batch.global_loss()
-            self._evaluations[epoch] = self.elastic.call(self._evaluate)
-
-    def _evaluate(self) -> float:
-        counts = self.comm.all_reduce(torch.ones(1))
-        first = next(self._model.parameters()).detach().double().sum()
-        return float(first) * (counts.item() == self.comm.size)
-
-    def state(self) -> list[Tensor]:
-        """All that was trained; the last evaluation and loss, as who joins has no earlier ones."""
-        momenta = self._optimizer.state_dict()["state"].values()
-        return [
-            *(p.detach() for p in self._model.parameters()),
-            *(own["momentum_buffer"] for own in momenta),
-            torch.tensor([self._evaluations[-1], self._loss], dtype=torch.float64),
-        ]
-
-
-@cache
-def _samples() -> Tensor:
-    return torch.randn(_NUM_SAMPLES, 2, generator=torch.Generator().manual_seed(5))
-
-
-@cache
-def undisturbed() -> list[Tensor]:
-    """What one worker comes to."""
-    loop = _Loop(Communicator.single_process(), None)
-    with loop.elastic:
-        loop.run(lambda: None)
-    return loop.state()
-
-
-def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Whether two trainings came to the same bits."""
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _launch(rank: int, size: int, *, joins: bool = False) -> Launch:

@@ -1,0 +1,90 @@
+"""A user's own elastic loop, as small as can be."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, Synchronous
+from allstep.comm.membership import Membership
+
+NUM_EPOCHS, NUM_STEPS, GLOBAL_BATCH = 2, 4, 6
+_NUM_SAMPLES = GLOBAL_BATCH * NUM_STEPS // NUM_EPOCHS
+
+
+class Loop:
+    """Made anew by each worker.
+
+    Args:
+        comm: the workers.
+        membership: this worker's; None for one that is alone.
+    """
+
+    def __init__(self, comm: Communicator, membership: Membership | None) -> None:
+        self.comm = comm
+        self._model = nn.Linear(2, 1)
+        with torch.no_grad():
+            for n, p in enumerate(self._model.parameters()):
+                p.fill_(0.1 * (n + 1))
+        policy = Synchronous(compression="exact", algorithm="native", overlap=False)
+        self._exchange = allstep.attach(self._model, comm, policy)
+        samples = TensorDataset(_samples())
+        self._loader = allstep.data.loader(
+            samples, comm, global_batch=GLOBAL_BATCH, micro_batch=1, seed=3
+        )
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1, momentum=0.9)
+        self.elastic = allstep.Elastic(
+            self._loader,
+            self._exchange,
+            state={"optimizer": self._optimizer},
+            membership=membership,
+        )
+        self._evaluations = [0.0] * NUM_EPOCHS
+        self._loss = 0.0
+
+    def run(self, note: Callable[[], None]) -> None:
+        for epoch in self.elastic.epochs(NUM_EPOCHS):
+            for batch in allstep.steps(self._loader, self._exchange, elastic=self.elastic):
+                for (x,) in batch:
+                    batch.backward(self._model(x).square().mean())
+                note()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                self._loss = batch.global_loss()
+            self._evaluations[epoch] = self.elastic.call(self._evaluate)
+
+    def _evaluate(self) -> float:
+        counts = self.comm.all_reduce(torch.ones(1))
+        first = next(self._model.parameters()).detach().double().sum()
+        return float(first) * (counts.item() == self.comm.size)
+
+    def state(self) -> list[Tensor]:
+        """All that was trained; the last evaluation and loss, as who joins has no earlier ones."""
+        momenta = self._optimizer.state_dict()["state"].values()
+        return [
+            *(p.detach() for p in self._model.parameters()),
+            *(own["momentum_buffer"] for own in momenta),
+            torch.tensor([self._evaluations[-1], self._loss], dtype=torch.float64),
+        ]
+
+
+@cache
+def _samples() -> Tensor:
+    return torch.randn(_NUM_SAMPLES, 2, generator=torch.Generator().manual_seed(5))
+
+
+@cache
+def undisturbed() -> list[Tensor]:
+    """What one worker comes to."""
+    loop = Loop(Communicator.single_process(), None)
+    with loop.elastic:
+        loop.run(lambda: None)
+    return loop.state()
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether two trainings came to the same bits."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
