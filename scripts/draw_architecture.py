@@ -30,6 +30,7 @@ WHAT = {
     "device": "streams, events",
     "errors": "what can go wrong",
     "files": "whole or not there",
+    "torch_classes": "late imports",
 }
 BOX_W, BOX_H, GAP_X, GAP_Y, MARGIN = 150, 46, 22, 46, 16
 
