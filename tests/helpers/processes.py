@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -104,21 +105,16 @@ class Workers(launch.Workers):
         As torchrun does, it kills those who go on some seconds after another has failed: they
         may be waiting for it to join them. TimeoutError, and all killed, after `timeout_s`.
         """
-        deadline = failed_deadline = time.monotonic() + timeout_s
-        while not self.wait(max(failed_deadline - time.monotonic(), 0)):
-            if any(self.exit_codes) and failed_deadline == deadline:
-                failed_deadline = min(deadline, time.monotonic() + _GRACE_S)
-            if time.monotonic() >= failed_deadline:
-                running = [rank for rank, code in enumerate(self.exit_codes) if code is None]
-                self.close()
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"ranks {running} did not end within {timeout_s:g} s")
+        if not self._wait_for_all(timeout_s):
+            running = [rank for rank, code in enumerate(self.exit_codes) if code is None]
+            self.close()
+            raise TimeoutError(f"ranks {running} did not end within {timeout_s:g} s")
+        self.close()
         return self.exit_codes
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:
         """What the ranks returned; RemoteError with the causing traceback if one raised or died."""
-        with contextlib.suppress(TimeoutError):
-            self._wait_for_all(timeout_s)
+        self._wait_for_all(timeout_s)
         outcomes = self.outcomes()
         failures = [outcome for outcome in outcomes.values() if outcome.severity is not None]
         if failures:
@@ -130,14 +126,20 @@ class Workers(launch.Workers):
             raise TimeoutError(f"ranks {silent} returned nothing within {timeout_s:g} s")
         return [outcomes[rank].value for rank in sorted(outcomes)]
 
-    def _wait_for_all(self, timeout_s: float) -> None:
-        """Until all have ended, or some seconds after one has failed: the others may say more."""
+    def _wait_for_all(self, timeout_s: float) -> bool:
+        """Until all have ended, or some seconds after one has failed; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not self.wait(max(deadline - time.monotonic(), 0)):
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            if any(self.exit_codes):
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        failed_deadline = math.inf
+        while None in self.exit_codes:
+            now = time.monotonic()
+            if any(self.exit_codes):  # asked before the first wait: it may have failed already
+                failed_deadline = min(failed_deadline, now + _GRACE_S)
+            if now >= deadline:
+                return False
+            if now >= failed_deadline:
+                break
+            self.wait(min(deadline, failed_deadline) - now)
+        return True
 
     def outcomes(self) -> dict[int, _Outcome]:
         """By rank, of those who left one or died."""
