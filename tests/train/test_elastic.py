@@ -329,7 +329,7 @@ def test_joining_a_generation_that_is_written_while_one_looks(
 @pytest.mark.slow
 def test_all_that_began_are_lost(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
-    both_die = {0: NUM_CALLS // 2, 1: NUM_CALLS // 2 + 1000}
+    both_die = {0: ("commit", 11), 1: ("commit", 14)}  # the third has the state since step 6
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=1) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, (run_dir, {}), min_workers=1, joins=workers.store_address) as joiner:
@@ -344,7 +344,7 @@ def test_all_that_began_are_lost(tmp_path: Path, undisturbed: Path) -> None:
 def test_all_that_began_are_lost_and_too_few_are_left(tmp_path: Path) -> None:
     """Those who joined know with how few the run ends."""
     run_dir, goes_on = tmp_path / "run", tmp_path / "goes_on"
-    both_die = {0: NUM_CALLS // 2, 1: NUM_CALLS // 2 + 1000}
+    both_die = {0: ("commit", 11), 1: ("commit", 14)}  # the third has the state since step 6
     with Workers(2, train, (run_dir, both_die, HeldAt(5, goes_on)), min_workers=2) as workers:
         wait_until(lambda: is_held(goes_on), workers)
         with Workers(1, train, (run_dir, {}), min_workers=2, joins=workers.store_address) as joiner:
