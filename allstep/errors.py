@@ -41,7 +41,14 @@ class CheckpointError(AllstepError, RuntimeError):
 
 
 class CommunicationError(AllstepError, RuntimeError):
-    """Workers could not exchange what they had to say."""
+    """Workers could not exchange what they had to say.
+
+    It ends with a note where to find what it comes from, and what helps.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.add_note("Causes and cures: allstep why RUN, or allstep why MESSAGE.")
 
 
 class PeerLostError(CommunicationError):

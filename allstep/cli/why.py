@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import signal
 import time
@@ -15,6 +16,7 @@ from rich.table import Table
 from allstep.cli import run_folder
 from allstep.cli.exits import Exits, read_exits
 from allstep.cli.rows import make_console
+from allstep.cli.symptoms import Symptom, symptoms_of
 from allstep.comm import (
     EXITED,
     FAILED,
@@ -31,12 +33,6 @@ _SILENT_S = 10.0  # after which something is wrong with a worker that writes twi
 _LOST_S = 60.0  # the same of another host, whose clock may differ
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 _FRAME = re.compile(r'Current thread .*?\n  File "(.+?)", line (\d+) in (.+)')
-_CURES = {
-    "No space left on device": "The disk is full: free some space, then go on.",
-    "out of memory": "Take a smaller `micro_batch`, or fewer workers on a machine.",
-    "MemoryError": "Take a smaller `micro_batch`, or fewer workers on a machine.",
-    "DefaultCPUAllocator": "Take a smaller `micro_batch`, or fewer workers on a machine.",
-}
 
 
 @dataclass(frozen=True)
@@ -64,15 +60,23 @@ def run(arguments: list[str]) -> int:
         description="Says what happened first in a run that died or hangs, where, and what to do.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument(
+        "run",
+        metavar="RUN | MESSAGE",
+        help="the run's folder, or an error's message, or a part of it",
+    )
     parser.add_argument("--json", action="store_true", help="print it for programs")
     known = parser.parse_args(arguments)
+    if not os.path.isdir(known.run) and (symptoms := symptoms_of(known.run)):
+        _print_symptoms(symptoms, known.json)
+        return 0
+    known.run = Path(known.run)
     states, exits = left_states(known.run), read_exits(known.run)
     if not states:
         raise UsageError(
             f"`run` (={known.run}) has nothing that its workers left, in"
             f" {state_folder(known.run)}: give the folder of a run that has begun; on another host"
-            " it may be there."
+            " it may be there. Nor is it a message of the guide «Troubleshooting»."
         )
     finding = find_cause(states, exits)
     if known.json:
@@ -82,6 +86,15 @@ def run(arguments: list[str]) -> int:
         return 0
     _print(known.run, finding, states, exits)
     return 0
+
+
+def _print_symptoms(symptoms: Sequence[Symptom], is_json: bool) -> None:
+    if is_json:
+        rows = [{"cause": symptom.cause, "cure": symptom.cure} for symptom in symptoms]
+        print(json.dumps(rows, indent=1))
+        return
+    for symptom in symptoms:
+        print(f"Cause: {symptom.cause}\nCure: {symptom.cure}")
 
 
 def left_states(run_dir: Path) -> list[WorkerState]:
@@ -138,7 +151,7 @@ def _failure(states: Sequence[WorkerState]) -> Finding | None:
         "failed",
         state.rank,
         f"{_named(state)} failed in {state.where}: {state.message or 'it says no more'}{others}",
-        next((cure for word, cure in _CURES.items() if word in state.message), ""),
+        next((symptom.cure for symptom in symptoms_of(state.message)), ""),
     )
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -38,6 +40,7 @@ from allstep.comm import (
 from allstep.comm.last_state import LastState
 from allstep.comm.worker_state import record_of, waiting_words
 from allstep.env import RUN_DIR
+from allstep.errors import PeerLostError
 from tests.helpers.processes import Workers, start_processes
 
 WITHIN_S = 60.0
@@ -237,6 +240,23 @@ def state(rank: int, **fields: object) -> WorkerState:
 def found(*states: WorkerState, exits: Exits | None = None) -> tuple[str, int | None]:
     finding: Finding = find_cause(states, exits)
     return finding.what, finding.rank
+
+
+def test_a_message_is_looked_up(capsys):
+    message = "RuntimeError: [../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"
+    assert main(["why", message]) == 0
+    assert capsys.readouterr().out.startswith("Cause: another rank ended\nCure: ")
+    assert main(["why", message, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["cause"] == "another rank ended"
+    assert main(["why", "no such thing at all"]) == 2
+    assert "Nor is it a message of the guide" in capsys.readouterr().err
+
+
+def test_errors_of_connections_say_where_to_look():
+    error = PeerLostError("rank 1 closed its connection")
+    assert str(error) == "rank 1 closed its connection"
+    told = "".join(traceback.format_exception(pickle.loads(pickle.dumps(error))))
+    assert told.count("Causes and cures: allstep why RUN") == 1
 
 
 def test_of_several_errors_the_first_counts_and_lost_peers_do_not():
