@@ -32,7 +32,7 @@ from allstep.train import (
     sharpness,
 )
 
-_FILE = "sharpness.json"
+_FILE, _FILE_OF_ALL = "sharpness.json", "sharpness.jsonl"
 _LARGE_RESIDUAL = 0.05  # beyond, eigenvalues of two runs can't be compared
 
 
@@ -45,6 +45,7 @@ class Request:
     num_draws: int
     max_products: int
     layers: bool = False
+    all_checkpoints: bool = False
 
 
 def run(arguments: list[str]) -> int:
@@ -53,7 +54,7 @@ def run(arguments: list[str]) -> int:
         prog="allstep sharpness",
         description="Measures how sharp the minimum is that a run's newest checkpoint is in: the "
         "top eigenvalue of the training loss's Hessian, and the loss's rise under noise on the "
-        "weights. Prints a table and writes RUN/sharpness.json.",
+        "weights. Prints a table and writes RUN/sharpness.json, or RUN/sharpness.jsonl.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
@@ -77,8 +78,20 @@ def run(arguments: list[str]) -> int:
         action="store_true",
         help="also for each layer, beside the trust ratios of LARS and LAMB",
     )
+    parser.add_argument(
+        "--all-checkpoints",
+        action="store_true",
+        help="of each checkpoint that the run keeps (--keep-checkpoints), the oldest first",
+    )
     known = parser.parse_args(arguments)
-    request = Request(known.samples, known.sigma, known.num_draws, known.max_products, known.layers)
+    request = Request(
+        known.samples,
+        known.sigma,
+        known.num_draws,
+        known.max_products,
+        known.layers,
+        known.all_checkpoints,
+    )
     recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
     run_folder.check_has_checkpoint(known.run, argument="run")
     check_integer("samples", request.samples, cure="2048 is usual")
@@ -96,20 +109,31 @@ def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -
     """What each worker does; rank 0 prints the table and writes the file."""
     shared, run_dir = run_folder.share_run(comm, folder)
     recipe = run_folder.data_parallel(shared)
-    measured, step = _measure(comm, recipe, run_dir, Request(**request))
+    asked = Request(**request)
+    if not asked.all_checkpoints:
+        measured, step = _measure(comm, recipe, run_dir, asked)
+        if comm.rank == 0:
+            _show(measured, step)
+            path = run_dir / _FILE
+            write_whole(path, json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
+            print_rows([("file", str(path))])
+        return
+    steps = comm.broadcast_object(Checkpoints(run_dir / "checkpoints", comm).saved_steps()[::-1])
+    found = [_measure(comm, recipe, run_dir, asked, step) for step in steps]
     if comm.rank == 0:
-        _show(measured, step)
-        path = run_dir / _FILE
-        write_whole(path, json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
+        _show_steps(found)
+        path = run_dir / _FILE_OF_ALL
+        lines = [json.dumps({"step": step, **asdict(measured)}) for measured, step in found]
+        write_whole(path, "\n".join(lines) + "\n")
         print_rows([("file", str(path))])
 
 
 def _measure(
-    comm: Communicator, recipe: Recipe, run_dir: Path, request: Request
+    comm: Communicator, recipe: Recipe, run_dir: Path, request: Request, at_step: int | None = None
 ) -> tuple[Sharpness, int]:
     task = recipe.task(comm)
     with closing(Run(task, recipe, comm)) as trained:
-        Checkpoints(run_dir / "checkpoints", comm).restore(trained)
+        Checkpoints(run_dir / "checkpoints", comm).restore(trained, step=at_step)
         trained.exchange.sync_buffers()
         stage, precision, step = trained.stage, trained.precision, trained.step
     # The model is as it was before it was attached now: gradients here are no worker's mean.
@@ -171,6 +195,23 @@ def _show(measured: Sharpness, step: int) -> None:
         _show_layers(measured.layers)
 
 
+def _show_steps(found: Sequence[tuple[Sharpness, int]]) -> None:
+    """One line a checkpoint; of layers how LARS's and LAMB's ratios follow 1 / curvature."""
+    table = Table(box=None, pad_edge=False)
+    names = ["step", "loss", "top eigenvalue", "loss rise"]
+    has_layers = any(measured.layers for measured, _ in found)
+    for name in names + ["LARS and 1 / curvature", "LAMB and 1 / curvature"] * has_layers:
+        table.add_column(name, justify="right")
+    for measured, step in found:
+        mark = "" if measured.residual <= _LARGE_RESIDUAL else " ?"
+        numbers = [f"{measured.loss:.4f}", f"{measured.top_eigenvalue:.4g}{mark}"]
+        correlations = [f"{value:.2f}" for value, _ in _correlations(measured.layers).values()]
+        table.add_row(f"{step:,}", *numbers, f"{measured.loss_rise:.4g}", *correlations)
+    make_console().print(table)
+    if any(measured.residual > _LARGE_RESIDUAL for measured, _ in found):
+        print("?: not converged, raise --max-products")
+
+
 def _show_layers(layers: Sequence[LayerSharpness]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("layer", no_wrap=True)
@@ -190,25 +231,29 @@ def _show_layers(layers: Sequence[LayerSharpness]) -> None:
     make_console().print(table)
     if any(layer.residual > _LARGE_RESIDUAL for layer in layers):
         print("?: not converged, raise --max-products")
-    print_rows(_correlations(layers))
+    print_rows(
+        (
+            f"{name}'s ratio and 1 / curvature",
+            f"rank correlation {correlation:.2f} over {num_layers} layers",
+        )
+        for name, (correlation, num_layers) in _correlations(layers).items()
+        if math.isfinite(correlation)
+    )
 
 
-def _correlations(layers: Sequence[LayerSharpness]) -> list[tuple[str, str]]:
-    """How well the two trust ratios put the layers in the order of 1 / curvature."""
+def _correlations(layers: Sequence[LayerSharpness]) -> dict[str, tuple[float, int]]:
+    """How well the two trust ratios put the layers in the order of 1 / curvature.
+
+    Returns:
+        By optimizer the rank correlation, NaN where there is none, and over how many layers.
+    """
     known = [
         layer
         for layer in layers
         if layer.top_eigenvalue > 0 and layer.residual <= _LARGE_RESIDUAL and layer.gradient_norm
     ]
-    rows = []
+    found = {}
     for name, ratio in (("LARS", "lars_ratio"), ("LAMB", "lamb_ratio")):
         pairs = [(getattr(layer, ratio), 1 / layer.top_eigenvalue) for layer in known]
-        correlation = rank_correlation(pairs)
-        if math.isfinite(correlation):
-            rows.append(
-                (
-                    f"{name}'s ratio and 1 / curvature",
-                    f"rank correlation {correlation:.2f} over {len(pairs)} layers",
-                )
-            )
-    return rows
+        found[name] = rank_correlation(pairs), len(pairs)
+    return found

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -241,13 +242,19 @@ class Checkpoints:
             return _send(self._comm, found, self._message_bytes, select)
 
     def restore(
-        self, target: Stateful, *, missing_ok: bool = False, best: bool = False
+        self,
+        target: Stateful,
+        *,
+        missing_ok: bool = False,
+        best: bool = False,
+        step: int | None = None,
     ) -> int | None:
         """Loads the newest checkpoint that is whole into `target`. All workers call it.
 
         Args:
             target: what the checkpoint is of.
             best: load the best one instead.
+            step: load that of this step instead.
             missing_ok: where the folder has no checkpoint at all, leave `target` as it is.
 
         Returns:
@@ -263,7 +270,10 @@ class Checkpoints:
                 return None
         select = target.local_state if isinstance(target, Divided) else None
         with self._misfit_named(self.best_path if best else self.folder):
-            loaded = self.load_best(select) if best else self.load_latest(select)
+            if step is not None:
+                loaded = self._load(partial(open_stored, self.path(step)), select)
+            else:
+                loaded = self.load_best(select) if best else self.load_latest(select)
         if loaded is None and best:
             raise CheckpointError(
                 f"There is no {self.best_path}: a run keeps its best checkpoint if it is told"
@@ -275,10 +285,10 @@ class Checkpoints:
                 f"There is no whole checkpoint in {self.folder}: there is none, or all are"
                 " damaged. Train anew, in another folder."
             )
-        step, state = loaded
-        with self._misfit_named(self.best_path if best else self.path(step)):
+        found_step, state = loaded
+        with self._misfit_named(self.best_path if best else self.path(found_step)):
             target.load_state_dict(state)
-        return step
+        return found_step
 
     @contextmanager
     def _misfit_named(self, path: Path) -> Iterator[None]:

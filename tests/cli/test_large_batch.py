@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from allstep.cli import run_folder
 
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    recipe = Digits(epochs=1, width=4, global_batch=192, warmup_epochs=0.0)
+    recipe = Digits(
+        epochs=1, width=4, global_batch=192, warmup_epochs=0.0, checkpoint_every_steps=4
+    )
     run_folder.make_run_dir("digits", run_dir)
     run_folder.write_recipe(run_dir, recipe)
     import allstep
@@ -128,6 +130,25 @@ def test_sharpness_of_a_run_on_any_workers(
         assert other["loss_rise"] == pytest.approx(found[0]["loss_rise"], rel=1e-3)
     shown = capsys.readouterr().out
     assert "top eigenvalue: " in shown and "of 192 training samples" in shown
+
+
+def test_sharpness_of_all_checkpoints(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    request = Request(samples=64, sigma=0.05, num_draws=2, max_products=3, layers=True)
+    sharpness_worker(Communicator.single_process(), str(trained), asdict(request))
+    newest = json.loads((trained / "sharpness.json").read_text())
+    of_all = asdict(replace(request, all_checkpoints=True))
+    capsys.readouterr()
+    for num_workers in (1, 2):
+        run_ranks(num_workers, lambda comm: sharpness_worker(comm, str(trained), of_all))
+        lines = (trained / "sharpness.jsonl").read_text().splitlines()
+        first, last = map(json.loads, lines)
+        assert (first["step"], last["step"]) == (4, 8)
+        assert first["loss"] > 1.02 * last["loss"]
+        assert last["loss"] == pytest.approx(newest["loss"], rel=1e-5)
+    header, early, late = capsys.readouterr().out.splitlines()[:3]
+    assert header.split()[:3] == ["step", "loss", "top"]
+    assert header.endswith("LAMB and 1 / curvature")
+    assert [line.split()[0] for line in (early, late)] == ["4", "8"]
 
 
 def test_passes_are_shown_on_a_terminal(
