@@ -21,6 +21,7 @@ MODULES = [
     "allstep.comm.threads",
     "allstep.data",
     "allstep.data.image_folder",
+    "allstep.data.image_shards",
     "allstep.data.text_folder",
     "allstep.doctor",
     "allstep.errors",

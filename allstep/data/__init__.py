@@ -1,6 +1,6 @@
 """Data in global batches, the same for any number of workers; readers of files.
 
-The reader of pictures, which needs a package of its own, is imported when it is asked for.
+The readers of pictures, which need packages of their own, are imported when they are asked for.
 """
 
 from importlib import import_module
@@ -18,6 +18,7 @@ from allstep.data.subsets import subset, subset_size
 
 if TYPE_CHECKING:
     from allstep.data import image_folder as image_folder
+    from allstep.data import image_shards as image_shards
 
 __all__ = [
     "GlobalBatch",
@@ -34,6 +35,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "image_folder":
+    if name in ("image_folder", "image_shards"):
         return import_module(f"allstep.data.{name}")
     raise AttributeError(f"module 'allstep.data' has no attribute {name!r}")

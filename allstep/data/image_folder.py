@@ -2,11 +2,13 @@
 
 import logging
 import math
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +19,18 @@ from torch.utils.data import Dataset
 
 from allstep.errors import DataError, UsageError
 
-__all__ = ["UNREADABLE", "Crop", "ImageFolder", "center_crop", "find_images", "random_crop"]
+__all__ = [
+    "UNREADABLE",
+    "Crop",
+    "EncodedImage",
+    "ImageFolder",
+    "Images",
+    "center_crop",
+    "find_classes",
+    "find_images",
+    "find_shards",
+    "random_crop",
+]
 
 UNREADABLE = -1
 """Label of a picture that could not be read and was skipped."""
@@ -33,6 +46,25 @@ class Crop:
 
     box: tuple[float, float, float, float]
     mirror: bool = False
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """A picture that is no file of its own: what to call it, and the bytes of its file."""
+
+    name: str
+    data: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Images(Protocol):
+    """Pictures, each a path or encoded, with the numbers of their classes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Path | EncodedImage, int]: ...
 
 
 def random_crop(width: int, height: int) -> Crop:
@@ -64,8 +96,24 @@ def center_crop(width: int, height: int, share: float = 224 / 256) -> Crop:
     return Crop((left, top, left + side, top + side))
 
 
+def find_classes(folder: Path) -> list[str]:
+    """The classes of a folder, which are its sub-folders, in alphabetical order.
+
+    Raises:
+        UsageError: if the folder is missing or has no classes.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"`folder` (={folder}) is no folder; give one with a folder per class.")
+    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if not classes:
+        raise UsageError(
+            f"`folder` (={folder}) has no folders in it; put the pictures of each class in one."
+        )
+    return classes
+
+
 def find_images(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
-    """The classes of a folder, which are its sub-folders, and their pictures.
+    """The classes of a folder and their pictures.
 
     Args:
         folder: `folder/<class>/**/*.jpg` and other formats.
@@ -76,13 +124,7 @@ def find_images(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     Raises:
         UsageError: if the folder is missing, has no classes, or one of them has no pictures.
     """
-    if not folder.is_dir():
-        raise UsageError(f"`folder` (={folder}) is no folder; give one with a folder per class.")
-    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    if not classes:
-        raise UsageError(
-            f"`folder` (={folder}) has no folders in it; put the pictures of each class in one."
-        )
+    classes = find_classes(folder)
     images = []
     for index, name in enumerate(classes):
         found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in _SUFFIXES)
@@ -95,6 +137,18 @@ def find_images(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     return classes, images
 
 
+def find_shards(folder: Path) -> list[Path]:
+    """The folder's tar or Parquet files, for `ImageShards`, by their names; empty if it has none.
+
+    Raises:
+        UsageError: if it has both.
+    """
+    tars, tables = sorted(folder.glob("*.tar")), sorted(folder.glob("*.parquet"))
+    if tars and tables:
+        raise UsageError(f"`folder` (={folder}) has tar and Parquet files; leave one kind there.")
+    return tars or tables
+
+
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Pictures with their class, as uint8 [3, size, size].
 
@@ -103,7 +157,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     does not depend on which others could be read, nor on the workers.
 
     Args:
-        images: (path, class index) of each, from `find_images`.
+        images: (path or encoded picture, class index) of each, from `find_images` or `ImageShards`.
         size: height and width to resize to, in pixels.
         crop: (width, height) -> what to take, such as `random_crop`.
         on_bad_image: "stop" raises DataError, "skip" goes on.
@@ -111,7 +165,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __init__(
         self,
-        images: Sequence[tuple[Path, int]],
+        images: Images,
         *,
         size: int,
         crop: Callable[[int, int], Crop],
@@ -127,31 +181,32 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self._images[index]
+        image, label = self._images[index]
         try:
-            return _decode(path, self._size, self._crop), label
+            return _decode(image, self._size, self._crop), label
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             if self._on_bad_image == "stop":
                 raise DataError(
-                    f"{path} can't be read as a picture: {error}. Remove it, or go on without"
+                    f"{image} can't be read as a picture: {error}. Remove it, or go on without"
                     " such files: `--on-bad-image skip`."
                 ) from error
             self._num_unreadable += 1
             logging.getLogger("allstep").warning(
                 "skipped %s, which can't be read (%s); %d so far in this process",
-                path,
+                image,
                 error,
                 self._num_unreadable,
             )
             return torch.full((3, self._size, self._size), 128, dtype=torch.uint8), UNREADABLE
 
 
-def _decode(path: Path, size: int, crop: Callable[[int, int], Crop]) -> Tensor:
+def _decode(source: Path | EncodedImage, size: int, crop: Callable[[int, int], Crop]) -> Tensor:
     """The cropped and resized picture, uint8 [3, size, size]; a JPEG decoded no larger than needed.
 
     torch's resizing of uint8 is within one level of Pillow's and takes a third of the time.
     """
-    with Image.open(path) as image:
+    file = BytesIO(source.data) if isinstance(source, EncodedImage) else source
+    with Image.open(file) as image:
         orientation = image.getexif().get(_ORIENTATION, 1)
         is_sideways = orientation in _SIDEWAYS
         width, height = image.size[::-1] if is_sideways else image.size

@@ -1,10 +1,11 @@
 """Any folder of pictures with a sub-folder for each class, and a ResNet."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,12 +15,16 @@ from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier
 from allstep.recipes.resnet import Depth, resnet
 
-_Image = tuple[Path, int]
+_T = TypeVar("_T")
+_Found = tuple[list[str], "allstep.data.image_folder.Images", "allstep.data.image_folder.Images"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images(Recipe):
     """Reads `folder/train/CLASS/*.jpg` and `folder/val/CLASS/*.jpg`, or `folder/CLASS/*.jpg`.
+
+    In place of folders of classes there may be tar shards, `KEY.jpg` beside `KEY.cls` in them, or
+    Parquet files.
 
     The defaults are the 90-epoch recipe for ImageNet at batch 256.
     Source: Goyal et al., 2017, arXiv:1706.02677, section 5.1.
@@ -36,10 +41,11 @@ class Images(Recipe):
     loader_workers: int = 2
 
     folder: Path = Path("images")
-    """Folder with train/ and val/, or with the classes; then part of them is held out."""
+    """Folder with train/ and val/, or with the classes or shards; then part is held out."""
 
     val_fraction: float = 0.1
-    """Share of the pictures held out for testing where there is no val/; by their names."""
+    """Share of the pictures held out for testing where there is no val/; by their names, of shards
+    by their numbers."""
 
     image_size: int = 224
     """Height and width that the model sees, in pixels."""
@@ -67,13 +73,19 @@ class Images(Recipe):
             )
 
     def check(self) -> None:
-        """Looks for Pillow, the folders, and pictures in each class."""
+        """Looks for Pillow, and for folders with the same classes, or shards."""
         self.need_package("PIL", "pillow")
-        self._find()
+        folders = self._folders
+        if self._shards(folders[0]):
+            self.need_package("datasets", "allstep[shards]")
+        else:
+            self._check_same(*map(allstep.data.image_folder.find_classes, folders))
 
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's pictures."""
-        classes, train_images, test_images = self._find()
+        classes, train_images, test_images = (
+            self._read_shards() if self._shards(self._folders[0]) else self._list(comm)
+        )
         folder = allstep.data.image_folder
         make = functools.partial(
             folder.ImageFolder, size=self.image_size, on_bad_image=self.on_bad_image
@@ -93,33 +105,68 @@ class Images(Recipe):
             classifier,
         )
 
-    def _find(self) -> tuple[list[str], list[_Image], list[_Image]]:
-        """Classes, training pictures, test pictures."""
-        find_images = allstep.data.image_folder.find_images
+    @property
+    def _folders(self) -> list[Path]:
+        """That to train on and that to test on; one if a part is to be held out."""
         train, val = self.folder / "train", self.folder / "val"
-        if train.is_dir() and val.is_dir():
-            classes, train_images = find_images(train)
-            val_classes, test_images = find_images(val)
-            if classes != val_classes:
-                differing = sorted(set(classes) ^ set(val_classes))
-                raise UsageError(
-                    f"`folder` (={self.folder}): train/ and val/ have different classes:"
-                    f" {', '.join(differing[:5])}. Give both the same."
-                )
-            return classes, train_images, test_images
-        classes, images = find_images(self.folder)
-        held_out = [_score(path.relative_to(self.folder)) < self.val_fraction for path, _ in images]
-        train_images = [
-            image for image, is_test in zip(images, held_out, strict=True) if not is_test
+        return [train, val] if train.is_dir() and val.is_dir() else [self.folder]
+
+    def _shards(self, folder: Path) -> list[Path]:
+        return allstep.data.image_folder.find_shards(folder)
+
+    def _list(self, comm: Communicator) -> _Found:
+        """Classes, training pictures, test pictures; rank 0 reads the folders for all."""
+        listed = self._find() if comm.rank == 0 else None
+        classes, *parts = comm.broadcast_object(listed)
+        train, test = ([(self.folder / name, label) for name, label in part] for part in parts)
+        return classes, train, test
+
+    def _find(self) -> tuple[list[str], list[tuple[str, int]], list[tuple[str, int]]]:
+        """The same on this host's disk; names below the folder."""
+        find_images = allstep.data.image_folder.find_images
+        found = [find_images(folder) for folder in self._folders]
+        self._check_same(*(classes for classes, _ in found))
+        named = [
+            [(path.relative_to(self.folder).as_posix(), label) for path, label in images]
+            for _, images in found
         ]
-        test_images = [image for image, is_test in zip(images, held_out, strict=True) if is_test]
-        if not train_images or not test_images:
+        if len(named) == 1:
+            is_test = [_score(name) < self.val_fraction for name, _ in named[0]]
+            named = self._hold_out(named[0], is_test)
+        return found[0][0], named[0], named[1]
+
+    def _read_shards(self) -> _Found:
+        found = [allstep.data.image_shards.ImageShards(self._shards(f)) for f in self._folders]
+        self._check_same(*(images.classes for images in found))
+        if len(found) == 2:
+            return found[0].classes, found[0], found[1]
+        images = found[0]
+        is_test = [_score(str(index)) < self.val_fraction for index in range(len(images))]
+        train, test = self._hold_out(range(len(images)), is_test)
+        return images.classes, images.select(train), images.select(test)
+
+    def _check_same(self, classes: Sequence[str], others: Sequence[str] | None = None) -> None:
+        """Refuses a val/ with other classes than train/ has."""
+        if others is not None and list(classes) != list(others):
+            differing = sorted(map(str, set(classes) ^ set(others)))
+            raise UsageError(
+                f"`folder` (={self.folder}): train/ and val/ have different classes:"
+                f" {', '.join(differing[:5])}. Give both the same."
+            )
+
+    def _hold_out(self, images: Sequence[_T], is_test: Sequence[bool]) -> list[list[_T]]:
+        """Those to train on and those to test on."""
+        parts = [
+            [image for image, held_out in zip(images, is_test, strict=True) if held_out == wanted]
+            for wanted in (False, True)
+        ]
+        if not all(parts):
             raise UsageError(
                 f"`val_fraction` (={self.val_fraction}) of the {len(images)} pictures leaves"
-                f" {len(train_images)} to train on and {len(test_images)} to test on; choose"
+                f" {len(parts[0])} to train on and {len(parts[1])} to test on; choose"
                 " another, or make folders train/ and val/."
             )
-        return classes, train_images, test_images
+        return parts
 
 
 @dataclass(frozen=True)
@@ -149,7 +196,7 @@ class _Readable(Classifier):
         return found
 
 
-def _score(path: Path) -> float:
-    """A number in [0, 1) that belongs to a path, whatever else is in the folder."""
-    digest = blake2b(path.as_posix().encode(), digest_size=8).digest()
+def _score(name: str) -> float:
+    """A number in [0, 1) that belongs to a name, whatever else is in the folder."""
+    digest = blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

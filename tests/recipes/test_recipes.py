@@ -214,7 +214,7 @@ def test_images_with_nothing_held_out(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
     with pytest.raises(UsageError, match=r"`val_fraction` .* of the 1 pictures leaves"):
-        small_images(tmp_path).check()
+        small_images(tmp_path).task(Communicator.single_process())
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb", "rmsprop_warmup"])
