@@ -55,6 +55,7 @@ def probe(
     Returns:
         The same numbers on every worker.
     """
+    comm.activity.enter("measurement of a sample's cost")
     holder = torch.tensor(-1 if data is None else comm.rank, device=comm.device)
     root = int(comm.all_reduce(holder, "max"))
     measured = _measure(task, precision, data, num_threads) if comm.rank == root else None
