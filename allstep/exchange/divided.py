@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, Mesh, divided_modules, shards_of, stages_of
+from allstep.comm import AlongAxis, Communicator, divided_modules, shards_of, stages_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import AccumulationHook
 from allstep.exchange.parameters import Snapshot
@@ -65,10 +65,7 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
     Raises:
         UsageError: names the module or parameter and the cure.
     """
-    for name, shard in shards_of(model).items():
-        _check_axis(comm, shard.mesh, shard.axis, f"a shard of `{name}`", "shards")
-    for name, stages in stages_of(model).items():
-        _check_axis(comm, stages.mesh, stages.axis, f"some of `model.{name}`", "stages")
+    _check_axes(model, comm)
     for name, modules in divided_modules(model).items():
         if modules.comm is not comm:
             raise UsageError(
@@ -86,17 +83,21 @@ def check_divided(model: nn.Module, comm: Communicator, policy: ExchangePolicy) 
         _refuse_shared(model, name, modules)
 
 
-def _check_axis(
-    comm: Communicator, mesh: Mesh[Communicator], axis: str, what: str, plural: str
-) -> None:
-    """The workers along the axis have other parts of the model; those along others the same."""
-    others = {name: mesh[name] for name in mesh.shape if name != axis}
-    if not any(comm is other for other in others.values()):
-        raise UsageError(
-            f"`model` has {what} on each of the workers along {axis!r}, and"
-            f" `comm` (of {comm.size}) is no other axis of their mesh: attach it to mesh["
-            f"{next(iter(others), 'data')!r}], whose workers have the same {plural}."
-        )
+def _check_axes(model: nn.Module, comm: Communicator) -> None:
+    """Workers along these axes have other parts of the model; those along others the same."""
+    parts: dict[str, tuple[AlongAxis, str, str]] = {}
+    for name, shard in shards_of(model).items():
+        parts[shard.axis] = shard, f"a shard of `{name}`", "shards"
+    for name, stages in stages_of(model).items():
+        parts[stages.axis] = stages, f"some of `model.{name}`", "stages"
+    for axis, (part, what, plural) in parts.items():
+        others = {name: part.mesh[name] for name in part.mesh.shape if name not in parts}
+        if not any(comm is other for other in others.values()):
+            raise UsageError(
+                f"`model` has {what} on each of the workers along {axis!r}, and"
+                f" `comm` (of {comm.size}) is no other axis of their mesh: attach it to mesh["
+                f"{next(iter(others), 'data')!r}], whose workers have the same {plural}."
+            )
 
 
 def _refuse_shared(model: nn.Module, divided_name: str, divided: nn.Module) -> None:

@@ -96,14 +96,14 @@ class Pipeline(nn.Module):
         self._parts = _parts(len(stages), comm.rank, comm.size, schedule)
         self._num_parts = comm.size * len(self._parts)
         self.stages = StageModules(mesh, axis)
+        if comm.size > 1:
+            mesh.device_mesh()  # which all workers make together, before a stage may want it
         seed = int(torch.randint(2**62, ()).item())
         for number in (number for part in self._parts for number in part):
             stage = stages[number]
             with seeded(seed_at(seed, number), comm.device):
                 self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
         agree(comm, "make a Pipeline of these stages", fault=_fault_of(self.stages))
-        if comm.size > 1:
-            mesh.device_mesh()  # which all workers make together
         self._micro_batches = MicroBatches(inputs, loss, comm.device)
         self._schedules: dict[Any, _PipelineSchedule] = {}
 
