@@ -68,12 +68,6 @@ class AlongAxis:
         """The workers that have the parts of the same copy."""
         return self.mesh[self.axis]
 
-    @property
-    def is_of_first_copy(self) -> bool:
-        """Whether this worker's copy is the one that rank 0 has a part of."""
-        others = (place for name, place in self.mesh.coordinates.items() if name != self.axis)
-        return not any(others)
-
 
 @dataclass(frozen=True)
 class Shard(AlongAxis):
@@ -132,3 +126,8 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
         if isinstance(hook, ShardHook)
         for name, shard in hook.shards.items()
     }
+
+
+def parts_along_axes(model: nn.Module) -> list[AlongAxis]:
+    """All that `stages_of` and `shards_of` find."""
+    return [*stages_of(model).values(), *shards_of(model).values()]

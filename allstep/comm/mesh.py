@@ -43,7 +43,7 @@ class Mesh(Generic[C]):
         agree(comm, f"make a mesh of {dict(axes)}", fault=_fault(axes, comm.size))
         self.comm = comm
         self.shape = dict(axes)
-        self.coordinates = dict(zip(axes, _place(comm.rank, axes), strict=True))
+        self.coordinates = self.coordinates_of(comm.rank)
         self._axes: dict[str, C] = {}
         for name, length in self.shape.items():
             if length == comm.size:
@@ -66,6 +66,10 @@ class Mesh(Generic[C]):
             listed = ", ".join(map(repr, self._axes))
             raise UsageError(f"`name` (={name!r}) is no axis of the mesh; choose one of {listed}.")
         return self._axes[name]
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """name -> place on the axis, of the worker of that rank."""
+        return dict(zip(self.shape, _place(rank, self.shape), strict=True))
 
     def device_mesh(self) -> DeviceMesh:
         """The same axes for torch's own engines: `mesh.device_mesh()["model"]`. Collective.

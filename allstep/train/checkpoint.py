@@ -171,7 +171,7 @@ class Checkpoints:
         action, mine = f"save a checkpoint of step {step}", tensor_checksums(tensors_in(state))
         parts = tensor_checksums(
             {
-                f"{name} of rank {x.comm.rank}": x.local
+                f"{name} of rank {x.first_rank}": x.local
                 for name, x in divided.items()
                 if x.local is not None
             }

@@ -20,9 +20,16 @@ from allstep.comm import (
 )
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
-from allstep.nn import DividedTensor, Window
 from allstep.train.devices import map_tensors
-from allstep.train.shards import cut, cut_optimizer, divide, divide_optimizer, sharing_workers
+from allstep.train.shards import (
+    Part,
+    cut,
+    cut_optimizer,
+    divide,
+    divide_optimizer,
+    divided,
+    sharing_workers,
+)
 
 State = dict[Any, Any]
 
@@ -34,12 +41,12 @@ class _Owned:
     Attributes:
         prefixes: their parameters' names begin with one of these.
         comm: the workers that have the modules of one copy of the model.
-        is_first_copy: whether rank 0 has modules of this copy.
+        workers: all of them.
     """
 
     prefixes: tuple[str, ...]
     comm: Communicator
-    is_first_copy: bool
+    workers: Communicator
 
     def prefix_of(self, name: str) -> str:
         """That of the modules which a parameter is in; empty if it is in none."""
@@ -49,9 +56,9 @@ class _Owned:
 def _owned_modules(model: nn.Module) -> _Owned | None:
     found: dict[str, DividedModules | StageModules] = {**divided_modules(model), **stages_of(model)}
     for module in found.values():
-        is_first_copy = not isinstance(module, StageModules) or module.is_of_first_copy
+        workers = module.mesh.comm if isinstance(module, StageModules) else module.comm
         prefixes = tuple(f"{name}." if name else "" for name in found)
-        return _Owned(prefixes, module.comm, is_first_copy)
+        return _Owned(prefixes, module.comm, workers)
     return None
 
 
@@ -84,18 +91,18 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
         As if this worker had the whole model, with divided tensors; where nothing is divided what
         it has.
     """
-    if owned := _owned_modules(model):
-        return _of_all(tensors, owned)
     shards = shards_of(model)
+    if owned := _owned_modules(model):
+        return _of_all(tensors, owned, model)
     return {n: divide(x, shards[n]) if n in shards else x for n, x in tensors.items()}
 
 
 def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     """What this worker needs of what `whole_tensors` gave, as views; what doesn't fit is left."""
-    if owned := _owned_modules(model):
-        own = model.state_dict()
-        return {n: x for n, x in tensors.items() if n in own or not n.startswith(owned.prefixes)}
-    shards = shards_of(model)
+    shards, owned = shards_of(model), _owned_modules(model)
+    if owned is not None:
+        own, prefixes = model.state_dict(), owned.prefixes
+        tensors = {n: x for n, x in tensors.items() if n in own or not n.startswith(prefixes)}
     return {
         name: cut(x, model.get_parameter(name).shape, shards[name]) if name in shards else x
         for name, x in tensors.items()
@@ -117,7 +124,7 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
         own_names[key] if isinstance(key, int) else key: state
         for key, state in optimizer_state["state"].items()
     }
-    by_name = _of_all(by_name, owned)
+    by_name = _of_all(by_name, owned, model)
     groups = _whole_names(model, optimizer, owned)
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     optimizer_state["state"] = {numbers.get(name, name): s for name, s in by_name.items()}
@@ -153,7 +160,8 @@ def local_optimizer(
         others -= set(group["params"])
         param_groups.append(group)
     state = {key: value for key, value in optimizer_state["state"].items() if key not in others}
-    return {**optimizer_state, "state": state, "param_groups": param_groups}
+    own_state = {**optimizer_state, "state": state, "param_groups": param_groups}
+    return cut_optimizer(model, optimizer, own_state)
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -194,27 +202,35 @@ def _number_in(prefix: str, name: str) -> int:
     return int(number) if prefix and number.isdigit() else 0
 
 
-def _of_all(state: Mapping[Any, Any], owned: _Owned) -> State:
+def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
     """With the entries of all workers' divided modules; the same on all. Collective.
 
-    Tensors of one number are copied, all others remain with their worker.
+    Tensors of one number are copied, all others remain with their workers.
     """
-    comm, is_first_copy = owned.comm, owned.is_first_copy
+    workers = owned.workers
     own = {k: v for k, v in state.items() if isinstance(k, str) and k.startswith(owned.prefixes)}
-    by_rank = comm.all_gather_object(map_tensors(own, _described))
+    shards = {n: s for n, s in shards_of(model).items() if n in own}
+    cuts = {
+        n: (list(model.get_parameter(n).shape), (s.dim, s.comm.rank, s.comm.size))
+        for n, s in shards.items()
+    }
+    by_rank = workers.all_gather_object((map_tensors(own, _described), cuts))
     whole = {key: value for key, value in state.items() if key not in own}
-    for rank, described in enumerate(by_rank):
+    for name in dict.fromkeys(chain.from_iterable(entries for entries, _ in by_rank)):
+        told = next(entries[name] for entries, _ in by_rank if name in entries)
 
-        def divided(x: Tensor, rank: int = rank) -> Any:
-            is_own = rank == comm.rank
+        def of_all(x: Tensor, name: str = name) -> Any:
             if x.dim() == 0:
                 return x.detach().cpu()
-            shape = x.shape if is_own else x.shape[1:]
-            windows = [Window.whole(shape) if r == rank else None for r in range(comm.size)]
-            local = x if is_own else None
-            return DividedTensor(local, shape, x.dtype, windows, comm, is_first_copy)
+            shape = x.shape if name in own else x.shape[1:]
+            parts: list[Part | None] = []
+            for entries, cuts in by_rank:
+                cut_shape, part = cuts.get(name, (None, None))
+                is_cut = cut_shape == list(shape)
+                parts.append((part if is_cut else (0, 0, 1)) if name in entries else None)
+            return divided(x, shape, parts, workers)
 
-        whole |= map_tensors(own if rank == comm.rank else described, divided)
+        whole[name] = map_tensors(own.get(name, told), of_all)
     return whole
 
 

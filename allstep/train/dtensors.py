@@ -60,12 +60,8 @@ def _bounds(x: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _divided(name: str, x: "DTensor", bounds: Any, comm: Communicator) -> Any:
-    """Of workers with the same part the first one gives it."""
-    windows: list[Window | None] = []
-    for start, stop in bounds:
-        window = Window(tuple(start), tuple(stop))
-        windows.append(None if window in windows or not window.num_positions else window)
-    num_positions = sum(window.num_positions for window in windows if window is not None)
+    windows = [Window(tuple(start), tuple(stop)) for start, stop in bounds]
+    num_positions = sum(window.num_positions for window in set(windows))
     if num_positions != math.prod(x.shape):
         raise UsageError(
             f"`state` holds a DTensor at `{name}` with placements {x.placements} whose parts are"

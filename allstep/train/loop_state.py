@@ -7,13 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from allstep.comm import (
-    AlongAxis,
-    Communicator,
-    divided_modules,
-    shards_of,
-    stages_of,
-)
+from allstep.comm import Communicator, divided_modules, parts_along_axes
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
@@ -29,7 +23,7 @@ from allstep.train.divided import (
     whole_optimizer,
     whole_tensors,
 )
-from allstep.train.shards import gather_exchange, own_exchange
+from allstep.train.exchange_parts import gather_exchange, own_exchange
 
 
 class LoopState:
@@ -101,9 +95,7 @@ class LoopState:
 
     def exchange_states(self) -> list[dict[str, Any] | None]:
         """What is exchanged late, and how; on rank 0."""
-        return [
-            gather_exchange(exchange.shards, exchange.state_dict()) for exchange in self.exchanges
-        ]
+        return [gather_exchange(exchange) for exchange in self.exchanges]
 
     def local(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What this worker needs of what these gave, under the names that a checkpoint has."""
@@ -117,7 +109,7 @@ class LoopState:
             for stored in (state["models"], state["gradients"])
         )
         exchanges = [
-            own_exchange(exchange.shards, stored)
+            own_exchange(exchange, stored)
             for exchange, stored in zip(self.exchanges, state["exchanges"], strict=False)
         ]
         return {
@@ -234,8 +226,7 @@ def _check_arguments(
 def _all_workers(exchanges: tuple[Exchange, ...]) -> Communicator:
     """Those of the exchanges, and those with other parts of a model."""
     for model in (exchange.model for exchange in exchanges):
-        parts: list[AlongAxis] = [*shards_of(model).values(), *stages_of(model).values()]
-        for part in parts:
+        for part in parts_along_axes(model):
             return part.mesh.comm
     return exchanges[0].comm
 
@@ -259,4 +250,4 @@ def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -
 
 
 def _is_divided(model: nn.Module) -> bool:
-    return bool(divided_modules(model) or shards_of(model) or stages_of(model))
+    return bool(divided_modules(model) or parts_along_axes(model))

@@ -17,12 +17,13 @@ from allstep.train.checkpoint import check_same, load_model_state, load_optimize
 from allstep.train.divided import local_optimizer, local_tensors, whole_optimizer, whole_tensors
 from allstep.train.elastic import StepCommit
 from allstep.train.evaluator import Evaluator
+from allstep.train.exchange_parts import gather_exchange, own_exchange
 from allstep.train.noise import NoiseProbe
 from allstep.train.options import TrainOptions
 from allstep.train.own_loop import steps
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
-from allstep.train.shards import check_sharded, data_axis, gather_exchange, own_exchange
+from allstep.train.shards import check_sharded, data_axis
 from allstep.train.step import TrainStep, Update
 from allstep.train.task import Stage, Task, all_stages, num_samples_of, num_total_steps
 from allstep.train.threads import Threads
@@ -249,7 +250,7 @@ class Run:
         """Everything that the next step depends on. All workers call it."""
         self.exchange.sync_buffers()
         self.noise.flush(self.data_axis)
-        exchange = gather_exchange(self.exchange.shards, self.exchange.state_dict())
+        exchange = gather_exchange(self.exchange)
         return self._state(exchange, self.loader.state_dict())
 
     def state_at_step_start(self) -> dict[str, Any]:
@@ -297,7 +298,7 @@ class Run:
             **state,
             "model": local_tensors(self._model, state["model"]),
             "optimizer": local_optimizer(self._model, self._optimizer, state["optimizer"]),
-            "exchange": own_exchange(self.exchange.shards, state["exchange"]),
+            "exchange": own_exchange(self.exchange, state["exchange"]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

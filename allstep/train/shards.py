@@ -1,6 +1,6 @@
 """What training does differently where workers share a copy of the model. [Note: shards]"""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ from allstep.nn import DividedTensor, Layout
 from allstep.train.options import TrainOptions
 
 State = dict[Any, Any]
+Part = tuple[int, int, int]  # of a tensor: the dimension that is cut, which part, of how many
 
 _LOSSLESS = ("fp32", "bf16", "fp16", "exact")  # which leave nothing for a later step
 
@@ -83,13 +84,29 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
 
 def divide(local: Tensor, shard: Shard) -> DividedTensor:
     """What a checkpoint has for a shard. [Note: divided checkpoints]"""
-    shape = list(local.shape)
-    shape[shard.dim] *= shard.comm.size
-    cuts = [1] * shard.dim + [shard.comm.size]
-    layout = Layout.split(shape[: shard.dim + 1], cuts)
-    return DividedTensor(
-        local, shape, local.dtype, layout.windows, shard.comm, shard.is_of_first_copy
-    )
+    workers = shard.mesh.comm
+    places = [shard.mesh.coordinates_of(rank)[shard.axis] for rank in range(workers.size)]
+    parts = [(shard.dim, place, shard.comm.size) for place in places]
+    return divided(local, local.shape, parts, workers)
+
+
+def divided(
+    x: Tensor, shape: Sequence[int], parts: Sequence[Part | None], workers: Communicator
+) -> DividedTensor:
+    """A tensor whose equal parts lie on workers.
+
+    Args:
+        x: this worker's part; where it has none another of the same dtype.
+        shape: of each part.
+        parts: by rank; None for a worker without one.
+        workers: all of them.
+    """
+    dim, _, count = next(part for part in parts if part is not None)
+    whole = [*shape[:dim], shape[dim] * count, *shape[dim + 1 :]]
+    layout = Layout.split(whole[: dim + 1], [1] * dim + [count])
+    windows = [None if part is None else layout.windows[part[1]] for part in parts]
+    local = None if parts[workers.rank] is None else x
+    return DividedTensor(local, whole, x.dtype, windows, workers)
 
 
 def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
@@ -131,28 +148,6 @@ def _map_held(
         if isinstance(held.get(key), dict):
             held[key] = {k: function(value, shape, shard) for k, value in held[key].items()}
     return {**optimizer_state, "state": held}
-
-
-def gather_exchange(shards: Mapping[str, Shard], state: State) -> State | None:
-    """The state of the exchanges along all data axes, on rank 0. Collective."""
-    shard = _any_shard(shards)
-    if shard is None:
-        return state
-    if not shard.is_of_first_copy:
-        return None
-    parts = shard.comm.gather_object(state)
-    return None if parts is None else {"parts": list(parts)}
-
-
-def own_exchange(shards: Mapping[str, Shard], state: State) -> State:
-    """What this worker's exchange goes on from: its own, or any where the model was cut otherwise.
-
-    Its names are the same; bucket sizes, and the grid of exact sums, follow what they see.
-    """
-    parts: list[State] = state.get("parts", [state])
-    comm = sharing_workers(shards)
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    return parts[rank if len(parts) == size else 0]
 
 
 def _any_shard(shards: Mapping[str, Shard]) -> Shard | None:

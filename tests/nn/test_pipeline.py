@@ -117,14 +117,19 @@ def train(
 
 
 def plainly(
-    *, is_frozen: bool = False, weighed: bool = False, spoilt: str = "", num: int = 46
+    *,
+    stages: Sequence[Maker] = MAKERS,
+    weighed: bool = False,
+    spoilt: str = "",
+    num: int = 46,
+    policy: allstep.ExchangePolicy | None = None,
 ) -> Trained:
     """`batch.backward` for each micro-batch, and draws by micro-batch and stage."""
     device = torch.device("cpu")
     torch.manual_seed(0)
     first = int(torch.randint(2**62, ()).item())
     model = nn.ModuleDict({"stages": nn.ModuleList()})
-    for number, make in enumerate(makers(is_frozen)):
+    for number, make in enumerate(stages):
         with seeded(seed_at(first, number), device):
             model["stages"].append(make())
 
@@ -141,7 +146,7 @@ def plainly(
             else:
                 batch.backward(mean_error(values, data))
 
-    return train(model, Communicator.single_process(), run, num)
+    return train(model, Communicator.single_process(), run, num, policy)
 
 
 def pipeline(comm: Communicator, num_data: int, **options: Any) -> tuple[Pipeline, Communicator]:
@@ -201,7 +206,7 @@ def expected() -> dict[str, Trained]:
     return {
         "means": plainly(),
         "sums": plainly(weighed=True),
-        "frozen": plainly(is_frozen=True, num=42),
+        "frozen": plainly(stages=makers(is_frozen=True), num=42),
     }
 
 
@@ -350,12 +355,15 @@ def test_a_stage_that_returns_no_tensors() -> None:
         model.evaluate([torch.ones(2, 6)])
 
 
-def kept(
-    comm: Communicator, num_data: int, schedule: str, run_dir: Path, stops_after: int | None
-) -> State:
-    """Six steps with checkpoints, or fewer; parameters."""
-    model, data = pipeline(comm, num_data, schedule=schedule)
-    exchange = allstep.attach(model, data)
+def keep(
+    model: Pipeline,
+    data: Communicator,
+    run_dir: Path,
+    stops_after: int | None,
+    policy: allstep.ExchangePolicy | None = None,
+) -> None:
+    """Six steps with checkpoints, or fewer."""
+    exchange = allstep.attach(model, data, policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
     with (
@@ -371,6 +379,14 @@ def kept(
                 optimizer.zero_grad()
                 if batch.step == stops_after:
                     signal.raise_signal(signal.SIGTERM)
+
+
+def kept(
+    comm: Communicator, num_data: int, schedule: str, run_dir: Path, stops_after: int | None
+) -> State:
+    """Its parameters."""
+    model, data = pipeline(comm, num_data, schedule=schedule)
+    keep(model, data, run_dir, stops_after)
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

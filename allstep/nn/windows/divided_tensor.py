@@ -23,7 +23,8 @@ class DividedTensor:
         shape: of the whole tensor.
         dtype: of all parts.
         windows: by rank, where in the whole tensor the parts lie, in the first dims or in all;
-            None for a worker without a part.
+            None for a worker without a part. Workers with the same part have copies of it, and
+            the first one's is stored.
         comm: the workers with the parts of one copy.
         is_first_copy: whether rank 0 of `comm` is rank 0 of all workers, who writes.
 
@@ -40,11 +41,17 @@ class DividedTensor:
     comm: Communicator
     is_first_copy: bool = True
 
+    @property
+    def first_rank(self) -> int:
+        """Of the workers that have this one's part."""
+        return list(self.windows).index(self.windows[self.comm.rank])
+
     def pieces(self, max_bytes: int) -> Iterator[tuple[int, Window]]:
         """Rank and place of the pieces, in the order in which they travel; the same on all."""
         for rank in range(self.comm.size):
             window = self._window(rank)
-            if window is not None and window.num_positions:
+            is_copy = self.windows[rank] in self.windows[:rank]
+            if window is not None and window.num_positions and not is_copy:
                 for piece in _cut(window, max(1, max_bytes // self.dtype.itemsize)):
                     yield rank, piece
 

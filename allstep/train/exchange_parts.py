@@ -1,0 +1,78 @@
+"""The states of exchanges along several axes of data, each of another part of a model."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+from allstep.comm import Communicator, parts_along_axes
+from allstep.errors import CheckpointError
+from allstep.exchange import Exchange
+from allstep.train.shards import sharing_workers
+
+State = dict[str, Any]
+T = TypeVar("T")
+
+
+def gather_exchange(exchange: Exchange) -> State | None:
+    """The states of the exchanges of all parts of a copy of the model, on rank 0. Collective."""
+    state, parts = exchange.state_dict(), parts_along_axes(exchange.model)
+    if not parts:
+        return state
+    mesh, axes = parts[0].mesh, {part.axis for part in parts}
+    is_copy = any(place for axis, place in mesh.coordinates.items() if axis not in axes)
+    gathered = mesh.comm.gather_object(None if is_copy else state)
+    if gathered is None:
+        return None
+    return {"parts": [found for found in gathered if found is not None]}
+
+
+def own_exchange(exchange: Exchange, state: State) -> State:
+    """What this worker's exchange goes on from: its own, or any of the same parameters.
+
+    Where a model was cut otherwise, names are the same; bucket sizes, and the grid of exact sums,
+    follow what they see. Where its stages lay otherwise there is what is known by names.
+    """
+    parts: list[State] = state.get("parts", [state])
+    own = set(exchange.trained)
+    same = [part for part in parts if own == set(chain.from_iterable(part.get("buckets") or ()))]
+    if same:
+        return _at_place(same, sharing_workers(exchange.shards))
+    if len(parts) == 1 and not parts_along_axes(exchange.model):
+        return parts[0]
+    return _of_names(parts, exchange)
+
+
+def _at_place(found: Sequence[T], workers: Communicator | None) -> T:
+    """This worker's among those of workers with shards of the same parameters."""
+    if workers is None or len(found) != workers.size:
+        return found[0]
+    return found[workers.rank]
+
+
+def _of_names(parts: Sequence[State], exchange: Exchange) -> State:
+    """A state without buckets.
+
+    Raises:
+        CheckpointError: if something of a bucket waits to be sent or used.
+    """
+    if any(map(_has_gradients, parts)):
+        raise CheckpointError(
+            "The checkpoint has gradients that were not sent or not used yet, of stages that lay on"
+            " other workers: resume with as many workers along the pipeline, and its schedule."
+        )
+    state = {**parts[0], "buckets": []}
+    if parts[0].get("grid"):
+        tops = [part["grid"]["tops"] for part in parts]
+        own = {}
+        for name in exchange.trained:
+            shard = exchange.shards.get(name)
+            if found := [known[name] for known in tops if name in known]:
+                own[name] = _at_place(found, None if shard is None else shard.comm)
+        state["grid"] = {"tops": own}
+    return state
+
+
+def _has_gradients(state: Mapping[str, Any]) -> bool:
+    averaging = state.get("averaging") or {}
+    waiting = (state.get("residuals"), state.get("in_flight"))
+    return any(waiting) or bool(averaging.get("anchors") or averaging.get("momenta"))

@@ -1,0 +1,203 @@
+"""Stages of a pipeline with layers that tensor parallelism divides: data x pipeline x tensor."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.comm import Mesh, shards_of
+from allstep.nn import Pipeline, tensor_parallel
+from tests.helpers.processes import run_processes
+from tests.nn.test_pipeline import (
+    Block,
+    Head,
+    Maker,
+    Trained,
+    assert_other,
+    assert_same,
+    assert_same_bits,
+    inputs_of,
+    keep,
+    mean_error,
+    plainly,
+    train,
+)
+from tests.nn.test_tensor_parallel import whole_state
+
+
+class Wide(nn.Module):
+    """Two layers that can be divided; returns what the second one adds up over the workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(6, 8, dtype=torch.float64)
+        self.output = nn.Linear(8, 6, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.output(self.hidden(self.dropout(x)).tanh()), counts
+
+
+class WideDropped(Wide):
+    """Drops divided features, of which each worker draws the mask of its first ones."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.output(self.dropout(self.hidden(x).tanh())), counts
+
+
+# With two workers along the pipeline the first one has no layer that is divided.
+STAGES: tuple[Maker, ...] = (Block, Block, Wide, Head)
+DROPPED: tuple[Maker, ...] = (Block, Block, WideDropped, Head)
+EXACT = allstep.Synchronous(compression="exact")
+
+
+def divided(make: Maker, mesh: Mesh[Communicator]) -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    stage = make()
+    if isinstance(stage, Wide):
+        tensor_parallel(stage, mesh, {"hidden": ColwiseParallel(), "output": RowwiseParallel()})
+    return stage
+
+
+def make(
+    comm: Communicator,
+    num_data: int,
+    num_pipeline: int,
+    schedule: str = "1f1b",
+    stages: tuple[Maker, ...] = STAGES,
+) -> tuple[Pipeline, Mesh[Communicator]]:
+    num_tensor = comm.size // num_data // num_pipeline
+    mesh = comm.mesh(data=num_data, pipeline=num_pipeline, tensor=num_tensor)
+    torch.manual_seed(0)
+    model = Pipeline(
+        [partial(divided, make, mesh) for make in stages],
+        mesh,
+        loss=mean_error,
+        inputs=inputs_of,
+        schedule=schedule,
+    )
+    has_wide = any(isinstance(module, Wide) for module in model.modules())
+    assert bool(shards_of(model)) == (num_tensor > 1 and has_wide)
+    return model, mesh
+
+
+def trained(
+    comm: Communicator,
+    num_data: int,
+    num_pipeline: int,
+    schedule: str = "1f1b",
+    stages: tuple[Maker, ...] = STAGES,
+    policy: allstep.ExchangePolicy | None = None,
+) -> Trained:
+    """Twenty steps on data x pipeline x tensor."""
+    model, mesh = make(comm, num_data, num_pipeline, schedule, stages)
+    found = train(model, mesh["data"], lambda batch: batch.run(model), policy=policy)
+    return found._replace(state=whole_state(model))
+
+
+def with_control(comm: Communicator) -> tuple[Trained, Trained]:
+    return trained(comm, 1, 2), trained(comm, 1, 2, stages=DROPPED)
+
+
+@pytest.mark.process
+def test_divided_stages_are_the_same_model() -> None:
+    """But for masks of features of which each worker has others."""
+    expected, control = plainly(stages=STAGES), plainly(stages=DROPPED)
+    for found, dropped in run_processes(4, with_control):
+        assert_same(found, expected)
+        assert_other(control, dropped)
+
+
+def variants(comm: Communicator, num_data: int, num_pipeline: int) -> dict[str, Trained]:
+    """What is trained on a mesh, in one start of its processes."""
+    train_on_mesh = partial(trained, comm, num_data, num_pipeline)
+    return {
+        "1f1b": train_on_mesh(),
+        "interleaved": train_on_mesh("interleaved"),
+        "exact": train_on_mesh("gpipe", policy=EXACT),
+    }
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_meshes_of_three_axes() -> None:
+    """Exact sums have the bits of a mesh with another number of copies."""
+    expected = plainly(stages=STAGES)
+    found: dict[tuple[int, ...], list[dict[str, Trained]]] = {}
+    for mesh in ((1, 2, 2), (2, 2, 2), (2, 1, 2), (1, 2, 4)):
+        size = mesh[0] * mesh[1] * mesh[2]
+        found[mesh] = run_processes(size, variants, *mesh[:2], timeout_s=300)
+        for of_worker in found[mesh]:
+            for name in ("1f1b", "interleaved"):
+                assert_same(of_worker[name], expected)
+            assert_same(of_worker["exact"], plainly(stages=STAGES, policy=EXACT))
+    for worker, other in zip(found[2, 2, 2], 2 * found[1, 2, 2], strict=True):
+        assert_same_bits(worker["exact"], other["exact"])
+        assert worker["1f1b"].losses != other["1f1b"].losses
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def kept(
+    comm: Communicator,
+    num_data: int,
+    num_pipeline: int,
+    schedule: str,
+    run_dir: Path,
+    stops_after: int | None,
+) -> dict[str, Tensor]:
+    model, mesh = make(comm, num_data, num_pipeline, schedule)
+    keep(model, mesh["data"], run_dir, stops_after, EXACT)
+    return whole_state(model)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_divided_stages_go_on_on_another_mesh(tmp_path: Path) -> None:
+    """From a checkpoint of 2 x 2 x 2; where layers are cut in as many parts, with the same bits."""
+    alone = Communicator.single_process()
+    expected = kept(alone, 1, 1, "1f1b", tmp_path / "straight", None)
+    bits = run_processes(4, kept, 1, 2, "gpipe", tmp_path / "straight-4", None, timeout_s=200)
+    run_processes(8, kept, 2, 2, "interleaved", tmp_path / "run", 1, timeout_s=200)
+    for size, num_data, num_pipeline in ((1, 1, 1), (2, 1, 1), (4, 1, 2), (4, 2, 2), (8, 2, 2)):
+        folder = tmp_path / f"{size}-{num_data}-{num_pipeline}"
+        shutil.copytree(tmp_path / "run", folder)
+        arguments = num_data, num_pipeline, "gpipe", folder, None
+        if size == 1:
+            found = [kept(alone, *arguments)]
+        else:
+            found = run_processes(size, kept, *arguments, timeout_s=200)
+        for rank, state in enumerate(found):
+            for name, value in state.items():
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+                if size == 4 * num_data:
+                    assert torch.equal(value, bits[rank % 4][name])
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def refused(comm: Communicator) -> dict[str, str]:
+    """What `attach` says to each other axis but that of data, and to all workers."""
+    model, mesh = make(comm, 1, 2, stages=(Block, Wide, Wide, Head))
+    said = {}
+    for axis in ("pipeline", "tensor", "all"):
+        with pytest.raises(UsageError) as error:
+            allstep.attach(model, comm if axis == "all" else mesh[axis])
+        said[axis] = str(error.value)
+    return said
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_divided_stages_are_attached_along_data() -> None:
+    for said in run_processes(4, refused):
+        for message in said.values():
+            assert "attach it to mesh['data'], whose workers have the same" in message
