@@ -123,6 +123,7 @@ def plainly(
     spoilt: str = "",
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
+    clip_norm: float | None = None,
 ) -> Trained:
     """`batch.backward` for each micro-batch, and draws by micro-batch and stage."""
     device = torch.device("cpu")
@@ -145,6 +146,8 @@ def plainly(
                 batch.backward(counted_error(values, data), weight=counts_of(data))
             else:
                 batch.backward(mean_error(values, data))
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
 
     return train(model, Communicator.single_process(), run, num, policy)
 
