@@ -1,7 +1,7 @@
 """A model in stages on several workers, which torch's pipeline schedules keep at work together."""
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,7 +13,7 @@ from allstep.comm import Communicator, Mesh, StageModules, divided_modules
 from allstep.comm.agreement import agree
 from allstep.errors import UsageError
 from allstep.nn.chain import seeded
-from allstep.nn.pipeline_stages import MicroBatches, Shapes, Stages, Values, in_words
+from allstep.nn.pipeline_stages import MicroBatches, Stages, Values, in_words
 from allstep.nn.replicated import seed_at
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -57,7 +57,7 @@ class Pipeline(nn.Module):
     Raises:
         UsageError: before anything runs, if the stages don't divide by the axis's length, if there
             is no such schedule or axis, if stages share a parameter, or if one has batch norm's
-            running statistics or experts on several workers.
+            running statistics, or experts on workers that are no axis of the mesh.
         DisagreementError: if workers describe other pipelines.
 
     Example:
@@ -104,8 +104,10 @@ class Pipeline(nn.Module):
             with seeded(seed_at(seed, number), comm.device):
                 self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
         agree(comm, "make a Pipeline of these stages", fault=_fault_of(self.stages))
+        self._meeting = _meeting_of(self.stages)
+        self._repeated: Any = None  # a micro-batch, for where others have one more
         self._micro_batches = MicroBatches(inputs, loss, comm.device)
-        self._schedules: dict[Any, _PipelineSchedule] = {}
+        self._schedules: dict[Hashable, _PipelineSchedule] = {}
 
     @property
     def num_workers(self) -> int:
@@ -116,6 +118,11 @@ class Pipeline(nn.Module):
     def fewest_micro_batches(self) -> int:
         """That the schedule takes."""
         return self._num_parts if self._schedule == "1f1b" else 1
+
+    @property
+    def has_meetings(self) -> bool:
+        """Whether workers with the same stages meet in each micro-batch, as they share experts."""
+        return self._meeting is not None
 
     def forward(self, *_: Any) -> Any:
         """There is none: a worker has some of the stages.
@@ -150,6 +157,10 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Takes them through the stages, and back with gradients; `Batch.run` calls it.
 
+        [Note: meetings in a pipeline] Where stages have experts on several workers, copies of the
+        model take as many micro-batches through the same schedule: those with fewer repeat one,
+        with the factor 0. So all come to the layers with experts in the same order.
+
         Args:
             micro_batches: the same on all workers that share the stages.
             seeds: of their random numbers; None draws some.
@@ -162,24 +173,24 @@ class Pipeline(nn.Module):
         n = len(micro_batches)
         if seeds is None:
             seeds = torch.randint(2**62, (n,)).tolist()
-        with self._micro_batches.begin(micro_batches, seeds, factors or [1.0] * n, begin_backward):
-            for numbers, shapes in self._portions():
-                if self._comm.size == 1:
-                    self._run_one_by_one(numbers)
-                else:
-                    self._run_together(numbers, shapes)
-        losses = self._micro_batches.losses
+        runs = self._runs_of_shape(micro_batches)
+        repeated = self._lengthen(runs, micro_batches)
+        given = [*micro_batches, *repeated], [*seeds, *(0 for _ in repeated)]
+        weights = [*(factors or [1.0] * n), *(0.0 for _ in repeated)]
+        with self._micro_batches.begin(*given, weights, begin_backward):
+            self._run_portions([portion for run in runs for portion in self._portions_of(run)])
+        losses = self._micro_batches.losses[:n]
         if self._comm.size > 1:
             self._comm.broadcast(losses, root=self._comm.size - 1)
         return losses
 
-    def _portions(self) -> Iterator[tuple[range, Shapes]]:
-        """Micro-batches that go through a schedule together: of the same shapes.
+    def _runs_of_shape(self, micro_batches: Sequence[Any]) -> list[list[int]]:
+        """Numbers of those that follow each other and have the same shapes.
 
         Raises:
             UsageError: if the shapes differ in more than the last one.
         """
-        shapes = self._micro_batches.shapes()
+        shapes = [self._micro_batches.shapes_of(data) for data in micro_batches]
         runs = [list(run) for _, run in groupby(range(len(shapes)), shapes.__getitem__)]
         if self._comm.size > 1 and len(runs) > 2:
             found = ", then ".join(in_words(shapes[run[0]]) for run in runs[:3])
@@ -188,13 +199,65 @@ class Pipeline(nn.Module):
                 f" {found}. Those of one shape go through a pipeline together, and only the last"
                 " ones may have another: pad them in the loader's `collate`."
             )
-        for run in runs:
-            begin = run[0]
-            for length in _lengths(len(run), self._comm.size, self._schedule):
-                yield range(begin, begin + length), shapes[begin]
-                begin += length
+        return runs
 
-    def _run_one_by_one(self, numbers: range) -> None:
+    def _lengthen(self, runs: list[list[int]], micro_batches: Sequence[Any]) -> list[Any]:
+        """Makes the runs as long as the longest of all copies. [Note: meetings in a pipeline]
+
+        Returns:
+            The micro-batches that are run for that, whose numbers follow on the others.
+
+        Raises:
+            UsageError: if this copy has had none yet.
+        """
+        if self._meeting is None:
+            return []
+        if micro_batches:
+            self._repeated = micro_batches[-1]
+        by_copy = self._meeting.all_gather_object([len(run) for run in runs])
+        repeated: list[Any] = []
+        for place, lengths in enumerate(zip_longest(*by_copy, fillvalue=0)):
+            if place == len(runs):
+                runs.append([])
+            run = runs[place]
+            data = micro_batches[run[0]] if run else self._repeated
+            if data is None:
+                raise UsageError(
+                    "A copy of the model has no micro-batch in its first global batch, and others"
+                    " have: give `loader` a larger `global_batch` or a smaller `micro_batch`."
+                )
+            for _ in range(max(lengths) - len(run)):
+                run.append(len(micro_batches) + len(repeated))
+                repeated.append(data)
+        return repeated
+
+    def _portions_of(self, run: list[int]) -> Iterator[list[int]]:
+        """Those that go through a schedule together."""
+        for length in _lengths(len(run), self._comm.size, self._schedule):
+            yield run[:length]
+            run = run[length:]
+
+    def _run_portions(self, portions: Sequence[list[int]]) -> None:
+        if self._comm.size == 1:
+            for numbers in portions:
+                self._run_one_by_one(numbers)
+            return
+        keys = [self._key_of(numbers) for numbers in portions]
+        is_new = [key not in self._schedules for key in keys]
+        if self._meeting is not None:  # a new schedule calls stages once more
+            is_new = list(map(any, zip(*self._meeting.all_gather_object(is_new), strict=True)))
+        for numbers, key, is_to_make in zip(portions, keys, is_new, strict=True):
+            if is_to_make:
+                self._schedules[key] = self._new_schedule(len(numbers))
+            self._run_together(self._schedules[key], numbers)
+        while len(self._schedules) > _MOST_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+
+    def _key_of(self, numbers: list[int]) -> Hashable:
+        """What the schedule depends on by which these go through the stages."""
+        return len(numbers), self._micro_batches.shapes(numbers[0]), torch.is_grad_enabled()
+
+    def _run_one_by_one(self, numbers: list[int]) -> None:
         stages = self._stages(self._parts[0], has_fixed_shapes=False)
         for number in numbers:
             loss = self._micro_batches.weighed_loss(stages(number=number), number)
@@ -205,18 +268,11 @@ class Pipeline(nn.Module):
         members = {number: self.stages[str(number)] for number in part}
         return Stages(members, self._micro_batches, has_fixed_shapes=has_fixed_shapes)
 
-    def _run_together(self, numbers: range, shapes: Shapes) -> None:
+    def _run_together(self, schedule: "_PipelineSchedule", numbers: list[int]) -> None:
         """By torch's schedule, which gets the micro-batches' numbers in place of their data."""
-        has_gradients = torch.is_grad_enabled()
-        key = len(numbers), shapes, has_gradients
-        if key not in self._schedules:
-            while len(self._schedules) >= _MOST_SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = self._new_schedule(len(numbers))
-        schedule = self._schedules[key]
         each = torch.tensor(numbers)
         args = (each,) if "0" in self.stages else ()
-        call = schedule.step if has_gradients else schedule.eval
+        call = schedule.step if torch.is_grad_enabled() else schedule.eval
         try:
             call(*args, number=each, target=each, return_outputs=False)
         except RuntimeError as error:  # torch's own, around what a stage has raised
@@ -255,7 +311,7 @@ class Pipeline(nn.Module):
         return kind(stages[0], num_micro_batches, loss_fn=loss, scale_grads=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_schedules": {}}  # a copy makes its own
+        return {**self.__dict__, "_schedules": {}, "_repeated": None}  # a copy makes its own
 
 
 def _fault(num_stages: int, size: int, schedule: str) -> str | None:
@@ -295,12 +351,34 @@ def _fault_of(stages: StageModules) -> str | None:
                 " schedules would change in finding out shapes: use group or layer norm, or"
                 " `track_running_stats=False`."
             )
-    for name in divided_modules(stages):
-        return (
-            f"`stages.{name}` has experts on several workers, which their schedules would call in"
-            " other orders: give a pipeline's stages modules that are whole."
-        )
+    others = {n: axis for n, axis in _axes_of(stages.mesh).items() if n != stages.axis}
+    for name, modules in divided_modules(stages).items():
+        if not any(modules.comm is other for other in others.values()):
+            return (
+                f"`stages.{name}` has experts on {modules.comm.size} workers that are no other axis"
+                f" of {stages.mesh}: make them with mesh[{next(iter(others), 'data')!r}]."
+            )
     return None
+
+
+def _axes_of(mesh: Mesh[Communicator]) -> dict[str, Communicator]:
+    return {name: mesh[name] for name in mesh.shape}
+
+
+def _meeting_of(stages: StageModules) -> Communicator | None:
+    """The workers with the same stages, if any stage has experts on several of them. Collective.
+
+    Raises:
+        UsageError: if experts lie along several axes.
+    """
+    found = {modules.comm for modules in divided_modules(stages).values()}
+    own = [name for name, axis in _axes_of(stages.mesh).items() if axis in found]
+    names = list(dict.fromkeys(chain.from_iterable(stages.comm.all_gather_object(own))))
+    if len(names) > 1:
+        raise UsageError(
+            f"`stages` have experts along {' and '.join(map(repr, names))}: take one axis for all."
+        )
+    return stages.mesh[names[0]] if names else None
 
 
 def _parts(num_stages: int, rank: int, size: int, schedule: str) -> list[range]:

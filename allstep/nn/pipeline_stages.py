@@ -62,9 +62,13 @@ class MicroBatches:
         """What the first stage takes."""
         return self._inputs(self._data[number])
 
-    def shapes(self) -> list[Shapes]:
+    def shapes(self, number: int) -> Shapes:
         """Of the first stage's inputs."""
-        return [shapes_of(self._inputs(data)) for data in self._data]
+        return self.shapes_of(self._data[number])
+
+    def shapes_of(self, data: Any) -> Shapes:
+        """Of the first stage's inputs of any micro-batch."""
+        return shapes_of(self._inputs(data))
 
     def seeded(self, number: int, place: object) -> AbstractContextManager[None]:
         """A place draws the same for a micro-batch, on whichever worker it is. [Note: stages]"""

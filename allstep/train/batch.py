@@ -280,9 +280,14 @@ class Batch:
     def _serve_others(self) -> None:
         """Has this worker's experts at work where others have more micro-batches."""
         for exchange in self._exchanges:
-            if exchange.is_divided:
+            model, num = exchange.model, self._num_local_micro_batches
+            if isinstance(model, Pipeline):
+                if model.has_meetings and not num:
+                    with exchange.no_sync():
+                        model.run(())
+            elif exchange.is_divided:
                 with exchange.no_sync():
-                    serve_others(exchange.model, self._num_local_micro_batches)
+                    serve_others(model, num)
 
     def _synchronize(self) -> None:
         for exchange in self._exchanges:
