@@ -111,6 +111,7 @@ class MixtureOfExperts(nn.Module):
         self.in_features, self.num_experts, self.top_k = in_features, num_experts, top_k
         self.capacity_factor = capacity_factor
         self.num_dropped = 0
+        self._is_serving = False
         self._rounds = _Rounds.of(comm)
         self._number = self._rounds.new_number()
         self._seeded = seeded
@@ -157,6 +158,9 @@ class MixtureOfExperts(nn.Module):
                 " averages the experts of different workers: call `allstep.attach(model, comm)`"
                 " in place of DDP."
             )
+        if self._is_serving:
+            zero = self._serve(x.reshape(-1, self.in_features)[:0])
+            return x + zero, 1 + zero
         tokens = x.reshape(-1, self.in_features)
         logits = self.router(tokens)
         p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -187,8 +191,10 @@ class MixtureOfExperts(nn.Module):
         Returns:
             A zero to call `backward` on.
         """
-        nothing = self.router.weight.new_zeros(0, self.in_features)
-        return self._through_experts(nothing, [0] * self.num_experts, seed=0).sum()
+        return self._serve(self.router.weight.new_zeros(0, self.in_features))
+
+    def _serve(self, no_tokens: Tensor) -> Tensor:
+        return self._through_experts(no_tokens, [0] * self.num_experts, seed=0).sum()
 
     def _in_order_of_experts(self, choices: Tensor) -> tuple[list[int], Tensor, Tensor]:
         """Which choices are taken.
@@ -374,6 +380,23 @@ def serve_others(model: nn.Module, num_calls: int) -> None:
         for delegate in reversed(delegates):
             if delegate.requires_grad:
                 delegate.backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def serving(model: nn.Module) -> Iterator[None]:
+    """Around a call in which layers run their experts for calls of others only.
+
+    Its own samples pass by the experts as they are: they are nobody's. [Note: rounds without
+    samples]
+    """
+    layers = _layers(model)
+    for layer in layers:
+        layer._is_serving = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._is_serving = False
 
 
 def _balance_loss(p: Tensor, counts: Tensor) -> Tensor:

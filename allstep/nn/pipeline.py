@@ -158,8 +158,9 @@ class Pipeline(nn.Module):
         """Takes them through the stages, and back with gradients; `Batch.run` calls it.
 
         [Note: meetings in a pipeline] Where stages have experts on several workers, copies of the
-        model take as many micro-batches through the same schedule: those with fewer repeat one,
-        with the factor 0. So all come to the layers with experts in the same order.
+        model take as many micro-batches through the same schedule, so that all come to the layers
+        with experts in the same order: those with fewer repeat one, which has no loss, and in which
+        they run their experts for the others only.
 
         Args:
             micro_batches: the same on all workers that share the stages.
@@ -175,11 +176,10 @@ class Pipeline(nn.Module):
             seeds = torch.randint(2**62, (n,)).tolist()
         runs = self._runs_of_shape(micro_batches)
         repeated = self._lengthen(runs, micro_batches)
-        given = [*micro_batches, *repeated], [*seeds, *(0 for _ in repeated)]
-        weights = [*(factors or [1.0] * n), *(0.0 for _ in repeated)]
-        with self._micro_batches.begin(*given, weights, begin_backward):
+        given = micro_batches, seeds, factors or [1.0] * n, repeated
+        with self._micro_batches.begin(*given, begin_backward):
             self._run_portions([portion for run in runs for portion in self._portions_of(run)])
-        losses = self._micro_batches.losses[:n]
+        losses = self._micro_batches.losses
         if self._comm.size > 1:
             self._comm.broadcast(losses, root=self._comm.size - 1)
         return losses

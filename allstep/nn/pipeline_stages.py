@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from allstep.errors import UsageError
 from allstep.nn.chain import seeded
+from allstep.nn.mixture_of_experts import serving
 from allstep.nn.replicated import seed_at
 
 Values = Tensor | tuple[Tensor, ...]
@@ -36,6 +37,7 @@ class MicroBatches:
     ) -> None:
         self._inputs, self._loss, self._device = inputs, loss, device
         self._data: Sequence[Any] = ()
+        self._num_own = 0
         self._seeds: Sequence[int] = ()
         self._factors: Sequence[float] = ()
         self.losses = torch.empty(0)
@@ -47,10 +49,15 @@ class MicroBatches:
         data: Sequence[Any],
         seeds: Sequence[int],
         factors: Sequence[float],
+        repeated: Sequence[Any],
         begin_backward: Callable[[], None],
     ) -> Iterator[None]:
-        """Around the run of these; their losses count with these factors."""
-        self._data, self._seeds, self._factors = data, seeds, factors
+        """Around the run of these; their losses count with these factors.
+
+        Those that are repeated follow, and have no loss. [Note: meetings in a pipeline]
+        """
+        self._data, self._num_own = [*data, *repeated], len(data)
+        self._seeds, self._factors = [*seeds, *(0 for _ in repeated)], factors
         self.losses = torch.zeros(len(data), dtype=torch.float64, device=self._device)
         self.begin_backward = begin_backward
         try:
@@ -74,9 +81,18 @@ class MicroBatches:
         """A place draws the same for a micro-batch, on whichever worker it is. [Note: stages]"""
         return seeded(seed_at(self._seeds[number], place), self._device)
 
+    def calling(self, number: int, place: object, stage: nn.Module) -> AbstractContextManager[None]:
+        """Around a stage's call with a micro-batch."""
+        if number < self._num_own:
+            return self.seeded(number, place)
+        return serving(stage)
+
     def weighed_loss(self, output: Any, number: Tensor | int) -> Tensor:
         """What is differentiated; the loss itself is noted."""
         number = int(number)
+        if number >= self._num_own:
+            outputs = output if isinstance(output, tuple) else (output,)
+            return 0 * torch.stack([x.sum() for x in outputs]).sum()
         with self.seeded(number, "loss"):
             loss = self._loss(output, self._data[number])
         self.losses[number] = loss.detach()
@@ -112,7 +128,7 @@ class Stages(nn.Module):
         number = int(number)
         found: Any = values if self._numbers[0] > 0 else self._micro_batches.inputs(number)
         for place, stage in zip(self._numbers, self._members, strict=True):
-            with self._micro_batches.seeded(number, place):
+            with self._micro_batches.calling(number, place, stage):
                 found = stage(*found) if isinstance(found, tuple) else stage(found)
         outputs = found if isinstance(found, tuple) else (found,)
         self._check(outputs)

@@ -1,6 +1,6 @@
 """States of a model that is divided over workers, in the form of one worker's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -15,6 +15,7 @@ from allstep.comm import (
     DividedModules,
     StageModules,
     divided_modules,
+    parts_along_axes,
     shards_of,
     stages_of,
 )
@@ -35,31 +36,53 @@ State = dict[Any, Any]
 
 
 @dataclass(frozen=True)
-class _Owned:
-    """Modules of which each worker has others.
+class _Kind:
+    """Modules that lie on workers in the same way: experts, or stages.
 
     Attributes:
         prefixes: their parameters' names begin with one of these.
-        comm: the workers that have the modules of one copy of the model.
-        workers: all of them.
+        comm: the workers that each have others of them.
     """
 
     prefixes: tuple[str, ...]
     comm: Communicator
-    workers: Communicator
 
     def prefix_of(self, name: str) -> str:
         """That of the modules which a parameter is in; empty if it is in none."""
         return next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
 
 
+@dataclass(frozen=True)
+class _Owned:
+    """Modules of which each worker has others.
+
+    Attributes:
+        kinds: experts come before the stages that they are in.
+        workers: all of them.
+    """
+
+    kinds: Sequence[_Kind]
+    workers: Communicator
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Of all kinds."""
+        return tuple(prefix for kind in self.kinds for prefix in kind.prefixes)
+
+
 def _owned_modules(model: nn.Module) -> _Owned | None:
-    found: dict[str, DividedModules | StageModules] = {**divided_modules(model), **stages_of(model)}
-    for module in found.values():
-        workers = module.mesh.comm if isinstance(module, StageModules) else module.comm
-        prefixes = tuple(f"{name}." if name else "" for name in found)
-        return _Owned(prefixes, module.comm, workers)
-    return None
+    experts, stages = divided_modules(model), stages_of(model)
+    kinds = [_kind(modules) for modules in (experts, stages) if modules]
+    if not kinds:
+        return None
+    meshes = [part.mesh for part in parts_along_axes(model)]
+    return _Owned(kinds, meshes[0].comm if meshes else kinds[0].comm)
+
+
+def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) -> _Kind:
+    prefixes = tuple(f"{name}." if name else "" for name in modules)
+    comm, *_ = (module.comm for module in modules.values())
+    return _Kind(prefixes, comm)
 
 
 def parts_of(exchange: Exchange) -> tuple[Communicator, set[nn.Parameter]] | None:
@@ -175,21 +198,26 @@ def _whole_names(model: nn.Module, optimizer: Optimizer, owned: _Owned) -> list[
 
     Where rank 0 has its part of a divided module, there the parts of all are, by their numbers.
     """
-    by_rank: list[list[list[str]]] = owned.comm.all_gather_object(_names(model, optimizer))
-    whole = []
-    for of_group in zip(*by_rank, strict=True):
-        names: list[str] = []
-        for prefix, run in groupby(of_group[0], owned.prefix_of):
-            parts = chain.from_iterable(of_group) if prefix else run
-            found = (name for name in parts if owned.prefix_of(name) == prefix)
-            names += sorted(found, key=partial(_number_in, prefix))
-        if len(names) != len(set(chain.from_iterable(of_group))):
-            raise UsageError(
-                "The optimizer trains other parts of a divided module on rank 0 than on others:"
-                " a checkpoint needs an expert of each group of parameters on rank 0."
-            )
-        whole.append(names)
-    return whole
+    names = _names(model, optimizer)
+    for kind in owned.kinds:
+        by_rank: list[list[list[str]]] = kind.comm.all_gather_object(names)
+        names = [_joined(of_group, kind) for of_group in zip(*by_rank, strict=True)]
+    return names
+
+
+def _joined(by_rank: Sequence[list[str]], kind: _Kind) -> list[str]:
+    """The names of a group of parameters, of all that have modules of a kind."""
+    names: list[str] = []
+    for prefix, run in groupby(by_rank[0], kind.prefix_of):
+        parts = chain.from_iterable(by_rank) if prefix else run
+        found = (name for name in parts if kind.prefix_of(name) == prefix)
+        names += sorted(found, key=partial(_number_in, prefix))
+    if len(names) != len(set(chain.from_iterable(by_rank))):
+        raise UsageError(
+            "The optimizer trains other parts of a divided module on rank 0 than on others:"
+            " a checkpoint needs an expert of each group of parameters on rank 0."
+        )
+    return names
 
 
 def _number_in(prefix: str, name: str) -> int:

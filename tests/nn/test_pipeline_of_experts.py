@@ -2,14 +2,13 @@
 
 import shutil
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import allstep
 from allstep import Communicator, UsageError
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts, Pipeline, tensor_parallel
@@ -86,8 +85,82 @@ def trained(comm: Communicator, schedule: str = "1f1b", num: int = 46, **axes: i
     return found._replace(state=whole_state(model))
 
 
-def test_x() -> None:
+SHORT = 42  # samples, of which an epoch's last global batch has one micro-batch: one copy has none
+
+
+def variants(comm: Communicator, axes: dict[str, int]) -> dict[str, Trained]:
+    """What is trained on a mesh, in one start of its processes."""
+    return {
+        "1f1b": trained(comm, **axes),
+        "interleaved": trained(comm, "interleaved", num=SHORT, **axes),
+        "gpipe": trained(comm, "gpipe", **axes),
+    }
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_stages_with_experts_are_the_same_model() -> None:
+    """Copies with fewer micro-batches, or none, have their experts at work for the others."""
+    stages = makers(Communicator.single_process())
+    expected = plainly(stages=stages)
+    short = plainly(stages=stages, num=SHORT)
+    for spoilt in ("seeds", "weights"):
+        assert_other(plainly(stages=stages, spoilt=spoilt), expected)
+    meshes: list[dict[str, int]] = [
+        {"data": 2, "pipeline": 1},
+        {"data": 2, "pipeline": 2},
+        {"data": 2, "pipeline": 2, "tensor": 2},
+    ]
+    for axes in meshes:
+        for of_worker in run_processes(prod(axes.values()), variants, axes, timeout_s=200):
+            assert_same(of_worker["1f1b"], expected)
+            assert_same(of_worker["gpipe"], expected)
+            assert_same(of_worker["interleaved"], short)
+
+
+def kept(
+    comm: Communicator, axes: dict[str, int], run_dir: Path, stops_after: int | None
+) -> dict[str, Tensor]:
+    model, data = make(comm, **axes)
+    keep(model, data, run_dir, stops_after)
+    return whole_state(model)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_stages_with_experts_go_on_on_another_mesh(tmp_path: Path) -> None:
     alone = Communicator.single_process()
-    expected = plainly(stages=makers(alone))
-    for found in run_processes(4, partial(trained, data=2, pipeline=2)):
-        assert_same(found, expected)
+    one = {"data": 1, "pipeline": 1}
+    expected = kept(alone, one, tmp_path / "straight", None)
+    eight = {"data": 2, "pipeline": 2, "tensor": 2}
+    run_processes(8, kept, eight, tmp_path / "run", 1, timeout_s=200)
+    for axes in (one, {"data": 2, "pipeline": 2}, {"data": 1, "pipeline": 2, "tensor": 2}):
+        size = prod(axes.values())
+        folder = tmp_path / f"on {len(axes)} axes of {size}"
+        shutil.copytree(tmp_path / "run", folder)
+        if size == 1:
+            found = [kept(alone, axes, folder, None)]
+        else:
+            found = run_processes(size, kept, axes, folder, None, timeout_s=200)
+        for state in found:
+            for name, value in state.items():
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
+
+
+def refused(comm: Communicator) -> list[str]:
+    """What pipelines of experts along wrong axes say."""
+    mesh, said = comm.mesh(data=2, pipeline=2), []
+    for workers in (comm, mesh["pipeline"]):
+        with pytest.raises(UsageError) as error:
+            Pipeline([partial(Routed, workers)] * 2, mesh, loss=mean_error)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_experts_along_other_axes() -> None:
+    for said in run_processes(4, refused):
+        for message, num in zip(said, (4, 2), strict=True):
+            assert f"has experts on {num} workers that are no other axis of Mesh" in message
+            assert "make them with mesh['data']" in message
