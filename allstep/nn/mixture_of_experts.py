@@ -386,8 +386,7 @@ def serve_others(model: nn.Module, num_calls: int) -> None:
 def serving(model: nn.Module) -> Iterator[None]:
     """Around a call in which layers run their experts for calls of others only.
 
-    Its own samples pass by the experts as they are: they are nobody's. [Note: rounds without
-    samples]
+    The samples of the call pass by them as they are. [Note: rounds without samples]
     """
     layers = _layers(model)
     for layer in layers:

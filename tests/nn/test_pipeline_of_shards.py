@@ -139,9 +139,8 @@ def variants(comm: Communicator, num_data: int, num_pipeline: int) -> dict[str, 
     """What is trained on a mesh, in one start of its processes."""
     train_on_mesh = partial(trained, comm, num_data, num_pipeline)
     return {
-        "1f1b": train_on_mesh(),
-        "interleaved": train_on_mesh("interleaved"),
-        "exact": train_on_mesh("gpipe", policy=EXACT),
+        "float": train_on_mesh(),
+        "exact": train_on_mesh("interleaved", policy=EXACT),
     }
 
 
@@ -156,12 +155,11 @@ def test_meshes_of_three_axes() -> None:
         size = mesh[0] * mesh[1] * mesh[2]
         found[mesh] = run_processes(size, variants, *mesh[:2], timeout_s=300)
         for of_worker in found[mesh]:
-            for name in ("1f1b", "interleaved"):
-                assert_same(of_worker[name], expected)
+            assert_same(of_worker["float"], expected)
             assert_same(of_worker["exact"], plain(policy=EXACT))
     for worker, other in zip(found[2, 2, 2], 2 * found[1, 2, 2], strict=True):
         assert_same_bits(worker["exact"], other["exact"])
-        assert worker["1f1b"].losses != other["1f1b"].losses
+        assert worker["float"].losses != other["float"].losses
 
 
 # -- checkpoints ---------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def test_divided_stages_go_on_on_another_mesh(tmp_path: Path) -> None:
     expected = kept(alone, 1, 1, "1f1b", tmp_path / "straight", None)
     bits = run_processes(4, kept, 1, 2, "gpipe", tmp_path / "straight-4", None, timeout_s=200)
     run_processes(8, kept, 2, 2, "interleaved", tmp_path / "run", 1, timeout_s=200)
-    for size, num_data, num_pipeline in ((1, 1, 1), (2, 1, 1), (4, 1, 2), (4, 2, 2), (8, 2, 2)):
+    for size, num_data, num_pipeline in ((1, 1, 1), (4, 1, 2), (4, 2, 2)):
         folder = tmp_path / f"{size}-{num_data}-{num_pipeline}"
         shutil.copytree(tmp_path / "run", folder)
         arguments = num_data, num_pipeline, "gpipe", folder, None
