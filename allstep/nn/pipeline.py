@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
             with seeded(seed_at(seed, number), comm.device):
                 self.stages[str(number)] = stage if isinstance(stage, nn.Module) else stage()
         agree(comm, "make a Pipeline of these stages", fault=_fault_of(self.stages))
-        self._meeting = _meeting_of(self.stages)
+        self._expert_workers = _expert_workers_of(self.stages)
         self._repeated: Any = None  # a micro-batch, for where others have one more
         self._micro_batches = MicroBatches(inputs, loss, comm.device)
         self._schedules: dict[Hashable, _PipelineSchedule] = {}
@@ -120,9 +120,9 @@ class Pipeline(nn.Module):
         return self._num_parts if self._schedule == "1f1b" else 1
 
     @property
-    def has_meetings(self) -> bool:
-        """Whether workers with the same stages meet in each micro-batch, as they share experts."""
-        return self._meeting is not None
+    def has_divided_experts(self) -> bool:
+        """Whether a stage has experts on several workers. [Note: experts in a pipeline]"""
+        return self._expert_workers is not None
 
     def forward(self, *_: Any) -> Any:
         """There is none: a worker has some of the stages.
@@ -157,7 +157,7 @@ class Pipeline(nn.Module):
     ) -> Tensor:
         """Takes them through the stages, and back with gradients; `Batch.run` calls it.
 
-        [Note: meetings in a pipeline] Where stages have experts on several workers, copies of the
+        [Note: experts in a pipeline] Where stages have experts on several workers, copies of the
         model take as many micro-batches through the same schedule, so that all come to the layers
         with experts in the same order: those with fewer repeat one, which has no loss, and in which
         they run their experts for the others only.
@@ -202,30 +202,31 @@ class Pipeline(nn.Module):
         return runs
 
     def _lengthen(self, runs: list[list[int]], micro_batches: Sequence[Any]) -> list[Any]:
-        """Makes the runs as long as the longest of all copies. [Note: meetings in a pipeline]
+        """Makes the runs as long as the longest of all copies. [Note: experts in a pipeline]
 
         Returns:
             The micro-batches that are run for that, whose numbers follow on the others.
 
         Raises:
-            UsageError: if this copy has had none yet.
+            UsageError: on all, if a copy has had none yet.
         """
-        if self._meeting is None:
+        if self._expert_workers is None:
             return []
         if micro_batches:
             self._repeated = micro_batches[-1]
-        by_copy = self._meeting.all_gather_object([len(run) for run in runs])
+        told = [len(run) for run in runs], self._repeated is not None
+        by_copy, can_repeat = zip(*self._expert_workers.all_gather_object(told), strict=True)
+        if any(by_copy) and not all(can_repeat):
+            raise UsageError(
+                "A copy of a pipeline with experts has no micro-batch in the first global batch;"
+                " give `loader` a larger `global_batch` or a smaller `micro_batch`."
+            )
         repeated: list[Any] = []
         for place, lengths in enumerate(zip_longest(*by_copy, fillvalue=0)):
             if place == len(runs):
                 runs.append([])
             run = runs[place]
             data = micro_batches[run[0]] if run else self._repeated
-            if data is None:
-                raise UsageError(
-                    "A copy of the model has no micro-batch in its first global batch, and others"
-                    " have: give `loader` a larger `global_batch` or a smaller `micro_batch`."
-                )
             for _ in range(max(lengths) - len(run)):
                 run.append(len(micro_batches) + len(repeated))
                 repeated.append(data)
@@ -244,8 +245,9 @@ class Pipeline(nn.Module):
             return
         keys = [self._key_of(numbers) for numbers in portions]
         is_new = [key not in self._schedules for key in keys]
-        if self._meeting is not None:  # a new schedule calls stages once more
-            is_new = list(map(any, zip(*self._meeting.all_gather_object(is_new), strict=True)))
+        if self._expert_workers is not None:  # a new schedule calls stages once more
+            by_copy = self._expert_workers.all_gather_object(is_new)
+            is_new = [any(of_copies) for of_copies in zip(*by_copy, strict=True)]
         for numbers, key, is_to_make in zip(portions, keys, is_new, strict=True):
             if is_to_make:
                 self._schedules[key] = self._new_schedule(len(numbers))
@@ -365,7 +367,7 @@ def _axes_of(mesh: Mesh[Communicator]) -> dict[str, Communicator]:
     return {name: mesh[name] for name in mesh.shape}
 
 
-def _meeting_of(stages: StageModules) -> Communicator | None:
+def _expert_workers_of(stages: StageModules) -> Communicator | None:
     """The workers with the same stages, if any stage has experts on several of them. Collective.
 
     Raises:

@@ -54,7 +54,7 @@ class MicroBatches:
     ) -> Iterator[None]:
         """Around the run of these; their losses count with these factors.
 
-        Those that are repeated follow, and have no loss. [Note: meetings in a pipeline]
+        Those that are repeated follow, and have no loss. [Note: experts in a pipeline]
         """
         self._data, self._num_own = [*data, *repeated], len(data)
         self._seeds, self._factors = [*seeds, *(0 for _ in repeated)], factors

@@ -282,7 +282,7 @@ class Batch:
         for exchange in self._exchanges:
             model, num = exchange.model, self._num_local_micro_batches
             if isinstance(model, Pipeline):
-                if model.has_meetings and not num:
+                if model.has_divided_experts and not num:
                     with exchange.no_sync():
                         model.run(())
             elif exchange.is_divided:

@@ -150,19 +150,23 @@ def test_stages_with_experts_go_on_on_another_mesh(tmp_path: Path) -> None:
 
 
 def refused(comm: Communicator) -> list[str]:
-    """What pipelines of experts along wrong axes say."""
+    """What pipelines of experts along wrong axes say, and copies without samples."""
     mesh, said = comm.mesh(data=2, pipeline=2), []
     for workers in (comm, mesh["pipeline"]):
         with pytest.raises(UsageError) as error:
             Pipeline([partial(Routed, workers)] * 2, mesh, loss=mean_error)
         said.append(str(error.value))
-    return said
+    model, data = make(comm, "gpipe", data=2, pipeline=2)
+    with pytest.raises(UsageError) as error:
+        train(model, data, lambda batch: batch.run(model), num=4)
+    return [*said, str(error.value)]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_experts_along_other_axes() -> None:
-    for said in run_processes(4, refused):
+def test_what_a_pipeline_with_experts_refuses() -> None:
+    for *said, without_samples in run_processes(4, refused):
         for message, num in zip(said, (4, 2), strict=True):
             assert f"has experts on {num} workers that are no other axis of Mesh" in message
             assert "make them with mesh['data']" in message
+        assert without_samples.startswith("A copy of a pipeline with experts has no micro-batch")
