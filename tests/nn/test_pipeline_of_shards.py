@@ -121,18 +121,21 @@ def trained(
     return found._replace(state=whole_state(model))
 
 
-def with_control(comm: Communicator) -> tuple[Trained, Trained]:
-    return trained(comm, 1, 2), trained(comm, 1, 2, stages=DROPPED)
+@pytest.mark.process
+def test_divided_stages_are_the_same_model() -> None:
+    expected = plainly(stages=STAGES, clip_norm=CLIP_NORM)
+    assert_other(plainly(stages=STAGES), expected)
+    for found in run_processes(4, trained, 1, 2):
+        assert_same(found, expected)
 
 
 @pytest.mark.process
-def test_divided_stages_are_the_same_model() -> None:
-    """But for masks of features of which each worker has others."""
-    expected, control = (plainly(stages=x, clip_norm=CLIP_NORM) for x in (STAGES, DROPPED))
-    assert_other(plainly(stages=STAGES), expected)
-    for found, dropped in run_processes(4, with_control):
-        assert_same(found, expected)
-        assert_other(control, dropped)
+@pytest.mark.slow
+def test_control_of_divided_stages() -> None:
+    """Masks of features of which each worker has others are those of another model."""
+    expected = plainly(stages=DROPPED, clip_norm=CLIP_NORM)
+    for found in run_processes(2, trained, 1, 1, "1f1b", DROPPED):
+        assert_other(found, expected)
 
 
 def variants(comm: Communicator, num_data: int, num_pipeline: int) -> dict[str, Trained]:
