@@ -1,6 +1,5 @@
 """Workers are killed at any call, and others join: the training goes on, with the same bits."""
 
-import json
 import logging
 import os
 import random
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import allstep
 from allstep import Communicator, Task, TrainOptions, init
@@ -33,6 +32,7 @@ from allstep.train.run import Run
 from allstep.train.task import Stage
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
+from tests.helpers.elastic_runs import NUM_STEPS, OPTIONS, check_same, log_of
 from tests.helpers.elastic_workers import (
     TOO_LATE,
     Calls,
@@ -48,17 +48,6 @@ from tests.helpers.same_model import Images
 
 pytestmark = pytest.mark.process
 
-OPTIONS = TrainOptions(
-    epochs=same_model.NUM_EPOCHS,
-    global_batch=same_model.GLOBAL_BATCH,
-    micro_batch=same_model.MICRO_BATCH,
-    seed=11,
-    precision="float64",
-    compression="exact",
-    log_every_steps=1,
-    checkpoint_every_steps=3,
-)
-NUM_STEPS = 4 * same_model.NUM_EPOCHS
 NUM_CALLS = 52_000  # of functions of allstep, in a run, on each of four workers, about
 NUM_SEEDS = int(os.environ.get("SEEDS", "12"))  # `make nemesis` sets another
 _NUM_FIRST_CALLS = 500  # until all have met for the first time
@@ -92,39 +81,12 @@ def train(
     return calls.count
 
 
-def state_of(run_dir: Path) -> dict[str, Tensor]:
-    """All tensors of the last checkpoint."""
-    newest = max((run_dir / "checkpoints").glob("step-*"))
-    state = read_checkpoint(newest)
-    assert state["loader"]["steps"] == NUM_STEPS
-    momenta = state["optimizer"]["state"]
-    return {
-        **state["model"],
-        **{f"momentum {n}": own["momentum_buffer"] for n, own in momenta.items()},
-    }
-
-
-def log_of(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines without times."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [
-        {name: value for name, value in record.items() if name not in ("time", "samples_per_s")}
-        for record in records
-    ]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one worker that nobody has disturbed."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     allstep.fit(same_model.make_task("sgd"), OPTIONS, Communicator.single_process(), run_dir)
     return run_dir
-
-
-def check_same(run_dir: Path, undisturbed: Path) -> None:
-    assert differing_names(state_of(run_dir), state_of(undisturbed)) == []
-    assert log_of(run_dir) == log_of(undisturbed)
 
 
 MOMENTS: dict[str, Mapping[int, Moment]] = {

@@ -1,0 +1,52 @@
+"""A small training by `fit`, and whether two of its runs came to the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from allstep import TrainOptions
+from allstep.train import read_checkpoint
+from tests.helpers import same_model
+from tests.helpers.compare import differing_names
+
+OPTIONS = TrainOptions(
+    epochs=same_model.NUM_EPOCHS,
+    global_batch=same_model.GLOBAL_BATCH,
+    micro_batch=same_model.MICRO_BATCH,
+    seed=11,
+    precision="float64",
+    compression="exact",
+    log_every_steps=1,
+    checkpoint_every_steps=3,
+)
+NUM_STEPS = 4 * same_model.NUM_EPOCHS
+
+
+def state_of(run_dir: Path) -> dict[str, Tensor]:
+    """All tensors of the last checkpoint."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    state = read_checkpoint(newest)
+    assert state["loader"]["steps"] == NUM_STEPS
+    momenta = state["optimizer"]["state"]
+    return {
+        **state["model"],
+        **{f"momentum {n}": own["momentum_buffer"] for n, own in momenta.items()},
+    }
+
+
+def log_of(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines without times."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [
+        {name: value for name, value in record.items() if name not in ("time", "samples_per_s")}
+        for record in records
+    ]
+
+
+def check_same(run_dir: Path, undisturbed: Path) -> None:
+    """Whether a run came to an undisturbed one's bits, and wrote its log."""
+    assert differing_names(state_of(run_dir), state_of(undisturbed)) == []
+    assert log_of(run_dir) == log_of(undisturbed)
