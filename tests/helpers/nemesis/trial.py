@@ -1,0 +1,185 @@
+"""One disturbed training, and what is checked of it."""
+
+import contextlib
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.elastic_runs import check_same
+from tests.helpers.elastic_workers import TOO_LATE
+from tests.helpers.joiners import num_joiners
+from tests.helpers.nemesis.disturb import Scene, Undo, disturb
+from tests.helpers.nemesis.faults import CUTS, Fault, Schedule
+from tests.helpers.nemesis.hosts import Host, two_hosts
+from tests.helpers.nemesis.training import Notes, train, undisturbed
+from tests.helpers.processes import Workers
+
+_LOOK_S = 0.02
+BOUND_S = 120.0  # for signs of life, and to connect
+_HELD_S = 20.0  # for those who join
+_DOCUMENTED = re.compile(
+    "The store in which workers find each other is gone|The run has ended|have died, or give no"
+    " sign of life|were lost before this one|No run with `--elastic` answers"
+)
+_NO_SPACE = re.compile("No space left on device")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One of a run, alone in its `Workers` or with others.
+
+    Attributes:
+        group: it and others.
+        rank: in the group.
+        host: where it runs.
+    """
+
+    group: Workers
+    rank: int
+    host: Host
+
+    @property
+    def code(self) -> int | None:
+        """How it has ended."""
+        return self.group.exit_codes[self.rank]
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self.group.pids[self.rank]
+
+    @property
+    def error(self) -> str:
+        """Its traceback, if it left one."""
+        return str(self.group.outcomes()[self.rank].value)
+
+
+class Nemesis:
+    """Two hosts and a disk, on which trainings are disturbed one after the other.
+
+    Args:
+        near, far: the launcher's host, and that of those who join.
+        folder: has the disk, `disk`, and an undisturbed run, `undisturbed`.
+    """
+
+    def __init__(self, near: Host, far: Host, folder: Path) -> None:
+        self._near, self._far, self._folder = near, far, folder
+        self._run_dir, self._disk = folder / "disk" / "run", folder / "disk"
+
+    def run(self, schedule: Schedule) -> None:
+        """Disturbs a training, and checks what came of it.
+
+        Raises:
+            AssertionError: if that is not what an elastic training promises.
+        """
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as notes:
+            workers = self._train(schedule, Path(notes))
+            Notes(Path(notes)).check_one_group()
+        for number, (code, error) in enumerate(workers):
+            assert _may_end_so(schedule, number, code, error), f"worker {number}: {code}, {error}"
+        survivors = set(range(schedule.num_first)) - schedule.victims("kill")
+        is_whole = any(code == 0 for code, _ in workers)
+        assert is_whole or not survivors or schedule.has("full disk"), f"nobody is left: {workers}"
+        if not is_whole or schedule.has("terminate", "full disk"):
+            undisturbed(self._run_dir, resume=True)  # from what is there, to the end
+        check_same(self._run_dir, self._folder / "undisturbed")
+
+    def _train(self, schedule: Schedule, notes: Path) -> list[tuple[int | None, str]]:
+        """Exit codes and errors, once all have ended."""
+        arguments = (self._run_dir, notes, schedule.joins_at_step)
+        with contextlib.ExitStack() as stack:
+            with self._near.network():  # where the store is to be
+                first = Workers(schedule.num_first, train, (self._near, *arguments), min_workers=1)
+            stack.enter_context(first)
+            joins = self._near.address, first.port
+            groups = [first]
+            for _ in range(schedule.num_joiners):
+                group = Workers(1, train, (self._far, *arguments), min_workers=1, joins=joins)
+                groups.append(stack.enter_context(group))
+            workers = [Worker(first, rank, self._near) for rank in range(schedule.num_first)]
+            workers += [Worker(group, 0, self._far) for group in groups[1:]]
+            try:
+                self._disturb(schedule, workers, Notes(notes))
+            except TimeoutError:
+                for group in groups:
+                    group.show_stacks()
+                raise
+            return [(worker.code, worker.error) for worker in workers]
+
+    def _disturb(self, schedule: Schedule, workers: Sequence[Worker], notes: Notes) -> None:
+        """Does what the schedule says, until all have ended."""
+        todo, undos = list(schedule.faults), list[tuple[float, Fault, Undo]]()
+        moved_at_s = start_s = time.monotonic()
+        try:
+            while running := {n: w for n, w in enumerate(workers) if w.code is None}:
+                now_s = time.monotonic()
+                if now_s > moved_at_s + BOUND_S:
+                    raise TimeoutError(f"{sorted(running)} have not ended {BOUND_S:g} s later")
+                if not notes.may_go_on and self._all_have_asked(workers, now_s - start_s):
+                    notes.let_go_on()
+                scene = Scene(
+                    {n: w.pid for n, w in running.items()},
+                    [w.host for w in workers],
+                    self._far,
+                    self._disk,
+                )
+                while todo and notes.has_step(todo[0].at_step):
+                    fault = todo.pop(0)
+                    undos.append((now_s + fault.for_s, fault, disturb(fault, scene)))
+                    moved_at_s = now_s
+                stopped = {fault.victim for _, fault, _ in undos if fault.kind == "stop"}
+                for due in [u for u in undos if now_s > u[0] or set(running) <= stopped]:
+                    undos.remove(due)
+                    due[2]()
+                    moved_at_s = now_s
+                time.sleep(_LOOK_S)
+        finally:
+            for _, _, undo in undos:
+                undo()
+
+    def _all_have_asked(self, workers: Sequence[Worker], after_s: float) -> bool:
+        """Whether those who join have; or will not in time, for they are disturbed."""
+        joiners = [worker for worker in workers if worker.host is self._far]
+        port = workers[0].group.port
+        with self._near.network():
+            return num_joiners(port) >= len(joiners) or after_s > _HELD_S
+
+
+def _may_end_so(schedule: Schedule, number: int, code: int | None, error: str) -> bool:
+    """Whether that is promised of a worker."""
+    joins = number >= schedule.num_first
+    ends = {
+        "kill": code == -signal.SIGKILL,
+        "terminate": code == -signal.SIGTERM and joins,  # before it answers signals
+    }
+    if code == 0 or any(ends.get(f.kind, False) for f in schedule.faults if f.victim == number):
+        return True
+    if code != 1:
+        return False
+    is_left = (schedule.has(*CUTS, "slow link") and joins) or number in schedule.victims("stop")
+    expected = [
+        (joins, TOO_LATE),
+        (is_left, _DOCUMENTED),
+        (schedule.has("full disk"), _NO_SPACE),
+    ]
+    return any(given and words.search(error) is not None for given, words in expected)
+
+
+@contextmanager
+def nemesis(folder: Path) -> Iterator[Nemesis]:
+    """Where trainings are disturbed; skips where there can't be hosts.
+
+    Args:
+        folder: for the disk, and an undisturbed run to compare with.
+    """
+    (folder / "disk").mkdir()
+    undisturbed(folder / "undisturbed")
+    with two_hosts(folder / "disk") as (near, far):
+        yield Nemesis(near, far, folder)
