@@ -94,7 +94,8 @@ class Membership:
         self._looked_at_s = -_LOOK_S
         self._is_over = False
         try:
-            served = self._system.open_store(launch.master_addr, launch.master_port)
+            # For as long as the others may wait for this worker it can come back.
+            served = self._system.open_store(launch.master_addr, launch.master_port, 2 * grace_s)
         except RuntimeError as error:
             raise UsageError(
                 f"No run with `--elastic` answers at {launch.master_addr}:{launch.master_port}; it"

@@ -21,6 +21,7 @@ from allstep.env import (
     address_towards,
     interface_of,
     is_loopback,
+    limit_silence,
     read_gloo_interface,
     set_gloo_interface,
 )
@@ -65,14 +66,20 @@ class System:
         """Whether it is known that the process there has ended."""
         return place.has_ended()
 
-    def open_store(self, host: str, port: int) -> Store:
+    def open_store(self, host: str, port: int, patience_s: float) -> Store:
         """The store that a launcher serves.
+
+        Args:
+            host, port: where.
+            patience_s: how long a call of it may wait for a host that can't be reached any more.
 
         Raises:
             RuntimeError: if it doesn't answer.
         """
         timeout = timedelta(seconds=CONNECT_S)
-        return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        limit_silence(port, patience_s)
+        return store
 
     def connect(
         self,

@@ -133,7 +133,7 @@ class SimulatedSystem(System):
         process = self._processes[place.pid]
         return process.host == self._process.host and process.has_ended
 
-    def open_store(self, host: str, port: int) -> Store:
+    def open_store(self, host: str, port: int, patience_s: float) -> Store:
         return self._store
 
     def connect(
