@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 # Two more than cores, as tests of faults mostly wait; one where trainings are whole.
 TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 SLOW_TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+# How long nemesis and fuzz look for failures.
+MINUTES ?= 30
 # Two makes at once take turns; without flock they had better not be.
 LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-slow test-many nemesis simulate fuzz lint docs clean
+.PHONY: train test test-slow test-many nemesis kill-anywhere simulate fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
@@ -31,9 +33,16 @@ test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough --timeout 2400 \
 		--numprocesses $(SLOW_TEST_PROCESSES) --dist worksteal
 
+# Elastic trainings on two hosts of this machine, whose processes, links and disks fail, for so long;
+# from seed SEED on, and a failure says which one. Needs root.
+SEED ?= 0
+nemesis: $(VENV)/test.stamp
+	scripts/install_test_packages
+	$(BIN)/python -m tests.helpers.nemesis $(MINUTES) $(SEED)
+
 # Workers of elastic trainings that are killed and join at any call, by so many seeds.
 SEEDS ?= 100
-nemesis: $(VENV)/test.stamp
+kill-anywhere: $(VENV)/test.stamp
 	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py \
 		tests/train/test_elastic_loop.py -k any_call
 
@@ -50,7 +59,6 @@ test-many: $(VENV)/test.stamp
 	$(BIN)/python scripts/test_many.py $(N) --processes $(TEST_PROCESSES)
 
 # Random trainings on workers against one process, for so long.
-MINUTES ?= 30
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python -m tests.exchange.fuzz $(MINUTES)
 

@@ -4,6 +4,7 @@ python -m tests.helpers.nemesis MINUTES [SEED]
 """
 
 import itertools
+import logging
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from tests.helpers.processes import start_forkserver
 
 def main(minutes: float, first_seed: int = 0) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("allstep").setLevel(logging.WARNING)
     start_forkserver()
     end_s = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder, nemesis(Path(folder)) as nemesis_here:
@@ -28,7 +30,7 @@ def main(minutes: float, first_seed: int = 0) -> None:
                 nemesis_here.run(schedule)
             except Exception as error:
                 print(f"seed {seed}: {schedule}\n{error}", file=sys.stderr)
-                sys.exit(f"again: {sys.executable} -m tests.helpers.nemesis 0 {seed}")
+                sys.exit(f"again: make nemesis MINUTES=0 SEED={seed}")
             print(f"seed {seed}: {time.monotonic() - start_s:.1f} s {schedule}", flush=True)
             if time.monotonic() > end_s:
                 break

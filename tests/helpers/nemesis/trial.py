@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from allstep.cli.worker import log_path
 from tests.helpers.elastic_runs import check_same
 from tests.helpers.elastic_workers import TOO_LATE
 from tests.helpers.joiners import num_joiners
@@ -59,6 +60,11 @@ class Worker:
         """Its traceback, if it left one."""
         return str(self.group.outcomes()[self.rank].value)
 
+    @property
+    def log(self) -> str:
+        """What it has printed, and where it is if it was asked."""
+        return log_path(self.group.folder, self.rank).read_text(errors="replace")
+
 
 class Nemesis:
     """Two hosts and a disk, on which trainings are disturbed one after the other.
@@ -87,30 +93,34 @@ class Nemesis:
         survivors = set(range(schedule.num_first)) - schedule.victims("kill")
         is_whole = any(code == 0 for code, _ in workers)
         assert is_whole or not survivors or schedule.has("full disk"), f"nobody is left: {workers}"
-        if not is_whole or schedule.has("terminate", "full disk"):
+        resumes = not is_whole or schedule.has("terminate", "full disk")
+        if resumes:
             undisturbed(self._run_dir, resume=True)  # from what is there, to the end
-        check_same(self._run_dir, self._folder / "undisturbed")
+        check_same(self._run_dir, self._folder / "undisturbed", was_resumed=resumes)
 
     def _train(self, schedule: Schedule, notes: Path) -> list[tuple[int | None, str]]:
         """Exit codes and errors, once all have ended."""
-        arguments = (self._run_dir, notes, schedule.joins_at_step)
+
+        def start(num: int, host: Host, joins: tuple[str, int] | None) -> Workers:
+            arguments = (host, self._run_dir, notes, schedule.joins_at_step)
+            return stack.enter_context(
+                Workers(num, train, arguments, min_workers=1, has_logs=True, joins=joins)
+            )
+
         with contextlib.ExitStack() as stack:
             with self._near.network():  # where the store is to be
-                first = Workers(schedule.num_first, train, (self._near, *arguments), min_workers=1)
-            stack.enter_context(first)
-            joins = self._near.address, first.port
-            groups = [first]
-            for _ in range(schedule.num_joiners):
-                group = Workers(1, train, (self._far, *arguments), min_workers=1, joins=joins)
-                groups.append(stack.enter_context(group))
-            workers = [Worker(first, rank, self._near) for rank in range(schedule.num_first)]
+                groups = [start(schedule.num_first, self._near, None)]
+            store = self._near.address, groups[0].port
+            groups += [start(1, self._far, store) for _ in range(schedule.num_joiners)]
+            workers = [Worker(groups[0], rank, self._near) for rank in range(schedule.num_first)]
             workers += [Worker(group, 0, self._far) for group in groups[1:]]
             try:
                 self._disturb(schedule, workers, Notes(notes))
-            except TimeoutError:
+            except TimeoutError as error:
                 for group in groups:
                     group.show_stacks()
-                raise
+                logs = [worker.log for worker in workers]
+                raise AssertionError("\n".join([str(error), *logs])) from error
             return [(worker.code, worker.error) for worker in workers]
 
     def _disturb(self, schedule: Schedule, workers: Sequence[Worker], notes: Notes) -> None:
