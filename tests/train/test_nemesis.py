@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.nemesis.faults import Fault, Kind, Schedule
+from tests.helpers.nemesis.faults import Fault, Schedule
 from tests.helpers.nemesis.training import Notes
 from tests.helpers.nemesis.trial import Nemesis, nemesis
 
 pytestmark = [pytest.mark.net, pytest.mark.process]
 
-SEEDS = (1, 4, 16)
+SEEDS = (1, 8, 16, 52)  # of all kinds but "drop", which has a test of its own
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +20,13 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nemesis]:
         yield made
 
 
-def test_a_worker_is_killed_where_the_disk_is_full(here: Nemesis) -> None:
-    faults = (Fault("kill", 0, 5, math.inf), Fault("full disk", 0, 9, 0.5))
-    here.run(Schedule(2, 1, 2, faults))
+def test_a_worker_is_killed_and_a_link_is_cut_for_a_moment(here: Nemesis) -> None:
+    here.run(Schedule(2, 1, 2, (Fault("kill", 0, 5, math.inf), Fault("link down", 2, 9, 0.5))))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["link down", "drop"])
-def test_a_host_is_cut_off_for_good(kind: Kind, here: Nemesis) -> None:
-    here.run(Schedule(2, 1, 2, (Fault(kind, 2, 8, math.inf),)))
+def test_a_host_is_cut_off_for_good(here: Nemesis) -> None:
+    here.run(Schedule(2, 1, 2, (Fault("drop", 2, 8, math.inf),)))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from tests.helpers.elastic_runs import NUM_STEPS
 Kind = Literal[
     "kill", "stop", "terminate", "link down", "drop", "slow link", "full disk", "full shm"
 ]
-CUTS = ("link down", "drop")  # of the host of those that join
+CUTS: tuple[Kind, ...] = ("link down", "drop")  # of the host of those that join
 _WEIGHTS: dict[Kind, int] = {"terminate": 1, "full disk": 1, "full shm": 1}  # of others: 4
 _LONG_S = 8.0  # than workers wait for each other
 
@@ -69,7 +69,7 @@ class Schedule:
         faults.sort(key=lambda fault: fault.at_step)
         return cls(num_first, num_joiners, joins_at_step, tuple(faults))
 
-    def has(self, *kinds: str) -> bool:
+    def has(self, *kinds: Kind) -> bool:
         """Whether something of these kinds happens."""
         return any(fault.kind in kinds for fault in self.faults)
 

@@ -3,15 +3,18 @@
 import contextlib
 import ctypes
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.named_hosts import NamedHosts, named_hosts
 
-DISK = 4 << 20  # bytes
+_DISK_BYTES = 4 << 20
 _SPACES = ("net", "uts", "mnt")
 _HOLD = "mount -t tmpfs -o size=1m tmpfs /dev/shm && echo && exec sleep infinity"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,9 +69,11 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     Args:
         folder: where the disk is mounted.
     """
+    if shutil.which("nft") is None:
+        pytest.skip("needs nft: apt-get install nftables")
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(named_hosts(2))
-        _run("mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder))
+        _run("mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder))
         stack.callback(_run, "umount", "--lazy", str(folder))
         first, second = (stack.enter_context(_held(hosts, number)) for number in range(2))
         yield first, second
