@@ -17,7 +17,6 @@ _DROP = """table inet nemesis {
     chain incoming { type filter hook input priority 0; iifname "eth0" drop; }
     chain outgoing { type filter hook output priority 0; oifname "eth0" drop; }
 }"""
-_NOTHING: Undo = lambda: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,18 @@ def disturb(fault: Fault, scene: Scene) -> Undo:
     return _DO[fault.kind](fault, scene)
 
 
+def _nothing() -> None:
+    """Undoes what can't be undone."""
+
+
 def _kill(fault: Fault, scene: Scene) -> Undo:
     _send(signal.SIGKILL, fault, scene)
-    return _NOTHING
+    return _nothing
 
 
 def _terminate(fault: Fault, scene: Scene) -> Undo:
     _send(signal.SIGTERM, fault, scene)
-    return _NOTHING
+    return _nothing
 
 
 def _stop(fault: Fault, scene: Scene) -> Undo:
