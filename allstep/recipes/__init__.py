@@ -39,6 +39,7 @@ REGISTRY: Mapping[str, type[AnyRecipe]] = _Registry(
         "cots": ("allstep.recipes.cots", "Cots"),
         "digits": ("allstep.recipes.digits", "Digits"),
         "fashion": ("allstep.recipes.fashion", "Fashion"),
+        "finetune": ("allstep.recipes.finetune", "FineTune"),
         "gru": ("allstep.recipes.gru", "Gru"),
         "images": ("allstep.recipes.images", "Images"),
         "text": ("allstep.recipes.text", "Text"),

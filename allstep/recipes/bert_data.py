@@ -47,7 +47,7 @@ def learn_vocabulary(texts: Sequence[str], vocab_size: int) -> list[str]:
     """
     from tokenizers import trainers
 
-    tokenizer = _tokenizer({"[UNK]": 0})
+    tokenizer = wordpiece_tokenizer({"[UNK]": 0})
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(tokenizer.normalizer.normalize_str(text))
@@ -66,7 +66,8 @@ def learn_vocabulary(texts: Sequence[str], vocab_size: int) -> list[str]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
-def _tokenizer(numbers: dict[str, int]) -> "Tokenizer":
+def wordpiece_tokenizer(numbers: dict[str, int]) -> "Tokenizer":
+    """Splits text as BERT's "uncased" ones do, into tokens with these numbers."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordPiece(numbers, unk_token="[UNK]"))
@@ -113,7 +114,7 @@ def encode(vocabulary: Sequence[str], texts: Sequence[str]) -> Documents:
     >>> encode(learn_vocabulary(["Ah. Aha!"], 20), ["Ah. Aha!", "", "Ah"]).documents
     tensor([0, 2, 3])
     """
-    tokenizer = _tokenizer({token: number for number, token in enumerate(vocabulary)})
+    tokenizer = wordpiece_tokenizer({token: number for number, token in enumerate(vocabulary)})
     documents = []
     for text in texts:
         encoded = tokenizer.encode_batch(split_sentences(text), add_special_tokens=False)

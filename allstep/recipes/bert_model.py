@@ -79,6 +79,32 @@ class BertForPreTraining(nn.Module):
         return scores, self.cls.seq_relationship(pooled)
 
 
+class BertForSequenceClassification(nn.Module):
+    """An encoder and a linear layer on what it makes of the first token.
+
+        logits = dense(dropout(pooled))
+
+    Args:
+        config: its size; `hidden_dropout_prob` is also that of the classifier.
+        num_classes: outputs.
+
+    Source: Devlin et al., 2018, arXiv:1810.04805, section 4.1; as in transformers.
+    """
+
+    def __init__(self, config: BertConfig, num_classes: int) -> None:
+        super().__init__()
+        self.bert = BertModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, num_classes)
+        self.apply(_initialise)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, class] of int64 [batch, token], all in the first segment; 0 is padding."""
+        _, pooled = self.bert(tokens, torch.zeros_like(tokens))
+        logits: Tensor = self.classifier(self.dropout(pooled))
+        return logits
+
+
 class BertModel(nn.Module):
     """Post-norm blocks on tokens, positions and segments.
 

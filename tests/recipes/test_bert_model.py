@@ -19,7 +19,11 @@ from allstep.errors import CheckpointError
 from allstep.recipes import load_bert, save_bert
 from allstep.recipes.bert import Bert
 from allstep.recipes.bert_data import encode, learn_vocabulary
-from allstep.recipes.bert_model import BertConfig, BertForPreTraining
+from allstep.recipes.bert_model import (
+    BertConfig,
+    BertForPreTraining,
+    BertForSequenceClassification,
+)
 
 SMALL = BertConfig(
     vocab_size=50,
@@ -304,6 +308,20 @@ def test_bert_gradient_equals_that_of_transformers(transformers: Any) -> None:
         if name == "bert.embeddings.word_embeddings.weight":
             continue  # theirs gives padding's embedding no gradient as an input
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_bert_classifier_equals_that_of_transformers(transformers: Any) -> None:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(SMALL, 3).eval()
+    model.bert.load_state_dict(make().bert.state_dict())
+    other_config = theirs(transformers, SMALL, num_labels=3)
+    other = transformers.BertForSequenceClassification(other_config).eval()
+    other.load_state_dict(model.state_dict())
+    tokens, segments = inputs()
+    found, expected = model(tokens), other(**named(tokens, torch.zeros_like(segments))).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (found.std(0) > 1e-4).all()
 
 
 @pytest.mark.slow

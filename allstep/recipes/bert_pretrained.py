@@ -1,0 +1,115 @@
+"""A BERT with its tokens, of a run of the recipe `bert` or a folder that transformers reads."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.recipes.bert import Bert
+from allstep.recipes.bert_data import SPECIAL
+from allstep.recipes.bert_files import load_bert
+from allstep.recipes.bert_model import PADDING_TOKEN, BertForPreTraining
+
+_RUN, _FOLDER = "recipe.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What fine-tuning begins with.
+
+    Args:
+        model: with both heads of its pre-training.
+        vocabulary: its tokens in the order of their numbers.
+    """
+
+    model: BertForPreTraining
+    vocabulary: Sequence[str]
+
+
+def check_pretrained(path: Path) -> None:
+    """Looks whether there is something to begin with, without reading weights.
+
+    Raises:
+        UsageError: if there is not.
+    """
+    if (path / _RUN).is_file():
+        _read_recipe(path).check()
+        if not any((path / "checkpoints").glob("step-*")):
+            raise UsageError(f"`pretrained` (={path}) has no checkpoint yet; train it first.")
+    elif (path / _FOLDER).is_file():
+        _read_vocabulary(path)
+    else:
+        raise UsageError(
+            f"`pretrained` (={path}) is neither a run of the recipe `bert` nor a folder with"
+            " config.json, model.safetensors and vocab.txt; make one:"
+            f" `allstep train bert --run-dir {path}`."
+        )
+
+
+def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
+    """Reads a run's newest checkpoint, or files as `save_bert` and transformers write them.
+
+    A run's tokens are learned again from its texts, which must be where they were. Collective.
+
+    Args:
+        path: the run's folder, or that of the files.
+        comm: the workers, each of which reads.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged.
+        UsageError: if `path` is neither.
+    """
+    check_pretrained(path)
+    if not (path / _RUN).is_file():
+        return _checked(path, Pretrained(load_bert(path), _read_vocabulary(path)))
+    recipe = _read_recipe(path)
+    loaded = allstep.train.Checkpoints(path / "checkpoints", comm).load_latest()
+    if loaded is None:
+        raise allstep.errors.CheckpointError(
+            f"There is no whole checkpoint in {path / 'checkpoints'}: all are damaged. Train anew,"
+            " in another folder."
+        )
+    _, state = loaded
+    model = BertForPreTraining(recipe.config)
+    model.load_state_dict(state["model"])
+    return Pretrained(model, recipe.vocabulary(comm))
+
+
+def _read_recipe(run_dir: Path) -> Bert:
+    plain = json.loads((run_dir / _RUN).read_text(encoding="utf-8"))
+    if plain["recipe"] != Bert.name:
+        raise UsageError(
+            f"`pretrained` (={run_dir}) is a run of the recipe `{plain['recipe']}`; give one of"
+            f" `{Bert.name}`."
+        )
+    return Bert(**plain["fields"] | {"folder": Path(plain["fields"]["folder"])})
+
+
+def _read_vocabulary(folder: Path) -> list[str]:
+    """One token a line."""
+    path = folder / "vocab.txt"
+    if not path.is_file():
+        raise UsageError(
+            f"`pretrained` (={folder}) has no vocab.txt, which lists the tokens: give `save_bert`"
+            " the vocabulary, or save transformers' tokenizer there, too."
+        )
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+def _checked(folder: Path, found: Pretrained) -> Pretrained:
+    """Raises CheckpointError if the tokens are not those of the model."""
+    num_tokens, vocab_size = len(found.vocabulary), found.model.config.vocab_size
+    if num_tokens > vocab_size:
+        raise allstep.errors.CheckpointError(
+            f"{folder / 'vocab.txt'} has {num_tokens} tokens, but the model has {vocab_size}; save"
+            " both together."
+        )
+    missing = [token for token in SPECIAL if token not in found.vocabulary]
+    if missing or found.vocabulary[PADDING_TOKEN] != "[PAD]":
+        raise allstep.errors.CheckpointError(
+            f"{folder / 'vocab.txt'} must begin with [PAD] and hold {', '.join(SPECIAL)}; give"
+            " the vocabulary of a BERT."
+        )
+    return found
