@@ -35,7 +35,7 @@ def check_pretrained(path: Path) -> None:
         UsageError: if there is not.
     """
     if (path / _RUN).is_file():
-        _read_recipe(path).check()
+        _check_texts(path)
         if not any((path / "checkpoints").glob("step-*")):
             raise UsageError(f"`pretrained` (={path}) has no checkpoint yet; train it first.")
     elif (path / _FOLDER).is_file():
@@ -78,13 +78,28 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
 
 
 def _read_recipe(run_dir: Path) -> Bert:
-    plain = json.loads((run_dir / _RUN).read_text(encoding="utf-8"))
-    if plain["recipe"] != Bert.name:
+    try:
+        plain = json.loads((run_dir / _RUN).read_text(encoding="utf-8"))
+        name, fields = plain["recipe"], plain["fields"]
+        if name == Bert.name:
+            return Bert(**fields | {"folder": Path(fields["folder"])})
+    except (ValueError, LookupError, TypeError) as error:
+        raise allstep.errors.CheckpointError(
+            f"{run_dir / _RUN} is no recipe ({type(error).__name__}: {error})."
+        ) from error
+    raise UsageError(
+        f"`pretrained` (={run_dir}) is a run of the recipe `{name}`; give one of `{Bert.name}`."
+    )
+
+
+def _check_texts(run_dir: Path) -> None:
+    try:
+        _read_recipe(run_dir).check()
+    except UsageError as error:
         raise UsageError(
-            f"`pretrained` (={run_dir}) is a run of the recipe `{plain['recipe']}`; give one of"
-            f" `{Bert.name}`."
-        )
-    return Bert(**plain["fields"] | {"folder": Path(plain["fields"]["folder"])})
+            f"`pretrained` (={run_dir}) can't be read: {error} A run's tokens are learned from its"
+            " texts; `save_bert` writes files that need none."
+        ) from None
 
 
 def _read_vocabulary(folder: Path) -> list[str]:

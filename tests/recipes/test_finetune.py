@@ -274,6 +274,12 @@ def test_finetune_refuses_what_does_not_fit(
     (pretrained / "vocab.txt").unlink()
     with pytest.raises(UsageError, match=r"has no vocab.txt"):
         make().check()
+    (pretrained / "recipe.json").write_text('{"recipe": "bert"}')
+    with pytest.raises(CheckpointError, match=r"is no recipe \(KeyError"):
+        make().check()
+    (pretrained / "recipe.json").write_text('{"recipe": "bert", "fields": {"folder": "gone"}}')
+    with pytest.raises(UsageError, match=r"can't be read: `folder` \(=gone\) is no folder"):
+        make().check()
     (pretrained / "recipe.json").write_text('{"recipe": "digits", "fields": {}}')
     with pytest.raises(UsageError, match="is a run of the recipe `digits`"):
         make().check()
