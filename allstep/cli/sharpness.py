@@ -200,7 +200,7 @@ def _show_steps(found: Sequence[tuple[Sharpness, int]]) -> None:
     table = Table(box=None, pad_edge=False)
     names = ["step", "loss", "top eigenvalue", "loss rise"]
     has_layers = any(measured.layers for measured, _ in found)
-    for name in names + ["LARS and 1 / curvature", "LAMB and 1 / curvature"] * has_layers:
+    for name in names + ["LARS", "LAMB"] * has_layers:
         table.add_column(name, justify="right")
     for measured, step in found:
         mark = "" if measured.residual <= _LARGE_RESIDUAL else " ?"
@@ -208,6 +208,8 @@ def _show_steps(found: Sequence[tuple[Sharpness, int]]) -> None:
         correlations = [f"{value:.2f}" for value, _ in _correlations(measured.layers).values()]
         table.add_row(f"{step:,}", *numbers, f"{measured.loss_rise:.4g}", *correlations)
     make_console().print(table)
+    if has_layers:
+        print("LARS, LAMB: rank correlation of the ratio and 1 / curvature over the layers")
     if any(measured.residual > _LARGE_RESIDUAL for measured, _ in found):
         print("?: not converged, raise --max-products")
 
