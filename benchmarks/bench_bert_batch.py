@@ -46,7 +46,7 @@ from allstep.recipes.bert_model import BertConfig, BertForPreTraining
 from allstep.recipes.finetune import FineTune
 
 DOCS = Path(__file__).parent.parent / "docs" / "tables" / "bert_batch.md"
-LOWEST_LR = {"lamb": 1e-2, "adamw": 1e-3}  # at a batch of 32
+LOWEST_LR = {"lamb": 1e-2 / 3, "adamw": 1e-3 / 3}  # at a batch of 32
 FEATURES = 64
 Run = dict[str, Any]
 
@@ -55,10 +55,10 @@ Run = dict[str, Any]
 class Plan:
     """How large the study is."""
 
-    batches: tuple[int, ...] = (32, 256, 2048)
-    num_rates: int = 2
+    batches: tuple[int, ...] = (32, 256, 2048, 8192)
+    num_rates: int = 3
     rate_factor: float = 3.0
-    epochs: int = 1
+    epochs: int = 10
     finetune_share: float = 0.05
     finetune_epochs: int = 4
 
