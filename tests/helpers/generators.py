@@ -7,6 +7,7 @@ that what a rank draws depends on its seed and not on which thread draws first.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -52,6 +53,12 @@ class RankGenerator(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@cache
+def _takes_generator(func: Any) -> bool:
+    """Of an operator, whose schema takes as long to read as some operators run."""
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
 class ThreadGenerator(TorchDispatchMode):
     """Within it, this thread's operators draw from this thread's generator."""
 
@@ -61,8 +68,7 @@ class ThreadGenerator(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.native_dropout.default:
             raise NotImplementedError("native_dropout takes no generator; use processes")
-        takes_one = any(argument.name == "generator" for argument in func._schema.arguments)
-        if takes_one and kwargs.get("generator") is None:
+        if _takes_generator(func) and kwargs.get("generator") is None:
             kwargs["generator"] = _own.generator
         return func(*args, **kwargs)
 
