@@ -76,7 +76,13 @@ class Images(Recipe):
         """Looks for Pillow, and for folders with the same classes, or shards."""
         self.need_package("PIL", "pillow")
         folders = self._folders
-        if self._shards(folders[0]):
+        has_shards = [bool(self._shards(folder)) for folder in folders]
+        if any(has_shards) and not all(has_shards):
+            raise UsageError(
+                f"`folder` (={self.folder}): one of train/ and val/ has shards and the other has"
+                " none; give both the same kind."
+            )
+        if any(has_shards):
             self.need_package("datasets", "allstep[shards]")
         else:
             self._check_same(*map(allstep.data.image_folder.find_classes, folders))

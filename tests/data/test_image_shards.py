@@ -133,6 +133,16 @@ def test_shards_with_train_and_val(folder: Path, tmp_path: Path) -> None:
     assert len(task.train_set) == len(task.test_set) == NUM_PICTURES  # type: ignore[arg-type]
 
 
+def test_shards_beside_folders_are_refused(folder: Path) -> None:
+    for part, other in (("train", "val"), ("val", "train")):
+        (folder / part / "x.tar").touch()
+        with pytest.raises(UsageError, match="one of train/ and val/ has shards and the other"):
+            small_images(folder).check()
+        (folder / part / "x.tar").unlink()
+        assert not find_shards(folder / other)
+    small_images(folder).check()
+
+
 def test_pictures_without_labels_are_refused(folder: Path, tmp_path: Path) -> None:
     labels = [0] * (NUM_PICTURES - 1) + [-1]
     write_parquet(folder / "train", tmp_path / "shards", labels)
