@@ -110,22 +110,22 @@ def sharpness_worker(comm: Communicator, folder: str, request: dict[str, Any]) -
     shared, run_dir = run_folder.share_run(comm, folder)
     recipe = run_folder.data_parallel(shared)
     asked = Request(**request)
-    if not asked.all_checkpoints:
-        measured, step = _measure(comm, recipe, run_dir, asked)
-        if comm.rank == 0:
-            _show(measured, step)
-            path = run_dir / _FILE
-            write_whole(path, json.dumps({"step": step, **asdict(measured)}, indent=2) + "\n")
-            print_rows([("file", str(path))])
+    at_steps: list[int | None] = [None]  # the newest
+    if asked.all_checkpoints:
+        saved_steps = Checkpoints(run_dir / "checkpoints", comm).saved_steps()
+        at_steps = comm.broadcast_object(saved_steps[::-1])
+    found = [_measure(comm, recipe, run_dir, asked, at_step) for at_step in at_steps]
+    if comm.rank > 0:
         return
-    steps = comm.broadcast_object(Checkpoints(run_dir / "checkpoints", comm).saved_steps()[::-1])
-    found = [_measure(comm, recipe, run_dir, asked, step) for step in steps]
-    if comm.rank == 0:
+    if asked.all_checkpoints:
         _show_steps(found)
-        path = run_dir / _FILE_OF_ALL
-        lines = [json.dumps({"step": step, **asdict(measured)}) for measured, step in found]
-        write_whole(path, "\n".join(lines) + "\n")
-        print_rows([("file", str(path))])
+    else:
+        _show(*found[0])
+    path = run_dir / (_FILE_OF_ALL if asked.all_checkpoints else _FILE)
+    indent = None if asked.all_checkpoints else 2
+    texts = [json.dumps({"step": step, **asdict(m)}, indent=indent) for m, step in found]
+    write_whole(path, "".join(f"{text}\n" for text in texts))
+    print_rows([("file", str(path))])
 
 
 def _measure(

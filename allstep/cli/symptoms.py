@@ -49,7 +49,7 @@ def symptoms_of(text: str) -> list[Symptom]:
 def read_symptoms() -> Iterator[Symptom]:
     """All that the guide lists; of a checkout the guide itself, of a wheel its copy."""
     page = next(path for path in _PAGES if path.exists())
-    for line in page.read_text().splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| `") and len(cells) == 3:
             first, cause, cure = cells

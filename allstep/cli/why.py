@@ -70,12 +70,12 @@ def run(arguments: list[str]) -> int:
     if not os.path.isdir(known.run) and (symptoms := symptoms_of(known.run)):
         _print_symptoms(symptoms, known.json)
         return 0
-    known.run = Path(known.run)
-    states, exits = left_states(known.run), read_exits(known.run)
+    run_dir = Path(known.run)
+    states, exits = left_states(run_dir), read_exits(run_dir)
     if not states:
         raise UsageError(
-            f"`run` (={known.run}) has nothing that its workers left, in"
-            f" {state_folder(known.run)}: give the folder of a run that has begun; on another host"
+            f"`run` (={run_dir}) has nothing that its workers left, in"
+            f" {state_folder(run_dir)}: give the folder of a run that has begun; on another host"
             " it may be there. Nor is it a message of the guide «Troubleshooting»."
         )
     finding = find_cause(states, exits)
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
         codes = None if exits is None else exits.codes
         print(json.dumps({**asdict(finding), "exit_codes": codes, "ranks": rows}, indent=1))
         return 0
-    _print(known.run, finding, states, exits)
+    _print(run_dir, finding, states, exits)
     return 0
 
 

@@ -114,9 +114,9 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
         As if this worker had the whole model, with divided tensors; where nothing is divided what
         it has.
     """
-    shards = shards_of(model)
     if owned := _owned_modules(model):
         return _of_all(tensors, owned, model)
+    shards = shards_of(model)
     return {n: divide(x, shards[n]) if n in shards else x for n, x in tensors.items()}
 
 
