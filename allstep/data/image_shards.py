@@ -9,8 +9,6 @@ from copy import copy
 from pathlib import Path
 from typing import Self
 
-import datasets
-
 from allstep.data.image_folder import EncodedImage
 from allstep.errors import UsageError
 
@@ -38,6 +36,8 @@ class ImageShards:
     """
 
     def __init__(self, shards: Sequence[Path]) -> None:
+        import datasets  # an extra of its own, and slow to load
+
         self._folder = shards[0].parent
         files = [str(path) for path in shards]
         rows = datasets.load_dataset(_BUILDERS[shards[0].suffix], data_files=files, split="train")
