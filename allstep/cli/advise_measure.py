@@ -8,7 +8,7 @@ from typing import Any
 
 from allstep.cli.advise_subject import Question, recipe_training
 from allstep.cli.quantities import parse_counts
-from allstep.cli.run_folder import data_parallel, recipe_from_plain
+from allstep.cli.run_folder import data_parallel
 from allstep.cli.workers import ask_workers, run_here
 from allstep.comm import Communicator
 from allstep.doctor import (
@@ -23,6 +23,7 @@ from allstep.doctor import (
 from allstep.env import read_launch
 from allstep.errors import UsageError
 from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, Workload, predict
+from allstep.recipes import recipe_from_plain
 
 _PATIENCE_S = 4 * 3600.0  # of workers that wait for the first steps of a script
 _MACHINE_FLAGS = (

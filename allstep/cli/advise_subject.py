@@ -19,7 +19,7 @@ from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.flags import read_flags
 from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
-from allstep.cli.run_folder import data_parallel, find_recipe, recipe_to_plain
+from allstep.cli.run_folder import data_parallel
 from allstep.cli.script_worker import PROFILE, profile_path
 from allstep.cli.worker import last_lines
 from allstep.comm import Communicator
@@ -33,7 +33,7 @@ from allstep.doctor import (
 )
 from allstep.errors import UsageError, check_choice, check_positive
 from allstep.plan import Cluster, MeshSpec, TrainingSpec, TransformerSpec, Workload
-from allstep.recipes import AnyRecipe, Recipe
+from allstep.recipes import AnyRecipe, Recipe, find_recipe, recipe_to_plain
 from allstep.train import Precision, Task, map_tensors
 
 _MICRO_BATCH = 32

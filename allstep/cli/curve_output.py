@@ -11,9 +11,8 @@ from rich.table import Table
 
 from allstep.cli.output_files import can_draw, new_figure
 from allstep.cli.rows import make_console
-from allstep.cli.run_folder import recipe_to_plain
 from allstep.plan import HeldOutErrors, Interval, LearningCurve, fit_learning_curve
-from allstep.recipes import Recipe
+from allstep.recipes import Recipe, recipe_to_plain
 
 _NUM_DRAWN = 16  # amounts at which curve and band are
 

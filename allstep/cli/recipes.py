@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allstep.cli.flags import read_flags
-from allstep.cli.run_folder import find_recipe
-from allstep.recipes import REGISTRY
+from allstep.recipes import REGISTRY, find_recipe
 
 
 def run(arguments: list[str]) -> int:

@@ -6,32 +6,26 @@ import shlex
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from allstep import __version__
 from allstep.cli.output_files import writing_errors
 from allstep.comm import Communicator
 from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
 from allstep.files import write_whole
-from allstep.recipes import REGISTRY, AnyRecipe, DividedRecipe, Recipe
+from allstep.recipes import (
+    AnyRecipe,
+    DividedRecipe,
+    Recipe,
+    read_recipe_file,
+    recipe_from_plain,
+    recipe_to_plain,
+)
 from allstep.train import taken_by, trainer_of, writing
 
 _RECIPE = "recipe.json"
 _REPORT = "report.json"
 _STARTER = ".started-by"  # torchrun's agent, whose restarts go on with the run
-
-
-def find_recipe(name: str) -> type[AnyRecipe]:
-    """The recipe of this name.
-
-    Raises:
-        UsageError: if there is none; with the nearest names.
-    """
-    if name not in REGISTRY:
-        raise UsageError(f"There is no recipe `{name}`; {nearest_names(name, REGISTRY)}")
-    return REGISTRY[name]
 
 
 def data_parallel(recipe: AnyRecipe) -> Recipe:
@@ -151,43 +145,6 @@ def _mkdir(path: Path, *, exist_ok: bool) -> None:
         ) from None
 
 
-def recipe_to_plain(recipe: AnyRecipe) -> dict[str, Any]:
-    """Name and all fields of a recipe as plain data."""
-    values = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
-    plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
-    return {"recipe": recipe.name, "allstep": __version__, "fields": plain}
-
-
-def recipe_from_plain(plain: dict[str, Any]) -> AnyRecipe:
-    """The inverse of `recipe_to_plain`.
-
-    Raises:
-        UsageError: if the recipe or one of its fields doesn't exist (any more).
-    """
-    recipe_class = find_recipe(plain["recipe"])
-    hints = get_type_hints(recipe_class)
-    known = {field.name for field in fields(recipe_class)}
-    unknown = sorted(set(plain["fields"]) - known)
-    if unknown:
-        raise UsageError(
-            f"`{unknown[0]}` is no field of recipe `{recipe_class.name}`;"
-            f" the run was made by allstep {plain['allstep']}, this is {__version__}."
-        )
-    return recipe_class(
-        **{name: _restored(value, hints[name]) for name, value in plain["fields"].items()}
-    )
-
-
-def _restored(value: Any, hint: Any) -> Any:
-    """Undoes what JSON can't keep: tuples became lists, paths became strings."""
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    if isinstance(value, str) and Path in kinds:
-        return Path(value)
-    if isinstance(value, list):
-        return tuple(value)
-    return value
-
-
 def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
     """Writes `recipe.json`, whole or not at all.
 
@@ -211,19 +168,14 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
     """
     if not run_dir.is_dir():
         raise UsageError(f"`{argument}` (={run_dir}) is no folder; {_list_runs(run_dir)}")
-    path = run_dir / _RECIPE
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        recipe = recipe_from_plain(plain)
+        return read_recipe_file(run_dir / _RECIPE)
     except FileNotFoundError:
         around = [parent for parent in run_dir.parents if (parent / _RECIPE).is_file()]
         hint = f"; did you mean `{around[0]}`?" if around else "."
         raise UsageError(
             f"`{argument}` (={run_dir}) has no {_RECIPE}: it is no run of `allstep train`{hint}"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
-        raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None
-    return recipe
 
 
 def share_run(comm: Communicator, folder: str | None) -> tuple[AnyRecipe, Path]:

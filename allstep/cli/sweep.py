@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from allstep.cli.run_folder import find_recipe
 from allstep.cli.sweep_output import as_plain, make_results, show, write_files
 from allstep.cli.sweep_plan import keep_plan, make_plan
 from allstep.cli.trainings import Outcome, metric_of, read_jobs, run_trainings
 from allstep.errors import UsageError
+from allstep.recipes import find_recipe
 from allstep.train import FAILED
 
 _EXAMPLE = "example: allstep sweep digits --lr 0.05,0.1,0.2 --optimizer sgd,lamb --epochs 5"

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from allstep import __version__
-from allstep.cli.run_folder import data_parallel, recipe_to_plain
+from allstep.cli.run_folder import data_parallel
 from allstep.cli.train import read_command_line
 from allstep.cli.trainings import Training, check_folders, write_json
 from allstep.errors import UsageError
+from allstep.recipes import recipe_to_plain
 
 _PLAN = "sweep.json"
 _WHOLE = ("shares",)  # a value may have commas itself

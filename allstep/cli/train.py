@@ -32,6 +32,7 @@ from allstep.recipes import (
     Recipe,
     apply_large_batch,
     describe_changes,
+    find_recipe,
 )
 from allstep.train import FAILED, check_elastic, fit, launcher_lock
 
@@ -232,7 +233,7 @@ def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
 
 def read_command_line(name: str, *flags: str) -> tuple[LaunchOptions, AnyRecipe]:
     """How to launch a recipe, and the recipe with its fields set by flags."""
-    recipe_class = run_folder.find_recipe(name)
+    recipe_class = find_recipe(name)
     command_line = make_dataclass(
         "CommandLine", [("launch", LaunchOptions), ("recipe", recipe_class)], kw_only=True
     )

@@ -1,6 +1,5 @@
 """A BERT with its tokens, of a run of the recipe `bert` or a folder that transformers reads."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from allstep.recipes.bert import Bert
 from allstep.recipes.bert_data import SPECIAL
 from allstep.recipes.bert_files import load_bert
 from allstep.recipes.bert_model import PADDING_TOKEN, BertForPreTraining
+from allstep.recipes.registry import read_recipe_file
 
 _RUN, _FOLDER = "recipe.json", "config.json"
 
@@ -78,17 +78,12 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
 
 
 def _read_recipe(run_dir: Path) -> Bert:
-    try:
-        plain = json.loads((run_dir / _RUN).read_text(encoding="utf-8"))
-        name, fields = plain["recipe"], plain["fields"]
-        if name == Bert.name:
-            return Bert(**fields | {"folder": Path(fields["folder"])})
-    except (ValueError, LookupError, TypeError) as error:
-        raise allstep.errors.CheckpointError(
-            f"{run_dir / _RUN} is no recipe ({type(error).__name__}: {error})."
-        ) from error
+    recipe = read_recipe_file(run_dir / _RUN)
+    if isinstance(recipe, Bert):
+        return recipe
     raise UsageError(
-        f"`pretrained` (={run_dir}) is a run of the recipe `{name}`; give one of `{Bert.name}`."
+        f"`pretrained` (={run_dir}) is a run of the recipe `{recipe.name}`; give one of"
+        f" `{Bert.name}`."
     )
 
 

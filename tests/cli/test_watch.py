@@ -17,11 +17,12 @@ import pytest
 from rich.console import Console
 
 from allstep.cli.main import main
-from allstep.cli.run_folder import find_recipe, write_recipe
+from allstep.cli.run_folder import write_recipe
 from allstep.cli.train import train_worker
 from allstep.comm import LOST_PEER, WELL, Activity, WorkerState, read_states, state_folder
 from allstep.comm.last_state import LastState
 from allstep.comm.worker_state import record_of
+from allstep.recipes import find_recipe
 from tests.helpers.launched import Launched
 from tests.helpers.processes import Workers, start_processes
 from tests.helpers.terminal import Terminal

@@ -1,0 +1,112 @@
+"""The recipes by name, and a recipe as plain data, as a run's `recipe.json` holds it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import allstep
+from allstep import UsageError
+from allstep.recipes.base import DividedRecipe, Recipe
+
+AnyRecipe = Recipe | DividedRecipe
+"""What `allstep train` can run."""
+
+
+class _Registry(Mapping[str, type[AnyRecipe]]):
+    """Recipes by name; a recipe's module is imported when it is asked for."""
+
+    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> type[AnyRecipe]:
+        module, recipe = self._places[name]
+        found: type[AnyRecipe] = getattr(import_module(module), recipe)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+REGISTRY: Mapping[str, type[AnyRecipe]] = _Registry(
+    {
+        "bert": ("allstep.recipes.bert", "Bert"),
+        "cots": ("allstep.recipes.cots", "Cots"),
+        "digits": ("allstep.recipes.digits", "Digits"),
+        "fashion": ("allstep.recipes.fashion", "Fashion"),
+        "finetune": ("allstep.recipes.finetune", "FineTune"),
+        "gru": ("allstep.recipes.gru", "Gru"),
+        "images": ("allstep.recipes.images", "Images"),
+        "text": ("allstep.recipes.text", "Text"),
+    }
+)
+"""The recipes that come with allstep, by name."""
+
+
+def find_recipe(name: str) -> type[AnyRecipe]:
+    """The recipe of this name.
+
+    Raises:
+        UsageError: if there is none; with the nearest names.
+    """
+    if name not in REGISTRY:
+        raise UsageError(
+            f"There is no recipe `{name}`; {allstep.errors.nearest_names(name, REGISTRY)}"
+        )
+    return REGISTRY[name]
+
+
+def recipe_to_plain(recipe: AnyRecipe) -> dict[str, Any]:
+    """Name and all fields of a recipe as plain data."""
+    values = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    plain = {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
+    return {"recipe": recipe.name, "allstep": allstep.__version__, "fields": plain}
+
+
+def recipe_from_plain(plain: dict[str, Any]) -> AnyRecipe:
+    """The inverse of `recipe_to_plain`.
+
+    Raises:
+        UsageError: if the recipe or one of its fields doesn't exist (any more).
+    """
+    recipe_class = find_recipe(plain["recipe"])
+    hints = get_type_hints(recipe_class)
+    known = {field.name for field in fields(recipe_class)}
+    unknown = sorted(set(plain["fields"]) - known)
+    if unknown:
+        raise UsageError(
+            f"`{unknown[0]}` is no field of recipe `{recipe_class.name}`;"
+            f" the run was made by allstep {plain['allstep']}, this is {allstep.__version__}."
+        )
+    return recipe_class(
+        **{name: _restored(value, hints[name]) for name, value in plain["fields"].items()}
+    )
+
+
+def _restored(value: Any, hint: Any) -> Any:
+    """Undoes what JSON can't keep: tuples became lists, paths became strings."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if isinstance(value, str) and Path in kinds:
+        return Path(value)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def read_recipe_file(path: Path) -> AnyRecipe:
+    """The recipe that a run has left in its `recipe.json`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        UsageError: if it doesn't hold a recipe, or one that doesn't exist (any more).
+    """
+    try:
+        return recipe_from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+        raise UsageError(f"{path} is damaged: it doesn't hold a recipe.") from None
