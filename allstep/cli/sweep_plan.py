@@ -131,12 +131,18 @@ def make_training(
         others: the words of the flags that all trainings have.
         folder: of all trainings.
     """
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items()]
+    words = [_word(name.replace("_", "-"), value) for name, value in chosen.items()]
     with contextlib.redirect_stdout(io.StringIO()):  # what a large-batch recipe was rescaled to
         _, recipe = read_command_line(recipe_name, *others, *words)
     parts = [f"{name.replace('_', '-')}={value}" for name, value in chosen.items()]
     name = re.sub(r"[^\w.=,+-]", "_", ",".join(parts)) or "run"
     return Training(name, data_parallel(recipe), folder / name)
+
+
+def _word(name: str, value: str) -> str:
+    """A field's flag; those that have no value are there or not."""
+    switches = {"true": f"--{name}", "false": f"--no-{name}"}
+    return switches.get(value, f"--{name}={value}")
 
 
 def keep_plan(folder: Path, trainings: Sequence[Training], argument: str) -> None:

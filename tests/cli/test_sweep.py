@@ -48,6 +48,14 @@ def test_a_published_recipe_is_a_value_like_any_other(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_flag_without_a_value_is_there_or_not():
+    found = plan("--drop-last", "true,false")
+    assert {t.name: t.recipe.drop_last for t in found.trainings} == {
+        "drop-last=true": True,
+        "drop-last=false": False,
+    }
+
+
 def test_flags_without_lists_are_one_training():
     (training,) = plan("--lr", "0.2", "--drop-last").trainings
     assert (training.name, training.recipe.lr, training.recipe.drop_last) == ("run", 0.2, True)
@@ -65,7 +73,8 @@ def test_flags_without_lists_are_one_training():
         (["--lr", "0.1", "--lr", "0.2"], "`lr` is given twice; give a list"),
         (["--optimizer", "sgd,lam"], "`optimizer` (=lam): did you mean `lamb`"),
         (["--epochs", "1,2.5"], "`epochs` (=2.5) must be a whole number"),
-        (["--drop-last", "true,false"], "`--drop-last` (=true) takes no value"),
+        (["--drop-last", "true,yes"], "`--drop-last` (=yes) takes no value"),
+        (["--lr", "true,false"], "`--lr` needs a value"),
         (["--jobs", "1,2"], "`jobs` (=1,2) has one value for the whole command"),
         (["--workers", "1,2"], "`workers` (=1,2) has one value for the whole command"),
         (["--jobs", "0"], "`jobs` (=0) must be at least 1"),
