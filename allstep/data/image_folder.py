@@ -4,15 +4,16 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -25,6 +26,7 @@ __all__ = [
     "EncodedImage",
     "ImageFolder",
     "Images",
+    "ListedImages",
     "center_crop",
     "find_classes",
     "find_images",
@@ -112,29 +114,81 @@ def find_classes(folder: Path) -> list[str]:
     return classes
 
 
-def find_images(folder: Path) -> tuple[list[str], list[tuple[Path, int]]]:
-    """The classes of a folder and their pictures.
+@dataclass(frozen=True)
+class ListedImages:
+    """Paths of pictures with the numbers of their classes.
+
+    Two arrays hold them: a million need some tens of megabytes, and loader processes share these
+    with the process that they were forked from.
 
     Args:
-        folder: `folder/<class>/**/*.jpg` and other formats.
+        folder: which the names are below.
+        classes: their names.
+        names: of the pictures, encoded as the file system's, with `/` between folders.
+        labels: the number of each picture's class.
+    """
 
-    Returns:
-        Class names in alphabetical order, and (path, class index) in that of the paths.
+    folder: Path
+    classes: Sequence[str]
+    names: NDArray[np.bytes_]
+    labels: NDArray[np.int64]
+
+    def name(self, index: int) -> str:
+        """A picture's path below the folder."""
+        return os.fsdecode(self.names[index])
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """Some of the pictures, with the same classes."""
+        return replace(self, names=self.names[indices], labels=self.labels[indices])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Path, int]:
+        return self.folder / self.name(index), int(self.labels[index])
+
+
+def find_images(folder: Path) -> ListedImages:
+    """The pictures of a folder, in the order of their paths.
+
+    Args:
+        folder: `folder/<class>/**/*.jpg` and other formats; the classes are in alphabetical order.
 
     Raises:
-        UsageError: if the folder is missing, has no classes, or one of them has no pictures.
+        UsageError: if the folder is missing, has no classes, one of them has no pictures, or a
+            folder can't be read.
     """
     classes = find_classes(folder)
-    images = []
-    for index, name in enumerate(classes):
-        found = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in _SUFFIXES)
+    names: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(_find_names(folder, name), key=lambda name: name.split("/"))
         if not found:
             raise UsageError(
                 f"`folder` (={folder}): class `{name}` has no pictures"
                 f" ({', '.join(sorted(_SUFFIXES))}); add some or remove the folder."
             )
-        images += [(path, index) for path in found]
-    return classes, images
+        names += found
+        labels += [label] * len(found)
+    encoded = np.array([os.fsencode(name) for name in names])
+    return ListedImages(folder, classes, encoded, np.array(labels))
+
+
+def _find_names(folder: Path, name: str) -> Iterator[str]:
+    """The pictures in a sub-folder and those below it, by their names below the folder."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UsageError(
+            f"`folder` (={folder}): {error.filename} can't be read ({error.strerror}); make it"
+            " readable or remove it."
+        ) from None
+
+    start = os.path.join(folder, "")
+    for path, _, files in os.walk(start + name, onerror=refuse):
+        below = path.removeprefix(start)
+        yield from (
+            f"{below}/{file}" for file in files if os.path.splitext(file)[1].lower() in _SUFFIXES
+        )
 
 
 def find_shards(folder: Path) -> list[Path]:

@@ -71,6 +71,10 @@ class ImageShards:
         chosen._indices = [self._indices[index] for index in indices]
         return chosen
 
+    def name(self, index: int) -> str:
+        """What tells a picture from the others: its number among all."""
+        return str(self._indices[index])
+
     def __len__(self) -> int:
         return len(self._indices)
 

@@ -15,8 +15,9 @@ from allstep.recipes.base import Recipe
 from allstep.recipes.classification import Classifier
 from allstep.recipes.resnet import Depth, resnet
 
-_T = TypeVar("_T")
-_Found = tuple[list[str], "allstep.data.image_folder.Images", "allstep.data.image_folder.Images"]
+_Images = TypeVar(
+    "_Images", "allstep.data.image_folder.ListedImages", "allstep.data.image_shards.ImageShards"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +90,9 @@ class Images(Recipe):
 
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's pictures."""
-        classes, train_images, test_images = (
-            self._read_shards() if self._shards(self._folders[0]) else self._list(comm)
-        )
+        has_shards = bool(self._shards(self._folders[0]))
+        train_images, test_images = self._read_shards() if has_shards else self._list(comm)
+        num_classes = len(train_images.classes)
         folder = allstep.data.image_folder
         make = functools.partial(
             folder.ImageFolder, size=self.image_size, on_bad_image=self.on_bad_image
@@ -102,10 +103,10 @@ class Images(Recipe):
             mean=[123.675, 116.28, 103.53],
             std=[58.395, 57.12, 57.375],
             label_smoothing=self.label_smoothing,
-            top_k=5 if len(classes) > 5 else 0,
+            top_k=5 if num_classes > 5 else 0,
         )
         return self.make_task(
-            resnet(self.depth, len(classes), self.stem),
+            resnet(self.depth, num_classes, self.stem),
             make(train_images, crop=folder.random_crop),
             make(test_images, crop=folder.center_crop),
             classifier,
@@ -120,36 +121,37 @@ class Images(Recipe):
     def _shards(self, folder: Path) -> list[Path]:
         return allstep.data.image_folder.find_shards(folder)
 
-    def _list(self, comm: Communicator) -> _Found:
-        """Classes, training pictures, test pictures; rank 0 reads the folders for all."""
-        listed = self._find() if comm.rank == 0 else None
-        classes, *parts = comm.broadcast_object(listed)
-        train, test = ([(self.folder / name, label) for name, label in part] for part in parts)
-        return classes, train, test
+    def _list(self, comm: Communicator) -> Sequence["allstep.data.image_folder.ListedImages"]:
+        """Training and test pictures; rank 0 reads the folders for all."""
+        image_folder = allstep.data.image_folder
+        plain = None
+        if comm.rank == 0:
+            found = self._split([image_folder.find_images(folder) for folder in self._folders])
+            plain = [(images.classes, images.names, images.labels) for images in found]
+        folders = self._folders[0], self._folders[-1]
+        listed = zip(folders, comm.broadcast_object(plain), strict=True)
+        return [image_folder.ListedImages(folder, *fields) for folder, fields in listed]
 
-    def _find(self) -> tuple[list[str], list[tuple[str, int]], list[tuple[str, int]]]:
-        """The same on this host's disk; names below the folder."""
-        find_images = allstep.data.image_folder.find_images
-        found = [find_images(folder) for folder in self._folders]
-        self._check_same(*(classes for classes, _ in found))
-        named = [
-            [(path.relative_to(self.folder).as_posix(), label) for path, label in images]
-            for _, images in found
-        ]
-        if len(named) == 1:
-            is_test = [_score(name) < self.val_fraction for name, _ in named[0]]
-            named = self._hold_out(named[0], is_test)
-        return found[0][0], named[0], named[1]
+    def _read_shards(self) -> Sequence["allstep.data.image_shards.ImageShards"]:
+        shards = allstep.data.image_shards.ImageShards
+        return self._split([shards(self._shards(folder)) for folder in self._folders])
 
-    def _read_shards(self) -> _Found:
-        found = [allstep.data.image_shards.ImageShards(self._shards(f)) for f in self._folders]
+    def _split(self, found: Sequence[_Images]) -> Sequence[_Images]:
+        """Those to train on and those to test on; a part of them where there is no val/."""
         self._check_same(*(images.classes for images in found))
         if len(found) == 2:
-            return found[0].classes, found[0], found[1]
+            return found
         images = found[0]
-        is_test = [_score(str(index)) < self.val_fraction for index in range(len(images))]
-        train, test = self._hold_out(range(len(images)), is_test)
-        return images.classes, images.select(train), images.select(test)
+        is_test = [_score(images.name(i)) < self.val_fraction for i in range(len(images))]
+        train = [index for index, is_held_out in enumerate(is_test) if not is_held_out]
+        test = [index for index, is_held_out in enumerate(is_test) if is_held_out]
+        if not train or not test:
+            raise UsageError(
+                f"`val_fraction` (={self.val_fraction}) of the {len(images)} pictures leaves"
+                f" {len(train)} to train on and {len(test)} to test on; choose another, or make"
+                " folders train/ and val/."
+            )
+        return [images.select(train), images.select(test)]
 
     def _check_same(self, classes: Sequence[str], others: Sequence[str] | None = None) -> None:
         """Refuses a val/ with other classes than train/ has."""
@@ -159,20 +161,6 @@ class Images(Recipe):
                 f"`folder` (={self.folder}): train/ and val/ have different classes:"
                 f" {', '.join(differing[:5])}. Give both the same."
             )
-
-    def _hold_out(self, images: Sequence[_T], is_test: Sequence[bool]) -> list[list[_T]]:
-        """Those to train on and those to test on."""
-        parts = [
-            [image for image, held_out in zip(images, is_test, strict=True) if held_out == wanted]
-            for wanted in (False, True)
-        ]
-        if not all(parts):
-            raise UsageError(
-                f"`val_fraction` (={self.val_fraction}) of the {len(images)} pictures leaves"
-                f" {len(parts[0])} to train on and {len(parts[1])} to test on; choose"
-                " another, or make folders train/ and val/."
-            )
-        return parts
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 import logging
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,13 +145,42 @@ def test_find_images(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    classes, images = find_images(tmp_path)
-    assert classes == ["a", "b"]
-    assert [(path.name, label) for path, label in images] == [
-        ("1.jpeg", 0),
-        ("2.JPG", 1),
-        ("1.png", 1),
-    ]
+    images = find_images(tmp_path)
+    assert images.classes == ["a", "b"]
+    found = [images[index] for index in range(len(images))]
+    names = [("a/1.jpeg", 0), ("b/2.JPG", 1), ("b/deep/1.png", 1)]
+    assert found == [(tmp_path / name, label) for name, label in names]
+    some = images.select([2, 0])
+    assert [some.name(index) for index in range(len(some))] == ["b/deep/1.png", "a/1.jpeg"]
+
+
+def test_images_are_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    names = ["a/b-c.png", "a/b/1.png", "a/b/ü.png", "a/b.c/2.png", "a b/3.png"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    images = find_images(tmp_path)
+    assert [images[index][0] for index in range(len(images))] == sorted(
+        tmp_path / name for name in names
+    )
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pictures would be missing in silence; `scandir` fails, as root may read all folders."""
+    (tmp_path / "cats" / "secret").mkdir(parents=True)
+    (tmp_path / "cats" / "1.png").touch()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UsageError, match=r"cats/secret can't be read \(Permission denied\)"):
+        find_images(tmp_path)
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
