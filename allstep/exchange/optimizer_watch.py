@@ -22,6 +22,7 @@ from allstep.comm.agreement import agree
 from allstep.comm.ddp import WITHOUT_DDP, is_ddp
 from allstep.errors import UsageError
 
+_OF_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 Step = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -40,6 +41,10 @@ class Watched(Protocol):
     @property
     def awaits_update(self) -> bool:
         """Whether the gradient of a global batch is ready that no update was made of in `steps`."""
+
+    @property
+    def shards(self) -> Mapping[str, object]:
+        """name -> shard, of parameters of which other workers have other parts."""
 
     def held(self, ids: set[int]) -> set[int]:
         """Those that are of a parameter of the attached model, which may be frozen."""
@@ -122,6 +127,7 @@ def _before_step(
         )
     for exchange, ids in held:
         if ids:
+            _refuse_shards(optimizer, exchange, ids)
             exchange.note_update(optimizer)
     return _with_compared_closure(exchanges[0].comm, args, kwargs)
 
@@ -181,6 +187,19 @@ def _learning_rates(optimizer: Optimizer) -> list[object]:
     """A tensor by its version, for to look at its value would mean to wait for its device."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return [(id(x), x._version) if isinstance(x, Tensor) else x for x in rates]
+
+
+def _refuse_shards(optimizer: Optimizer, exchange: Watched, ids: set[int]) -> None:
+    """Torch's optimizers of whole matrices would make another update of each part."""
+    if not isinstance(optimizer, _OF_WHOLE_MATRICES):
+        return
+    for name in exchange.shards:
+        if id(exchange.trained.get(name)) in ids:
+            raise UsageError(
+                f"The {_kind(optimizer)} looks at whole matrices, and of `{name}` each worker has a"
+                " part: take an optimizer that works element by element, as AdamW, or"
+                " `allstep.optim.LAMB` or `LARS`, which add up the parts' norms."
+            )
 
 
 def _refuse_early(optimizer: Optimizer, exchanges: list[Watched]) -> None:

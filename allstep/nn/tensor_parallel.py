@@ -28,8 +28,9 @@ def tensor_parallel(
     [Note: shards] `parallelize_module` makes parameters DTensors. Each worker keeps its local
     shard as a plain parameter instead, under the same name, and a forward pass sees the DTensor of
     which it is a part: torch's engine computes and sends activations, and the exchange and the
-    optimizer see plain tensors. What looks at all gradients, or at a layer's norm, sees one
-    worker's shards; `fit` clips by the norm over all, and its checkpoints are whole.
+    optimizer see plain tensors. What looks at all gradients sees one worker's shards; `fit` clips
+    by the norm over all, and its checkpoints are whole. LARS and LAMB, which look at a layer's
+    norm, find the workers that have its other parts as `parameter.shard_group`.
 
     Args:
         model: whole, the same on all workers, before its optimizer is made; changed in place.
@@ -106,6 +107,8 @@ class _LocalShards(ShardHook):
         for name, layout in self._layouts.items():
             p = self._kept[name] = module._parameters[name]
             assert p is not None
+            if name in self.shards:  # a copy has lost it, and so has what was loaded in its place
+                p.shard_group = self.shards[name].comm  # type: ignore[attr-defined]
             # On the way back the gradient is laid out as the parameter is.
             divided: Any = DTensor.from_local(p, **layout)
             module._parameters[name] = divided

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,12 @@ from allstep.device import is_accelerator
 from allstep.torch_classes import is_dtensor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class ShardGroup(Protocol):
+    """The workers that hold a parameter's parts, as `parameter.shard_group`; a `Communicator`."""
+
+    def all_reduce(self, x: Tensor, op: Literal["sum", "max"], /) -> Tensor: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -161,9 +167,9 @@ def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether other workers hold other parts of it."""
-    return is_dtensor(parameter) and any(
-        not placement.is_replicate() for placement in parameter.placements
-    )
+    if is_dtensor(parameter):
+        return any(not placement.is_replicate() for placement in parameter.placements)
+    return hasattr(parameter, "shard_group")
 
 
 def flat(tensor: Tensor) -> Tensor | None:
@@ -198,32 +204,42 @@ def reduce_over_shards(columns: Tensor, leaves: Sequence[Leaf], op: Literal["sum
     """Combines every leaf's column over the workers that hold its parts, in place.
 
     One collective for each dimension of the mesh that parameters are sharded over: one in all
-    under `fully_shard` or under tensor parallelism, none for whole parameters.
+    under `fully_shard` or under tensor parallelism, none for whole parameters. Those are sharded
+    that are DTensors, or have a `ShardGroup`.
 
     Args:
         columns: shape (rows, leaves); finished for leaves that are whole.
         leaves: the same on all workers.
         op: how the parts combine; a "max" of something that holds NaN is inf.
     """
-    members: dict[dist.ProcessGroup, list[int]] = {}
+    members: dict[dist.ProcessGroup | ShardGroup, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if leaf.is_sharded:
             for group in _shard_groups(leaf.parameter):
                 members.setdefault(group, []).append(index)
-    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     for group, indices in members.items():
         chosen = torch.tensor(indices, device=columns.device)
         parts = columns[:, chosen]
         if op == "max":
             parts = parts.nan_to_num(nan=math.inf, posinf=math.inf)  # Gloo's maximum loses NaN
         parts = parts.to(leaves[indices[0]].weight.device)  # whole ones may be elsewhere
-        dist.all_reduce(parts, reduce_op, group=group)
-        columns[:, chosen] = parts.to(columns.device)
+        columns[:, chosen] = _all_reduce(parts, op, group).to(columns.device)
 
 
-def _shard_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
-    """The process groups along which a parameter is cut, in the mesh's order."""
-    assert is_dtensor(parameter)
+def _all_reduce(
+    x: Tensor, op: Literal["sum", "max"], group: dist.ProcessGroup | ShardGroup
+) -> Tensor:
+    if not isinstance(group, dist.ProcessGroup):
+        return group.all_reduce(x, op)
+    dist.all_reduce(x, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
+    return x
+
+
+def _shard_groups(parameter: Tensor) -> Sequence[dist.ProcessGroup | ShardGroup]:
+    """The workers along which a parameter is cut, in the mesh's order."""
+    if not is_dtensor(parameter):
+        group: ShardGroup = parameter.shard_group  # type: ignore[attr-defined]
+        return [group]
     return [
         parameter.device_mesh.get_group(dim)
         for dim, placement in enumerate(parameter.placements)

@@ -16,7 +16,6 @@ from allstep.recipes.transformer import Experts, Transformer, tensor_parallel_pl
 _MIN_VOCAB_SIZE = 258
 
 _ACTIVATION_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_ELEMENTWISE = ("sgd", "adamw", "rmsprop_warmup")  # updates that look at no layer as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +120,6 @@ class Text(TokenRecipe):
             raise UsageError(
                 f"`experts` (={self.experts}) divide the blocks, and {reason}; leave one of them"
                 " out."
-            )
-        if self.optimizer not in _ELEMENTWISE:
-            raise UsageError(
-                f"`optimizer` (={self.optimizer!r}) takes norms of whole layers, and {reason}; take"
-                f" one of {', '.join(_ELEMENTWISE)}."
             )
         allstep.train.check_sharded(self, reason)
 

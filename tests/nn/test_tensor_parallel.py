@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,13 @@ def test_control_of_a_divided_transformer() -> None:
 
 
 def loop(
-    comm: Communicator, num_data: int, run_dir: Path | None = None, stops_after: int | None = None
+    comm: Communicator,
+    num_data: int,
+    run_dir: Path | None = None,
+    stops_after: int | None = None,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
+    forgets_group: bool = False,
 ) -> tuple[dict[str, Tensor], bool]:
     """The README's loop, along the axis of data; with a folder one that can be started again."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -124,7 +132,7 @@ def loop(
         nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.Dropout(0.3)
     ).double()
     tensor_parallel(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = kind(model.parameters(), lr=0.01)
     exchange = allstep.attach(model, mesh["data"])
     torch.manual_seed(1)
     samples = TensorDataset(*(torch.randn(44, 6, dtype=torch.float64) for _ in range(2)))
@@ -145,6 +153,8 @@ def loop(
             for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
                 for x, y in batch:
                     batch.backward((model(x) - y).square().mean())
+                for p in model.parameters() if forgets_group else ():
+                    vars(p).pop("shard_group", None)
                 optimizer.step()
                 optimizer.zero_grad()
                 if batch.step == stops_after:
@@ -152,13 +162,34 @@ def loop(
     return whole_state(model), before.keys() == model.state_dict().keys()
 
 
+KINDS = {
+    "adamw": torch.optim.AdamW,
+    "lamb": allstep.optim.LAMB,
+    "lamb_of_largest": partial(
+        allstep.optim.LAMB, trust_ratio=allstep.optim.TrustRatio(norm="linf")
+    ),
+    "lars": partial(allstep.optim.LARS, momentum=0.9, weight_decay=0.01),
+}
+
+
+def loops(comm: Communicator, num_data: int) -> dict[str, tuple[dict[str, Tensor], bool]]:
+    """The loop with each optimizer, and the control: LAMB with the norms of parts of layers."""
+    found = {name: loop(comm, num_data, kind=kind) for name, kind in KINDS.items()}
+    return found | {"control": loop(comm, num_data, kind=KINDS["lamb"], forgets_group=True)}
+
+
 @pytest.mark.process
 def test_tensor_parallel_in_an_own_loop() -> None:
-    expected, _ = loop(Communicator.single_process(), 1)
-    for found, has_same_names in run_processes(4, loop, 2):
-        assert has_same_names
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+    expected = loops(Communicator.single_process(), 1)
+    for found in run_processes(4, loops, 2):
+        for kind in KINDS:
+            state, has_same_names = found[kind]
+            assert has_same_names
+            for name, value in expected[kind][0].items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
+        for name in ("1.weight", "3.weight"):
+            difference = found["control"][0][name] - expected["lamb"][0][name]
+            assert difference.abs().max() > 1e-4
 
 
 @pytest.mark.process
@@ -205,6 +236,8 @@ def refused(comm: Communicator, folder: Path) -> list[str]:
     note(lambda: allstep.Elastic(loader, exchange, state={}))
     both = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     note(lambda: allstep.AutoCheckpoint(folder, loader, exchange, state={"optimizer": both}))
+    model(torch.ones(2, 4)).sum().backward()
+    note(torch.optim.Adafactor(model.parameters()).step)
     exchange.detach()
     batch = next(iter(loader.global_batches()))
     note(lambda: allstep.train.sharpness(model, lambda m, x: m(x[0]).sum(), batch, mesh["data"]))
@@ -237,6 +270,7 @@ def test_what_tensor_parallel_refuses(tmp_path: Path) -> None:
                 "attach it to mesh['data'], whose workers have the same shards",
                 "`exchanges`: `model.0.weight` is divided over workers, and its parts would go",
                 "`state`: 'optimizer' updates a model that is divided over the workers, and other",
+                "The Adafactor looks at whole matrices, and of `0.weight` each worker has a part",
                 "`model.0.weight` is divided over the 2 workers, and each needs the second",
                 "`comm` (of 1 workers) is not that of Mesh(data=1, tensor=2, rank=",
                 "`staleness` (=1) is for models that are whole on every worker, and `task.model.0.",
