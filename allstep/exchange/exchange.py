@@ -20,6 +20,7 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
+from allstep.exchange.gradient_norm import gradient_norm, is_in_parts
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.model_hooks import ModelHooks
@@ -175,6 +176,35 @@ class Exchange(ABC):
         if self.comm.size == 1:
             return None
         return self._sweep.next_part(self._num_exchanges, device)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the model's gradients so that their L2 norm is at most `max_norm`.
+
+        `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)` for models of which workers
+        have parts, as experts, shards or stages: by the norm over all. Then it is collective. Call
+        it where the gradients are global, before the optimizer's step.
+
+        Args:
+            max_norm: of all gradients together.
+
+        Returns:
+            The norm before.
+
+        Example:
+            >>> model = nn.Linear(2, 1)
+            >>> exchange = allstep.attach(model, allstep.Communicator.single_process())
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> exchange.clip_grad_norm_(0.5)
+            tensor(1.7321)
+            >>> round(float(torch.cat([model.weight.grad[0], model.bias.grad]).norm()), 4)
+            0.5
+        """
+        trained = [*self.trained.values(), *self.divided.values()]
+        if not is_in_parts(self.model, self._divided):
+            return nn.utils.clip_grad_norm_(trained, max_norm)
+        norm = gradient_norm(self.model, self._parameters, self._divided, self.comm)
+        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,18 +1,14 @@
 """The compute dtype of a run: plain, autocast, or autocast with a gradient scaler."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator
 from allstep.exchange import Exchange
 from allstep.train.devices import map_tensors
-from allstep.train.divided import parts_of
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,11 +51,7 @@ class Precision:
         """One update from the global gradient in `p.grad`, clipped if asked for."""
         if clip_norm is not None:
             self.scaler.unscale_(optimizer)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            if parts := parts_of(exchange):
-                clip_grads_with_norm_(parameters, clip_norm, _norm_over_all(parameters, *parts))
-            else:
-                clip_grad_norm_(parameters, clip_norm)
+            exchange.clip_grad_norm_(clip_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -69,18 +61,3 @@ class Precision:
         if self._channels_last and tensor.dim() == 4:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
-
-
-def _norm_over_all(
-    parameters: Iterable[nn.Parameter], comm: Communicator, divided: set[nn.Parameter]
-) -> Tensor:
-    """The norm of the gradients, those of parameters that only other workers have included."""
-    shared: list[Tensor] = []
-    own: list[Tensor] = []
-    for p in parameters:
-        if p.grad is not None:
-            (own if p in divided else shared).append(p.grad)
-    of_own = get_total_norm(own).double().square()  # float32 where no own expert had a token
-    of_divided = comm.all_reduce(of_own.to(comm.device))
-    of_shared = get_total_norm(shared)
-    return (of_shared.double().square() + of_divided).sqrt().to(of_shared.dtype)

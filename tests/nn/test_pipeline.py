@@ -92,6 +92,7 @@ def train(
     run: Callable[[Batch], None],
     num: int = 46,
     policy: allstep.ExchangePolicy | None = None,
+    clip_norm: float | None = None,
 ) -> Trained:
     """Twenty steps at least; an epoch's last global batch is short."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -104,6 +105,8 @@ def train(
         while loader.step < 20:
             for batch in allstep.steps(loader, exchange):
                 run(batch)
+                if clip_norm is not None:
+                    exchange.clip_grad_norm_(clip_norm)
                 losses.append(batch.global_loss())
                 if exchange.has_gradients:
                     optimizer.step()

@@ -12,7 +12,6 @@ import allstep
 from allstep import Communicator, UsageError
 from allstep.comm import Mesh, shards_of
 from allstep.nn import Pipeline, tensor_parallel
-from allstep.train import Batch
 from tests.helpers.processes import RemoteError, run_processes
 from tests.nn.test_pipeline import (
     Block,
@@ -89,19 +88,6 @@ def make(
     return model, mesh
 
 
-def clip(model: nn.Module, mesh: Mesh[Communicator]) -> None:
-    """By the norm over all parts, as the documentation says."""
-    shards = shards_of(model)
-
-    def norm_squared(*, is_cut: bool) -> Tensor:
-        given = [p.grad for name, p in model.named_parameters() if (name in shards) == is_cut]
-        return nn.utils.get_total_norm(given).double().square()
-
-    own = mesh["tensor"].all_reduce(norm_squared(is_cut=True)) + norm_squared(is_cut=False)
-    norm = mesh["pipeline"].all_reduce(own).sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), CLIP_NORM, norm)
-
-
 def trained(
     comm: Communicator,
     num_data: int,
@@ -112,12 +98,9 @@ def trained(
 ) -> Trained:
     """Twenty steps on data x pipeline x tensor."""
     model, mesh = make(comm, num_data, num_pipeline, schedule, stages)
-
-    def run(batch: Batch) -> None:
-        batch.run(model)
-        clip(model, mesh)
-
-    found = train(model, mesh["data"], run, policy=policy)
+    found = train(
+        model, mesh["data"], lambda batch: batch.run(model), policy=policy, clip_norm=CLIP_NORM
+    )
     return found._replace(state=whole_state(model))
 
 
