@@ -20,11 +20,11 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
-from allstep.exchange.gradient_norm import gradient_norm, is_in_parts
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.model_hooks import ModelHooks
 from allstep.exchange.parameters import ParameterSet, Signature, signature
+from allstep.exchange.part_gradients import PartGradients
 from allstep.exchange.piggyback import all_reduce_notes, times_of, total_weight
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
@@ -76,6 +76,7 @@ class Exchange(ABC):
         self._parameters = ParameterSet(model)
         self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
         self.shards: Mapping[str, Shard] = shards_of(model)
+        self._parts = PartGradients(model, self._parameters, self._divided, self.shards, comm)
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
@@ -168,6 +169,7 @@ class Exchange(ABC):
         """An optimizer of the model's parameters makes a step, whose rates will be compared."""
         self.optimizers.add(optimizer)
         self.awaits_update = False
+        self._parts.warn_if_changed(optimizer)
         if self.comm.size > 1:
             self._sweep.note_update(optimizer, self._num_exchanges)
 
@@ -191,6 +193,7 @@ class Exchange(ABC):
             The norm before.
 
         Example:
+            >>> import allstep
             >>> model = nn.Linear(2, 1)
             >>> exchange = allstep.attach(model, allstep.Communicator.single_process())
             >>> model(torch.ones(1, 2)).sum().backward()
@@ -199,12 +202,19 @@ class Exchange(ABC):
             >>> round(float(torch.cat([model.weight.grad[0], model.bias.grad]).norm()), 4)
             0.5
         """
-        trained = [*self.trained.values(), *self.divided.values()]
-        if not is_in_parts(self.model, self._divided):
-            return nn.utils.clip_grad_norm_(trained, max_norm)
-        norm = gradient_norm(self.model, self._parameters, self._divided, self.comm)
-        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
-        return norm
+        return self._parts.clip_norm_(max_norm)
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.unscale_(optimizer)`, after which all workers skip the same steps.
+
+        Needed before each `scaler.step(optimizer)` where workers have experts or shards of the
+        model: a gradient that overflows on one of them is every worker's. Then it is collective.
+
+        Args:
+            scaler: that the losses were scaled with.
+            optimizer: of the attached model.
+        """
+        self._parts.unscale_(scaler, optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,6 +264,7 @@ class Exchange(ABC):
             self._global_step = None
             self.weighing = Weighing.of_means()
         self.awaits_update = True
+        self._parts.note_global()
 
     def total_weight(self) -> float:
         """All workers' weights of the global batch, after its exchange; 1 where losses are means.

@@ -425,12 +425,15 @@ def test_two_runs_have_the_same_bits(run: Callable[..., dict[str, Tensor]]) -> N
     assert largest_difference(run(2), run(2)) == 0
 
 
-def test_clipping_by_one_workers_norm_is_noticed(run: Callable[..., dict[str, Tensor]]) -> None:
+def test_clipping_by_one_workers_norm_is_noticed(
+    run: Callable[..., dict[str, Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
     def clip(exchange: Any) -> None:
         nn.utils.clip_grad_norm_(exchange.model.parameters(), 0.02)
 
     with pytest.raises(DisagreementError, match="values of "):
         run(2, clip=clip)
+    assert "Use `exchange.clip_grad_norm_(max_norm)`" in caplog.text
     assert largest_difference(run(1, clip=clip), run(1)) > 1e-3  # it does something
 
 
@@ -449,9 +452,8 @@ def train_scaled(comm: Communicator, *, tells: bool) -> dict[str, Tensor]:
                     batch.backward(scaler.scale(loss_of(model, data)))
                 if batch.step == 2 and "0" in model.moe[0].experts:
                     model.moe[0].experts["0"].get_parameter("0.0.weight").grad.fill_(math.inf)
-                scaler.unscale_(optimizer)
-                for found_inf in scaler._found_inf_per_device(optimizer).values() if tells else ():
-                    comm.all_reduce(found_inf, "max")
+                if tells:
+                    exchange.unscale_(scaler, optimizer)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
@@ -460,10 +462,14 @@ def train_scaled(comm: Communicator, *, tells: bool) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_a_step_that_an_expert_overflows_is_skipped_on_all(thread_generators: Any) -> None:  # noqa: F811
+def test_a_step_that_an_expert_overflows_is_skipped_on_all(
+    thread_generators: Any,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     one, *_ = run_ranks(1, lambda comm: train_scaled(comm, tells=False))
     found = merged(run_ranks(2, lambda comm: train_scaled(comm, tells=True)))
     assert largest_difference(one, found) < 1e-10
+    assert caplog.text == ""
     with pytest.raises(DisagreementError, match="updates since the last exchange"):
         run_ranks(2, lambda comm: train_scaled(comm, tells=False))
 

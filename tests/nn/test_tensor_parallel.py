@@ -1,5 +1,6 @@
 """Layers that torch's tensor parallelism divides, attached along another axis of the mesh."""
 
+import math
 import os
 import re
 import shutil
@@ -122,6 +123,7 @@ def loop(
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     *,
     forgets_group: bool = False,
+    is_scaled: bool = False,
 ) -> tuple[dict[str, Tensor], bool]:
     """The README's loop, along the axis of data; with a folder one that can be started again."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -134,6 +136,7 @@ def loop(
     tensor_parallel(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
     optimizer = kind(model.parameters(), lr=0.01)
     exchange = allstep.attach(model, mesh["data"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
     torch.manual_seed(1)
     samples = TensorDataset(*(torch.randn(44, 6, dtype=torch.float64) for _ in range(2)))
     before = model.state_dict()
@@ -152,10 +155,18 @@ def loop(
         for _ in epochs:
             for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
                 for x, y in batch:
-                    batch.backward((model(x) - y).square().mean())
+                    batch.backward(scaler.scale((model(x) - y).square().mean()))
+                if is_scaled:
+                    gradient = model.get_parameter("1.weight").grad
+                    assert gradient is not None
+                    if batch.step == 1 and mesh["tensor"].rank == 0:
+                        gradient[0, 0] = math.inf  # in one shard, and in no other
+                    exchange.unscale_(scaler, optimizer)
+                    exchange.clip_grad_norm_(0.02)
                 for p in model.parameters() if forgets_group else ():
                     vars(p).pop("shard_group", None)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
                 if batch.step == stops_after:
                     signal.raise_signal(signal.SIGTERM)
@@ -175,6 +186,7 @@ KINDS = {
 def loops(comm: Communicator, num_data: int) -> dict[str, tuple[dict[str, Tensor], bool]]:
     """The loop with each optimizer, and the control: LAMB with the norms of parts of layers."""
     found = {name: loop(comm, num_data, kind=kind) for name, kind in KINDS.items()}
+    found["scaled"] = loop(comm, num_data, is_scaled=True)
     return found | {"control": loop(comm, num_data, kind=KINDS["lamb"], forgets_group=True)}
 
 
@@ -182,7 +194,7 @@ def loops(comm: Communicator, num_data: int) -> dict[str, tuple[dict[str, Tensor
 def test_tensor_parallel_in_an_own_loop() -> None:
     expected = loops(Communicator.single_process(), 1)
     for found in run_processes(4, loops, 2):
-        for kind in KINDS:
+        for kind in (*KINDS, "scaled"):
             state, has_same_names = found[kind]
             assert has_same_names
             for name, value in expected[kind][0].items():

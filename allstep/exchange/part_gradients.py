@@ -1,0 +1,115 @@
+"""What is done with all gradients of a model at once, also where workers have parts of it."""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from allstep.comm import Communicator, Shard, stages_of
+from allstep.exchange.divided import DividedParameters
+from allstep.exchange.parameters import ParameterSet
+
+
+class PartGradients:
+    """The gradients of this worker's experts, shards and stages, and what others must know of them.
+
+    Args:
+        model: the attached model.
+        parameters: those of its parameters that are exchanged.
+        divided: those that only this worker has.
+        shards: those of which workers along another axis have other parts.
+        comm: the workers that the model is attached to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: ParameterSet,
+        divided: DividedParameters,
+        shards: Mapping[str, Shard],
+        comm: Communicator,
+    ) -> None:
+        self._parameters = parameters
+        self._divided = divided
+        self._shards = shards
+        self._comm = comm
+        self._along_shards = list({shard.comm: None for shard in shards.values()})
+        self._along_stages = list({stages.comm: None for stages in stages_of(model).values()})
+        self._versions: list[int] | None = None  # of the global gradients
+        self._has_told = False
+
+    def clip_norm_(self, max_norm: float) -> Tensor:
+        """Scales all by their norm, which is the same on all workers of a copy. Collective.
+
+        norm = sqrt(sum over whole w of |g_w|^2 + sum over workers r and their parts p of |g_pr|^2)
+
+        Everything is a part along the axis of a pipeline's stages.
+        """
+        trained = self._trained
+        if not self._sharing:
+            return nn.utils.clip_grad_norm_(trained, max_norm)
+        shards, by_name = self._shards, self._parameters.trained
+        total = self._square(p for name, p in by_name.items() if name not in shards)
+        for comm in self._along_shards:
+            cut = (by_name[name] for name, shard in shards.items() if shard.comm is comm)
+            total = total + comm.all_reduce(self._square(cut))
+        if self._divided.has_modules:
+            total = total + self._comm.all_reduce(self._square(self._divided.by_name.values()))
+        for comm in self._along_stages:
+            total = comm.all_reduce(total)
+        dtype = next((p.grad.dtype for p in trained if p.grad is not None), torch.float32)
+        norm = total.sqrt().to(dtype)
+        nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+        self.note_global()
+        return norm
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """`scaler.unscale_(optimizer)`, whose findings all workers of a copy share. Collective."""
+        scaler.unscale_(optimizer)
+        flags = list(scaler._found_inf_per_device(optimizer).values())
+        found = torch.zeros((), device=self._comm.device)
+        for flag in flags:
+            found = found + flag.to(found.device)
+        for comm in self._sharing:
+            found = comm.all_reduce(found, "max")
+        for flag in flags:
+            flag.copy_(found)
+        self.note_global()
+
+    def note_global(self) -> None:
+        """The gradients are as an update wants them."""
+        self._versions = self._seen() if self._sharing else None
+
+    def warn_if_changed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tells once of what has changed them since, having seen one worker's part."""
+        before, self._versions = self._versions, None
+        if before is None or self._has_told or before == self._seen():
+            return
+        self._has_told = True
+        logging.getLogger("allstep").warning(
+            "the gradients were changed before the %s's step, and this worker has a part of the"
+            " model: torch's clip_grad_norm_ and GradScaler look at no other. Use"
+            " `exchange.clip_grad_norm_(max_norm)` and `exchange.unscale_(scaler, optimizer)`; what"
+            " works element by element is as good as ever",
+            type(optimizer).__name__,
+        )
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [*self._parameters.trained.values(), *self._divided.by_name.values()]
+
+    @property
+    def _sharing(self) -> list[Communicator]:
+        """Those that have other gradients of the same copy."""
+        over_data = [self._comm] if self._divided.has_modules else []
+        return [*self._along_shards, *over_data, *self._along_stages]
+
+    def _seen(self) -> list[int]:
+        return [-1 if p.grad is None else p.grad._version for p in self._trained]
+
+    def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """In float64, as one worker may have no gradient and another many."""
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return norm.to(self._comm.device, torch.float64).square()
