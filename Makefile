@@ -12,6 +12,8 @@ LOCK := $(if $(shell command -v flock),flock .setup.lock,)
 export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
 export PYTHONDONTWRITEBYTECODE :=
+# They share few cores: OpenMP's threads had better sleep than wait for each other awake.
+test test-slow test-many nemesis kill-anywhere simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: train test test-slow test-many nemesis kill-anywhere simulate fuzz lint docs clean
 
