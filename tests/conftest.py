@@ -92,7 +92,10 @@ def _seeded() -> None:
     """What a test draws does not depend on the tests before it."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # `torch.manual_seed` writes down its callers for each kind of device that is not there.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
