@@ -277,6 +277,7 @@ def launch_workers(
     folder: Path,
     arguments: Mapping[str, Any],
     *,
+    preload: Sequence[str] = (),
     has_logs: bool = False,
     run_dir: Path | None = None,
     min_workers: int | None = None,
@@ -285,7 +286,8 @@ def launch_workers(
     """Runs workers until all have ended; if one fails, ends the others, unless they may go on.
 
     Args:
-        num_workers, function, folder, arguments, has_logs, min_workers, joins: of `Workers`.
+        num_workers, function, folder, arguments, preload, has_logs, min_workers, joins: of
+            `Workers`.
         run_dir: where to leave how they ended, for `allstep why`.
 
     Returns:
@@ -298,6 +300,7 @@ def launch_workers(
             function,
             folder,
             arguments,
+            preload=preload,
             has_logs=has_logs,
             min_workers=min_workers,
             joins=joins,

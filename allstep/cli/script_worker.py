@@ -17,6 +17,10 @@ from allstep.cli.worker import SIGNALS, read_call, share_cores
 from allstep.doctor import RecordRequest, profile_script, record_script
 from allstep.env import Launch, forget_launch, read_launch
 
+# Imported once, where the workers of all runs are forked from; else each takes seconds to begin. An
+# optimizer's first use imports the last.
+PRELOAD = (__name__, "torch._dynamo")
+
 # As `allstep worker` names them.
 PROFILE, VERIFY = (f"{__name__}:{name}" for name in ("profile", "verify"))
 
