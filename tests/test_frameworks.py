@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 
 import allstep
 from allstep import Communicator
-from examples.frameworks import digits
 from tests.helpers import plain_ddp
 from tests.helpers.compare import state_difference
 from tests.helpers.processes import run_processes
@@ -104,6 +103,8 @@ def load(path: Path) -> State:
 
 
 def train_alone(comm: Communicator) -> State:
+    from examples.frameworks import digits  # scikit-learn takes a second
+
     model = digits.net()
     exchange = allstep.attach(model, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -17,7 +17,6 @@ from allstep.errors import DataError, UsageError
 from allstep.recipes.images import Images
 from tests.helpers.ranks import run_ranks
 
-datasets = pytest.importorskip("datasets", reason="needs allstep[shards]")
 pytestmark = pytest.mark.slow  # `datasets` is installed with the frameworks
 
 NUM_PICTURES, NUM_CLASSES = 30, 3
@@ -25,6 +24,7 @@ NUM_PICTURES, NUM_CLASSES = 30, 3
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs allstep[shards]")  # takes a second
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
@@ -56,6 +56,8 @@ def write_tars(folder: Path, shards: Path) -> None:
 
 def write_parquet(folder: Path, shards: Path, labels: list[int] | None = None) -> None:
     """As on the Hub: encoded pictures beside numbered classes with names."""
+    import datasets
+
     shards.mkdir(parents=True)
     paths = sorted(folder.rglob("*.png"), key=lambda path: path.name)
     names = datasets.ClassLabel(names=["zero", "one", "two"])
@@ -151,6 +153,8 @@ def test_pictures_without_labels_are_refused(folder: Path, tmp_path: Path) -> No
 
 
 def test_files_without_pictures_are_refused(tmp_path: Path) -> None:
+    import datasets
+
     datasets.Dataset.from_dict({"text": ["a"]}).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(UsageError, match=r"its files have no pictures: .* none among text"):
         small_images(tmp_path).task(Communicator.single_process())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import roc_auc_score
 
 from allstep.errors import UsageError
 from allstep.recipes.cots_data import (
@@ -22,6 +21,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_auc_against_scikit_learn():
+    from sklearn.metrics import roc_auc_score  # takes a second, in each process that collects
+
     faces, distractors = random(40, 300) + 0.3, random(70, 300, seed=1)
     faces[:, ::2], distractors[:, ::2] = faces[:, ::2].round(), distractors[:, ::2].round()  # ties
     labels = np.r_[np.ones(40), np.zeros(70)]
