@@ -62,6 +62,10 @@ def _takes_generator(func: Any) -> bool:
 class ThreadGenerator(TorchDispatchMode):
     """Within it, this thread's operators draw from this thread's generator."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled; asked at each operator, it takes longer than most
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
