@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,25 @@ def train(
     return whole_state(task.model), report
 
 
+def train_each(comm: Communicator, *runs: tuple[Any, ...]) -> list[Found]:
+    return [train(comm, *arguments) for arguments in runs]
+
+
+def trainings_on(size: int, *runs: tuple[Any, ...]) -> list[Found]:
+    """One after the other on so many workers, which must have found the same to the last bit."""
+    first, *others = run_processes(size, train_each, *runs, timeout_s=200)
+    for found in others:
+        for (state, report), (of_first, report_of_first) in zip(found, first, strict=True):
+            assert state.keys() == of_first.keys()
+            assert all(torch.equal(state[name], of_first[name]) for name in state)
+            assert report.metrics == report_of_first.metrics
+    return first
+
+
 def train_on(size: int, *arguments: Any) -> Found:
-    """On so many workers, which must have found the same to the last bit."""
     if size == 1:
         return train(Communicator.single_process(), *arguments)
-    first, *others = run_processes(size, train, *arguments, timeout_s=200)
-    for state, report in others:
-        assert state.keys() == first[0].keys()
-        assert all(torch.equal(state[name], first[0][name]) for name in state)
-        assert report.metrics == first[1].metrics
-    return first
+    return trainings_on(size, arguments)[0]
 
 
 def largest_difference(one: Found, other: Found) -> float:
@@ -92,14 +102,15 @@ def largest_difference(one: Found, other: Found) -> float:
 @pytest.mark.process
 def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
     """data x tensor of 1x1, 2x1, 1x2, 2x2; with dropout, clipping and uneven micro-batches."""
-    one = train_on(1, small(folder), tmp_path / "one")
-    assert one[1].num_steps >= 20
-    layouts = [(2, 1), (2, 2), (4, 2)]
-    for size, tensor_parallel in layouts:
-        recipe = small(folder, tensor_parallel=tensor_parallel)
-        found = train_on(size, recipe, tmp_path / f"{size}-{tensor_parallel}")
-        assert largest_difference(one, found) < 1e-10
-    unclipped = train_on(1, small(folder, clip_norm=None), tmp_path / "unclipped")
+    recipe = small(folder, train_share=0.4)
+    one = train_on(1, recipe, tmp_path / "one")
+    assert one[1].num_steps >= 8
+    undivided = replace(recipe, tensor_parallel=1)
+    found = trainings_on(2, (undivided, tmp_path / "2-1"), (recipe, tmp_path / "2-2"))
+    found.append(train_on(4, recipe, tmp_path / "4-2"))
+    for other in found:
+        assert largest_difference(one, other) < 1e-10
+    unclipped = train_on(1, replace(recipe, clip_norm=None), tmp_path / "unclipped")
     assert largest_difference(one, unclipped) > 1e-6
 
 
@@ -116,17 +127,17 @@ def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) 
     """From a checkpoint of 2x2 in the middle of an epoch, whole; exact sums have the same bits."""
     recipe = small(
         folder,
-        train_share=0.5,
+        train_share=0.3,
         compression="exact",
-        checkpoint_every_steps=5,
+        checkpoint_every_steps=3,
         keep_checkpoints=9,
     )
     undisturbed = train_on(4, recipe, tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     for path in checkpoints.iterdir():
-        if path.name != "step-00000005":
+        if path.name != "step-00000003":
             shutil.rmtree(path)
-    for size in (4, 2, 1):
+    for size in (2, 1):
         run_dir = tmp_path / f"resumed-{size}"
         shutil.copytree(tmp_path / "run", run_dir)
         resumed = train_on(size, recipe, run_dir, None, True)
@@ -139,12 +150,18 @@ def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) 
 @pytest.mark.process
 def test_exact_sums_over_the_data_axis(folder: Path, tmp_path: Path) -> None:
     """The bits of a layout depend on the tensor axis alone; without exact sums on both."""
+    compressions = ("exact", "fp32")
     bits = {}
-    for compression in ("exact", "fp32"):
-        recipe = small(folder, compression=compression, precision="float32", train_share=0.25)
-        for size in (2, 4):
-            run_dir = tmp_path / f"{compression}-{size}"
-            bits[compression, size] = train_on(size, recipe, run_dir)[0]
+    for size in (2, 4):
+        runs = [
+            (
+                small(folder, compression=compression, precision="float32", train_share=0.15),
+                tmp_path / f"{compression}-{size}",
+            )
+            for compression in compressions
+        ]
+        for compression, (state, _) in zip(compressions, trainings_on(size, *runs), strict=True):
+            bits[compression, size] = state
     for compression, is_same in (("exact", True), ("fp32", False)):
         pairs = [(bits[compression, 2][n], bits[compression, 4][n]) for n in bits["exact", 2]]
         assert all(torch.equal(a, b) for a, b in pairs) == is_same
