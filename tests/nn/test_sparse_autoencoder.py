@@ -158,7 +158,7 @@ def trained(grid: Grid, *, num_steps: int, **options: bool) -> list[dict[str, Te
 
 @pytest.mark.parametrize(
     ("shape", "num_steps", "options"),
-    [((2, 1), 50, {}), ((2, 2), 10, {}), ((1, 2), 10, {"tied": False, "relu": True})],
+    [((2, 1), 20, {}), ((2, 2), 10, {}), ((1, 2), 10, {"tied": False, "relu": True})],
 )
 def test_training_is_the_same_on_any_grid(shape, num_steps, options):
     (alone,) = on_grid((1, 1), lambda grid: trained(grid, num_steps=num_steps, **options))
