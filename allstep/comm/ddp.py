@@ -28,7 +28,7 @@ def find_ddp(parameters: Iterable[nn.Parameter]) -> DistributedDataParallel | No
     """One that exchanges the gradient of one of these, whichever module it was made of.
 
     It leaves no mark on its parameters, and nobody keeps a list: the garbage collector knows all
-    objects. It takes about 0.1 s, and is not asked where torch.distributed was not initialized.
+    objects. It takes about 0.03 s, and is not asked where torch.distributed was not initialized.
     """
     if not dist.is_initialized():
         return None
@@ -44,6 +44,6 @@ def _ddps_of(ids: set[int]) -> list[DistributedDataParallel]:
     kinds = [DistributedDataParallel]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    # Not by isinstance, which asks some objects for an attribute.
-    ddps = [thing for thing in gc.get_objects() if type(thing) in kinds]
+    # An object refers to its class. Not by isinstance, which asks some objects for an attribute.
+    ddps = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     return [ddp for ddp in ddps if any(id(p) in ids for p in ddp.parameters())]
