@@ -77,7 +77,16 @@ class Backcast:
 
 def backcasts() -> list[Backcast]:
     """All of them. See [Note: back-casts]."""
-    return [*_chainermn(), *_aws(), *_goyal(), *_akiba(), *_baidu(), *_megatron(), *_scale_up()]
+    return [
+        *_chainermn(),
+        *_aws(),
+        *_goyal(),
+        *_akiba(),
+        *_baidu(),
+        *_megatron(),
+        *_pipelined(),
+        *_scale_up(),
+    ]
 
 
 def _resnet50(compute_s: float, num_samples: int) -> Workload:
@@ -270,13 +279,18 @@ def _megatron() -> Iterator[Backcast]:
 
 
 def megatron_flop(tensor: int) -> float:
-    """Of a step of 8 sequences of 1,024 tokens, forward twice and backward; 51,200 tokens exist.
+    """Of a step of 8 sequences of 1,024 tokens."""
+    depth, width, *_ = MEGATRON[tensor]
+    return transformer_flop(depth, width, 8, 1024)
+
+
+def transformer_flop(depth: int, width: int, num_sequences: int, sequence_length: int) -> float:
+    """Forward twice and backward; 51,200 tokens exist.
 
     Source: Narayanan et al., 2021, arXiv:2104.04473, equation 3.
     """
-    depth, width, *_ = MEGATRON[tensor]
-    rest = 1 + 1024 / (6 * width) + 51_200 / (16 * depth * width)
-    return 96 * 8 * 1024 * depth * width**2 * rest
+    rest = 1 + sequence_length / (6 * width) + 51_200 / (16 * depth * width)
+    return 96 * num_sequences * sequence_length * depth * width**2 * rest
 
 
 def megatron_step_s(mesh: MeshSpec) -> float:
@@ -306,6 +320,124 @@ def megatron_step_s(mesh: MeshSpec) -> float:
     )
     found = predict_mesh(TrainingSpec(micro=micro), blocks, cluster, _at_the_end("fp16"), mesh)
     return found.report.step_s + found.activations_s / 2  # two of its sums are taken once more
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinedRun:
+    """Transformers on A100: copies of some stages, of 8 GPUs each, share out a fixed batch.
+
+    Attributes:
+        name: whose, and its billions of parameters.
+        depth, width, heads: of the blocks.
+        num_stages: of a copy.
+        global_batch: sequences of 2,048 tokens of a step, a micro-batch each.
+        steps_s: published seconds of a step by the number of GPUs; the first sets the compute.
+        source: of these.
+    """
+
+    name: str
+    depth: int
+    width: int
+    heads: int
+    num_stages: int
+    global_batch: int
+    steps_s: dict[int, float]
+    source: str
+
+    @property
+    def flop(self) -> float:
+        """Of a step."""
+        return transformer_flop(self.depth, self.width, self.global_batch, 2048)
+
+    def mesh(self, num_gpus: int) -> MeshSpec:
+        """Copies, stages, and GPUs of a stage."""
+        num_copies = num_gpus // (8 * self.num_stages)
+        return MeshSpec(data=num_copies, pipeline=self.num_stages, tensor=8)
+
+    def step_s(self, num_gpus: int) -> float:
+        """Predicted from the smallest number of GPUs: the bubble grows, and so do exchanges."""
+        base_gpus, base_s = next(iter(self.steps_s.items()))
+        compute_s = base_s * base_gpus / self.global_batch
+        for _ in range(50):  # what is not compute hardly depends on it
+            compute_s *= base_s / self._step_s(compute_s, base_gpus)
+        return self._step_s(compute_s, num_gpus)
+
+    def _step_s(self, compute_s: float, num_gpus: int) -> float:
+        """DGX A100: 8 GPUs, 600 GB/s between them both ways, 8 x 200 Gbit/s outside."""
+        blocks = TransformerSpec(
+            depth=self.depth,
+            width=self.width,
+            heads=self.heads,
+            sequence_length=2048,
+            activation_bytes=2,
+        )
+        micro = Workload(
+            num_params=blocks.divided_params + (6 * self.depth + 51_200) * self.width,
+            forward_s=compute_s / 4,  # forward passes are made twice
+            backward_s=compute_s * 3 / 4,
+            element_bytes=2,
+        )
+        cluster = Cluster(
+            name="Selene",
+            num_nodes=560,
+            workers_per_node=8,
+            intra=Link(bandwidth_bps=300e9 * 8, latency_s=3e-6),
+            inter=Link(bandwidth_bps=8 * 200e9, latency_s=10e-6),
+            copy_bytes_per_s=750e9,
+        )
+        job = TrainingSpec(micro=micro, global_batch=self.global_batch)
+        policy, mesh = _at_the_end("fp16"), self.mesh(num_gpus)
+        return predict_mesh(job, blocks, cluster, policy, mesh).report.step_s
+
+
+def _from_rates(
+    name: str, shape: tuple[int, int, int], num_stages: int, batch: int, tflops: dict[int, int]
+) -> PipelinedRun:
+    """A run of which TFLOP/s of a GPU are published."""
+    depth, width, heads = shape
+    flop = transformer_flop(depth, width, batch, 2048)
+    return PipelinedRun(
+        name=f"Megatron-LM, {name} billion",
+        depth=depth,
+        width=width,
+        heads=heads,
+        num_stages=num_stages,
+        global_batch=batch,
+        steps_s={gpus: flop / (rate * 1e12 * gpus) for gpus, rate in tflops.items()},
+        source="arXiv:2104.04473, table 2",
+    )
+
+
+PIPELINED = (
+    PipelinedRun(
+        name="Megatron-Turing NLG, 530 billion",
+        depth=105,
+        width=20_480,
+        heads=128,
+        num_stages=35,
+        global_batch=1920,
+        steps_s={2240: 60.1, 2800: 50.2, 3360: 44.4},
+        source="arXiv:2201.11990, section 2.4",
+    ),
+    _from_rates("175", (96, 12_288, 96), 12, 1536, {384: 153, 768: 149, 1536: 141}),
+    _from_rates("530", (105, 20_480, 128), 35, 2240, {560: 171, 1120: 167, 2240: 159}),
+)
+
+
+def _pipelined() -> Iterator[Backcast]:
+    for run in PIPELINED:
+        for num_gpus, step_s in list(run.steps_s.items())[1:]:
+            mesh = run.mesh(num_gpus)
+            yield Backcast(
+                run=f"{run.name}, {mesh.data} x {mesh.pipeline} x {mesh.tensor} A100",
+                what="s a step",
+                published=step_s,
+                predicted=run.step_s(num_gpus),
+                inputs="guessed",
+                guesses="schedule 1F1B, micro-batches of one sequence on 8 GPUs a stage, links at"
+                " their stated rate, latencies",
+                source=run.source,
+            )
 
 
 def _scale_up() -> Iterator[Backcast]:

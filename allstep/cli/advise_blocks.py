@@ -2,13 +2,14 @@
 
 from argparse import Namespace
 from dataclasses import replace
+from math import ceil
 
 import torch
 from torch.optim import Optimizer
 
 from allstep.cli.quantities import parse_named_counts
 from allstep.errors import UsageError
-from allstep.plan import MeshSpec, TransformerSpec, Workload
+from allstep.plan import MeshSpec, PipelineSpec, TransformerSpec, Workload
 
 _NAMES = ("depth", "width", "heads", "sequence-length")
 _ADAMW_STATES = 2.0
@@ -25,8 +26,20 @@ class GivenBlocks:
         self._known = known
 
     def check_mesh(self, mesh: MeshSpec) -> None:
-        """Refuses heads that don't divide, and blocks that aren't given."""
-        self._blocks().check_tensor(mesh.tensor)
+        """Refuses what doesn't divide, and blocks that aren't given."""
+        blocks = self._blocks()
+        blocks.check_tensor(mesh.tensor)
+        check_pipeline(self._known, blocks, mesh, self._micro_batch, self._known.global_batch)
+
+    @property
+    def longest_pipeline(self) -> int:
+        """As many workers as there are blocks; 1 without a batch of several micro-batches."""
+        return 1 if self._known.global_batch is None else self._blocks().depth
+
+    @property
+    def _micro_batch(self) -> int | None:
+        """Its samples, where that is known before anything is measured."""
+        return None
 
     def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
         """Its blocks, and the optimizer's states of a parameter."""
@@ -47,6 +60,30 @@ class GivenBlocks:
             if name not in found:
                 raise UsageError(f"`transformer` (={text}) doesn't say `{name}`.")
         return TransformerSpec(**{name.replace("-", "_"): count for name, count in found.items()})
+
+
+def check_pipeline(
+    known: Namespace,
+    blocks: TransformerSpec,
+    mesh: MeshSpec,
+    micro_batch: int | None,
+    global_batch: int | None,
+) -> None:
+    """Refuses more stages than blocks, and fewer micro-batches than workers along `pipeline`.
+
+    Raises:
+        UsageError: saying what would do.
+    """
+    if mesh.pipeline == 1:
+        return
+    stages = PipelineSpec(
+        transformer=blocks,
+        num_workers=mesh.pipeline,
+        stages_per_worker=known.stages_per_worker or 1,
+    )
+    if micro_batch is not None:
+        copy_samples = micro_batch if global_batch is None else ceil(global_batch / mesh.data)
+        stages.check_micro_batches(ceil(copy_samples / micro_batch))
 
 
 def num_states(optimizer: Optimizer) -> int:

@@ -137,9 +137,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     cluster.add_argument(
         "--mesh",
-        metavar="data=N,tensor=N|auto",
-        help="copies of a transformer and workers that share one (tensor parallelism); auto ranks"
-        " all meshes of --workers N",
+        metavar="data=N,pipeline=N,tensor=N|auto",
+        help="copies of a transformer, workers that have some of its blocks each, and workers that"
+        " share a block (tensor parallelism); auto ranks all meshes of --workers N, those with"
+        " pipelines if there is a --global-batch",
+    )
+    cluster.add_argument(
+        "--stages-per-worker",
+        metavar="N",
+        type=int,
+        help="with --mesh: of a pipeline; above 1 with the interleaved schedule (default: 1, 1F1B)",
     )
     cluster.add_argument(
         "--memory-gib",
@@ -190,7 +197,7 @@ def check_numbers(known: Namespace) -> None:
     Raises:
         UsageError: for the first that is wrong.
     """
-    for name in ("micro_batch", "per_node"):
+    for name in ("micro_batch", "per_node", "stages_per_worker"):
         value = getattr(known, name)
         if value is not None:
             check_integer(name, value)

@@ -1,8 +1,8 @@
-"""`allstep advise --mesh`: a step on data x tensor, and the fastest mesh of so many workers."""
+"""`allstep advise --mesh`: a step on data x pipeline x tensor, and the fastest of all meshes."""
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rich.markup import escape
@@ -29,7 +29,8 @@ from allstep.plan import (
     timeline,
 )
 
-_FLAGS = ("transformer", "states_per_param", "memory_gib")
+_AXES = [axis.name for axis in fields(MeshSpec)]
+_FLAGS = ("transformer", "states_per_param", "memory_gib", "stages_per_worker")
 _WITHOUT_MESH = ("measure", "stragglers", "curve", "plot", "price_per_hour")
 # allstep's own exchange, which alone sums gradients along one axis of a mesh, in its usual format.
 _POLICY = next(policy for policy in POLICIES if policy.name == "fp32")
@@ -45,7 +46,8 @@ def check_mesh_flags(known: Namespace) -> None:
         for name in (name for name in _FLAGS if getattr(known, name) is not None):
             raise UsageError(
                 f"`{name}` (={getattr(known, name)}) counts where a model is divided; give `--mesh`"
-                f" auto or data=N,tensor=N, too, or leave `--{name.replace('_', '-')}` out."
+                " auto or data=N,pipeline=N,tensor=N, too, or leave"
+                f" `--{name.replace('_', '-')}` out."
             )
         return
     for name in (name for name in _WITHOUT_MESH if getattr(known, name)):
@@ -63,11 +65,13 @@ class MeshQuestion:
         cluster: the machines.
         meshes: the least divided first; all of as many workers.
         refused: those of `--mesh auto` over which the model can't be divided, and why.
+        stages_per_worker: of pipelines.
     """
 
     cluster: Cluster
     meshes: Sequence[MeshSpec]
     refused: dict[MeshSpec, str]
+    stages_per_worker: int
 
 
 def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
@@ -76,14 +80,21 @@ def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
     Raises:
         UsageError: for axes that aren't there or don't make up the workers, and what else is wrong.
     """
+    stages_per_worker = known.stages_per_worker or 1
     if known.mesh != "auto":
-        lengths = parse_named_counts("mesh", known.mesh, ("data", "tensor"))
-        mesh = MeshSpec(**lengths)
+        mesh = MeshSpec(**parse_named_counts("mesh", known.mesh, _AXES))
         _check_workers(known, mesh)
+        if stages_per_worker > 1 and mesh.pipeline == 1:
+            raise UsageError(
+                f"`stages_per_worker` (={stages_per_worker}) counts in a pipeline, which `mesh`"
+                f" (={known.mesh}) has none of: give `pipeline=N`, too."
+            )
         subject.check_mesh(mesh)
         cluster, _ = read_machines(known, [mesh.num_workers])
         mesh.data_axis(cluster)
-        return MeshQuestion(cluster=cluster, meshes=[mesh], refused={})
+        return MeshQuestion(
+            cluster=cluster, meshes=[mesh], refused={}, stages_per_worker=stages_per_worker
+        )
     if known.workers is None and known.cluster is None:
         raise UsageError(
             "`workers` is missing: of how many `--mesh auto` ranks the meshes, such as"
@@ -96,21 +107,23 @@ def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
             f"`workers` (={known.workers}) are several numbers, and `mesh` (=auto) ranks the meshes"
             " of one; give one of them."
         )
-    meshes, refused = MeshSpec.all_of(num_workers), {}
+    meshes, refused = MeshSpec.all_of(num_workers, subject.longest_pipeline), {}
     subject.check_mesh(meshes[0])
     for mesh in meshes[1:]:
         try:
             subject.check_mesh(mesh)
         except UsageError as error:
             refused[mesh] = str(error)
-    return MeshQuestion(cluster=cluster, meshes=meshes, refused=refused)
+    return MeshQuestion(
+        cluster=cluster, meshes=meshes, refused=refused, stages_per_worker=stages_per_worker
+    )
 
 
 def _check_workers(known: Namespace, mesh: MeshSpec) -> None:
     asked = None if known.workers is None else parse_counts("workers", known.workers)
     if asked not in (None, [mesh.num_workers]):
         raise UsageError(
-            f"`mesh` (={known.mesh}) has {mesh.data} x {mesh.tensor} = {mesh.num_workers} workers,"
+            f"`mesh` (={known.mesh}) has {mesh.num_workers} workers,"
             f" and `workers` (={known.workers}) says otherwise: correct one, or leave `--workers`"
             " out."
         )
@@ -151,6 +164,7 @@ def answer(
         question.cluster,
         _POLICY,
         question.meshes,
+        stages_per_worker=question.stages_per_worker,
         states_per_param=states_per_param,
         memory_gib=known.memory_gib,
         target=target,
@@ -182,8 +196,11 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
         console.print(key, style="dim")
     console.print(f"\n[bold]advice:[/] {escape(found.advice.sentence)}")
     if choice is not None:
-        axes = str(choice.prediction.mesh).replace(",", ", ")
-        code = f"comm.mesh({axes}) and {_POLICY.in_code}"
+        mesh = choice.prediction.mesh
+        code = f"comm.mesh({str(mesh).replace(',', ', ')}) and {_POLICY.in_code}"
+        if mesh.pipeline > 1:
+            schedule = "1f1b" if found.question.stages_per_worker == 1 else "interleaved"
+            code = f'allstep.nn.Pipeline(..., schedule="{schedule}"), {code}'
         console.print(f"[bold]in code:[/] {escape(code)}", soft_wrap=True)
 
 
@@ -219,6 +236,7 @@ def plain_mesh(found: MeshAnswer) -> dict[str, Any]:
         "total_samples": found.job.total_samples,
         "noise_scale": None if found.target is None else found.target.critical_batch,
         "transformer": asdict(found.transformer),
+        "stages_per_worker": found.question.stages_per_worker,
         "states_per_param": found.states_per_param,
         "cluster": asdict(found.question.cluster),
         "predictions": [_plain_option(option) for option in advice.options],
@@ -232,9 +250,9 @@ def _plain_option(option: MeshOption) -> dict[str, Any]:
     p = option.prediction
     return {
         **plain_data(p),
-        "data": p.mesh.data,
-        "tensor": p.tensor,
+        **asdict(p.mesh),
         "activations_s": p.activations_s,
+        "bubble_s": p.bubble_s,
         "waiting_share": p.waiting_share,
         "memory_bytes": {**asdict(option.memory), "total": option.memory.total},
     }

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from allstep import data
-from allstep.cli.advise_blocks import GivenBlocks, num_states
+from allstep.cli.advise_blocks import GivenBlocks, check_pipeline, num_states
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.flags import read_flags
 from allstep.cli.launch import launch_workers
@@ -66,6 +66,10 @@ class Subject(Protocol):
 
     def check_mesh(self, mesh: MeshSpec) -> None:
         """Refuses a mesh over which its model can't be divided; before anything is measured."""
+
+    @property
+    def longest_pipeline(self) -> int:
+        """Workers along `pipeline` at most, of the meshes that `--mesh auto` tries."""
 
     def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
         """Its blocks, and the optimizer's states of a parameter; after `job`."""
@@ -189,7 +193,7 @@ class _NamedRecipe:
                 flags = [*flags, f"--{field.replace('_', '-')}", str(getattr(known, field))]
         self._recipe = _read_recipe(name, flags)
         self._recipe.check()
-        self._divides = known.mesh is not None
+        self._known = known
         self._model: tuple[TransformerSpec, float] | None = None
 
     def job(self, cluster: Cluster) -> TrainingSpec:
@@ -198,7 +202,7 @@ class _NamedRecipe:
             make_training, total_samples = recipe_training(recipe, comm)
             training = make_training()
             micro = measure_workload(comm, training, num_samples=recipe.micro_batch)
-            if self._divides:
+            if self._known.mesh is not None:
                 self._model = self._measured_model(training, micro)
         return TrainingSpec(
             micro=micro, global_batch=recipe.global_batch, total_samples=total_samples
@@ -217,11 +221,19 @@ class _NamedRecipe:
                 "`tensor_parallel` and `mesh` both say how the model is divided: leave"
                 " `--tensor-parallel` out."
             )
-        if self._recipe.with_tensor_parallel(mesh.tensor).transformer is None:
+        blocks = self._recipe.with_tensor_parallel(mesh.tensor).transformer
+        if blocks is None:
             raise UsageError(
                 f"`mesh` (={mesh}) divides plain blocks, and those of recipe `{self._recipe.name}`"
                 " have experts: leave `--experts` out."
             )
+        recipe = self._recipe
+        check_pipeline(self._known, blocks, mesh, recipe.micro_batch, recipe.global_batch)
+
+    @property
+    def longest_pipeline(self) -> int:
+        blocks = self._recipe.transformer
+        return 1 if blocks is None else blocks.depth
 
     def model(self, micro: Workload) -> tuple[TransformerSpec, float]:
         assert self._model is not None

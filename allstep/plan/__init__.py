@@ -19,6 +19,7 @@ from allstep.plan.mesh_advice import MeshAdvice, MeshOption, recommend_mesh
 from allstep.plan.next_step import RunNumbers, next_step
 from allstep.plan.nodes import Link
 from allstep.plan.noise_scale import NoiseScale
+from allstep.plan.pipeline import PipelineSpec
 from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import WORTH_ADDING, Prediction, predict, predict_mesh
 from allstep.plan.price import Price, work_s
@@ -49,6 +50,7 @@ __all__ = [
     "MeshOption",
     "MeshSpec",
     "NoiseScale",
+    "PipelineSpec",
     "PolicySpec",
     "Prediction",
     "Price",

@@ -37,8 +37,10 @@ def bottlenecks(prediction: Prediction, target: Target | None = None) -> list[Bo
         _slower_compute(prediction),
         _stragglers(prediction),
     ]
-    if prediction.tensor > 1:
+    if prediction.mesh.copy_size > 1:
         found.append(_activations(prediction))
+    if prediction.mesh.pipeline > 1:
+        found.append(_bubble(prediction))
     return found if target is None else [*found, _larger_batch(prediction, target)]
 
 
@@ -67,7 +69,7 @@ def _exchange(prediction: Prediction) -> Bottleneck:
 def _idle_workers(prediction: Prediction) -> Bottleneck:
     num, idle = prediction.num_micro_batches, prediction.idle_share
     sharers = f"{prediction.num_workers:,} workers"
-    if prediction.tensor > 1:
+    if prediction.mesh.copy_size > 1:
         sharers = f"{prediction.mesh.data:,} copies of the model"
     return Bottleneck(
         1 / (1 - idle),
@@ -81,25 +83,45 @@ def _slower_compute(prediction: Prediction) -> Bottleneck:
     """Workers that share cores are slower than a single one, and each makes the whole update."""
     num_busy = prediction.num_workers * (1 - prediction.idle_share)
     lone_s = prediction.global_batch / prediction.single_worker_samples_per_s
-    factor = num_busy * (prediction.report.compute_s - prediction.activations_s) / lone_s
+    waits_s = prediction.activations_s + prediction.bubble_s
+    factor = num_busy * (prediction.report.compute_s - waits_s) / lone_s
     reason = f"together they compute {factor:.1f}x as long as one worker for the same samples"
-    if prediction.tensor > 1:
+    mesh = prediction.mesh
+    if mesh.pipeline > 1:
         return Bottleneck(
             factor,
-            f"{reason}, since what isn't divided is computed by all {prediction.tensor} of a copy",
+            f"{reason}, since the busiest stage sets the pace"
+            + f", and what isn't divided is computed by all {mesh.tensor}" * (mesh.tensor > 1),
+            "fewer workers a copy, or blocks that divide evenly",
+        )
+    if mesh.tensor > 1:
+        return Bottleneck(
+            factor,
+            f"{reason}, since what isn't divided is computed by all {mesh.tensor} of a copy",
             "fewer workers a copy",
         )
     return Bottleneck(factor, reason, "a faster machine")
 
 
 def _activations(prediction: Prediction) -> Bottleneck:
-    """Workers of a copy wait for each other after each half of a block."""
+    """Workers of a copy wait for each other after each half of a block, and between stages."""
     report, waits_s = prediction.report, prediction.activations_s
+    busy_s = report.compute_s - prediction.bubble_s
     return Bottleneck(
-        report.compute_s / (report.compute_s - waits_s),
+        busy_s / (busy_s - waits_s),
         f"workers of a copy wait for each other's activations in {waits_s / report.step_s:.0%} of"
         " a step",
         "a faster link between them, or fewer workers a copy",
+    )
+
+
+def _bubble(prediction: Prediction) -> Bottleneck:
+    """A pipeline fills and empties once a step."""
+    report, bubble_s = prediction.report, prediction.bubble_s
+    return Bottleneck(
+        report.compute_s / (report.compute_s - bubble_s),
+        f"the pipeline fills and empties in {bubble_s / report.step_s:.0%} of a step",
+        "more micro-batches a step, or fewer workers along `pipeline`",
     )
 
 

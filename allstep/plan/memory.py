@@ -15,10 +15,17 @@ keys, values, attention, and the hidden features before and after GELU, which ar
 (12 w / t). The embeddings' dropout and the last norm keep 3 w; logits, their logarithms and their
 gradients are 3 v. It is for attention that keeps no scores (flash) and without activation
 checkpointing; what the framework, kernels and collectives take beside is not in it.
+
+Of a pipeline's p workers the first has the embeddings, the last also the logits' matrix as its own,
+with the last norm, logits and loss; each has its blocks. Worker i of the 1F1B schedule keeps the
+activations of p - i micro-batches at most, and torch's schedules keep room for what all m
+micro-batches of a step send it: m T a w from each neighbour. What counts is the worker that needs
+most.
 """
 
 from dataclasses import dataclass
 
+from allstep.plan.pipeline import PipelineSpec
 from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import Workload
 
@@ -31,7 +38,8 @@ class Memory:
 
     Attributes:
         parameters, gradients, optimizer: of its part of the model.
-        activations: of one micro-batch at the end of the forward pass.
+        activations: of one micro-batch at the end of the forward pass, of a pipeline of all that
+            are in flight, and room for messages.
     """
 
     parameters: int
@@ -51,34 +59,75 @@ class Memory:
 
 
 def memory_of(
-    micro: Workload, transformer: TransformerSpec, tensor: int = 1, states_per_param: float = 2
+    micro: Workload,
+    transformer: TransformerSpec,
+    tensor: int = 1,
+    states_per_param: float = 2,
+    *,
+    pipeline: int = 1,
+    stages_per_worker: int = 1,
+    num_micro_batches: int = 1,
 ) -> Memory:
-    """What a worker of a copy needs.
+    """What a worker of a copy needs; of a pipeline the one that needs most.
 
     Args:
         micro: an undivided micro-batch's step.
         transformer: which is divided.
-        tensor: workers of a copy.
+        tensor: workers that share each layer.
         states_per_param: of the optimizer, each as large as the parameters: 2 of AdamW, 1 of SGD
             with momentum.
+        pipeline: workers that have some of the blocks each.
+        stages_per_worker: of the pipeline; above 1 its schedule is the interleaved one.
+        num_micro_batches: of a copy in a step.
 
     Returns:
         Its bytes.
+
+    Raises:
+        UsageError: if there are fewer blocks than stages.
 
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
     >>> [f"{memory_of(micro, small, tensor).total / 1e6:.1f} MB" for tensor in (1, 2)]
     ['82.2 MB', '63.3 MB']
+    >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
+    >>> f"{found.total / 1e6:.1f} MB"
+    '58.6 MB'
     """
-    local = transformer.local_params(micro.num_params, tensor)
-    num_bytes = local * micro.element_bytes
-    width = transformer.width
-    kept = width * (transformer.depth * (6 + 12 / tensor) + 3)
-    kept += 3 * transformer.outside_params(micro.num_params) / width
-    num_tokens = micro.num_samples * transformer.sequence_length
-    return Memory(
-        parameters=num_bytes,
-        gradients=num_bytes,
-        optimizer=round(states_per_param * num_bytes),
-        activations=round(num_tokens * transformer.activation_bytes * kept),
+    stages = PipelineSpec(
+        transformer=transformer,
+        num_workers=pipeline,
+        stages_per_worker=stages_per_worker if pipeline > 1 else 1,
     )
+    num_tokens = micro.num_samples * transformer.sequence_length
+    activation_bytes = num_tokens * transformer.activation_bytes
+    found = []
+    for worker, num_params in enumerate(stages.local_params(micro.num_params, tensor)):
+        kept = stages.in_flight(worker, num_micro_batches) * _kept_of_token(
+            stages, worker, tensor, transformer.outside_params(micro.num_params)
+        )
+        is_first, is_last = worker == 0, worker == pipeline - 1
+        num_received = num_micro_batches * (2 * stages.stages_per_worker - is_first - is_last)
+        num_bytes = num_params * micro.element_bytes
+        found.append(
+            Memory(
+                parameters=num_bytes,
+                gradients=num_bytes,
+                optimizer=round(states_per_param * num_bytes),
+                activations=round(activation_bytes * (kept + num_received * transformer.width)),
+            )
+        )
+    return max(found, key=lambda memory: memory.total)
+
+
+def _kept_of_token(
+    stages: PipelineSpec, worker: int, tensor: int, num_outside_params: int
+) -> float:
+    """Numbers that a worker keeps of a micro-batch's token for the backward pass."""
+    width = stages.transformer.width
+    kept = width * stages.depths[worker] * (6 + 12 / tensor)
+    if worker == 0:
+        kept += width
+    if worker == stages.num_workers - 1:
+        kept += 2 * width + 3 * num_outside_params / width
+    return kept

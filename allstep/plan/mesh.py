@@ -1,4 +1,4 @@
-"""A mesh of data x tensor: how many workers share a copy of the model, and over which links."""
+"""A mesh of data x pipeline x tensor: how many workers share a copy, and over which links."""
 
 from dataclasses import dataclass, replace
 
@@ -13,42 +13,58 @@ class MeshSpec:
 
     Args:
         data: copies of the model, which share out the samples.
-        tensor: workers of each copy, which have a part of every divided layer.
+        pipeline: workers of each copy, one after the other, which have some of the blocks.
+        tensor: workers of each of these, neighbours, which have a part of every divided layer.
 
     Raises:
         UsageError: if a length is less than 1.
 
     >>> str(MeshSpec(data=4, tensor=2)), MeshSpec(data=4, tensor=2).num_workers
     ('data=4,tensor=2', 8)
+    >>> print(MeshSpec(data=2, pipeline=4, tensor=2))
+    data=2,pipeline=4,tensor=2
     """
 
     data: int = 1
+    pipeline: int = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor"):
+        for name in ("data", "pipeline", "tensor"):
             check_integer(name, getattr(self, name))
 
     def __str__(self) -> str:
-        return f"data={self.data},tensor={self.tensor}"
+        pipeline = f"pipeline={self.pipeline}," if self.pipeline > 1 else ""
+        return f"data={self.data},{pipeline}tensor={self.tensor}"
 
     @classmethod
-    def all_of(cls, num_workers: int) -> "list[MeshSpec]":
+    def all_of(cls, num_workers: int, longest_pipeline: int = 1) -> "list[MeshSpec]":
         """Every mesh of so many workers, the least divided first.
 
         >>> print(*MeshSpec.all_of(6))
         data=6,tensor=1 data=3,tensor=2 data=2,tensor=3 data=1,tensor=6
+        >>> print(*MeshSpec.all_of(3, longest_pipeline=3))
+        data=3,tensor=1 data=1,tensor=3 data=1,pipeline=3,tensor=1
         """
-        lengths = (n for n in range(1, num_workers + 1) if num_workers % n == 0)
-        return [cls(data=num_workers // tensor, tensor=tensor) for tensor in lengths]
+        return [
+            cls(data=num_workers // size, pipeline=pipeline, tensor=size // pipeline)
+            for size in _divisors(num_workers)
+            for pipeline in _divisors(size)
+            if pipeline <= longest_pipeline
+        ]
 
     @property
     def num_workers(self) -> int:
         """Of all copies."""
-        return self.data * self.tensor
+        return self.data * self.copy_size
+
+    @property
+    def copy_size(self) -> int:
+        """Workers that share a copy of the model."""
+        return self.pipeline * self.tensor
 
     def tensor_axis(self, cluster: Cluster) -> Cluster:
-        """The workers of one copy, as a cluster of their own.
+        """The workers that share a copy's layers, as a cluster of their own.
 
         Args:
             cluster: of which the mesh takes the first workers, node by node.
@@ -57,10 +73,32 @@ class MeshSpec:
             UsageError: if the cluster hasn't as many, or copies lie across nodes unevenly.
         """
         part = self._part(cluster)
-        if self.data == 1:
+        if self.tensor == part.num_workers:
             return part
         per_node = min(self.tensor, part.workers_per_node)
         return _axis(part, self.tensor, per_node, part.inter)
+
+    def stage_link(self, cluster: Cluster) -> Link:
+        """The slowest link between neighbours of a pipeline.
+
+        Workers of a node that share layers send at the same time, over a share of its link each.
+
+        Args:
+            cluster: of which the mesh takes the first workers, node by node.
+
+        Raises:
+            UsageError: as `tensor_axis`.
+
+        >>> node = Link(bandwidth_bps=80e9)
+        >>> two = Cluster(name="two", num_nodes=2, workers_per_node=8, intra=node, inter=node)
+        >>> MeshSpec(pipeline=4, tensor=4).stage_link(two).bandwidth_bps
+        20000000000.0
+        """
+        part = self._part(cluster)
+        if part.between is None or self.copy_size <= part.workers_per_node:
+            return part.intra
+        num_sharing = min(self.tensor, part.workers_per_node)
+        return replace(part.between, bandwidth_bps=part.between.bandwidth_bps / num_sharing)
 
     def data_axis(self, cluster: Cluster) -> Cluster:
         """One worker of each copy, as a cluster: what exchanges gradients of the same part.
@@ -81,23 +119,28 @@ class MeshSpec:
         (2, 2, 20000000000.0)
         """
         part = self._part(cluster)
-        if self.tensor == 1:
+        if self.copy_size == 1:
             return part
-        num_parts = min(self.tensor, part.workers_per_node)
+        num_parts = min(self.copy_size, part.workers_per_node)
         inter = part.inter
         if inter is not None:
             inter = replace(inter, bandwidth_bps=inter.bandwidth_bps / num_parts)
-        return _axis(part, self.data, max(1, part.workers_per_node // self.tensor), inter)
+        return _axis(part, self.data, max(1, part.workers_per_node // self.copy_size), inter)
 
     def _part(self, cluster: Cluster) -> Cluster:
         part = cluster.of(self.num_workers, argument="mesh")
-        tensor, per_node = self.tensor, part.workers_per_node
-        if tensor % per_node and per_node % tensor:
-            raise UsageError(
-                f"`tensor` (={tensor}) must divide the {per_node} workers of a node, or be a"
-                " multiple of them: else copies of the model lie across nodes unevenly."
-            )
+        per_node = part.workers_per_node
+        for name, size in (("tensor", self.tensor), ("pipeline x tensor", self.copy_size)):
+            if size % per_node and per_node % size:
+                raise UsageError(
+                    f"`{name}` (={size}) must divide the {per_node} workers of a node, or be a"
+                    " multiple of them: else copies of the model lie across nodes unevenly."
+                )
         return part
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _axis(cluster: Cluster, length: int, per_node: int, inter: Link | None) -> Cluster:

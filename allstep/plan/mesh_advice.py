@@ -2,8 +2,9 @@
 
 [Note: which mesh] Meshes are ranked by the time to train: samples per second, or the time to the
 target. Of those within 2 % of the fastest, the least divided is chosen: copies that are whole take
-no message in the middle of a layer. A mesh drops out if a copy can't be divided so, or if a worker
-would need more memory than it has.
+no message in the middle of a layer, or between layers. A mesh drops out if a copy can't be divided
+so, if a pipeline has fewer micro-batches than workers, or if a worker would need more memory than
+it has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,7 @@ def recommend_mesh(
     policy: PolicySpec,
     meshes: Iterable[MeshSpec],
     *,
+    stages_per_worker: int = 1,
     states_per_param: float = 2,
     memory_gib: float | None = None,
     target: Target | None = None,
@@ -73,6 +75,7 @@ def recommend_mesh(
         cluster: the machines.
         policy: exchanges gradients along `data`.
         meshes: to choose from.
+        stages_per_worker: of pipelines; above 1 their schedule is the interleaved one.
         states_per_param: of the optimizer; see `memory_of`.
         memory_gib: that a worker has; None if that doesn't count.
         target: with it, time to the target counts, and not samples per second.
@@ -100,7 +103,15 @@ def recommend_mesh(
     left_out, options = dict(refused or {}), []
 
     def memory(mesh: MeshSpec) -> Memory:
-        return memory_of(training.micro, transformer, mesh.tensor, states_per_param)
+        return memory_of(
+            training.micro,
+            transformer,
+            mesh.tensor,
+            states_per_param,
+            pipeline=mesh.pipeline,
+            stages_per_worker=stages_per_worker,
+            num_micro_batches=training.num_micro_batches(mesh.data),
+        )
 
     def fits(found: Memory) -> bool:
         return memory_gib is None or found.total_gib <= memory_gib
@@ -109,7 +120,9 @@ def recommend_mesh(
         if mesh in left_out:
             continue
         try:
-            prediction = predict_mesh(training, transformer, cluster, policy, mesh)
+            prediction = predict_mesh(
+                training, transformer, cluster, policy, mesh, stages_per_worker=stages_per_worker
+            )
         except UsageError as error:
             left_out[mesh] = str(error)
             continue
@@ -136,7 +149,7 @@ def _least_divided(fitting: Sequence[MeshOption], target: Target | None) -> Mesh
     """Of those as good as the first."""
     most = gain_of(fitting[0].prediction, target)
     as_fast = [o for o in fitting if gain_of(o.prediction, target) * (1 + AS_FAST) >= most]
-    return min(as_fast, key=lambda option: option.prediction.tensor)
+    return min(as_fast, key=lambda option: option.prediction.mesh.copy_size)
 
 
 def _none_fits(options: Sequence[MeshOption]) -> str:

@@ -7,12 +7,13 @@ from math import ceil
 from allstep.plan.cluster import Cluster
 from allstep.plan.cost import bucket_cost
 from allstep.plan.mesh import MeshSpec
+from allstep.plan.pipeline import CopyStep, PipelineSpec
 from allstep.plan.policies import PolicySpec
 from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.transformer import TransformerSpec
-from allstep.plan.workload import TrainingSpec
+from allstep.plan.workload import TrainingSpec, Workload
 
 MIB = 2**20
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)
@@ -28,39 +29,40 @@ class Prediction:
 
     Attributes:
         policy: with nothing left to choose.
-        num_workers: of the cluster.
+        mesh: copies of the model, and workers of each.
         global_batch: samples of a step.
         num_micro_batches: of a step, over all workers.
         report: of a step.
         single_worker_batch: samples of a step of one worker.
         single_worker_samples_per_s: what it reaches.
         total_samples: samples of the whole training; None if its length isn't known.
-        tensor: workers that share a copy of the model.
-        activations_s: seconds of a step in which they wait for each other's activations; counted
-            as compute in the report.
+        activations_s: seconds of a step in which workers of a copy wait for each other's
+            activations; counted as compute in the report.
+        bubble_s: seconds of a step in which a pipeline has nothing to do for the busiest of its
+            workers; counted as compute, too.
     """
 
     policy: PolicySpec
-    num_workers: int
+    mesh: MeshSpec
     global_batch: int
     num_micro_batches: int
     report: StepReport
     single_worker_batch: int
     single_worker_samples_per_s: float
     total_samples: int | None = None
-    tensor: int = 1
     activations_s: float = 0.0
+    bubble_s: float = 0.0
 
     @property
-    def mesh(self) -> MeshSpec:
-        """Copies of the model, and workers of each."""
-        return MeshSpec(data=self.num_workers // self.tensor, tensor=self.tensor)
+    def num_workers(self) -> int:
+        """Of all copies."""
+        return self.mesh.num_workers
 
     @property
     def waiting_share(self) -> float:
-        """Share of a step spent waiting: for activations, for gradients and for slower workers."""
-        report = self.report
-        return (self.activations_s + report.exposed_s + report.straggler_s) / report.step_s
+        """Share of a step spent waiting: for activations and gradients, bubble and stragglers."""
+        report, in_copy_s = self.report, self.activations_s + self.bubble_s
+        return (in_copy_s + report.exposed_s + report.straggler_s) / report.step_s
 
     @property
     def samples_per_s(self) -> float:
@@ -87,9 +89,8 @@ class Prediction:
     @property
     def idle_share(self) -> float:
         """Share of the workers' compute time that is lost, since micro-batches don't divide."""
-        num_copies = self.num_workers // self.tensor
-        most = ceil(self.num_micro_batches / num_copies)
-        return 1 - self.num_micro_batches / (num_copies * most)
+        most = ceil(self.num_micro_batches / self.mesh.data)
+        return 1 - self.num_micro_batches / (self.mesh.data * most)
 
     @property
     def efficiency(self) -> float:
@@ -143,17 +144,31 @@ def predict_one(
     stragglers: Stragglers = NO_STRAGGLERS,
 ) -> Prediction:
     """One cell of `predict`; what the policy leaves open is set to what is fastest."""
-    part, workload = cluster.of(num_workers), training.workload(num_workers)
+    workload = training.workload(num_workers)
+    return _predict_workload(
+        training, workload, cluster.of(num_workers), policy, MeshSpec(data=num_workers), stragglers
+    )
+
+
+def _predict_workload(
+    training: TrainingSpec,
+    workload: Workload,
+    data_axis: Cluster,
+    policy: PolicySpec,
+    mesh: MeshSpec,
+    stragglers: Stragglers = NO_STRAGGLERS,
+) -> Prediction:
+    """Of what the worker does that ends last, and exchanges gradients along `data`."""
     best = policy
     if not policy.is_settled:
-        choices = _choices(policy, part, workload.gradient_bytes)
-        best = min(choices, key=lambda choice: simulate(workload, part, choice).step_s)
+        choices = _choices(policy, data_axis, workload.gradient_bytes)
+        best = min(choices, key=lambda choice: simulate(workload, data_axis, choice).step_s)
     return Prediction(
         policy=best,
-        num_workers=num_workers,
-        global_batch=training.batch(num_workers),
-        num_micro_batches=ceil(training.batch(num_workers) / training.micro.num_samples),
-        report=simulate(workload, part, best, stragglers),
+        mesh=mesh,
+        global_batch=training.batch(mesh.data),
+        num_micro_batches=ceil(training.batch(mesh.data) / training.micro.num_samples),
+        report=simulate(workload, data_axis, best, stragglers),
         single_worker_batch=training.batch(1),
         single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
         total_samples=training.total_samples,
@@ -166,11 +181,13 @@ def predict_mesh(
     cluster: Cluster,
     policy: PolicySpec,
     mesh: MeshSpec,
+    *,
+    stages_per_worker: int = 1,
 ) -> Prediction:
     """Predicts a policy along `data` of a mesh whose copies of a transformer are divided.
 
     Activations travel while nothing else does in a copy, and not beside gradients: where both take
-    the same link, the step takes longer.
+    the same link, the step takes longer. Pipelines: see [Note: pipelined step].
 
     Args:
         training: undivided, with one micro-batch a *copy* if its batch isn't fixed.
@@ -178,39 +195,62 @@ def predict_mesh(
         cluster: the machines and links that it would run on.
         policy: exchanges gradients along `data`.
         mesh: copies of the model and workers of each.
+        stages_per_worker: of a pipeline; above 1 its schedule is the interleaved one, else 1F1B.
 
     Returns:
-        A step; with `tensor` 1 that of `predict`.
+        A step; with copies of one worker that of `predict`.
 
     Raises:
-        UsageError: if the mesh doesn't fit the heads, the cluster or its nodes.
+        UsageError: if the mesh doesn't fit the heads, the blocks, the cluster or its nodes, or if
+            there are too few micro-batches for a pipeline.
 
     >>> from allstep.plan.cluster_files import read_cluster
-    >>> from allstep.plan.workload import Workload
     >>> micro = Workload.from_step(num_params=380_000_000, step_s=1.0, num_samples=4)
     >>> blocks = TransformerSpec(depth=24, width=1024, heads=16, sequence_length=1024)
-    >>> for mesh in (MeshSpec(data=8), MeshSpec(data=4, tensor=2)):
-    ...     p = predict_mesh(TrainingSpec(micro=micro), blocks, read_cluster("ethernet-25g"),
+    >>> training = TrainingSpec(micro=micro, global_batch=128)
+    >>> for mesh in (MeshSpec(data=8), MeshSpec(data=4, tensor=2), MeshSpec(data=4, pipeline=2)):
+    ...     p = predict_mesh(training, blocks, read_cluster("ethernet-25g"),
     ...         PolicySpec(name="fp32"), mesh)
     ...     print(mesh, f"{p.speed_up:.1f}x")
     data=8,tensor=1 8.0x
     data=4,tensor=2 6.7x
+    data=4,pipeline=2,tensor=1 6.2x
     """
-    micro = training.micro
+    data_axis = mesh.data_axis(cluster)
+    step = _copy_step(training, transformer, cluster, mesh, stages_per_worker)
+    found = _predict_workload(training, step.workload, data_axis, policy, mesh)
+    return replace(found, activations_s=step.activations_s, bubble_s=step.bubble_s)
+
+
+def _copy_step(
+    training: TrainingSpec,
+    transformer: TransformerSpec,
+    cluster: Cluster,
+    mesh: MeshSpec,
+    stages_per_worker: int,
+) -> CopyStep:
+    micro, num_micro_batches = training.micro, training.num_micro_batches(mesh.data)
     num_activations = transformer.num_activations(micro.num_samples)
-    tensor_axis = mesh.tensor_axis(cluster)
+    element_bytes = transformer.activation_bytes
+    transformer.check_tensor(mesh.tensor)
     all_reduce_s = bucket_cost(
-        "fp32", "native", tensor_axis, num_activations, element_bytes=transformer.activation_bytes
+        "fp32", "native", mesh.tensor_axis(cluster), num_activations, element_bytes=element_bytes
     ).seconds
-    divided = replace(training, micro=transformer.divide(micro, mesh.tensor, all_reduce_s))
-    found = predict_one(divided, mesh.data_axis(cluster), policy, mesh.data)
-    passes = 2 * training.num_micro_batches(mesh.data)
-    return replace(
-        found,
-        num_workers=mesh.num_workers,
-        single_worker_samples_per_s=training.batch(1) / training.workload(1).compute_s,
+    if mesh.pipeline == 1:
+        divided = replace(training, micro=transformer.divide(micro, mesh.tensor, all_reduce_s))
+        return CopyStep(
+            workload=divided.workload(mesh.data),
+            activations_s=2 * num_micro_batches * transformer.waits_s(all_reduce_s),
+        )
+    stages = PipelineSpec(
+        transformer=transformer, num_workers=mesh.pipeline, stages_per_worker=stages_per_worker
+    )
+    return stages.step(
+        micro,
+        num_micro_batches,
         tensor=mesh.tensor,
-        activations_s=passes * transformer.waits_s(all_reduce_s) if mesh.tensor > 1 else 0.0,
+        all_reduce_s=all_reduce_s,
+        message_s=mesh.stage_link(cluster).seconds(num_activations * element_bytes),
     )
 
 

@@ -154,14 +154,14 @@ class TransformerSpec:
             forward_s=left * workload.forward_s + wait_s,
             backward_s=left * workload.backward_s + wait_s,
             optimizer_s=workload.optimizer_s * num_params / workload.num_params,
-            gradients=_scaled(workload.gradients, num_params),
+            gradients=scaled_gradients(workload.gradients, num_params),
         )
 
 
-def _scaled(sizes: tuple[int, ...], total: int) -> tuple[int, ...]:
+def scaled_gradients(sizes: tuple[int, ...], total: int) -> tuple[int, ...]:
     """Whole sizes in nearly the same proportions, of another total; none of them is empty.
 
-    >>> _scaled((600, 300, 1), 450)
+    >>> scaled_gradients((600, 300, 1), 450)
     (300, 150)
     """
     whole = sum(sizes)

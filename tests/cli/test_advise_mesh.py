@@ -85,6 +85,32 @@ def test_auto_ranks_all_meshes_that_fit_and_says_why_others_drop_out(say):
     assert "in code" not in text
 
 
+def test_auto_ranks_pipelines_where_a_step_has_micro_batches(say):
+    flags = (*BARE, *NODES, *BLOCKS, "--mesh", "auto", "--workers", "16", "--global-batch", "256")
+    text, found = say(*flags, "--memory-gib", "10")
+    pipelined = [p for p in found["predictions"] if p["pipeline"] > 1]
+    assert len(pipelined) == 10
+    assert {p["data"] * p["pipeline"] * p["tensor"] for p in pipelined} == {16}
+    assert all(p["bubble_s"] > 0 for p in pipelined)
+    assert list(found["left_out"]) == ["data=16,tensor=1", "data=1,pipeline=16,tensor=1"]
+    assert "data=1,pipeline=16,tensor=1: a worker needs 10.9 GiB" in text  # of 16 micro-batches
+
+    text, found = say(*BARE, *BLOCKS, "--mesh", "data=2,pipeline=4", "--global-batch", "128")
+    (one,) = found["predictions"]
+    assert one["waiting_share"] > one["bubble_s"] / one["step_s"] > 0.15
+    assert (
+        'in code: allstep.nn.Pipeline(..., schedule="1f1b"), comm.mesh(data=2, pipeline=4' in text
+    )
+    assert "since the busiest stage sets the pace" in text  # that with the logits
+    text, found = say(
+        *BARE, *BLOCKS, "--mesh", "data=2,pipeline=4", "--global-batch", "128",
+        "--stages-per-worker", "2",
+    )  # fmt: skip
+    assert found["stages_per_worker"] == 2
+    assert found["predictions"][0]["bubble_s"] == pytest.approx(one["bubble_s"] / 2, rel=0.05)
+    assert 'schedule="interleaved"' in text
+
+
 def test_auto_leaves_out_what_does_not_divide(say):
     heads = ("--transformer", "depth=24,width=1020,heads=6,sequence-length=512")
     text, found = say(*BARE, *heads, "--mesh", "auto", "--workers", "12")
@@ -106,7 +132,12 @@ def test_a_recipe_knows_its_blocks(say, tmp_path):
         "activation_bytes": 4,
     }
     assert found["states_per_param"] == 2  # AdamW's, counted
-    assert list(found["left_out"]) == ["data=1,tensor=8"]
+    assert list(found["left_out"]) == [  # of the two micro-batches only a single copy has both
+        "data=4,pipeline=2,tensor=1",
+        "data=2,pipeline=2,tensor=2",
+        "data=1,tensor=8",
+    ]
+    assert "needs 2 micro-batches of each copy in a step, or more, and there are 1" in text
     assert "must be a multiple of `tensor_parallel` (=8)" in text
     assert found["total_samples"] > 0
     _, momentum = say(
@@ -124,15 +155,15 @@ MESH = (*BARE, *BLOCKS, "--mesh")
     ("arguments", "message"),
     [
         ((*BARE, "--mesh", "data=4,tensor=2"), "of which the number of parameters doesn't say the"),
-        ((*MESH, "data=4,pipe=2"), "has no place for `pipe=2`; give data=N,tensor=N."),
-        ((*MESH, "8"), "`mesh` (=8) has no place for `8`; give data=N,tensor=N."),
+        ((*MESH, "data=4,pipe=2"), "has no place for `pipe=2`; give data=N,pipeline=N,tensor=N."),
+        ((*MESH, "8"), "`mesh` (=8) has no place for `8`; give data=N,pipeline=N,tensor=N."),
         ((*MESH, "data=2,data=2"), "`mesh` (=data=2,data=2) has `data` twice."),
         ((*MESH, "data=0"), "`mesh: data` (=0) must be at least 1."),
         ((*MESH, "data=two"), "`mesh: data` (=two) must be a count"),
         ((*MESH, "data=4,tensor=3"), "`tensor` (=3) must divide the 16 heads"),
         (
             (*MESH, "data=4,tensor=2", "--workers", "4"),
-            "has 4 x 2 = 8 workers, and `workers` (=4) says otherwise",
+            "has 8 workers, and `workers` (=4) says otherwise",
         ),
         ((*MESH, "auto"), "`workers` is missing: of how many `--mesh auto` ranks the meshes"),
         ((*MESH, "auto", "--workers", "2,4"), "`workers` (=2,4) are several numbers"),
@@ -144,6 +175,31 @@ MESH = (*BARE, *BLOCKS, "--mesh")
         (
             (*MESH, "data=3,tensor=4", "--per-node", "6"),
             "`tensor` (=4) must divide the 6 workers of a node",
+        ),
+        (
+            (*MESH, "pipeline=32", "--global-batch", "256"),
+            "`pipeline` (=32) must be at most the 24 blocks, of which each stage has one or more.",
+        ),
+        (
+            (*MESH, "data=2,pipeline=4", "--global-batch", "48"),
+            "needs 4 micro-batches of each copy in a step, or more, and there are 3",
+        ),
+        ((*MESH, "pipeline=4"), "and there are 1: give a larger `global_batch` or a smaller"),
+        (
+            (*MESH, "pipeline=8", "--global-batch", "64", "--stages-per-worker", "4"),
+            "`pipeline` (=8) x `stages_per_worker` (=4) must be at most the 24 blocks",
+        ),
+        (
+            (*MESH, "data=2", "--stages-per-worker", "2"),
+            "`stages_per_worker` (=2) counts in a pipeline, which `mesh` (=data=2) has none of",
+        ),
+        (
+            (*MESH, "data=2", "--stages-per-worker", "0"),
+            "`stages_per_worker` (=0) must be at least",
+        ),
+        (
+            (*MESH, "data=2,pipeline=3", "--global-batch", "64", "--per-node", "2"),
+            "`pipeline x tensor` (=3) must divide the 2 workers of a node",
         ),
         ((*BARE, *BLOCKS), "counts where a model is divided; give `--mesh` auto or"),
         ((*BARE, "--memory-gib", "2"), "`memory_gib` (=2.0) counts where a model is divided"),

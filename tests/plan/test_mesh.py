@@ -289,7 +289,7 @@ def test_target_ranks_by_the_time_to_it() -> None:
     machines = cluster(1, 8, intra=Link(bandwidth_bps=4e12))
     assert str(advise(machines).choice.prediction.mesh) == "data=8,tensor=1"
     found = advise(machines, target=Target(critical_batch=8, known_batch=8))
-    assert found.choice.prediction.tensor > 1
+    assert found.choice.prediction.mesh.tensor > 1
 
 
 def test_other_dimensions_are_refused() -> None:

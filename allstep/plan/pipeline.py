@@ -1,0 +1,200 @@
+"""What a pipeline makes of a step: its stages' seconds, the bubble, and messages between stages.
+
+[Note: pipelined step] Of `depth` blocks on p workers the first depth mod p have one more than the
+others. The first also has the embeddings, and the last one all compute that is in no block: logits
+and the loss. Of a micro-batch worker i computes t_i seconds, forward and backward, waits of tensor
+parallelism included; in v turns if it has v stages, which are then interleaved. A neighbour's
+activations or gradients come after c seconds, twice for each micro-batch and border between
+stages. Nothing hides them: a turn takes
+
+    t_i / v + 2 c (1 - 1 / (v p))
+
+under the 1F1B schedule, in the mean over a pipeline's ends and middle. With m micro-batches a step
+takes
+
+    sum of all workers' turns + (v m - 1) slowest turn
+
+so that with equal stages the bubble, in which a worker has nothing to do, is of a step
+
+    (p - 1) / (v m + p - 1)
+
+The first worker ends last; its gradients are exchanged beside its last backward pass.
+
+Source: Narayanan et al., 2021, arXiv:2104.04473, section 2.2.
+"""
+
+from dataclasses import dataclass, replace
+
+from allstep.errors import UsageError
+from allstep.plan.transformer import TransformerSpec, scaled_gradients
+from allstep.plan.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """Workers of a copy that have some of its blocks each. See [Note: pipelined step].
+
+    Args:
+        transformer: its blocks.
+        num_workers: p, which have them one after the other.
+        stages_per_worker: v; above 1 the schedule is the interleaved one.
+
+    Raises:
+        UsageError: if there are fewer blocks than stages.
+
+    >>> blocks = TransformerSpec(depth=6, width=8, heads=2, sequence_length=8)
+    >>> PipelineSpec(transformer=blocks, num_workers=4).depths
+    (2, 2, 1, 1)
+    """
+
+    transformer: TransformerSpec
+    num_workers: int
+    stages_per_worker: int = 1
+
+    def __post_init__(self) -> None:
+        check_pipeline(self.transformer.depth, self.num_workers, self.stages_per_worker)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Blocks of each worker."""
+        each, more = divmod(self.transformer.depth, self.num_workers)
+        return tuple(each + (worker < more) for worker in range(self.num_workers))
+
+    def check_micro_batches(self, num_micro_batches: int) -> None:
+        """Refuses fewer micro-batches than workers, which the schedule can't keep at work.
+
+        Raises:
+            UsageError: saying what would give enough.
+        """
+        if num_micro_batches < self.num_workers:
+            raise UsageError(
+                f"`pipeline` (={self.num_workers}) needs {self.num_workers} micro-batches of each"
+                f" copy in a step, or more, and there are {num_micro_batches}: give a larger"
+                " `global_batch` or a smaller `micro_batch`, or fewer workers along `pipeline`."
+            )
+
+    def local_params(self, num_params: int, tensor: int) -> list[int]:
+        """Parameters of each worker; the first and the last have those outside of the blocks."""
+        blocks = self.transformer
+        outside = blocks.outside_params(num_params)
+        of_block = (blocks.local_params(num_params, tensor) - outside) // blocks.depth
+        ends = (0, self.num_workers - 1)
+        return [of_block * d + outside * (i in ends) for i, d in enumerate(self.depths)]
+
+    def in_flight(self, worker: int, num_micro_batches: int) -> float:
+        """Micro-batches of which a worker keeps activations of all its blocks, at most.
+
+        p - i, and of interleaved stages (2 (p - 1 - i) + (v - 1) p + 1) / v.
+
+        >>> blocks = TransformerSpec(depth=8, width=8, heads=2, sequence_length=8)
+        >>> PipelineSpec(transformer=blocks, num_workers=4).in_flight(0, 16)
+        4.0
+        >>> PipelineSpec(transformer=blocks, num_workers=4, stages_per_worker=2).in_flight(0, 16)
+        5.5
+        """
+        p, v = self.num_workers, self.stages_per_worker
+        turns = p - worker if v == 1 else 2 * (p - 1 - worker) + (v - 1) * p + 1
+        return min(v * num_micro_batches, turns) / v
+
+    def step(
+        self,
+        micro: Workload,
+        num_micro_batches: int,
+        *,
+        tensor: int = 1,
+        all_reduce_s: float = 0.0,
+        message_s: float = 0.0,
+    ) -> "CopyStep":
+        """A step of all workers of a copy, as the first one of them sees it.
+
+        Args:
+            micro: an undivided micro-batch's step.
+            num_micro_batches: of the copy in a step.
+            tensor: workers that share each layer.
+            all_reduce_s: seconds of the sum of a micro-batch's activations over them.
+            message_s: seconds of a micro-batch's activations between neighbours.
+
+        Returns:
+            What is computed and waited for; the exchange of gradients isn't in it.
+
+        Raises:
+            UsageError: if there are fewer micro-batches than workers.
+
+        >>> blocks = TransformerSpec(depth=4, width=4, heads=2, sequence_length=8)
+        >>> whole = Workload(num_params=4 * (12 * 16 + 13 * 4), forward_s=1.0, backward_s=2.0)
+        >>> found = PipelineSpec(transformer=blocks, num_workers=4).step(whole, 5)
+        >>> found.workload.compute_s, found.bubble_s  # 3 / (5 + 3) of it
+        (6.0, 2.25)
+        """
+        self.check_micro_batches(num_micro_batches)
+        forward_s = self._stages_s(micro.forward_s, micro.num_params, tensor, all_reduce_s)
+        backward_s = self._stages_s(micro.backward_s, micro.num_params, tensor, all_reduce_s)
+        stages_s = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        p, v, m = self.num_workers, self.stages_per_worker, num_micro_batches
+        messages_s = 2 * message_s * (1 - 1 / (v * p))  # of a turn
+        turns_s = [stage_s / v + messages_s for stage_s in stages_s]
+        busy_s = v * m * max(turns_s)
+        bubble_s = sum(turns_s) - max(turns_s)
+        busiest = stages_s.index(max(stages_s))
+        waits_s = 2 * self._waits_s(busiest, all_reduce_s) + v * messages_s
+        num_params = self.local_params(micro.num_params, tensor)[0]
+        last_s = backward_s[0] / v
+        return CopyStep(
+            workload=replace(
+                micro,
+                num_params=num_params,
+                forward_s=busy_s + bubble_s - last_s,
+                backward_s=last_s,
+                optimizer_s=micro.optimizer_s * num_params / micro.num_params,
+                num_samples=m * micro.num_samples,
+                gradients=scaled_gradients(micro.gradients, num_params),
+            ),
+            bubble_s=bubble_s,
+            activations_s=m * waits_s,
+        )
+
+    def _stages_s(
+        self, whole_s: float, num_params: int, tensor: int, all_reduce_s: float
+    ) -> list[float]:
+        """Seconds of each worker of a pass that takes `whole_s` undivided."""
+        divided = self.transformer.divided_share(num_params)
+        block_s = whole_s * divided / tensor / self.transformer.depth
+        seconds = [
+            depth * block_s + self._waits_s(worker, all_reduce_s)
+            for worker, depth in enumerate(self.depths)
+        ]
+        seconds[-1] += whole_s * (1 - divided)
+        return seconds
+
+    def _waits_s(self, worker: int, all_reduce_s: float) -> float:
+        return replace(self.transformer, depth=self.depths[worker]).waits_s(all_reduce_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyStep:
+    """A step of the workers of a copy, without the exchange of gradients.
+
+    Attributes:
+        workload: of the one that ends last, waits included.
+        activations_s: seconds in which the busiest of them waits for activations, of neighbours
+            in a pipeline and of tensor parallelism.
+        bubble_s: seconds in which a pipeline has nothing to do for it.
+    """
+
+    workload: Workload
+    activations_s: float
+    bubble_s: float = 0.0
+
+
+def check_pipeline(depth: int, num_workers: int, stages_per_worker: int = 1) -> None:
+    """Refuses more stages than there are blocks.
+
+    Raises:
+        UsageError: saying how many there may be.
+    """
+    if num_workers * stages_per_worker > depth:
+        turns = f" x `stages_per_worker` (={stages_per_worker})" * (stages_per_worker > 1)
+        raise UsageError(
+            f"`pipeline` (={num_workers}){turns} must be at most the {depth} blocks, of which each"
+            " stage has one or more."
+        )
