@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain, groupby, zip_longest
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from allstep.nn.replicated import seed_at
 if TYPE_CHECKING:  # its import takes seconds
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+T = TypeVar("T")
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 _MOST_SCHEDULES = 8  # that are kept: each has memory for what its micro-batches receive
@@ -124,16 +125,26 @@ class Pipeline(nn.Module):
         """Whether a stage has experts on several workers. [Note: experts in a pipeline]"""
         return self._expert_workers is not None
 
-    def forward(self, *_: Any) -> Any:
-        """There is none: a worker has some of the stages.
+    def forward(self, *values: Tensor) -> Any:
+        """What the last stage returns, on a worker that has all stages. [Note: stages]
+
+        Args:
+            values: what the first stage takes.
 
         Raises:
-            UsageError: says what to call.
+            UsageError: on several workers, of which each has some of the stages.
         """
-        raise UsageError(
-            "A Pipeline is not called: `batch.run(model)` runs all micro-batches of one item of"
-            " `steps`, and `model.evaluate(micro_batches)` gives losses without gradients."
-        )
+        if self._comm.size > 1:
+            raise UsageError(
+                "A Pipeline is not called: `batch.run(model)` runs all micro-batches of one item of"
+                " `steps`, `model.evaluate(micro_batches)` gives losses without gradients, and"
+                " `model.measure(function, micro_batch)` what a function makes of an output."
+            )
+        seed, found = int(torch.randint(2**62, ()).item()), values
+        for number, stage in self.stages.items():
+            with seeded(seed_at(seed, int(number)), self._comm.device):
+                found = stage(*found) if isinstance(found, tuple) else stage(found)
+        return found
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
@@ -146,6 +157,31 @@ class Pipeline(nn.Module):
             [n], float64. Call `eval()` before and `train()` after it, as for any module.
         """
         return self.run(micro_batches)
+
+    @torch.no_grad()
+    def measure(self, function: Callable[[nn.Module, Any], T], micro_batch: Any) -> T:
+        """What a function of a whole model makes of a micro-batch, on all workers. Collective.
+
+        Args:
+            function: (model, micro-batch) -> plain data or tensors; on several workers it is called
+                where the last stage is, with a model that returns what this did.
+            micro_batch: the same on all workers that share the stages, on their devices.
+
+        Returns:
+            Its result. Call `eval()` before and `train()` after it, as for any module.
+        """
+        if self._comm.size == 1:
+            return function(self, micro_batch)
+        found: list[T] = []
+
+        def look(output: Any, data: Any) -> Tensor:
+            found[:] = [function(_Returns(output), data)]
+            return torch.zeros((), device=self._comm.device)
+
+        with self._micro_batches.looking(look):
+            self.run([micro_batch])
+        result: list[T] = self._comm.broadcast_object(found, root=self._comm.size - 1)
+        return result[0]
 
     def run(
         self,
@@ -314,6 +350,17 @@ class Pipeline(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_schedules": {}, "_repeated": None}  # a copy makes its own
+
+
+class _Returns(nn.Module):
+    """A model whose output is known."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: Any) -> Any:
+        return self._output
 
 
 def _fault(num_stages: int, size: int, schedule: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +12,12 @@ from torch import Tensor, nn
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.texts import TokenRecipe
-from allstep.recipes.transformer import Experts, Transformer, tensor_parallel_plan
+from allstep.recipes.transformer import (
+    Experts,
+    Transformer,
+    TransformerStage,
+    tensor_parallel_plan,
+)
 
 _MIN_VOCAB_SIZE = 258
 
@@ -72,6 +78,11 @@ class Text(TokenRecipe):
     """Workers that share a copy of the model, with a part of each block's heads and hidden features
     each; the others share out the samples. A single worker has all of it whatever this is."""
 
+    pipeline: int = 1
+    """Workers of a copy of the model that have some of its blocks each, one after the other, beside
+    `tensor_parallel`; divide `depth`. Above 1 the logits have a matrix of their own. A single
+    worker has all of it whatever this is."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer = allstep.errors.check_integer
@@ -87,13 +98,21 @@ class Text(TokenRecipe):
         allstep.errors.check_multiple("width", self.width, "heads", self.heads)
         if self.experts is not None:
             self._check_experts(self.experts)
-        check_integer("tensor_parallel", self.tensor_parallel)
-        if self.divides_model:
+        for name in ("tensor_parallel", "pipeline"):
+            check_integer(name, getattr(self, name))
+        if self.tensor_parallel > 1:
             self._check_tensor_parallel()
+        if self.pipeline > 1:
+            self._check_pipeline()
 
     @property
     def divides_model(self) -> bool:
-        return self.tensor_parallel > 1
+        return self.copy_size > 1
+
+    @property
+    def copy_size(self) -> int:
+        """Workers that share a copy of the model, where there are several."""
+        return self.tensor_parallel * self.pipeline
 
     @property
     def transformer(self) -> allstep.plan.TransformerSpec | None:
@@ -122,6 +141,21 @@ class Text(TokenRecipe):
                 " out."
             )
         allstep.train.check_sharded(self, reason)
+
+    def _check_pipeline(self) -> None:
+        allstep.errors.check_multiple("depth", self.depth, "pipeline", self.pipeline)
+        reason = f"`pipeline` (={self.pipeline}) has its blocks on several workers"
+        if self.experts is not None:
+            raise UsageError(
+                f"`experts` (={self.experts}) are divided over all workers, and {reason}; leave one"
+                " of them out."
+            )
+        if self.samples == "paragraphs":
+            raise UsageError(
+                f"`samples` (={self.samples!r}) have another length in each micro-batch, and"
+                f" {reason}, through which those of one shape go together; take 'pieces'."
+            )
+        allstep.train.check_staged(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:
         for name, least in (("experts", 2), ("top_k", 1)):
@@ -153,17 +187,35 @@ class Text(TokenRecipe):
 
     def check_workers(self, num_workers: int) -> None:
         """Refuses experts or copies of the model that don't divide over the workers."""
-        if num_workers > 1 and num_workers % self.tensor_parallel:
-            nearest = allstep.errors.nearest_multiples(num_workers, self.tensor_parallel)
+        if num_workers > 1 and num_workers % self.copy_size:
+            nearest = allstep.errors.nearest_multiples(num_workers, self.copy_size)
+            axes = [
+                f"`{name}` (={getattr(self, name)})"
+                for name in ("pipeline", "tensor_parallel")
+                if getattr(self, name) > 1
+            ]
             raise UsageError(
-                f"`tensor_parallel` (={self.tensor_parallel}) must divide the {num_workers}"
+                f"{' x '.join(axes)} must divide the {num_workers}"
                 f" workers, as that many share a copy of the model; start {nearest}, or 1."
             )
+        if num_workers > 1 and self.pipeline > 1:
+            self._check_micro_batches(num_workers // self.copy_size)
         if self.experts is not None and self.experts % num_workers:
             nearest = allstep.errors.nearest_multiples(self.experts, num_workers)
             raise UsageError(
                 f"`experts` (={self.experts}) must be a multiple of the {num_workers} workers, as"
                 f" each has as many; nearest: {nearest}."
+            )
+
+    def _check_micro_batches(self, num_copies: int) -> None:
+        """Refuses fewer micro-batches a copy than the schedule keeps at work."""
+        num = -(-self.global_batch // self.micro_batch) // num_copies
+        if num < self.pipeline:
+            copies = f"each of {num_copies} copies" if num_copies > 1 else "the copy"
+            raise UsageError(
+                f"`pipeline` (={self.pipeline}) needs {self.pipeline} micro-batches of {copies} in"
+                f" a step, or more, and there are {num}: take a larger `global_batch`"
+                f" (={self.global_batch}) or a smaller `micro_batch` (={self.micro_batch})."
             )
 
     def build(self, comm: Communicator) -> Task:
@@ -173,30 +225,60 @@ class Text(TokenRecipe):
         def make_sets(length: int) -> tuple[Any, Any]:
             return self._sequences(train_tokens, length), self._sequences(test_tokens, length)
 
-        model = Transformer(
-            vocab_size=self.vocab_size,
-            sequence_length=self.longest_sequence,
-            width=self.width,
-            depth=self.depth,
-            heads=self.heads,
-            dropout=self.dropout,
-            causal=self.objective == "causal",
-            experts=self._experts(comm),
+        objective = LanguageModelling(
+            log_frequencies(train_tokens, self.vocab_size),
+            self.samples == "paragraphs",
+            self.balance_weight,
         )
-        if comm.size > 1 and self.divides_model:
-            num_copies = comm.size // self.tensor_parallel
-            mesh = comm.mesh(data=num_copies, tensor=self.tensor_parallel)
-            allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
         return self.make_task(
-            model,
+            self._model(comm) if self.pipeline == 1 else self._pipeline(comm, objective),
             *make_sets(self.sequence_length),
-            LanguageModelling(
-                log_frequencies(train_tokens, self.vocab_size),
-                self.samples == "paragraphs",
-                self.balance_weight,
-            ),
+            objective,
             self.later_stages(make_sets),
             allstep.data.text_folder.collate_padded if self.samples == "paragraphs" else None,
+        )
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What the whole transformer and its stages are made of."""
+        return {
+            "vocab_size": self.vocab_size,
+            "sequence_length": self.longest_sequence,
+            "width": self.width,
+            "depth": self.depth,
+            "heads": self.heads,
+            "dropout": self.dropout,
+            "causal": self.objective == "causal",
+        }
+
+    def _mesh(self, comm: Communicator) -> allstep.comm.Mesh[Communicator]:
+        """Copies, and the axes along which each is divided."""
+        axes = {"pipeline": self.pipeline, "tensor": self.tensor_parallel}
+        axes = {name: length for name, length in axes.items() if length > 1}
+        if comm.size == 1:
+            axes = dict.fromkeys(axes, 1)
+        return comm.mesh(data=max(1, comm.size // self.copy_size), **axes)
+
+    def _model(self, comm: Communicator) -> nn.Module:
+        model = Transformer(**self._shape, experts=self._experts(comm))
+        if comm.size > 1 and self.tensor_parallel > 1:
+            allstep.nn.tensor_parallel(model, self._mesh(comm), tensor_parallel_plan(model))
+        return model
+
+    def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
+        """A stage for each block, so that any number of workers draws the same."""
+        mesh, is_divided = self._mesh(comm), comm.size > 1 and self.tensor_parallel > 1
+
+        def make(number: int) -> nn.Module:
+            stage = TransformerStage(number, **self._shape)
+            return stage.divide(mesh) if is_divided else stage
+
+        return allstep.nn.Pipeline(
+            [partial(make, number) for number in range(self.depth)],
+            mesh,
+            inputs=objective.inputs,
+            loss=objective.loss_of,
+            weight=objective.weight_of,
         )
 
     def _experts(self, comm: Communicator) -> Experts | None:
@@ -256,23 +338,34 @@ class LanguageModelling:
 
         A balance loss is added for each target, so that a micro-batch's counts by its targets.
         """
-        inputs, targets, *positions = batch
-        logits, *balance_loss = _outputs(model, inputs, *positions)
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        count = float(targets.numel())
-        if self.is_padded:
-            count = float((targets != allstep.data.text_folder.PADDING).sum())
+        logits, *balance_loss = _outputs(model, *self.inputs(batch))
+        total, count = self.loss_of(logits, batch), self.weight_of(batch)
         for balance in balance_loss:
             total = total + self.balance_weight * count * balance
         return total, count
+
+    def inputs(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What the model takes."""
+        tokens, _, *positions = batch
+        return (tokens, *positions)
+
+    def loss_of(self, logits: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        """Sum of the targets' cross-entropies."""
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+    def weight_of(self, batch: tuple[Tensor, ...]) -> float:
+        """How many targets count."""
+        if self.is_padded:
+            return float((batch[1] != allstep.data.text_folder.PADDING).sum())
+        return float(batch[1].numel())
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Metrics:
         """Sums and counts of `loss` and `unigram` (nats a target), and of `accuracy`.
 
         With experts also of `balance`, a token, and `dropped`, the share of choices without room.
         """
-        inputs, targets, *positions = batch
-        logits, *balance_loss = _outputs(model, inputs, *positions)
+        inputs, targets, *_ = batch
+        logits, *balance_loss = _outputs(model, *self.inputs(batch))
         logits, targets = logits.flatten(0, 1), targets.flatten()
         if self.is_padded:
             counts = targets != allstep.data.text_folder.PADDING

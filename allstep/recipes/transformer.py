@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +97,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x, *balance_loss = block(x)
             balance_losses += balance_loss
-        if positions is not None:
-            x = x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
-        logits = F.linear(self.norm(x), self.token_embedding.weight)
+        logits = F.linear(self.norm(_at(x, positions)), self.token_embedding.weight)
         return (logits, torch.stack(balance_losses).mean()) if balance_losses else logits
 
     def _initialize(self, depth: int) -> None:
@@ -112,6 +110,82 @@ class Transformer(nn.Module):
             _initialize_residual(block.attention.output, depth)
             if isinstance(block.mlp, _MLP):  # experts are drawn where they are made
                 _initialize_residual(block.mlp.output, depth)
+
+
+class TransformerStage(nn.Module):
+    """One block of the transformer for a pipeline, the first and the last with what is around.
+
+    The logits have a matrix of their own: tied to the embeddings it would lie on two workers.
+
+    Args:
+        number: of the block.
+        vocab_size, sequence_length, width, depth, heads, dropout, causal: as `Transformer`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        width: int,
+        depth: int,
+        heads: int,
+        dropout: float,
+        causal: bool,
+    ) -> None:
+        super().__init__()
+        is_last, mlp = number == depth - 1, _MLP(width, 4 * width)
+        self.embedding = None
+        if number == 0:
+            self.embedding = _Embedding(vocab_size, sequence_length, width, dropout)
+        self.block = _Block(width, heads, dropout, causal, mlp)
+        self.norm = nn.LayerNorm(width) if is_last else None
+        self.logits = nn.Linear(width, vocab_size, bias=False) if is_last else None
+        for module in self.modules():
+            _initialize_small(module)
+        _initialize_residual(self.block.attention.output, depth)
+        _initialize_residual(mlp.output, depth)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
+        """What the next stage takes; of the last one logits, of all tokens or at positions.
+
+        Args:
+            x: int64 [batch, token] or features [batch, token, width].
+            positions: int64 [batch, predicted], or None for all.
+        """
+        if self.embedding is not None:
+            x = self.embedding(x)
+        (x,) = self.block(x)
+        if self.norm is None or self.logits is None:
+            return x if positions is None else (x, positions)
+        if positions is not None:  # torch looks for shapes with numbers that are none
+            positions = positions.clamp(0, x.shape[1] - 1)
+        return self.logits(self.norm(_at(x, positions)))
+
+    def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> "TransformerStage":
+        """This stage with its block's heads and hidden features divided over `tensor`."""
+        allstep.nn.tensor_parallel(self, mesh, _block_plan("block"))
+        return self
+
+
+class _Embedding(nn.Module):
+    def __init__(self, vocab_size: int, sequence_length: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab_size, width)
+        self.position = nn.Parameter(0.02 * torch.randn(sequence_length, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.dropout(self.token(tokens) + self.position[: tokens.shape[1]])
+        return x
+
+
+def _at(x: Tensor, positions: Tensor | None) -> Tensor:
+    """Features of the tokens at positions, [batch, predicted, width]; of all if None."""
+    if positions is None:
+        return x
+    return x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
 
 
 class _Block(nn.Module):
@@ -170,6 +244,13 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
 
     Between the blocks' halves everything is whole: norms, embeddings, the dropout of features.
     """
+    plan: dict[str, ParallelStyle] = {}
+    for i in range(len(model.blocks)):
+        plan |= _block_plan(f"blocks.{i}")
+    return plan
+
+
+def _block_plan(block: str) -> dict[str, "ParallelStyle"]:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -177,16 +258,16 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
         RowwiseParallel,
     )
 
-    plan: dict[str, ParallelStyle] = {}
-    for i in range(len(model.blocks)):
-        attention, mlp = f"blocks.{i}.attention", f"blocks.{i}.mlp"
+    attention, mlp = f"{block}.attention", f"{block}.mlp"
+    plan: dict[str, ParallelStyle] = {
         # Their gradients are added before they are summed over the workers, in one message.
-        plan[attention] = PrepareModuleInput(
+        attention: PrepareModuleInput(
             input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
         )
-        plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-        plan |= {f"{attention}.output": RowwiseParallel()}
-        plan |= {f"{mlp}.hidden": ColwiseParallel(), f"{mlp}.output": RowwiseParallel()}
+    }
+    plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan |= {f"{attention}.output": RowwiseParallel()}
+    plan |= {f"{mlp}.hidden": ColwiseParallel(), f"{mlp}.output": RowwiseParallel()}
     return plan
 
 
@@ -224,7 +305,7 @@ def _outside_experts(module: nn.Module) -> Iterator[nn.Module]:
 def _initialize_small(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 

@@ -199,11 +199,12 @@ class Batch:
         else:
             self._gradients.forget()
 
-    def run(self, model: Pipeline) -> None:
+    def run(self, model: Pipeline, prepare: Callable[[Any], Any] = lambda data: data) -> None:
         """Takes all micro-batches through a pipeline and back, in place of the loop over them.
 
         Args:
             model: what the exchange is of.
+            prepare: micro-batch -> what goes through.
 
         Raises:
             UsageError: if there are several exchanges, or one of another model.
@@ -212,7 +213,8 @@ class Batch:
         if len(self._exchanges) > 1 or exchange.model is not model:
             raise UsageError("`model` is not what `steps` has the one exchange of: attach it.")
         data, seeds, factors, losses = [], [], [], []
-        for each in self:
+        for read in self:
+            each = prepare(read)
             weight = None if model.weight is None else model.weight(each)
             data.append(each)
             seeds.append(int(torch.randint(2**62, ()).item()))
@@ -242,6 +244,13 @@ class Batch:
         if sums is None:
             sums = self._exchanges[0].comm.all_reduce(self._losses.local_sums(self._device))
         return mean_of(sums)
+
+    def local_sums(self) -> Tensor:
+        """Digits of this worker's part of the losses and of their weights, [2, digits].
+
+        They are weighed as `global_loss` weighs them; means have no weights.
+        """
+        return self._losses.local_sums(self._device)[:2]
 
     def check_finished(self) -> None:
         """Raises if the loop over the micro-batches was left before its end; none may follow."""

@@ -85,17 +85,21 @@ def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) ->
     return _Kind(prefixes, comm)
 
 
-def parts_of(exchange: Exchange) -> tuple[Communicator, set[nn.Parameter]] | None:
-    """The workers with other parts of the model, and what only this one has; None if all is shared.
+def parts_of(exchange: Exchange) -> list[tuple[Communicator, set[nn.Parameter]]]:
+    """Workers with other parts of the model, and what only this one of them has.
 
-    Collectives of theirs, in a step, tell each of gradients that it does not see.
+    Collectives of theirs, in a step and in this order, tell each of gradients that it does not see.
+    The last are those of a pipeline, of whose parameters none is shared.
     """
+    parts = []
     if exchange.is_divided:
-        return exchange.comm, set(exchange.divided.values())
-    comm = sharing_workers(exchange.shards)
-    if comm is None:
-        return None
-    return comm, {p for name, p in exchange.trained.items() if name in exchange.shards}
+        parts.append((exchange.comm, set(exchange.divided.values())))
+    elif comm := sharing_workers(exchange.shards):
+        own = {p for name, p in exchange.trained.items() if name in exchange.shards}
+        parts.append((comm, own))
+    for stages in stages_of(exchange.model).values():
+        parts.append((stages.comm, set(exchange.trained.values())))
+    return parts
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, divided_modules, shards_of
+from allstep.comm import Communicator, divided_modules, shards_of, stages_of
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
 from allstep.device import has_streams
 from allstep.errors import UsageError
 from allstep.exchange import attach
+from allstep.nn import Pipeline
 from allstep.train.batch import seed_update
 from allstep.train.checkpoint import check_same, load_model_state, load_optimizer_state
 from allstep.train.divided import local_optimizer, local_tensors, whole_optimizer, whole_tensors
@@ -23,9 +24,9 @@ from allstep.train.options import TrainOptions
 from allstep.train.own_loop import steps
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
-from allstep.train.shards import check_sharded, data_axis
+from allstep.train.shards import check_sharded, check_staged, data_axis
 from allstep.train.step import TrainStep, Update
-from allstep.train.task import Stage, Task, all_stages, num_samples_of, num_total_steps
+from allstep.train.task import Metrics, Stage, Task, all_stages, num_samples_of, num_total_steps
 from allstep.train.threads import Threads
 
 # What must not change between a run and its resumption.
@@ -133,7 +134,7 @@ class Run:
             pin_memory=has_streams(self._comm.device),
         )
         self._evaluator = Evaluator(
-            lambda model, data: self._task.metrics(model, self.precision.prepare_data(data)),
+            self._measure,
             stage.test_set,
             self.data_axis,
             micro_batch=stage.micro_batch,
@@ -241,6 +242,13 @@ class Run:
         with self.precision.autocast():
             return self._evaluator(self._model)
 
+    def _measure(self, model: nn.Module, data: Any) -> Metrics:
+        """A test micro-batch's sums and counts."""
+        data = self.precision.prepare_data(data)
+        if isinstance(model, Pipeline):
+            return model.measure(self._task.metrics, data)
+        return self._task.metrics(model, data)
+
     def metric_names(self) -> list[str]:
         """The names that `evaluate` will give; all workers call it."""
         with self.precision.autocast():
@@ -330,7 +338,7 @@ class Run:
         update, without waiting for data or workers. The worker uses all cores, unless the number
         of threads belongs to the run.
         """
-        if self.exchange.is_divided or self.exchange.shards:
+        if self.exchange.is_divided or self.exchange.shards or stages_of(self._model):
             return None
         stage = self.stage
         data, num_threads = self.train_step.first_data, self._threads.num
@@ -353,6 +361,8 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
     """Refuses what looks at one worker's gradients, if there are parts of the model on others."""
     for name in shards_of(model):
         check_sharded(options, f"`task.model.{name}` is divided over workers")
+    for name in stages_of(model):
+        check_staged(options, f"`task.model.{name}` lie on several workers")
     for name in divided_modules(model):
         reason = f"`task.model.{name}` is divided over the workers"
         if options.precision == "float16":

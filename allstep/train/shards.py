@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator, Shard, shards_of
+from allstep.comm import Communicator, Shard, parts_along_axes, shards_of
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Layout
 from allstep.train.options import TrainOptions
@@ -22,6 +22,8 @@ _LOSSLESS = ("fp32", "bf16", "fp16", "exact")  # which leave nothing for a later
 def data_axis(model: nn.Module, comm: Communicator) -> Communicator:
     """The workers that have the same part of the model, and other samples.
 
+    Parts are those of pipelines and of layers that are cut.
+
     Args:
         model: the model.
         comm: all workers.
@@ -29,26 +31,45 @@ def data_axis(model: nn.Module, comm: Communicator) -> Communicator:
     Raises:
         UsageError: if the model is divided over a mesh of others, or one without an axis `data`.
     """
-    shard = _any_shard(shards_of(model))
-    if shard is None:
+    parts = parts_along_axes(model)
+    if not parts:
         return comm
-    if comm is not shard.mesh.comm:
+    mesh, axes = parts[0].mesh, list(dict.fromkeys(part.axis for part in parts))
+    if comm is not mesh.comm:
         raise UsageError(
-            f"`comm` (of {comm.size} workers) is not that of {shard.mesh}, over which `task.model`"
+            f"`comm` (of {comm.size} workers) is not that of {mesh}, over which `task.model`"
             " is divided; pass the one that the mesh is made of."
         )
-    if set(shard.mesh.shape) != {"data", shard.axis}:
+    if set(mesh.shape) != {"data", *axes}:
         raise UsageError(
-            f"`task.model` is divided over {shard.axis!r} of {shard.mesh}, whose other axis must be"
-            " 'data', for the samples."
+            f"`task.model` is divided over {' and '.join(map(repr, axes))} of {mesh}, whose other"
+            " axis must be 'data', for the samples."
         )
-    return shard.mesh["data"]
+    return mesh["data"]
 
 
 def sharing_workers(shards: Mapping[str, Shard]) -> Communicator | None:
     """Those with the parts of this worker's copy of the model; None if it has all of it."""
     shard = _any_shard(shards)
     return None if shard is None else shard.comm
+
+
+def check_staged(options: TrainOptions, reason: str) -> None:
+    """Refuses options that don't go with a model whose stages lie on several workers.
+
+    Args:
+        options: of its training.
+        reason: why it has stages there, for the message.
+
+    Raises:
+        UsageError: names the option, the reason, and the cure.
+    """
+    check_sharded(options, reason)
+    if options.precision == "bfloat16":
+        raise UsageError(
+            f"`precision` (={options.precision!r}) is of forward passes alone, and {reason}, where"
+            " a schedule mixes them with backward passes: take 'float32'."
+        )
 
 
 def check_sharded(options: TrainOptions, reason: str) -> None:

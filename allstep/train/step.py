@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from allstep.comm.reproducible import digits_of
 from allstep.exchange import Exchange
+from allstep.nn import Pipeline
 from allstep.optim import NonfiniteGradientError
 from allstep.train.batch import Batch
 from allstep.train.divided import parts_of
@@ -117,13 +118,11 @@ class TrainStep:
             What it was; its loss is float64 digits on the worker's device.
         """
         exposed_before_s = self._exchange.stats().exposed_s
-        device = self._exchange.comm.device  # also where this worker has no micro-batch
-        local_loss = digits_of(torch.zeros(2, device=device))
-        for data in batch:
-            if self.first_data is None:
-                self.first_data = data
-            loss = self._local_gradient(batch, data)
-            local_loss = local_loss.to(loss.device) + loss
+        if isinstance(self._model, Pipeline) and self._model.num_workers > 1:
+            batch.run(self._model, self._precision.prepare_data)
+            local_loss = batch.local_sums()
+        else:
+            local_loss = self._local_gradients(batch)
         self._noise.see_global(batch)
         if self._commit is not None:
             local_loss = self._commit(local_loss)
@@ -158,17 +157,28 @@ class TrainStep:
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
         norms = (nn.utils.get_total_norm(grads, order) for order in (2.0, math.inf))
         is_good, parts = any(map(math.isfinite, norms)), parts_of(self._exchange)
-        if parts:  # others see other gradients
-            is_good = bool(parts[0].all_reduce(torch.tensor(float(is_good)), "min"))
+        for comm, _ in parts:  # others see other gradients
+            is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
         if is_good:
             return True
         if self._nonfinite == "skip":
             return False
         named = getattr(self._model, "_orig_mod", self._model).named_parameters()
         bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
-        if parts:
-            bad = list(dict.fromkeys(chain.from_iterable(parts[0].all_gather_object(bad))))
+        for comm, _ in parts:
+            bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)
+
+    def _local_gradients(self, batch: Batch) -> Tensor:
+        """Runs this worker's micro-batches one by one; returns the sum of their losses' parts."""
+        device = self._exchange.comm.device  # also where this worker has no micro-batch
+        local_loss = digits_of(torch.zeros(2, device=device))
+        for data in batch:
+            if self.first_data is None:
+                self.first_data = data
+            loss = self._local_gradient(batch, data)
+            local_loss = local_loss.to(loss.device) + loss
+        return local_loss
 
     def _local_gradient(self, batch: Batch, data: object) -> Tensor:
         """Adds one micro-batch's share to `p.grad`; returns that of the loss, and its weight."""

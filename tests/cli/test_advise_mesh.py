@@ -107,7 +107,7 @@ def test_auto_ranks_pipelines_where_a_step_has_micro_batches(say):
         "--stages-per-worker", "2",
     )  # fmt: skip
     assert found["stages_per_worker"] == 2
-    assert found["predictions"][0]["bubble_s"] == pytest.approx(one["bubble_s"] / 2, rel=0.05)
+    assert found["predictions"][0]["bubble_s"] == pytest.approx(one["bubble_s"] / 2, rel=0.1)
     assert 'schedule="interleaved"' in text
 
 

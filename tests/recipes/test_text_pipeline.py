@@ -1,0 +1,195 @@
+"""`text` with a transformer in stages on several workers: the run of one worker."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.cli.main import main
+from allstep.comm import stages_of
+from allstep.optim import NonfiniteGradientError
+from allstep.recipes.text import Text
+from tests.helpers.processes import RemoteError, run_processes
+from tests.helpers.texts import check_three_workers_refused, write_topics
+from tests.nn.test_tensor_parallel import whole_state
+
+State = dict[str, Tensor]
+Found = tuple[State, allstep.train.RunReport]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_topics(tmp_path / "texts", 4)
+
+
+def small(folder: Path, **changes: Any) -> Text:
+    """Five micro-batches a global batch, which two copies can't share out evenly."""
+    arguments: dict[str, Any] = {
+        "folder": folder,
+        "epochs": 1,
+        "global_batch": 30,
+        "micro_batch": 6,
+        "vocab_size": 300,
+        "sequence_length": 16,
+        "width": 16,
+        "depth": 4,
+        "heads": 4,
+        "dropout": 0.1,
+        "clip_norm": 0.2,
+        "precision": "float64",
+        "threads": 1,
+        "train_share": 0.5,
+        "pipeline": 2,
+    }
+    return Text(**arguments | changes)
+
+
+def train(
+    comm: Communicator,
+    recipe: Text,
+    run_dir: Path,
+    spoil: Callable[[nn.Module], None] | None = None,
+    resume: bool = False,
+) -> Found:
+    task = recipe.task(comm)
+    assert bool(stages_of(task.model)) == (comm.size > 1)
+    if spoil is not None:
+        spoil(task.model)
+    report = allstep.fit(task, recipe, comm, run_dir, resume=resume)
+    return whole_state(task.model), report
+
+
+def train_on(size: int, *arguments: Any) -> Found:
+    """On so many workers; those with the same stages have found the same to the last bit."""
+    if size == 1:
+        return train(Communicator.single_process(), *arguments)
+    state: State = {}
+    first, *others = found = run_processes(size, train, *arguments, timeout_s=200)
+    for own, report in found:
+        assert all(torch.equal(own[name], state.setdefault(name, own[name])) for name in own)
+        assert report.metrics == first[1].metrics
+    assert any(own.keys() != first[0].keys() for own, _ in others)
+    return state, first[1]
+
+
+def largest_difference(one: Found, other: Found) -> float:
+    """Of parameters and metrics."""
+    (a, of_a), (b, of_b) = one, other
+    assert a.keys() == b.keys()
+    differences = [float((a[name] - b[name]).abs().max()) for name in a]
+    return max(*differences, *(abs(of_a.metrics[k] - of_b.metrics[k]) for k in of_a.metrics))
+
+
+# -- the same run on any layout of workers -------------------------------------------------------
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_pipeline_on_any_layout(folder: Path, tmp_path: Path) -> None:
+    """data x pipeline x tensor of 1x4x1, 2x2x1 and 1x2x2; dropout, clipping, uneven batches."""
+    one = train_on(1, small(folder), tmp_path / "one")
+    assert one[1].num_steps >= 10
+    assert set(one[1].metrics) == {"loss", "unigram", "accuracy"}
+    for size, pipeline, tensor in ((4, 4, 1), (4, 2, 1), (4, 2, 2)):
+        recipe = small(folder, pipeline=pipeline, tensor_parallel=tensor)
+        found = train_on(size, recipe, tmp_path / f"{size}-{pipeline}-{tensor}")
+        assert largest_difference(one, found) < 1e-10
+    unclipped = train_on(1, small(folder, clip_norm=None), tmp_path / "unclipped")
+    assert largest_difference(one, unclipped) > 1e-6
+
+
+@pytest.mark.process
+def test_hidden_tokens_are_predicted_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    """Their positions go through the stages; and the norm is that of all of them."""
+    masked = {"objective": "masked", "train_share": 0.05, "held_out": 0.02, "depth": 2}
+    one = train_on(1, small(folder, **masked), tmp_path / "one")
+    two = train_on(2, small(folder, **masked), tmp_path / "two")
+    assert largest_difference(one, two) < 1e-10
+    assert two[1].samples_per_s > 0
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_pipeline_resumes_on_other_layouts(folder: Path, tmp_path: Path) -> None:
+    """From a checkpoint of 1x2x2 in the middle of an epoch; exact sums have the same bits."""
+    saving = {"compression": "exact", "checkpoint_every_steps": 5, "keep_checkpoints": 9}
+    recipe = small(folder, **saving, tensor_parallel=2)
+    undisturbed = train_on(4, recipe, tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in checkpoints.iterdir():
+        if path.name != "step-00000005":
+            shutil.rmtree(path)
+    for size, pipeline, tensor in ((4, 4, 1), (1, 2, 1)):
+        run_dir = tmp_path / f"resumed-{size}-{pipeline}"
+        shutil.copytree(tmp_path / "run", run_dir)
+        other = small(folder, **saving, pipeline=pipeline, tensor_parallel=tensor)
+        resumed = train_on(size, other, run_dir, None, True)
+        assert len(list((run_dir / "checkpoints").iterdir())) > 1
+        assert largest_difference(undisturbed, resumed) < 1e-10
+
+
+# -- a gradient that is not finite ---------------------------------------------------------------
+
+
+def overflow(model: nn.Module) -> None:
+    """The gradient of the last stage's worker."""
+    for name, p in model.named_parameters():
+        if name.endswith("stages.3.logits.weight"):
+            p.register_hook(lambda gradient: gradient * math.inf)
+
+
+@pytest.mark.process
+def test_one_stages_bad_gradient_is_named_on_all(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder, train_share=0.1)
+    with pytest.raises((RemoteError, NonfiniteGradientError), match=r"stages\.3\.logits\.weight"):
+        train_on(2, recipe, tmp_path / "run", overflow)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline": 0}, r"`pipeline` \(=0\) must be at least 1"),
+        ({"pipeline": 3}, r"`depth` \(=4\) must be a multiple of `pipeline` \(=3\)"),
+        ({"experts": 4}, r"`experts` \(=4\) are divided over all workers, and `pipeline` \(=2\)"),
+        ({"samples": "paragraphs"}, r"`samples` \(='paragraphs'\) have another length in each"),
+        ({"precision": "bfloat16"}, r"`precision` \(='bfloat16'\) .* take 'float32'"),
+        ({"precision": "float16"}, r"`precision` \(='float16'\) is for models that are whole"),
+        ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
+        ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
+        ({"noise_scale_every_steps": 2}, r"`noise_scale_every_steps` \(=2\) is for models that"),
+    ],
+)
+def test_values_that_a_pipeline_refuses(folder: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        small(folder, **changes)
+
+
+def test_workers_that_a_pipeline_does_not_divide(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "`pipeline` (=2) must divide the 3 workers, as that many share a copy of the"
+    flags = ["--folder", str(folder), "--pipeline", "2"]
+    check_three_workers_refused(small(folder / "nowhere"), flags, words, tmp_path / "run", capsys)
+    with pytest.raises(UsageError, match=r"`pipeline` \(=2\) x `tensor_parallel` \(=2\) must"):
+        small(folder, tensor_parallel=2).check_workers(6)
+    with pytest.raises(UsageError, match=r"needs 2 micro-batches of each of 3 copies .* are 1"):
+        small(folder).check_workers(6)
+
+
+def test_pipeline_is_not_elastic(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--folder", str(folder), "--pipeline", "2", "--compression", "exact"]
+    flags += ["--elastic", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "text", *flags]) == 2
+    assert "`elastic`: text divides its model" in capsys.readouterr().err
