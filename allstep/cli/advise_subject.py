@@ -218,8 +218,8 @@ class _NamedRecipe:
     def check_mesh(self, mesh: MeshSpec) -> None:
         if self._recipe.divides_model:
             raise UsageError(
-                "`tensor_parallel` and `mesh` both say how the model is divided: leave"
-                " `--tensor-parallel` out."
+                f"`mesh` (={mesh}) and flags of recipe `{self._recipe.name}` both say how the model"
+                " is divided: leave these out, such as `--tensor-parallel`."
             )
         blocks = self._recipe.with_tensor_parallel(mesh.tensor).transformer
         if blocks is None:

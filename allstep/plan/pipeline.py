@@ -18,7 +18,8 @@ so that with equal stages the bubble, in which a worker has nothing to do, is of
 
     (p - 1) / (v m + p - 1)
 
-The first worker ends last; its gradients are exchanged beside its last backward pass.
+The first worker ends last; its gradients are exchanged after its last backward pass, as
+`Batch.run` does it.
 
 Source: Narayanan et al., 2021, arXiv:2104.04473, section 2.2.
 """
@@ -145,6 +146,7 @@ class PipelineSpec:
                 num_params=num_params,
                 forward_s=busy_s + bubble_s - last_s,
                 backward_s=last_s,
+                ready=((0.0, 1.0), (1.0, 1.0)),
                 optimizer_s=micro.optimizer_s * num_params / micro.num_params,
                 num_samples=m * micro.num_samples,
                 gradients=scaled_gradients(micro.gradients, num_params),

@@ -48,7 +48,8 @@ class Task:
     that the functions here need to know nothing of workers.
 
     Args:
-        model: the module to train.
+        model: the module to train. Of an `allstep.nn.Pipeline` on several workers its own loss and
+            weight count, which must be what `loss` makes of its output.
         train_set: map-style or iterable data set of samples.
         test_set: map-style data set; each of its samples is counted exactly once.
         loss: `(model, micro_batch) -> scalar`, the mean over the micro-batch's samples; or

@@ -320,11 +320,53 @@ def test_stages_that_are_no_pipeline() -> None:
     )
 
 
-def test_a_pipeline_is_not_called() -> None:
+def test_a_run_is_of_the_attached_pipeline() -> None:
     comm = Communicator.single_process()
     model, _ = pipeline(comm, 1)
     with pytest.raises(UsageError, match="`model` is not what `steps` has the one exchange of"):
         train(Head(), comm, lambda batch: batch.run(model))
+
+
+def test_a_pipeline_is_called_where_all_stages_are() -> None:
+    """It draws as in a run, to the last bit; other draws are the control."""
+    comm = Communicator.single_process()
+
+    def run_by_calls(batch: Batch) -> None:
+        for data in batch:
+            batch.backward(mean_error(model(*inputs_of(data)), data))
+
+    def run_with_other_draws(batch: Batch) -> None:
+        for data in batch:
+            torch.rand(1)
+            batch.backward(mean_error(model(*inputs_of(data)), data))
+
+    expected = pipelined(comm, 1)
+    model, data = pipeline(comm, 1)
+    assert_same_bits(train(model, data, run_by_calls), expected)
+    found = model.eval().measure(lambda called, x: called(*inputs_of(x)), samples(4)[:])
+    assert torch.equal(found, model(*inputs_of(samples(4)[:])))
+    model, data = pipeline(comm, 1)
+    other = train(model, data, run_with_other_draws)
+    assert any(not torch.equal(other.state[name], x) for name, x in expected.state.items())
+
+
+def look_at_outputs(comm: Communicator) -> tuple[Tensor, str]:
+    model, _ = pipeline(comm, 1)
+    batch = samples(4)[:]
+    found = model.eval().measure(lambda called, x: called(*inputs_of(x)), batch)
+    with pytest.raises(UsageError) as refusal:
+        model(*inputs_of(batch))
+    return found, str(refusal.value)
+
+
+@pytest.mark.process
+def test_a_function_of_the_output_is_the_same_on_all_workers() -> None:
+    comm = Communicator.single_process()
+    model, _ = pipeline(comm, 1)
+    expected = model.eval()(*inputs_of(samples(4)[:]))
+    for found, refusal in run_processes(2, look_at_outputs):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        assert refusal.startswith("A Pipeline is not called: `batch.run(model)` runs")
 
 
 def test_a_pipeline_is_not_elastic() -> None:

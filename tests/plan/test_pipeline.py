@@ -176,6 +176,14 @@ def test_stages_send_over_the_link_that_they_share(
     assert mesh.stage_link(machines).bandwidth_bps == pytest.approx(expected)
 
 
+def test_gradients_are_exchanged_after_the_last_backward_pass() -> None:
+    """Whatever the buckets: nothing of the exchange is hidden, and so one bucket is best."""
+    link = Link(bandwidth_bps=8e9)
+    job, mesh = training_of(INSIDE, 4, 2), MeshSpec(data=2, pipeline=2)
+    found = predict_mesh(job, BLOCKS, cluster(4, 1, link, link), POLICY, mesh)
+    assert found.report.exposed_s == pytest.approx(4 * ALL_IN_BLOCKS / 2 / 1e9, rel=1e-6)
+
+
 def test_bottlenecks_explain_the_whole_loss_of_a_pipeline() -> None:
     link = Link(bandwidth_bps=50e9, latency_s=1e-5)
     for mesh in (MeshSpec(data=2, pipeline=4), MeshSpec(data=2, pipeline=2, tensor=2)):

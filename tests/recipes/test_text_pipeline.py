@@ -106,6 +106,7 @@ def test_pipeline_on_any_layout(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_hidden_tokens_are_predicted_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
     """Their positions go through the stages; and the norm is that of all of them."""
     masked = {"objective": "masked", "train_share": 0.05, "held_out": 0.02, "depth": 2}
