@@ -99,25 +99,39 @@ def memory_of(
         num_workers=pipeline,
         stages_per_worker=stages_per_worker if pipeline > 1 else 1,
     )
+    found = memory_of_workers(micro, stages, tensor, states_per_param, num_micro_batches)
+    return max(found, key=lambda memory: memory.total)
+
+
+def memory_of_workers(
+    micro: Workload,
+    stages: PipelineSpec,
+    tensor: int,
+    states_per_param: float,
+    num_micro_batches: int,
+) -> list[Memory]:
+    """What each worker of a pipeline needs; arguments as of `memory_of`."""
+    transformer = stages.transformer
     num_tokens = micro.num_samples * transformer.sequence_length
     activation_bytes = num_tokens * transformer.activation_bytes
+    num_outside = transformer.outside_params(micro.num_params)
     found = []
     for worker, num_params in enumerate(stages.local_params(micro.num_params, tensor)):
-        kept = stages.in_flight(worker, num_micro_batches) * _kept_of_token(
-            stages, worker, tensor, transformer.outside_params(micro.num_params)
-        )
-        is_first, is_last = worker == 0, worker == pipeline - 1
+        kept = _kept_of_token(stages, worker, tensor, num_outside)
+        in_flight = stages.in_flight(worker, num_micro_batches)
+        is_first, is_last = worker == 0, worker == stages.num_workers - 1
         num_received = num_micro_batches * (2 * stages.stages_per_worker - is_first - is_last)
         num_bytes = num_params * micro.element_bytes
+        numbers = in_flight * kept + num_received * transformer.width
         found.append(
             Memory(
                 parameters=num_bytes,
                 gradients=num_bytes,
                 optimizer=round(states_per_param * num_bytes),
-                activations=round(activation_bytes * (kept + num_received * transformer.width)),
+                activations=round(activation_bytes * numbers),
             )
         )
-    return max(found, key=lambda memory: memory.total)
+    return found
 
 
 def _kept_of_token(

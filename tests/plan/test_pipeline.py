@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from allstep.errors import UsageError
 from allstep.plan import (
@@ -11,12 +14,15 @@ from allstep.plan import (
     PipelineSpec,
     PolicySpec,
     TrainingSpec,
+    TransformerSpec,
     Workload,
     memory_of,
     predict_mesh,
     recommend_mesh,
 )
 from allstep.plan.bottlenecks import bottlenecks
+from allstep.plan.memory import memory_of_workers
+from allstep.recipes.transformer import TransformerStage
 from tests.plan.test_mesh import ALL_IN_BLOCKS, BLOCKS, EMBEDDINGS, MICRO, POLICY, cluster, on
 
 # All of it in blocks: stages are equal.
@@ -202,6 +208,42 @@ def test_memory_by_hand() -> None:
     assert found.optimizer == 2 * found.parameters
     tokens = 8 * 512
     assert found.activations == tokens * 4 * 1024 * (2 * (12 * 18 + 1) + 4)
+
+
+def test_memory_is_what_real_stages_keep() -> None:
+    """Of one micro-batch, up to the few numbers that norms, attention and the loss keep."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "sequence_length": 12, "width": 16, "depth": 3, "heads": 4}
+    stages = [TransformerStage(i, **shape, dropout=0.1, causal=True) for i in range(3)]
+    blocks = TransformerSpec(depth=3, width=16, heads=4, sequence_length=12)
+    num_params = 3 * (12 * 16**2 + 13 * 16) + (300 + 12 + 2) * 16  # tied
+    micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=5)
+    pipeline = PipelineSpec(transformer=blocks, num_workers=3)
+    found = memory_of_workers(micro, pipeline, 1, 2, 1)
+
+    tokens = torch.randint(300, (5, 12))
+    values, num_tokens = tokens, tokens.numel()
+    # Two norms, four heads and the tokens' numbers; of the last one norm more, and logits of 300
+    # of which there is no gradient yet, where the formula has 3 x 314.
+    beside = [40, 32, 48 - 4 * (3 * 314 - 300)]
+    for i, stage in enumerate(stages):
+        own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+        kept: list[Tensor] = []
+        values = values.detach().requires_grad_(i > 0)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            values = stage(values)
+            if i == 2:
+                loss = F.cross_entropy(values.flatten(0, 1), tokens.flatten())
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        num_kept = sum(size for start, size in storages.items() if start not in own)
+        num_received = 4 * num_tokens * 16 * (2 if i == 1 else 1)
+        expected = found[i].activations - num_received + beside[i] * num_tokens
+        assert num_kept == expected + 4 * (i == 2)
+        missing = (2 * 16, 0, 12 * 16)[i]  # the last norm and the positions, where they aren't
+        assert sum(p.numel() for p in stage.parameters()) == found[i].parameters // 4 - missing
+    assert loss.isfinite()
 
 
 def test_large_vocabulary_makes_the_last_worker_the_largest() -> None:
