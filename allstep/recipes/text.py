@@ -155,7 +155,7 @@ class Text(TokenRecipe):
                 f"`samples` (={self.samples!r}) have another length in each micro-batch, and"
                 f" {reason}, through which those of one shape go together; take 'pieces'."
             )
-        allstep.train.check_staged(self, reason)
+        allstep.train.check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:
         for name, least in (("experts", 2), ("top_k", 1)):

@@ -31,7 +31,6 @@ from allstep.train.run_lock import launcher_lock as launcher_lock
 from allstep.train.run_lock import taken_by as taken_by
 from allstep.train.run_lock import trainer_of as trainer_of
 from allstep.train.shards import check_sharded as check_sharded
-from allstep.train.shards import check_staged as check_staged
 from allstep.train.sharpness import Sharpness, sharpness
 from allstep.train.sharpness import check_sharpness_arguments as check_sharpness_arguments
 from allstep.train.step import Update

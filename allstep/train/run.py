@@ -24,7 +24,7 @@ from allstep.train.options import TrainOptions
 from allstep.train.own_loop import steps
 from allstep.train.precision import Precision
 from allstep.train.probe import probe
-from allstep.train.shards import check_sharded, check_staged, data_axis
+from allstep.train.shards import check_sharded, data_axis
 from allstep.train.step import TrainStep, Update
 from allstep.train.task import Metrics, Stage, Task, all_stages, num_samples_of, num_total_steps
 from allstep.train.threads import Threads
@@ -362,7 +362,7 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
     for name in shards_of(model):
         check_sharded(options, f"`task.model.{name}` is divided over workers")
     for name in stages_of(model):
-        check_staged(options, f"`task.model.{name}` lie on several workers")
+        check_sharded(options, f"`task.model.{name}` lie on several workers")
     for name in divided_modules(model):
         reason = f"`task.model.{name}` is divided over the workers"
         if options.precision == "float16":

@@ -54,24 +54,6 @@ def sharing_workers(shards: Mapping[str, Shard]) -> Communicator | None:
     return None if shard is None else shard.comm
 
 
-def check_staged(options: TrainOptions, reason: str) -> None:
-    """Refuses options that don't go with a model whose stages lie on several workers.
-
-    Args:
-        options: of its training.
-        reason: why it has stages there, for the message.
-
-    Raises:
-        UsageError: names the option, the reason, and the cure.
-    """
-    check_sharded(options, reason)
-    if options.precision == "bfloat16":
-        raise UsageError(
-            f"`precision` (={options.precision!r}) is of forward passes alone, and {reason}, where"
-            " a schedule mixes them with backward passes: take 'float32'."
-        )
-
-
 def check_sharded(options: TrainOptions, reason: str) -> None:
     """Refuses options by which workers that share a copy would part, or checkpoints of a part.
 

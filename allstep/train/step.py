@@ -119,7 +119,8 @@ class TrainStep:
         """
         exposed_before_s = self._exchange.stats().exposed_s
         if isinstance(self._model, Pipeline) and self._model.num_workers > 1:
-            batch.run(self._model, self._precision.prepare_data)
+            with self._precision.autocast():  # backward passes take place in it, too
+                batch.run(self._model, self._precision.prepare_data)
             local_loss = batch.local_sums()
         else:
             local_loss = self._local_gradients(batch)
