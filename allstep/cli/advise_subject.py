@@ -221,7 +221,8 @@ class _NamedRecipe:
                 f"`mesh` (={mesh}) and flags of recipe `{self._recipe.name}` both say how the model"
                 " is divided: leave these out, such as `--tensor-parallel`."
             )
-        blocks = self._recipe.with_tensor_parallel(mesh.tensor).transformer
+        divided = self._recipe.with_mesh(pipeline=mesh.pipeline, tensor=mesh.tensor)
+        blocks = divided.transformer
         if blocks is None:
             raise UsageError(
                 f"`mesh` (={mesh}) divides plain blocks, and those of recipe `{self._recipe.name}`"

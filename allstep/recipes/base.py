@@ -192,8 +192,8 @@ class Recipe(_Named, TrainOptions, ABC):
         """The layers of its model whose compute tensor parallelism divides; by default none."""
         return ()
 
-    def with_tensor_parallel(self, num_workers: int) -> "Recipe":
-        """This recipe with so many workers a copy of the model.
+    def with_mesh(self, *, pipeline: int, tensor: int) -> "Recipe":
+        """This recipe with each copy of the model on pipeline x tensor workers.
 
         Raises:
             UsageError: if its model can't be divided so.

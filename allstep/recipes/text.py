@@ -129,8 +129,8 @@ class Text(TokenRecipe):
     def divided_layers(self, model: nn.Module) -> list[nn.Module]:
         return [m for name, m in model.named_modules() if name.endswith((".attention", ".mlp"))]
 
-    def with_tensor_parallel(self, num_workers: int) -> "Text":
-        return replace(self, tensor_parallel=num_workers)
+    def with_mesh(self, *, pipeline: int, tensor: int) -> "Text":
+        return replace(self, pipeline=pipeline, tensor_parallel=tensor)
 
     def _check_tensor_parallel(self) -> None:
         allstep.errors.check_multiple("heads", self.heads, "tensor_parallel", self.tensor_parallel)

@@ -242,3 +242,11 @@ def test_a_recipe_that_does_not_divide_is_refused(refuse, tmp_path, flags, messa
     folder = write_topics(tmp_path / "texts", 4)
     arguments = ("text", "--folder", str(folder), "--link", "1gbit", "--mesh", "data=1,tensor=2")
     assert message in refuse(*arguments, *flags)
+
+
+def test_a_recipe_whose_blocks_make_no_equal_stages_is_refused(refuse, tmp_path):
+    folder = write_topics(tmp_path / "texts", 4)
+    arguments = ("text", "--folder", str(folder), "--link", "1gbit", "--mesh", "data=1,pipeline=2")
+    found = refuse(*arguments, "--depth", "3", "--global-batch", "64")
+    assert "`depth` (=3) must be a multiple of `pipeline` (=2)" in found
+    assert "needs 2 micro-batches" in refuse(*arguments, "--global-batch", "16")
