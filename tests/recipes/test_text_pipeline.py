@@ -45,7 +45,8 @@ def small(folder: Path, **changes: Any) -> Text:
         "clip_norm": 0.2,
         "precision": "float64",
         "threads": 1,
-        "train_share": 0.5,
+        "train_share": 0.4,
+        "held_out": 0.03,
         "pipeline": 2,
     }
     return Text(**arguments | changes)
@@ -95,7 +96,7 @@ def largest_difference(one: Found, other: Found) -> float:
 def test_pipeline_on_any_layout(folder: Path, tmp_path: Path) -> None:
     """data x pipeline x tensor of 1x4x1, 2x2x1 and 1x2x2; dropout, clipping, uneven batches."""
     one = train_on(1, small(folder), tmp_path / "one")
-    assert one[1].num_steps >= 10
+    assert one[1].num_steps >= 8
     assert set(one[1].metrics) == {"loss", "unigram", "accuracy"}
     for size, pipeline, tensor in ((4, 4, 1), (4, 2, 1), (4, 2, 2)):
         recipe = small(folder, pipeline=pipeline, tensor_parallel=tensor)
