@@ -29,7 +29,6 @@ from allstep.train.shards import (
     divide,
     divide_optimizer,
     divided,
-    sharing_workers,
 )
 
 State = dict[Any, Any]
@@ -85,21 +84,16 @@ def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) ->
     return _Kind(prefixes, comm)
 
 
-def parts_of(exchange: Exchange) -> list[tuple[Communicator, set[nn.Parameter]]]:
-    """Workers with other parts of the model, and what only this one of them has.
+def workers_with_other_parts(exchange: Exchange) -> list[Communicator]:
+    """Those whose gradients this worker does not see, along each axis over which parts lie.
 
-    Collectives of theirs, in a step and in this order, tell each of gradients that it does not see.
-    The last are those of a pipeline, of whose parameters none is shared.
+    Collectives of theirs, in a step and in this order, tell all of each: stages come last, as
+    some may have no layers that are cut.
     """
-    parts = []
-    if exchange.is_divided:
-        parts.append((exchange.comm, set(exchange.divided.values())))
-    elif comm := sharing_workers(exchange.shards):
-        own = {p for name, p in exchange.trained.items() if name in exchange.shards}
-        parts.append((comm, own))
-    for stages in stages_of(exchange.model).values():
-        parts.append((stages.comm, set(exchange.trained.values())))
-    return parts
+    model = exchange.model
+    experts = [exchange.comm] if exchange.is_divided else []
+    parts = [*shards_of(model).values(), *stages_of(model).values()]
+    return list(dict.fromkeys([*experts, *(part.comm for part in parts)]))
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:

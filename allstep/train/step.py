@@ -16,7 +16,7 @@ from allstep.exchange import Exchange
 from allstep.nn import Pipeline
 from allstep.optim import NonfiniteGradientError
 from allstep.train.batch import Batch
-from allstep.train.divided import parts_of
+from allstep.train.divided import workers_with_other_parts
 from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
 from allstep.train.task import Task
@@ -157,8 +157,8 @@ class TrainStep:
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
         norms = (nn.utils.get_total_norm(grads, order) for order in (2.0, math.inf))
-        is_good, parts = any(map(math.isfinite, norms)), parts_of(self._exchange)
-        for comm, _ in parts:  # others see other gradients
+        is_good, others = any(map(math.isfinite, norms)), workers_with_other_parts(self._exchange)
+        for comm in others:
             is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
         if is_good:
             return True
@@ -166,7 +166,7 @@ class TrainStep:
             return False
         named = getattr(self._model, "_orig_mod", self._model).named_parameters()
         bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
-        for comm, _ in parts:
+        for comm in others:
             bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)
 

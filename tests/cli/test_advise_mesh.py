@@ -234,7 +234,6 @@ def test_bad_input_is_one_clear_message(refuse, arguments, message):
         ),
         (("--tensor-parallel", "2"), "both say how the model is divided: leave these out"),
         (("--pipeline", "2"), "both say how the model is divided: leave these out"),
-        (("--optimizer", "lamb"), "`optimizer` (='lamb') takes norms of whole layers"),
         (("--heads", "1"), "`heads` (=1) must be a multiple of `tensor_parallel` (=2)"),
     ],
 )
