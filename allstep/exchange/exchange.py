@@ -165,6 +165,11 @@ class Exchange(ABC):
         """Whether the model has modules that are divided over several workers, the same on all."""
         return self._divided.has_modules
 
+    @property
+    def workers_with_other_parts(self) -> list[Communicator]:
+        """Those whose gradients this worker does not see, along each axis over which parts lie."""
+        return self._parts.workers
+
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the model's parameters makes a step, whose rates will be compared."""
         self.optimizers.add(optimizer)

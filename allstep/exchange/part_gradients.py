@@ -48,7 +48,7 @@ class PartGradients:
         Everything is a part along the axis of a pipeline's stages.
         """
         trained = self._trained
-        if not self._sharing:
+        if not self.workers:
             return nn.utils.clip_grad_norm_(trained, max_norm)
         shards, by_name = self._shards, self._parameters.trained
         total = self._square(p for name, p in by_name.items() if name not in shards)
@@ -72,7 +72,7 @@ class PartGradients:
         found = torch.zeros((), device=self._comm.device)
         for flag in flags:
             found = found + flag.to(found.device)
-        for comm in self._sharing:
+        for comm in self.workers:
             found = comm.all_reduce(found, "max")
         for flag in flags:
             flag.copy_(found)
@@ -80,7 +80,7 @@ class PartGradients:
 
     def note_global(self) -> None:
         """The gradients are as an update wants them."""
-        self._versions = self._seen() if self._sharing else None
+        self._versions = self._seen() if self.workers else None
 
     def warn_if_changed(self, optimizer: torch.optim.Optimizer) -> None:
         """Tells once of what has changed them since, having seen one worker's part."""
@@ -101,8 +101,12 @@ class PartGradients:
         return [*self._parameters.trained.values(), *self._divided.by_name.values()]
 
     @property
-    def _sharing(self) -> list[Communicator]:
-        """Those that have other gradients of the same copy."""
+    def workers(self) -> list[Communicator]:
+        """Those that have other gradients of the same copy, along each axis over which parts lie.
+
+        A collective of each of them, in this order, tells all: stages come last, as some may have
+        no layers that are cut.
+        """
         over_data = [self._comm] if self._divided.has_modules else []
         return [*self._along_shards, *over_data, *self._along_stages]
 

@@ -20,7 +20,6 @@ from allstep.comm import (
     stages_of,
 )
 from allstep.errors import UsageError
-from allstep.exchange import Exchange
 from allstep.train.devices import map_tensors
 from allstep.train.shards import (
     Part,
@@ -82,18 +81,6 @@ def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) ->
     prefixes = tuple(f"{name}." if name else "" for name in modules)
     comm, *_ = (module.comm for module in modules.values())
     return _Kind(prefixes, comm)
-
-
-def workers_with_other_parts(exchange: Exchange) -> list[Communicator]:
-    """Those whose gradients this worker does not see, along each axis over which parts lie.
-
-    Collectives of theirs, in a step and in this order, tell all of each: stages come last, as
-    some may have no layers that are cut.
-    """
-    model = exchange.model
-    experts = [exchange.comm] if exchange.is_divided else []
-    parts = [*shards_of(model).values(), *stages_of(model).values()]
-    return list(dict.fromkeys([*experts, *(part.comm for part in parts)]))
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:

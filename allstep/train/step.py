@@ -16,7 +16,6 @@ from allstep.exchange import Exchange
 from allstep.nn import Pipeline
 from allstep.optim import NonfiniteGradientError
 from allstep.train.batch import Batch
-from allstep.train.divided import workers_with_other_parts
 from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
 from allstep.train.task import Task
@@ -157,7 +156,7 @@ class TrainStep:
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
         norms = (nn.utils.get_total_norm(grads, order) for order in (2.0, math.inf))
-        is_good, others = any(map(math.isfinite, norms)), workers_with_other_parts(self._exchange)
+        is_good, others = any(map(math.isfinite, norms)), self._exchange.workers_with_other_parts
         for comm in others:
             is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
         if is_good:
