@@ -18,6 +18,7 @@ from allstep.comm.agreement import agree, explain
 from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
 from allstep.exchange.state_sweep import tensor_checksums
+from allstep.train.disk import LOCAL_DISK, Disk
 from allstep.train.dtensors import divide_dtensors
 from allstep.train.packing import divided_in, tensors_in
 from allstep.train.pieces import Selection
@@ -69,6 +70,7 @@ class Checkpoints:
         keep: how many of the newest stay, >= 1; with 2 or more there is one left to go back to
             when the disk damages the newest.
         message_bytes: tensors are stored, and sent to other workers, in groups of about this size.
+        disk: what writes.
 
     Raises:
         UsageError: if `keep` is below 1.
@@ -89,6 +91,7 @@ class Checkpoints:
         *,
         keep: int = 3,
         message_bytes: int = FILE_BYTES,
+        disk: Disk = LOCAL_DISK,
     ) -> None:
         if keep < 1:
             raise UsageError(f"`keep` (={keep}) must be at least 1; 2 or more is safer.")
@@ -96,6 +99,7 @@ class Checkpoints:
         self._comm = comm
         self._keep = keep
         self._message_bytes = message_bytes
+        self._disk = disk
         self._damaged: set[int] = set()
 
     def path(self, step: int) -> Path:
@@ -162,8 +166,8 @@ class Checkpoints:
         if self._comm.rank > 0:
             send_parts(state, file_bytes=self._message_bytes)
             return
-        sweep(self.folder)
-        write_checkpoint(path, state, step=step, file_bytes=self._message_bytes)
+        sweep(self.folder, self._disk)
+        write_checkpoint(path, state, step=step, file_bytes=self._message_bytes, disk=self._disk)
 
     def _check_same_state(self, step: int, state: Any) -> None:
         """All workers will get rank 0's tensors back, and the first copy of divided ones."""
@@ -324,14 +328,14 @@ class Checkpoints:
         """
         found = None
         if self._comm.rank == 0:
-            sweep(self.folder)  # which puts back what a dead writer had moved aside
+            sweep(self.folder, self._disk)  # which puts back what a dead writer had moved aside
             found = max(self.saved_steps(), default=None), self.best_path.exists()
         newest, has_best = self._comm.broadcast_object(found)
         return newest, has_best
 
     @contextmanager
     def _newest(self) -> Iterator[Stored | None]:
-        sweep(self.folder)
+        sweep(self.folder, self._disk)
         reasons: list[str] = []
         with ExitStack() as opened:
             found = None
@@ -352,7 +356,7 @@ class Checkpoints:
 
     @contextmanager
     def _best(self) -> Iterator[Stored | None]:
-        sweep(self.folder)
+        sweep(self.folder, self._disk)
         if not self.best_path.exists():
             yield None
             return
@@ -374,9 +378,9 @@ class Checkpoints:
             _logger.warning("deleting the damaged %s, a newer one is complete", self.path(damaged))
             self._damaged.discard(damaged)
             steps.remove(damaged)
-            discard(self.path(damaged))
+            discard(self.path(damaged), self._disk)
         for old in steps[self._keep :]:
-            discard(self.path(old))
+            discard(self.path(old), self._disk)
 
 
 def send_state(comm: Communicator, step: int, state: Any) -> None:

@@ -15,8 +15,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,7 +29,7 @@ from torch import Tensor
 
 from allstep import __version__
 from allstep.errors import CheckpointError
-from allstep.train.devices import is_alive
+from allstep.train.disk import LOCAL_DISK, Disk
 from allstep.train.packing import divided_in, pack
 from allstep.train.pieces import Piece, Selection, pieces_of, send_pieces
 
@@ -78,7 +76,12 @@ class Stored:
 
 
 def write_checkpoint(
-    path: Path | str, state: Any, *, step: int = 0, file_bytes: int = FILE_BYTES
+    path: Path | str,
+    state: Any,
+    *,
+    step: int = 0,
+    file_bytes: int = FILE_BYTES,
+    disk: Disk = LOCAL_DISK,
 ) -> None:
     """Writes a state as the folder `path`, replacing what is there; see [Note: atomic checkpoint].
 
@@ -89,6 +92,7 @@ def write_checkpoint(
             `send_parts`.
         step: optimizer steps done.
         file_bytes: about as much is in a file, and at once in memory of tensors of others.
+        disk: what writes.
 
     Raises:
         UsageError: if `state` holds anything else; the message names its path.
@@ -97,13 +101,13 @@ def write_checkpoint(
     path = Path(path)
     data, tensors = pack(state)
     pieces = pieces_of(tensors, file_bytes)
-    temporary = _temporary(path)
+    temporary = _temporary(path, disk)
     try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
-        temporary.mkdir()
-        _write_files(temporary, step, data, _groups(pieces, file_bytes))
-        _put_in_place(temporary, path)
+        _make_folders(temporary.parent, disk)
+        disk.remove(temporary)
+        disk.make_folder(temporary)
+        _write_files(temporary, step, data, _groups(pieces, file_bytes), disk)
+        _put_in_place(temporary, path, disk)
     except (OSError, SafetensorError) as error:
         for piece in pieces:
             piece.load()  # others are sending
@@ -112,7 +116,7 @@ def write_checkpoint(
             "older checkpoints are untouched."
         ) from error
     finally:
-        _remove(temporary)  # it is no more if all went well
+        disk.remove(temporary)  # it is no more if all went well
 
 
 def send_parts(state: Any, *, file_bytes: int = FILE_BYTES) -> None:
@@ -191,9 +195,9 @@ def verify(path: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: dict[str, Any], disk: Disk = LOCAL_DISK) -> None:
     """Writes `manifest.json` with a checksum of itself."""
-    (folder / _MANIFEST).write_bytes(_sealed(manifest))
+    disk.write(folder / _MANIFEST, _sealed(manifest))
 
 
 @contextmanager
@@ -207,29 +211,29 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def discard(path: Path) -> None:
+def discard(path: Path, disk: Disk = LOCAL_DISK) -> None:
     """Deletes a checkpoint; if that is cut short, no half of it stays under its name."""
-    temporary = _temporary(path)
-    _remove(temporary)
-    os.rename(path, temporary)
-    _remove(temporary)
+    temporary = _temporary(path, disk)
+    disk.remove(temporary)
+    disk.rename(path, temporary)
+    disk.remove(temporary)
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Path, disk: Disk = LOCAL_DISK) -> None:
     """Removes what dead writers left, and puts back what they had moved aside.
 
     The caller must not be writing in `folder` at the same time; others may.
     """
     for path in folder.glob(".tmp-*"):
-        if _is_left_over(path):
-            _remove(path)
+        if _is_left_over(path, disk):
+            disk.remove(path)
     for aside in folder.glob(f"{_ASIDE}*"):
         path = folder / aside.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):  # a living writer was quicker
             if path.exists():
-                _remove(aside)
+                disk.remove(aside)
             else:
-                os.rename(aside, path)
+                disk.rename(aside, path)
 
 
 def _groups(pieces: Iterable[Piece], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -249,12 +253,14 @@ def _on_meta(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
 
 
-def _write_files(folder: Path, step: int, data: bytes, groups: Iterable[dict[str, Tensor]]) -> None:
+def _write_files(
+    folder: Path, step: int, data: bytes, groups: Iterable[dict[str, Tensor]], disk: Disk
+) -> None:
     files = [_STATE]
-    (folder / _STATE).write_bytes(data)
+    disk.write(folder / _STATE, data)
     for number, tensors in enumerate(groups, start=1):
         files.append(_TENSORS if number == 1 else f"tensors-{number}.safetensors")
-        safetensors.torch.save_file(tensors, folder / files[-1])
+        disk.write_tensors(folder / files[-1], tensors)
     manifest = {
         "format": _FORMAT,
         "step": step,
@@ -263,9 +269,9 @@ def _write_files(folder: Path, step: int, data: bytes, groups: Iterable[dict[str
         "torch": str(torch.__version__),
         "files": {name: _digest(folder / name) for name in files},
     }
-    write_manifest(folder, manifest)
+    write_manifest(folder, manifest, disk)
     for path in (*(folder / name for name in files), folder / _MANIFEST, folder):
-        _sync(path)
+        disk.sync(path)
 
 
 def _holds_tensors(name: str) -> bool:
@@ -325,58 +331,47 @@ def _digest(path: Path) -> dict[str, Any]:
     return {"size_bytes": path.stat().st_size, "sha256": digest}
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
+def _make_folders(path: Path, disk: Disk) -> None:
+    """Makes a folder, and those above it that are missing."""
+    if not path.is_dir():
+        _make_folders(path.parent, disk)
+        with contextlib.suppress(FileExistsError):  # another worker was quicker
+            disk.make_folder(path)
+
+
+def _put_in_place(temporary: Path, path: Path, disk: Disk) -> None:
     aside = path.with_name(_ASIDE + path.name)
     while True:
         if os.path.lexists(path):
-            _remove(aside)
-            os.rename(path, aside)
+            disk.remove(aside)
+            disk.rename(path, aside)
         try:
-            os.rename(temporary, path)
+            disk.rename(temporary, path)
             break
         except OSError:
             if not os.path.lexists(path):  # else a reader's sweep has put it back
                 raise
-    _sync(path.parent)
-    _remove(aside)
+    disk.sync(path.parent)
+    disk.remove(aside)
 
 
-def _remove(path: Path) -> None:
-    """Deletes a folder, or what else has its name, as far as that can be."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+def _temporary(path: Path, disk: Disk) -> Path:
+    return path.with_name(f".tmp-{path.name}-{disk.host}-{disk.pid}")
 
 
-def _temporary(path: Path) -> Path:
-    host = socket.gethostname().replace("-", "_")
-    return path.with_name(f".tmp-{path.name}-{host}-{os.getpid()}")
-
-
-def _is_left_over(path: Path) -> bool:
+def _is_left_over(path: Path, disk: Disk) -> bool:
     """Whether the writer of a temporary folder is gone."""
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:
         return False
-    if match["host"] == socket.gethostname().replace("-", "_"):
+    if match["host"] == disk.host:
         pid = int(match["pid"])
-        return pid == os.getpid() or not is_alive(pid)
+        return pid == disk.pid or not disk.is_alive(pid)
     try:
         newest_s = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
     except OSError:  # its writer is busy with it
         return False
     return time.time() - newest_s > _FOREIGN_LEFTOVER_AGE_S
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
