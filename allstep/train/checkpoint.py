@@ -378,9 +378,18 @@ class Checkpoints:
             _logger.warning("deleting the damaged %s, a newer one is complete", self.path(damaged))
             self._damaged.discard(damaged)
             steps.remove(damaged)
-            discard(self.path(damaged), self._disk)
+            self._discard(damaged)
         for old in steps[self._keep :]:
-            discard(self.path(old), self._disk)
+            self._discard(old)
+
+    def _discard(self, step: int) -> None:
+        """Deletes a checkpoint, if that can be; if not, the next `save` tries it again."""
+        path = self.path(step)
+        try:
+            discard(path, self._disk)
+        except OSError as error:
+            if path.exists():  # else another worker, which was left behind, has deleted it
+                _logger.warning("%s could not be deleted (%s)", path, error)
 
 
 def send_state(comm: Communicator, step: int, state: Any) -> None:
