@@ -96,7 +96,8 @@ def write_checkpoint(
 
     Raises:
         UsageError: if `state` holds anything else; the message names its path.
-        CheckpointError: if the disk is full or can't be written; nothing has changed then.
+        CheckpointError: if the disk is full or can't be written; what was there before is there
+            then, or all of the new one.
     """
     path = Path(path)
     data, tensors = pack(state)
@@ -231,7 +232,7 @@ def sweep(folder: Path, disk: Disk = LOCAL_DISK) -> None:
         path = folder / aside.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):  # a living writer was quicker
             if path.exists():
-                disk.remove(aside)
+                _remove_replaced(aside, disk)
             else:
                 disk.rename(aside, path)
 
@@ -332,27 +333,38 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def _make_folders(path: Path, disk: Disk) -> None:
-    """Makes a folder, and those above it that are missing."""
+    """Makes a folder, and those above it that are missing; all outlive a loss of power."""
     if not path.is_dir():
         _make_folders(path.parent, disk)
         with contextlib.suppress(FileExistsError):  # another worker was quicker
             disk.make_folder(path)
+    with contextlib.suppress(PermissionError):  # where it is not this worker's to read
+        disk.sync(path.parent)  # always: who made it may have died before
 
 
 def _put_in_place(temporary: Path, path: Path, disk: Disk) -> None:
     aside = path.with_name(_ASIDE + path.name)
     while True:
         if os.path.lexists(path):
-            disk.remove(aside)
+            _remove_replaced(aside, disk)
             disk.rename(path, aside)
         try:
             disk.rename(temporary, path)
             break
         except OSError:
             if not os.path.lexists(path):  # else a reader's sweep has put it back
+                with contextlib.suppress(OSError):
+                    disk.rename(aside, path)
                 raise
     disk.sync(path.parent)
     disk.remove(aside)
+
+
+def _remove_replaced(aside: Path, disk: Disk) -> None:
+    """Deletes what was moved aside, once the name of what is in its place is on the disk."""
+    if os.path.lexists(aside):
+        disk.sync(aside.parent)
+        disk.remove(aside)
 
 
 def _temporary(path: Path, disk: Disk) -> Path:
