@@ -225,10 +225,10 @@ def sweep(folder: Path, disk: Disk = LOCAL_DISK) -> None:
 
     The caller must not be writing in `folder` at the same time; others may.
     """
-    for path in folder.glob(".tmp-*"):
+    for path in sorted(folder.glob(".tmp-*")):
         if _is_left_over(path, disk):
             disk.remove(path)
-    for aside in folder.glob(f"{_ASIDE}*"):
+    for aside in sorted(folder.glob(f"{_ASIDE}*")):
         path = folder / aside.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):  # a living writer was quicker
             if path.exists():

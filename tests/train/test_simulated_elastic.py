@@ -7,35 +7,29 @@ import pytest
 
 from tests.helpers.simulation.faults import Faults
 from tests.helpers.simulation.loop import same, undisturbed
+from tests.helpers.simulation.seeds import check_training
 from tests.helpers.simulation.training import Simulation
 
 NUM_SEEDS = int(os.environ.get("SEEDS", "600"))  # `make simulate` sets another
 _CHUNK = 50
 
 
-def check_seeds(seeds: range) -> None:
-    for seed in seeds:
-        simulation = Simulation(seed)
-        try:
-            simulation.run()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {simulation.faults}: {error}") from error
-
-
 def test_few_seeds() -> None:
-    check_seeds(range(20))
+    for seed in range(20):
+        check_training(seed)
 
 
 @pytest.mark.parametrize("seed", [3590, 3835])
 def test_worker_that_let_others_in_is_lost(seed: int) -> None:
     """They had no state yet; the next one is at a place where nobody can begin."""
-    check_seeds(range(seed, seed + 1))
+    check_training(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_SEEDS, _CHUNK))
 def test_seeds(start: int) -> None:
-    check_seeds(range(start, min(start + _CHUNK, NUM_SEEDS)))
+    for seed in range(start, min(start + _CHUNK, NUM_SEEDS)):
+        check_training(seed)
 
 
 def trace(seed: int) -> tuple[object, ...]:

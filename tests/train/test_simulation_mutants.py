@@ -15,10 +15,14 @@ _FIRST_SEEDS = {  # shortly before the one that finds it, where that is not amon
     "joiners kept without a state": 3585,  # one of two in 10,000
     "a meeting of another generation": 475,
     "signs of life not looked at": 290,
+    "checksums not checked": 44,
+    "no space for a name passed over": 98,
+    "what living writers write swept away": 15,
+    "what was moved aside swept away": 97,
 }
 
-# name -> file, a line of it, and what is there instead
-MUTANTS = {
+# name -> file, lines of it, and what is there instead
+TRAINING_MUTANTS = {
     "a list written twice": (
         "comm/generations.py",
         'store.compare_set(f"{number}/members", "", json.dumps(plain))',
@@ -96,12 +100,62 @@ MUTANTS = {
     ),
 }
 
+CHECKPOINT_MUTANTS = {
+    "files not synced": (
+        "train/storage.py",
+        "        disk.sync(path)\n\n",
+        "        pass\n\n",
+    ),
+    "the folder's names not synced": (
+        "train/storage.py",
+        "    disk.sync(path.parent)\n    disk.remove(aside)\n",
+        "    disk.remove(aside)\n",
+    ),
+    "the run's names not synced": (
+        "train/storage.py",
+        "disk.sync(path.parent)  # always",
+        "pass  # always",
+    ),
+    "in place before it is written": (
+        "train/storage.py",
+        """        _write_files(temporary, step, data, _groups(pieces, file_bytes), disk)
+        _put_in_place(temporary, path, disk)
+""",
+        """        _put_in_place(temporary, path, disk)
+        _write_files(path, step, data, _groups(pieces, file_bytes), disk)
+""",
+    ),
+    "checksums not checked": (
+        "train/storage.py",
+        "if _digest(path) != expected:",
+        "if False:",
+    ),
+    "no space for a name passed over": (
+        "train/storage.py",
+        "                raise\n    disk.sync(path.parent)\n",
+        "                return\n    disk.sync(path.parent)\n",
+    ),
+    "what living writers write swept away": (
+        "train/storage.py",
+        "return pid == disk.pid or not disk.is_alive(pid)",
+        "return True",
+    ),
+    "what was moved aside swept away": (
+        "train/storage.py",
+        "                disk.rename(aside, path)\n\n",
+        "                disk.remove(aside)\n\n",
+    ),
+}
+MUTANTS = {"training": TRAINING_MUTANTS, "checkpoints": CHECKPOINT_MUTANTS}
+
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant(name: str, tmp_path: Path) -> None:
-    file, line, instead = MUTANTS[name]
+@pytest.mark.parametrize(
+    ("check", "name"), [(check, name) for check, mutants in MUTANTS.items() for name in mutants]
+)
+def test_mutant(check: str, name: str, tmp_path: Path) -> None:
+    file, line, instead = MUTANTS[check][name]
     for folder in ("allstep", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(_ROOT / folder, tmp_path / folder, ignore=ignored)
@@ -110,7 +164,8 @@ def test_mutant(name: str, tmp_path: Path) -> None:
     assert text.count(line) == 1
     path.write_text(text.replace(line, instead))
     first = _FIRST_SEEDS.get(name, 0)
-    command = [sys.executable, "-m", "tests.helpers.simulation", str(first), str(_NUM_SEEDS)]
+    seeds = [str(first), str(_NUM_SEEDS)]
+    command = [sys.executable, "-m", "tests.helpers.simulation", check, *seeds]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600

@@ -1,6 +1,6 @@
 """Runs seeds until one fails.
 
-python -m tests.helpers.simulation FIRST NUMBER
+python -m tests.helpers.simulation training|checkpoints FIRST NUMBER
 """
 
 import logging
@@ -8,19 +8,18 @@ import sys
 
 import torch
 
-from tests.helpers.simulation.training import Simulation
+from tests.helpers.simulation.seeds import CHECKS
 
 
 def main() -> None:
-    first, number = map(int, sys.argv[1:])
+    check, first, number = CHECKS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    logging.disable(logging.INFO)
+    logging.disable(logging.WARNING)
     for seed in range(first, first + number):
-        simulation = Simulation(seed)
         try:
-            simulation.run()
+            check(seed)
         except AssertionError as error:
-            sys.exit(f"seed {seed}: {simulation.faults}: {error}")
+            sys.exit(str(error))
     print(f"{number} seeds")
 
 

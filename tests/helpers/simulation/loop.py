@@ -45,7 +45,13 @@ class Loop:
         self._evaluations = [0.0] * NUM_EPOCHS
         self._loss = 0.0
 
-    def run(self, note: Callable[[], None]) -> None:
+    def run(self, note: Callable[[], None], save: Callable[[int], None]) -> None:
+        """Trains.
+
+        Args:
+            note: called in each attempt at a step.
+            save: called between two steps, with their number.
+        """
         for epoch in self.elastic.epochs(NUM_EPOCHS):
             for batch in allstep.steps(self._loader, self._exchange, elastic=self.elastic):
                 for (x,) in batch:
@@ -54,6 +60,7 @@ class Loop:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
                 self._loss = batch.global_loss()
+                save(batch.step + 1)
             self._evaluations[epoch] = self.elastic.call(self._evaluate)
 
     def _evaluate(self) -> float:
@@ -63,11 +70,15 @@ class Loop:
 
     def state(self) -> list[Tensor]:
         """All that was trained; the last evaluation and loss, as who joins has no earlier ones."""
+        last = torch.tensor([self._evaluations[-1], self._loss], dtype=torch.float64)
+        return [*self.trained(), last]
+
+    def trained(self) -> list[Tensor]:
+        """Parameters and momenta."""
         momenta = self._optimizer.state_dict()["state"].values()
         return [
-            *(p.detach() for p in self._model.parameters()),
-            *(own["momentum_buffer"] for own in momenta),
-            torch.tensor([self._evaluations[-1], self._loss], dtype=torch.float64),
+            *(p.detach().clone() for p in self._model.parameters()),
+            *(own["momentum_buffer"].clone() for own in momenta),
         ]
 
 
@@ -79,10 +90,21 @@ def _samples() -> Tensor:
 @cache
 def undisturbed() -> list[Tensor]:
     """What one worker comes to."""
+    return _run_undisturbed()[0]
+
+
+@cache
+def undisturbed_steps() -> dict[int, list[Tensor]]:
+    """What one worker has trained after each number of steps."""
+    return _run_undisturbed()[1]
+
+
+def _run_undisturbed() -> tuple[list[Tensor], dict[int, list[Tensor]]]:
     loop = Loop(Communicator.single_process(), None)
+    by_step: dict[int, list[Tensor]] = {}
     with loop.elastic:
-        loop.run(lambda: None)
-    return loop.state()
+        loop.run(lambda: None, lambda step: by_step.update({step: loop.trained()}))
+    return loop.state(), by_step
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -106,14 +106,21 @@ class Simulation:
         system = SimulatedSystem(self.network, self._store, process, self._processes)
         membership = loop_membership(launch, _TIMEOUT_S, system)
         loop = Loop(comm, membership)
+        self._begin(loop, process)
         with loop.elastic:
             self._num_entered += 1
             size = len(self.faults.hosts)
             if not launch.joins:  # before all have met there is nothing to go on with
                 self.scheduler.pause(lambda: self._num_entered >= size)
             process.is_armed = True
-            loop.run(lambda: self._note(membership))
+            loop.run(lambda: self._note(membership), lambda step: self._save(loop, process, step))
         return loop.state()
+
+    def _begin(self, loop: Loop, process: Process) -> None:
+        """Before a worker trains."""
+
+    def _save(self, loop: Loop, process: Process, step: int) -> None:
+        """Between two steps of a worker."""
 
     def _note(self, membership: Membership) -> None:
         names = tuple(member.name for member in membership.members)
@@ -155,13 +162,20 @@ class Simulation:
             assert len(lists) == 1, f"{len(lists)} groups are generation {number}"
         for outcome in self.outcomes:
             if outcome.state is not None:
-                assert same(outcome.state, undisturbed()), "another model"
+                assert self._is_right(outcome.state), "another model"
         whole = [o for o in self.outcomes if o.state is not None]
-        left = [o for o in self.outcomes if not o.process.was_killed]
+        left = [o for o in self.outcomes if not self._was_taken(o)]
         assert whole or self._may_be_lost(left), [repr(o.error) for o in left]
         for outcome in left:
             if outcome.error is not None:
                 self._check_error(outcome.error)
+
+    def _is_right(self, state: Sequence[Tensor]) -> bool:
+        return same(state, undisturbed())
+
+    def _was_taken(self, outcome: Outcome) -> bool:
+        """Whether a fault has ended a worker."""
+        return outcome.process.was_killed
 
     def _may_be_lost(self, left: Sequence[Outcome]) -> bool:
         """Whether nobody need have come to the end."""
