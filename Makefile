@@ -48,11 +48,12 @@ kill-anywhere: $(VENV)/test.stamp
 	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_elastic.py \
 		tests/train/test_elastic_loop.py -k any_call
 
-# The same loops on simulated machines, by so many seeds: kills, stops, joins, cut networks.
+# The same loops on simulated machines, by so many seeds: kills, stops, joins, cut networks; then with
+# checkpoints on a disk that is full or loses its power.
 simulate: SEEDS := 10000
 simulate: $(VENV)/test.stamp
 	SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/train/test_simulated_elastic.py \
-		--numprocesses $(shell nproc)
+		tests/train/test_simulated_checkpoints.py --numprocesses $(shell nproc)
 
 # N runs in random order on a busy machine; counts the failures of each test.
 N ?= 10
