@@ -225,14 +225,17 @@ def sweep(folder: Path, disk: Disk = LOCAL_DISK) -> None:
 
     The caller must not be writing in `folder` at the same time; others may.
     """
-    for path in sorted(folder.glob(".tmp-*")):
-        if _is_left_over(path, disk):
+    left_over = [path for path in sorted(folder.glob(".tmp-*")) if _is_left_over(path, disk)]
+    with contextlib.suppress(OSError):  # a full disk
+        if left_over:
+            disk.sync(folder)  # what has had these names is not to have them again
+        for path in left_over:
             disk.remove(path)
     for aside in sorted(folder.glob(f"{_ASIDE}*")):
         path = folder / aside.name.removeprefix(_ASIDE)
         with contextlib.suppress(OSError):  # a living writer was quicker
             if path.exists():
-                _remove_replaced(aside, disk)
+                _settle(path, aside, disk)
             else:
                 disk.rename(aside, path)
 
@@ -346,7 +349,8 @@ def _put_in_place(temporary: Path, path: Path, disk: Disk) -> None:
     aside = path.with_name(_ASIDE + path.name)
     while True:
         if os.path.lexists(path):
-            _remove_replaced(aside, disk)
+            if os.path.lexists(aside):
+                _settle(path, aside, disk)
             disk.rename(path, aside)
         try:
             disk.rename(temporary, path)
@@ -356,15 +360,21 @@ def _put_in_place(temporary: Path, path: Path, disk: Disk) -> None:
                 with contextlib.suppress(OSError):
                     disk.rename(aside, path)
                 raise
-    disk.sync(path.parent)
-    disk.remove(aside)
+    _settle(path, aside, disk)
 
 
-def _remove_replaced(aside: Path, disk: Disk) -> None:
-    """Deletes what was moved aside, once the name of what is in its place is on the disk."""
+def _settle(path: Path, aside: Path, disk: Disk) -> None:
+    """Deletes what was moved aside, once the name of what is in its place is on the disk.
+
+    Another writer may move `path` aside meanwhile; so it gets a name that only this one uses.
+    """
+    replaced = _temporary(aside, disk)
     if os.path.lexists(aside):
-        disk.sync(aside.parent)
-        disk.remove(aside)
+        disk.rename(aside, replaced)
+        if not os.path.lexists(path):
+            disk.rename(replaced, path)
+    disk.sync(path.parent)
+    disk.remove(replaced)
 
 
 def _temporary(path: Path, disk: Disk) -> Path:

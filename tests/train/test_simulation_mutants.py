@@ -108,8 +108,8 @@ CHECKPOINT_MUTANTS = {
     ),
     "the folder's names not synced": (
         "train/storage.py",
-        "    disk.sync(path.parent)\n    disk.remove(aside)\n",
-        "    disk.remove(aside)\n",
+        "    disk.sync(path.parent)\n    disk.remove(replaced)\n",
+        "    disk.remove(replaced)\n",
     ),
     "the run's names not synced": (
         "train/storage.py",
@@ -132,8 +132,8 @@ CHECKPOINT_MUTANTS = {
     ),
     "no space for a name passed over": (
         "train/storage.py",
-        "                raise\n    disk.sync(path.parent)\n",
-        "                return\n    disk.sync(path.parent)\n",
+        "                raise\n    _settle(",
+        "                return\n    _settle(",
     ),
     "what living writers write swept away": (
         "train/storage.py",
