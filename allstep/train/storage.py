@@ -5,8 +5,8 @@ also `tensors-2.safetensors` and so on), `state.msgpack` (what is no tensor) and
 which has their checksums and its own. It is written under another name, `.tmp-NAME-HOST-PID`, each
 file is synced, and the folder is renamed when it is complete; so a folder with the right name is
 whole unless the disk damaged it, which the checksums tell. One that stands in the way is renamed
-`.old-NAME` first and comes back if the writer dies before the new one is in place. What dead
-writers leave is swept away later.
+`.old-NAME` first and comes back if the writer dies before the new one is in place; it is deleted
+once the new name is synced, too. What dead writers leave is swept away later.
 """
 
 import contextlib

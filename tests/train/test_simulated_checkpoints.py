@@ -12,7 +12,7 @@ from tests.helpers.simulation.scratch import scratch
 from tests.helpers.simulation.seeds import check_checkpoints
 from tests.helpers.simulation.volume import Volume
 
-NUM_SEEDS = int(os.environ.get("SEEDS", "60"))  # `make simulate` sets another
+NUM_SEEDS = int(os.environ.get("SEEDS", "24"))  # `make simulate` sets another
 _CHUNK = 50
 
 
