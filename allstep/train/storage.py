@@ -370,11 +370,13 @@ def _settle(path: Path, aside: Path, disk: Disk) -> None:
     """
     replaced = _temporary(aside, disk)
     if os.path.lexists(aside):
-        disk.rename(aside, replaced)
-        if not os.path.lexists(path):
-            disk.rename(replaced, path)
+        with contextlib.suppress(OSError):  # another was quicker, or the disk is full
+            disk.rename(aside, replaced)
+            if not os.path.lexists(path):
+                disk.rename(replaced, path)
     disk.sync(path.parent)
-    disk.remove(replaced)
+    if os.path.lexists(path):
+        disk.remove(replaced)
 
 
 def _temporary(path: Path, disk: Disk) -> Path:

@@ -187,7 +187,7 @@ def test_disk_is_full_at_any_call(folder: Path) -> None:
         assert site.best_step() in (1, 2)
         assert [path.name for path in checkpoints.folder.iterdir()] == ["best"]
     assert steps == sorted(steps)
-    assert steps.count(2) == 2  # what follows when it is in place
+    assert steps.count(2) == 1  # its name could not be synced; all else was
     assert len(steps) > num_calls // 2  # the rest is what deletes
 
 

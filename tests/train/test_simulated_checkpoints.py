@@ -21,6 +21,12 @@ def test_few_seeds() -> None:
         check_checkpoints(seed)
 
 
+@pytest.mark.parametrize("seed", [572, 669])
+def test_writer_and_reader_sweep_at_once(seed: int) -> None:
+    """What one is about to delete, the other has just deleted."""
+    check_checkpoints(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, NUM_SEEDS, _CHUNK))
 def test_seeds(start: int) -> None:

@@ -108,8 +108,8 @@ CHECKPOINT_MUTANTS = {
     ),
     "the folder's names not synced": (
         "train/storage.py",
-        "    disk.sync(path.parent)\n    disk.remove(replaced)\n",
-        "    disk.remove(replaced)\n",
+        "    disk.sync(path.parent)\n    if os.path",
+        "    if os.path",
     ),
     "the run's names not synced": (
         "train/storage.py",
