@@ -53,7 +53,13 @@ class PipelineSpec:
     stages_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        check_pipeline(self.transformer.depth, self.num_workers, self.stages_per_worker)
+        depth, v = self.transformer.depth, self.stages_per_worker
+        if self.num_workers * v > depth:
+            turns = f" x `stages_per_worker` (={v})" * (v > 1)
+            raise UsageError(
+                f"`pipeline` (={self.num_workers}){turns} must be at most the {depth} blocks, of"
+                " which each stage has one or more."
+            )
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -186,17 +192,3 @@ class CopyStep:
     workload: Workload
     activations_s: float
     bubble_s: float = 0.0
-
-
-def check_pipeline(depth: int, num_workers: int, stages_per_worker: int = 1) -> None:
-    """Refuses more stages than there are blocks.
-
-    Raises:
-        UsageError: saying how many there may be.
-    """
-    if num_workers * stages_per_worker > depth:
-        turns = f" x `stages_per_worker` (={stages_per_worker})" * (stages_per_worker > 1)
-        raise UsageError(
-            f"`pipeline` (={num_workers}){turns} must be at most the {depth} blocks, of which each"
-            " stage has one or more."
-        )
