@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from allstep.cli.exits import read_store
 from allstep.cli.launch import launch_workers
+from allstep.cli.run_folder import is_run
 from allstep.cli.worker import read_call
 from allstep.cli.workers import check_min_workers, num_workers_to_start
 from allstep.errors import UsageError
@@ -49,7 +50,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
     script = {"command": list(command), "folder": os.getcwd()}
     with contextlib.ExitStack() as stack:
         if run_dir is not None:
-            if (run_dir / "recipe.json").exists():
+            if is_run(run_dir):
                 raise UsageError(f"`run_dir` (={run_dir}) holds a recipe's run; choose another.")
             stack.enter_context(launcher_lock(run_dir))
             write_whole(run_dir / _FILE, json.dumps(script))

@@ -14,6 +14,7 @@ from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
 from allstep.files import write_whole
 from allstep.recipes import (
+    RECIPE_FILE,
     AnyRecipe,
     DividedRecipe,
     Recipe,
@@ -23,7 +24,6 @@ from allstep.recipes import (
 )
 from allstep.train import taken_by, trainer_of, writing
 
-_RECIPE = "recipe.json"
 _REPORT = "report.json"
 _STARTER = ".started-by"  # torchrun's agent, whose restarts go on with the run
 
@@ -153,7 +153,7 @@ def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
     """
     text = json.dumps(recipe_to_plain(recipe), indent=2)
     with writing_errors(f"`run_dir` (={run_dir})"):
-        write_whole(run_dir / _RECIPE, text + "\n")
+        write_whole(run_dir / RECIPE_FILE, text + "\n")
 
 
 def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
@@ -169,12 +169,12 @@ def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
     if not run_dir.is_dir():
         raise UsageError(f"`{argument}` (={run_dir}) is no folder; {_list_runs(run_dir)}")
     try:
-        return read_recipe_file(run_dir / _RECIPE)
+        return read_recipe_file(run_dir / RECIPE_FILE)
     except FileNotFoundError:
-        around = [parent for parent in run_dir.parents if (parent / _RECIPE).is_file()]
+        around = [parent for parent in run_dir.parents if (parent / RECIPE_FILE).is_file()]
         hint = f"; did you mean `{around[0]}`?" if around else "."
         raise UsageError(
-            f"`{argument}` (={run_dir}) has no {_RECIPE}: it is no run of `allstep train`{hint}"
+            f"`{argument}` (={run_dir}) has no {RECIPE_FILE}: it is no run of `allstep train`{hint}"
         ) from None
 
 
@@ -217,7 +217,7 @@ def check_not_in_training(run_dir: Path) -> None:
 
 def is_run(run_dir: Path) -> bool:
     """Whether `allstep train` has begun a run there."""
-    return (run_dir / _RECIPE).exists()
+    return (run_dir / RECIPE_FILE).exists()
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -232,7 +232,9 @@ def can_resume(run_dir: Path) -> bool:
 
 def _list_runs(run_dir: Path) -> str:
     siblings = [
-        str(path.parent) for path in run_dir.parent.glob(f"*/{_RECIPE}") if path.parent != run_dir
+        str(path.parent)
+        for path in run_dir.parent.glob(f"*/{RECIPE_FILE}")
+        if path.parent != run_dir
     ]
     return nearest_names(str(run_dir), siblings) if siblings else "see `runs/` for your runs."
 
@@ -253,16 +255,16 @@ def note_launch(
         **({"restarts": restarts} if restarts else {}),
     }
     with contextlib.suppress(OSError):
-        plain = json.loads((run_dir / _RECIPE).read_text(encoding="utf-8"))
+        plain = json.loads((run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
         if plain.pop("launch", {}) != launch:
             noted = plain | ({"launch": launch} if launch else {})
-            write_whole(run_dir / _RECIPE, json.dumps(noted, indent=2) + "\n")
+            write_whole(run_dir / RECIPE_FILE, json.dumps(noted, indent=2) + "\n")
 
 
 def _read_launch(run_dir: Path) -> dict[str, int]:
     """What `note_launch` has left; empty where there is nothing to say, or it can't be read."""
     with contextlib.suppress(OSError, ValueError, LookupError):
-        launch: dict[str, int] = json.loads((run_dir / _RECIPE).read_text("utf-8"))["launch"]
+        launch: dict[str, int] = json.loads((run_dir / RECIPE_FILE).read_text("utf-8"))["launch"]
         return launch
     return {}
 

@@ -5,6 +5,7 @@ from allstep.recipes.bert_files import load_bert as load_bert
 from allstep.recipes.bert_files import save_bert as save_bert
 from allstep.recipes.large_batch import apply_large_batch as apply_large_batch
 from allstep.recipes.large_batch import describe_changes as describe_changes
+from allstep.recipes.registry import RECIPE_FILE as RECIPE_FILE
 from allstep.recipes.registry import REGISTRY, AnyRecipe
 from allstep.recipes.registry import find_recipe as find_recipe
 from allstep.recipes.registry import read_recipe_file as read_recipe_file

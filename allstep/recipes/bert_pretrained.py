@@ -10,9 +10,9 @@ from allstep.recipes.bert import Bert
 from allstep.recipes.bert_data import SPECIAL
 from allstep.recipes.bert_files import load_bert
 from allstep.recipes.bert_model import PADDING_TOKEN, BertForPreTraining
-from allstep.recipes.registry import read_recipe_file
+from allstep.recipes.registry import RECIPE_FILE, read_recipe_file
 
-_RUN, _FOLDER = "recipe.json", "config.json"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ def check_pretrained(path: Path) -> None:
     Raises:
         UsageError: if there is not.
     """
-    if (path / _RUN).is_file():
+    if (path / RECIPE_FILE).is_file():
         _check_texts(path)
         if not any((path / "checkpoints").glob("step-*")):
             raise UsageError(f"`pretrained` (={path}) has no checkpoint yet; train it first.")
-    elif (path / _FOLDER).is_file():
+    elif (path / _CONFIG).is_file():
         _read_vocabulary(path)
     else:
         raise UsageError(
@@ -62,7 +62,7 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
         UsageError: if `path` is neither.
     """
     check_pretrained(path)
-    if not (path / _RUN).is_file():
+    if not (path / RECIPE_FILE).is_file():
         return _checked(path, Pretrained(load_bert(path), _read_vocabulary(path)))
     recipe = _read_recipe(path)
     loaded = allstep.train.Checkpoints(path / "checkpoints", comm).load_latest()
@@ -78,7 +78,7 @@ def load_pretrained(path: Path, comm: Communicator) -> Pretrained:
 
 
 def _read_recipe(run_dir: Path) -> Bert:
-    recipe = read_recipe_file(run_dir / _RUN)
+    recipe = read_recipe_file(run_dir / RECIPE_FILE)
     if isinstance(recipe, Bert):
         return recipe
     raise UsageError(

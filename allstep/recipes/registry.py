@@ -1,4 +1,4 @@
-"""The recipes by name, and a recipe as plain data, as a run's `recipe.json` holds it."""
+"""The recipes by name, and a recipe as plain data, as a run's folder holds it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,6 +11,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 import allstep
 from allstep import UsageError
 from allstep.recipes.base import DividedRecipe, Recipe
+
+RECIPE_FILE = "recipe.json"
+"""What holds the recipe in a run's folder."""
 
 AnyRecipe = Recipe | DividedRecipe
 """What `allstep train` can run."""
@@ -100,7 +103,7 @@ def _restored(value: Any, hint: Any) -> Any:
 
 
 def read_recipe_file(path: Path) -> AnyRecipe:
-    """The recipe that a run has left in its `recipe.json`.
+    """The recipe that a run has left in its `RECIPE_FILE`.
 
     Raises:
         FileNotFoundError: if there is no such file.
