@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from allstep import Communicator, UsageError
 from allstep.comm import Mesh
 from allstep.nn import MixtureOfExperts, Pipeline, tensor_parallel
+from tests.helpers.divided import whole_state
 from tests.helpers.processes import run_processes
 from tests.nn.test_pipeline import (
     Block,
@@ -28,7 +29,6 @@ from tests.nn.test_pipeline import (
     train,
 )
 from tests.nn.test_pipeline_of_shards import Wide
-from tests.nn.test_tensor_parallel import whole_state
 
 
 def make_expert() -> nn.Module:

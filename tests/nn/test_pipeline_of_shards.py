@@ -12,6 +12,7 @@ import allstep
 from allstep import Communicator, UsageError
 from allstep.comm import Mesh, shards_of
 from allstep.nn import Pipeline, tensor_parallel
+from tests.helpers.divided import whole_state
 from tests.helpers.processes import RemoteError, run_processes
 from tests.nn.test_pipeline import (
     Block,
@@ -27,7 +28,6 @@ from tests.nn.test_pipeline import (
     plainly,
     train,
 )
-from tests.nn.test_tensor_parallel import whole_state
 
 
 class Wide(nn.Module):

@@ -22,16 +22,8 @@ from allstep import Communicator, UsageError, init
 from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
 from allstep.recipes.transformer import Transformer, tensor_parallel_plan
+from tests.helpers.divided import whole_state
 from tests.helpers.processes import Workers, run_processes
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters with the parts of all workers that share the model. Collective."""
-    shards = shards_of(model)
-    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    for name, shard in shards.items():
-        state[name] = torch.cat(shard.comm.all_gather(state[name].contiguous()), shard.dim)
-    return state
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """`text` with experts that are divided over workers: the run of one worker, and what it refuses."""
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from allstep import Communicator, UsageError
 from allstep.nn import MixtureOfExperts
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
+from tests.helpers.divided import Found, keep_one_checkpoint, largest_difference
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.texts import check_three_workers_refused, write_topics
 
-Found = tuple[dict[str, Tensor], allstep.train.RunReport]
 Train = Callable[..., Found]
 
 
@@ -62,14 +61,6 @@ def merged(found: list[Found]) -> Found:
         whole |= state
         assert report.metrics == found[0][1].metrics
     return whole, found[0][1]
-
-
-def largest_difference(one: Found, other: Found) -> float:
-    """Of parameters and metrics."""
-    (a, of_a), (b, of_b) = one, other
-    assert a.keys() == b.keys()
-    differences = [float((a[name] - b[name]).abs().max()) for name in a]
-    return max(*differences, *(abs(of_a.metrics[k] - of_b.metrics[k]) for k in of_a.metrics))
 
 
 @pytest.fixture
@@ -158,9 +149,7 @@ def test_experts_resume_on_other_workers(
     recipe = small(folder, train_share=0.4, checkpoint_every_steps=5, keep_checkpoints=9)
     undisturbed = train(first, recipe, run_dir="run")
     checkpoints = tmp_path / "run" / "checkpoints"
-    for path in checkpoints.iterdir():
-        if path.name != "step-00000005":
-            shutil.rmtree(path)
+    keep_one_checkpoint(tmp_path / "run", 5)
     resumed = train(then, recipe, run_dir="run", resume=True)
     assert len(list(checkpoints.iterdir())) > 1
     assert largest_difference(undisturbed, resumed) < 1e-10

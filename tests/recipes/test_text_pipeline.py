@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import allstep
 from allstep import Communicator, UsageError
-from allstep.cli.main import main
-from allstep.comm import stages_of
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
+from tests.helpers.divided import (
+    Found,
+    check_elastic_refused,
+    keep_one_checkpoint,
+    largest_difference,
+    small_text,
+    train_text,
+)
 from tests.helpers.processes import RemoteError, run_processes
 from tests.helpers.texts import check_three_workers_refused, write_topics
-from tests.nn.test_tensor_parallel import whole_state
 
 State = dict[str, Tensor]
-Found = tuple[State, allstep.train.RunReport]
 
 
 @pytest.fixture
@@ -30,62 +32,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> Text:
-    """Five micro-batches a global batch, which two copies can't share out evenly."""
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 30,
-        "micro_batch": 6,
-        "vocab_size": 300,
-        "sequence_length": 16,
-        "width": 16,
-        "depth": 4,
-        "heads": 4,
-        "dropout": 0.1,
-        "clip_norm": 0.2,
-        "precision": "float64",
-        "threads": 1,
-        "train_share": 0.4,
-        "held_out": 0.03,
-        "pipeline": 2,
-    }
-    return Text(**arguments | changes)
-
-
-def train(
-    comm: Communicator,
-    recipe: Text,
-    run_dir: Path,
-    spoil: Callable[[nn.Module], None] | None = None,
-    resume: bool = False,
-) -> Found:
-    task = recipe.task(comm)
-    assert bool(stages_of(task.model)) == (comm.size > 1)
-    if spoil is not None:
-        spoil(task.model)
-    report = allstep.fit(task, recipe, comm, run_dir, resume=resume)
-    return whole_state(task.model), report
+    usual = {"depth": 4, "train_share": 0.4, "held_out": 0.03, "pipeline": 2}
+    return small_text(folder, **usual | changes)
 
 
 def train_on(size: int, *arguments: Any) -> Found:
     """On so many workers; those with the same stages have found the same to the last bit."""
     if size == 1:
-        return train(Communicator.single_process(), *arguments)
+        return train_text(Communicator.single_process(), *arguments)
     state: State = {}
-    first, *others = found = run_processes(size, train, *arguments, timeout_s=200)
+    first, *others = found = run_processes(size, train_text, *arguments, timeout_s=200)
     for own, report in found:
         assert all(torch.equal(own[name], state.setdefault(name, own[name])) for name in own)
         assert report.metrics == first[1].metrics
     assert any(own.keys() != first[0].keys() for own, _ in others)
     return state, first[1]
-
-
-def largest_difference(one: Found, other: Found) -> float:
-    """Of parameters and metrics."""
-    (a, of_a), (b, of_b) = one, other
-    assert a.keys() == b.keys()
-    differences = [float((a[name] - b[name]).abs().max()) for name in a]
-    return max(*differences, *(abs(of_a.metrics[k] - of_b.metrics[k]) for k in of_a.metrics))
 
 
 # -- the same run on any layout of workers -------------------------------------------------------
@@ -135,10 +96,7 @@ def test_pipeline_resumes_on_other_layouts(folder: Path, tmp_path: Path) -> None
     saving = {"compression": "exact", "checkpoint_every_steps": 5, "keep_checkpoints": 9}
     recipe = small(folder, **saving, tensor_parallel=2)
     undisturbed = train_on(4, recipe, tmp_path / "run")
-    checkpoints = tmp_path / "run" / "checkpoints"
-    for path in checkpoints.iterdir():
-        if path.name != "step-00000005":
-            shutil.rmtree(path)
+    keep_one_checkpoint(tmp_path / "run", 5)
     for size, pipeline, tensor in ((4, 4, 1), (1, 2, 1)):
         run_dir = tmp_path / f"resumed-{size}-{pipeline}"
         shutil.copytree(tmp_path / "run", run_dir)
@@ -201,7 +159,5 @@ def test_workers_that_a_pipeline_does_not_divide(
 def test_pipeline_is_not_elastic(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--folder", str(folder), "--pipeline", "2", "--compression", "exact"]
-    flags += ["--elastic", "--workers", "2", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", "text", *flags]) == 2
-    assert "`elastic`: text divides its model" in capsys.readouterr().err
+    flags = ["--folder", str(folder), "--pipeline", "2"]
+    check_elastic_refused(flags, tmp_path / "run", capsys)

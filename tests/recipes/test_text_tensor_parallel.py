@@ -2,27 +2,30 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import allstep
 from allstep import Communicator, UsageError
-from allstep.cli.main import main
 from allstep.comm import shards_of
 from allstep.errors import DisagreementError
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
+from tests.helpers.divided import (
+    Found,
+    check_elastic_refused,
+    keep_one_checkpoint,
+    largest_difference,
+    small_text,
+    train_text,
+)
 from tests.helpers.processes import RemoteError, run_processes
 from tests.helpers.texts import check_three_workers_refused, write_topics
-from tests.nn.test_tensor_parallel import leave_gradients_unsummed, whole_state
-
-Found = tuple[dict[str, Tensor], allstep.train.RunReport]
+from tests.nn.test_tensor_parallel import leave_gradients_unsummed
 
 
 @pytest.fixture
@@ -31,44 +34,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def small(folder: Path, **changes: Any) -> Text:
-    """Five micro-batches a global batch, which two workers can't share out evenly."""
-    arguments: dict[str, Any] = {
-        "folder": folder,
-        "epochs": 1,
-        "global_batch": 30,
-        "micro_batch": 6,
-        "vocab_size": 300,
-        "sequence_length": 16,
-        "width": 16,
-        "depth": 2,
-        "heads": 4,
-        "dropout": 0.1,
-        "clip_norm": 0.2,
-        "precision": "float64",
-        "optimizer": "lamb",
-        "threads": 1,
-        "tensor_parallel": 2,
-    }
-    return Text(**arguments | changes)
-
-
-def train(
-    comm: Communicator,
-    recipe: Text,
-    run_dir: Path,
-    spoil: Callable[[nn.Module], None] | None = None,
-    resume: bool = False,
-) -> Found:
-    task = recipe.task(comm)
-    assert bool(shards_of(task.model)) == (comm.size > 1 and recipe.tensor_parallel > 1)
-    if spoil is not None:
-        spoil(task.model)
-    report = allstep.fit(task, recipe, comm, run_dir, resume=resume)
-    return whole_state(task.model), report
+    usual = {"depth": 2, "optimizer": "lamb", "tensor_parallel": 2}
+    return small_text(folder, **usual | changes)
 
 
 def train_each(comm: Communicator, *runs: tuple[Any, ...]) -> list[Found]:
-    return [train(comm, *arguments) for arguments in runs]
+    return [train_text(comm, *arguments) for arguments in runs]
 
 
 def trainings_on(size: int, *runs: tuple[Any, ...]) -> list[Found]:
@@ -84,16 +55,8 @@ def trainings_on(size: int, *runs: tuple[Any, ...]) -> list[Found]:
 
 def train_on(size: int, *arguments: Any) -> Found:
     if size == 1:
-        return train(Communicator.single_process(), *arguments)
+        return train_text(Communicator.single_process(), *arguments)
     return trainings_on(size, arguments)[0]
-
-
-def largest_difference(one: Found, other: Found) -> float:
-    """Of parameters and metrics."""
-    (a, of_a), (b, of_b) = one, other
-    assert a.keys() == b.keys()
-    differences = [float((a[name] - b[name]).abs().max()) for name in a]
-    return max(*differences, *(abs(of_a.metrics[k] - of_b.metrics[k]) for k in of_a.metrics))
 
 
 # -- the same run on any layout of workers -------------------------------------------------------
@@ -133,10 +96,7 @@ def test_tensor_parallel_resumes_on_other_layouts(folder: Path, tmp_path: Path) 
         keep_checkpoints=9,
     )
     undisturbed = train_on(4, recipe, tmp_path / "run")
-    checkpoints = tmp_path / "run" / "checkpoints"
-    for path in checkpoints.iterdir():
-        if path.name != "step-00000003":
-            shutil.rmtree(path)
+    keep_one_checkpoint(tmp_path / "run", 3)
     for size in (2, 1):
         run_dir = tmp_path / f"resumed-{size}"
         shutil.copytree(tmp_path / "run", run_dir)
@@ -231,7 +191,5 @@ def test_workers_that_tensor_parallel_does_not_divide(
 def test_tensor_parallel_is_not_elastic(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--folder", str(folder), "--tensor-parallel", "2", "--compression", "exact"]
-    flags += ["--elastic", "--workers", "2", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", "text", *flags]) == 2
-    assert "`elastic`: text divides its model" in capsys.readouterr().err
+    flags = ["--folder", str(folder), "--tensor-parallel", "2"]
+    check_elastic_refused(flags, tmp_path / "run", capsys)

@@ -1,0 +1,87 @@
+"""Trainings of `text` whose model is divided over workers, compared with those of one worker."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allstep
+from allstep import Communicator
+from allstep.cli.main import main
+from allstep.comm import shards_of, stages_of
+from allstep.recipes.text import Text
+
+Found = tuple[dict[str, Tensor], allstep.train.RunReport]
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters with the parts of all workers that share the model. Collective."""
+    shards = shards_of(model)
+    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    for name, shard in shards.items():
+        state[name] = torch.cat(shard.comm.all_gather(state[name].contiguous()), shard.dim)
+    return state
+
+
+def small_text(folder: Path, **changes: Any) -> Text:
+    """Five micro-batches a global batch, which two copies of the model can't share out evenly."""
+    arguments: dict[str, Any] = {
+        "folder": folder,
+        "epochs": 1,
+        "global_batch": 30,
+        "micro_batch": 6,
+        "vocab_size": 300,
+        "sequence_length": 16,
+        "width": 16,
+        "heads": 4,
+        "dropout": 0.1,
+        "clip_norm": 0.2,
+        "precision": "float64",
+        "threads": 1,
+    }
+    return Text(**arguments | changes)
+
+
+def train_text(
+    comm: Communicator,
+    recipe: Text,
+    run_dir: Path,
+    spoil: Callable[[nn.Module], None] | None = None,
+    resume: bool = False,
+) -> Found:
+    """What a worker comes to, with the shards of those that share its copy of the model."""
+    task = recipe.task(comm)
+    assert bool(shards_of(task.model)) == (comm.size > 1 and recipe.tensor_parallel > 1)
+    assert bool(stages_of(task.model)) == (comm.size > 1 and recipe.pipeline > 1)
+    if spoil is not None:
+        spoil(task.model)
+    report = allstep.fit(task, recipe, comm, run_dir, resume=resume)
+    return whole_state(task.model), report
+
+
+def largest_difference(one: Found, other: Found) -> float:
+    """Of parameters and metrics."""
+    (a, of_a), (b, of_b) = one, other
+    assert a.keys() == b.keys()
+    differences = [float((a[name] - b[name]).abs().max()) for name in a]
+    return max(*differences, *(abs(of_a.metrics[k] - of_b.metrics[k]) for k in of_a.metrics))
+
+
+def keep_one_checkpoint(run_dir: Path, step: int) -> None:
+    """Deletes all others, as if the run had ended there."""
+    for path in (run_dir / "checkpoints").iterdir():
+        if path.name != f"step-{step:08}":
+            shutil.rmtree(path)
+
+
+def check_elastic_refused(
+    flags: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refuses elastic workers for a recipe with these flags."""
+    elastic = ["--compression", "exact", "--elastic", "--workers", "2", "--run-dir", str(run_dir)]
+    assert main(["train", "text", *flags, *elastic]) == 2
+    assert "`elastic`: text divides its model" in capsys.readouterr().err
