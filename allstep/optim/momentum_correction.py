@@ -20,7 +20,8 @@ def factor(group: Mapping[str, Any]) -> float | Tensor:
     if isinstance(previous, Tensor):
         return torch.where(previous > 0, lr / previous, 1.0).reshape(())
     # After a rate of 0 the corrected momentum is 0 and stays so.
-    return lr / previous if previous else 1.0
+    ratio: float | Tensor = lr / previous if previous else 1.0
+    return ratio.reshape(()) if isinstance(ratio, Tensor) else ratio
 
 
 def end_step(group: dict[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
@@ -38,6 +39,6 @@ def end_step(group: dict[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]
                 local(state["momentum_buffer"]).mul_(correction)
     lr, previous = group["lr"], group["previous_lr"]
     if isinstance(previous, Tensor):
-        previous.copy_(lr)
+        previous.copy_(torch.as_tensor(lr).reshape(previous.shape))
     else:
         group["previous_lr"] = lr.clone() if isinstance(lr, Tensor) else lr

@@ -16,7 +16,7 @@ from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import TrainingSpec, Workload
 
 MIB = 2**20
-_BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, None)
+_BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # More buckets than this cost more time to start than they hide.
 _MOST_BUCKETS = 256
 # The share of a single worker's speed that each added worker has to bring.
@@ -255,13 +255,13 @@ def _copy_step(
 
 
 def _choices(policy: PolicySpec, cluster: Cluster, gradient_bytes: int) -> Iterator[PolicySpec]:
-    sizes: list[int | None] = [
-        size for size in _BUCKET_BYTES if size is None or gradient_bytes / size <= _MOST_BUCKETS
-    ]
+    sizes = [size for size in _BUCKET_BYTES if gradient_bytes / size <= _MOST_BUCKETS]
+    if not sizes:  # a gradient of many gigabytes travels during the backward pass, too
+        sizes = [-(-gradient_bytes // _MOST_BUCKETS)]
     if policy.sync_every > 1 or cluster.num_workers == 1:
-        sizes = [None]
+        sizes = []
     for algorithm in _algorithms(cluster, policy.compression):
-        for size in sizes:
+        for size in (*sizes, None):
             yield policy.with_choice(algorithm, size)
 
 

@@ -397,6 +397,29 @@ def test_momentum_correction_gives_the_velocity_of_the_new_lr() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "rates", [(0.1, [0.2], 0.5), ([0.1], 0.2, [0.5]), (0.1, 0.2, [0.5])], ids=str
+)
+def test_momentum_correction_with_rates_that_become_tensors(
+    rates: tuple[float | list[float], ...], way: dict[str, bool]
+) -> None:
+    """A rate may be a number at one step and a tensor of one element at the next."""
+
+    def trained(rates: list[Any]) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(x.double()) for x in (torch.tensor(2.0), torch.ones(3))]
+        optimizer = LARS(weights, trust_ratio=BOUNDED, momentum_correction=True, **way)
+        for lr in rates:
+            optimizer.param_groups[0]["lr"] = lr
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return weights
+
+    given = [torch.tensor(lr) if isinstance(lr, list) else lr for lr in rates]
+    torch.testing.assert_close(trained(given), trained([0.1, 0.2, 0.5]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_momentum_correction_without_a_gradient(way: dict[str, bool]) -> None:
     """Its velocity is that of a rate which has always been the present one."""
 

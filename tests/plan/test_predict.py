@@ -44,6 +44,15 @@ def test_predict_chooses_the_fastest_algorithm_and_bucket_size():
             assert best.report.step_s <= simulate(MICRO, NODES.of(64), settled).step_s
 
 
+def test_predict_sends_gradients_of_many_gigabytes_during_the_backward_pass():
+    """Their buckets are larger than those of smaller models, but not one for all."""
+    micro = Workload.from_step(num_params=70_000_000_000, step_s=900.0)
+    found = predict_one(TrainingSpec(micro=micro), HOSTS, PolicySpec(name="fp32"), 16)
+    late = PolicySpec(name="late", bucket_bytes=None)
+    at_the_end = predict_one(TrainingSpec(micro=micro), HOSTS, late, 16)
+    assert found.efficiency > 1.3 * at_the_end.efficiency
+
+
 def test_predict_keeps_a_given_algorithm_and_bucket_size():
     policy = PolicySpec(name="p", algorithm="halving_doubling", bucket_bytes=1000_000)
     assert predict_one(TrainingSpec(micro=MICRO), HOSTS, policy, 8).policy == policy
