@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 import allstep
 from allstep import Communicator, Synchronous
 from allstep.recipes.digits import digits_net, load_digits
-from allstep.recipes.transformer import Transformer
+from allstep.recipes.transformer import Transformer, TransformerConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "tables" / "exact_error.md"
@@ -45,10 +45,11 @@ def transformer() -> tuple[nn.Module, Dataset[tuple[Tensor, ...]], Loss]:
     text = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").rglob("*.md")))
     num = len(text) // (SEQUENCE + 1)
     tokens = torch.tensor(list(text[: num * (SEQUENCE + 1)])).view(num, SEQUENCE + 1)
-    model = Transformer(
+    config = TransformerConfig(
         vocab_size=256, sequence_length=SEQUENCE, width=64, depth=2, heads=4, dropout=0.0,
         causal=True,
     )  # fmt: skip
+    model = Transformer(config)
 
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())

@@ -21,7 +21,7 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import tensor_parallel
-from allstep.recipes.transformer import Transformer, tensor_parallel_plan
+from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
 
 VOCAB, TOKENS, MICRO_BATCH, NUM_MICRO_BATCHES = 2048, 64, 16, 2  # as `text`, on each data worker
 STEPS_PER_EPOCH = 20
@@ -31,7 +31,7 @@ Loop = Iterator[None]
 
 def make_model(width: int) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(
+    config = TransformerConfig(
         vocab_size=VOCAB,
         sequence_length=TOKENS,
         width=width,
@@ -40,6 +40,7 @@ def make_model(width: int) -> Transformer:
         dropout=0.1,
         causal=True,
     )
+    return Transformer(config)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from allstep.recipes.texts import TokenRecipe
 from allstep.recipes.transformer import (
     Experts,
     Transformer,
+    TransformerConfig,
     TransformerStage,
     tensor_parallel_plan,
 )
@@ -100,10 +101,7 @@ class Text(TokenRecipe):
             self._check_experts(self.experts)
         for name in ("tensor_parallel", "pipeline"):
             check_integer(name, getattr(self, name))
-        if self.tensor_parallel > 1:
-            self._check_tensor_parallel()
-        if self.pipeline > 1:
-            self._check_pipeline()
+        self._check_copies()
 
     @property
     def divides_model(self) -> bool:
@@ -132,30 +130,32 @@ class Text(TokenRecipe):
     def with_mesh(self, *, pipeline: int, tensor: int) -> "Text":
         return replace(self, pipeline=pipeline, tensor_parallel=tensor)
 
-    def _check_tensor_parallel(self) -> None:
-        allstep.errors.check_multiple("heads", self.heads, "tensor_parallel", self.tensor_parallel)
-        reason = f"`tensor_parallel` (={self.tensor_parallel}) divides it"
-        if self.experts is not None:
+    def _check_copies(self) -> None:
+        """Refuses what does not go with copies of the model on several workers."""
+        for name, divided, experts, reason in (
+            ("tensor_parallel", "heads", "divide the blocks", "divides it"),
+            (
+                "pipeline",
+                "depth",
+                "are divided over all workers",
+                "has its blocks on several workers",
+            ),
+        ):
+            length = getattr(self, name)
+            if length == 1:
+                continue
+            allstep.errors.check_multiple(divided, getattr(self, divided), name, length)
+            reason = f"`{name}` (={length}) {reason}"
+            if self.experts is not None:
+                raise UsageError(
+                    f"`experts` (={self.experts}) {experts}, and {reason}; leave one of them out."
+                )
+            allstep.train.check_sharded(self, reason)
+        if self.pipeline > 1 and self.samples == "paragraphs":
             raise UsageError(
-                f"`experts` (={self.experts}) divide the blocks, and {reason}; leave one of them"
-                " out."
+                f"`samples` (={self.samples!r}) have another length in each micro-batch, and those"
+                f" of one shape go together through `pipeline` (={self.pipeline}); take 'pieces'."
             )
-        allstep.train.check_sharded(self, reason)
-
-    def _check_pipeline(self) -> None:
-        allstep.errors.check_multiple("depth", self.depth, "pipeline", self.pipeline)
-        reason = f"`pipeline` (={self.pipeline}) has its blocks on several workers"
-        if self.experts is not None:
-            raise UsageError(
-                f"`experts` (={self.experts}) are divided over all workers, and {reason}; leave one"
-                " of them out."
-            )
-        if self.samples == "paragraphs":
-            raise UsageError(
-                f"`samples` (={self.samples!r}) have another length in each micro-batch, and"
-                f" {reason}, through which those of one shape go together; take 'pieces'."
-            )
-        allstep.train.check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:
         for name, least in (("experts", 2), ("top_k", 1)):
@@ -239,17 +239,16 @@ class Text(TokenRecipe):
         )
 
     @property
-    def _shape(self) -> dict[str, Any]:
-        """What the whole transformer and its stages are made of."""
-        return {
-            "vocab_size": self.vocab_size,
-            "sequence_length": self.longest_sequence,
-            "width": self.width,
-            "depth": self.depth,
-            "heads": self.heads,
-            "dropout": self.dropout,
-            "causal": self.objective == "causal",
-        }
+    def _config(self) -> TransformerConfig:
+        return TransformerConfig(
+            vocab_size=self.vocab_size,
+            sequence_length=self.longest_sequence,
+            width=self.width,
+            depth=self.depth,
+            heads=self.heads,
+            dropout=self.dropout,
+            causal=self.objective == "causal",
+        )
 
     def _mesh(self, comm: Communicator) -> allstep.comm.Mesh[Communicator]:
         """Copies, and the axes along which each is divided."""
@@ -260,7 +259,7 @@ class Text(TokenRecipe):
         return comm.mesh(data=max(1, comm.size // self.copy_size), **axes)
 
     def _model(self, comm: Communicator) -> nn.Module:
-        model = Transformer(**self._shape, experts=self._experts(comm))
+        model = Transformer(self._config, self._experts(comm))
         if comm.size > 1 and self.tensor_parallel > 1:
             allstep.nn.tensor_parallel(model, self._mesh(comm), tensor_parallel_plan(model))
         return model
@@ -270,7 +269,7 @@ class Text(TokenRecipe):
         mesh, is_divided = self._mesh(comm), comm.size > 1 and self.tensor_parallel > 1
 
         def make(number: int) -> nn.Module:
-            stage = TransformerStage(number, **self._shape)
+            stage = TransformerStage(self._config, number)
             return stage.divide(mesh) if is_divided else stage
 
         return allstep.nn.Pipeline(

@@ -33,6 +33,29 @@ class Experts:
     capacity_factor: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """What a transformer and each of its stages are made of.
+
+    Args:
+        vocab_size: number of different tokens.
+        sequence_length: the most tokens of a sequence.
+        width: features of a token.
+        depth: number of blocks.
+        heads: of the attention; divide the width.
+        dropout: probability of dropping a feature after the embedding and each half of a block.
+        causal: let a token see itself and those before it only.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    width: int
+    depth: int
+    heads: int
+    dropout: float
+    causal: bool
+
+
 class Transformer(nn.Module):
     """Pre-norm blocks on learned positions; the logits use the tokens' own embeddings.
 
@@ -45,39 +68,22 @@ class Transformer(nn.Module):
     too.
 
     Args:
-        vocab_size: number of different tokens.
-        sequence_length: the most tokens of a sequence.
-        width: features of a token.
-        depth: number of blocks.
-        heads: of the attention; divide the width.
-        dropout: probability of dropping a feature after the embedding and each half of a block.
-        causal: let a token see itself and those before it only.
+        config: its size.
         experts: what the blocks' experts are, and on which workers; None for a single mlp.
 
     Source: Vaswani et al., 2017, arXiv:1706.03762; norm, GELU and initial weights as in
     Radford et al., 2019 (GPT-2).
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        sequence_length: int,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float,
-        causal: bool,
-        experts: Experts | None = None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, experts: Experts | None = None) -> None:
         super().__init__()
-        self.token_embedding = nn.Embedding(vocab_size, width)
-        self.position_embedding = nn.Parameter(torch.empty(sequence_length, width))
-        self.dropout = nn.Dropout(dropout)
-        mlps = [_make_mlp(width, depth, experts) for _ in range(depth)]
-        self.blocks = nn.Sequential(*(_Block(width, heads, dropout, causal, mlp) for mlp in mlps))
-        self.norm = nn.LayerNorm(width)
-        self._initialize(depth)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+        self.position_embedding = nn.Parameter(torch.empty(config.sequence_length, config.width))
+        self.dropout = nn.Dropout(config.dropout)
+        mlps = [_make_mlp(config, experts) for _ in range(config.depth)]
+        self.blocks = nn.Sequential(*(_Block(config, mlp) for mlp in mlps))
+        self.norm = nn.LayerNorm(config.width)
+        self._initialize(config.depth)
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None
@@ -118,34 +124,22 @@ class TransformerStage(nn.Module):
     The logits have a matrix of their own: tied to the embeddings it would lie on two workers.
 
     Args:
+        config: of the whole.
         number: of the block.
-        vocab_size, sequence_length, width, depth, heads, dropout, causal: as `Transformer`.
     """
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        vocab_size: int,
-        sequence_length: int,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float,
-        causal: bool,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, number: int) -> None:
         super().__init__()
-        is_last, mlp = number == depth - 1, _MLP(width, 4 * width)
-        self.embedding = None
-        if number == 0:
-            self.embedding = _Embedding(vocab_size, sequence_length, width, dropout)
-        self.block = _Block(width, heads, dropout, causal, mlp)
+        width, is_last = config.width, number == config.depth - 1
+        mlp = _MLP(width, 4 * width)
+        self.embedding = _Embedding(config) if number == 0 else None
+        self.block = _Block(config, mlp)
         self.norm = nn.LayerNorm(width) if is_last else None
-        self.logits = nn.Linear(width, vocab_size, bias=False) if is_last else None
+        self.logits = nn.Linear(width, config.vocab_size, bias=False) if is_last else None
         for module in self.modules():
             _initialize_small(module)
-        _initialize_residual(self.block.attention.output, depth)
-        _initialize_residual(mlp.output, depth)
+        _initialize_residual(self.block.attention.output, config.depth)
+        _initialize_residual(mlp.output, config.depth)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
         """What the next stage takes; of the last one logits, of all tokens or at positions.
@@ -163,18 +157,17 @@ class TransformerStage(nn.Module):
             positions = positions.clamp(0, x.shape[1] - 1)
         return self.logits(self.norm(_at(x, positions)))
 
-    def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> "TransformerStage":
+    def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> nn.Module:
         """This stage with its block's heads and hidden features divided over `tensor`."""
-        allstep.nn.tensor_parallel(self, mesh, _block_plan("block"))
-        return self
+        return allstep.nn.tensor_parallel(self, mesh, _block_plan("block"))
 
 
 class _Embedding(nn.Module):
-    def __init__(self, vocab_size: int, sequence_length: int, width: int, dropout: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.token = nn.Embedding(vocab_size, width)
-        self.position = nn.Parameter(0.02 * torch.randn(sequence_length, width))
-        self.dropout = nn.Dropout(dropout)
+        self.token = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Parameter(0.02 * torch.randn(config.sequence_length, config.width))
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.dropout(self.token(tokens) + self.position[: tokens.shape[1]])
@@ -189,15 +182,13 @@ def _at(x: Tensor, positions: Tensor | None) -> Tensor:
 
 
 class _Block(nn.Module):
-    def __init__(
-        self, width: int, heads: int, dropout: float, causal: bool, mlp: nn.Module
-    ) -> None:
+    def __init__(self, config: TransformerConfig, mlp: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = _Attention(width, heads, causal)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = _Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = mlp
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -207,10 +198,11 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self._head_width = width // heads
-        self._causal = causal
+        width = config.width
+        self._head_width = width // config.heads
+        self._causal = config.causal
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -271,7 +263,8 @@ def _block_plan(block: str) -> dict[str, "ParallelStyle"]:
     return plan
 
 
-def _make_mlp(width: int, depth: int, experts: Experts | None) -> nn.Module:
+def _make_mlp(config: TransformerConfig, experts: Experts | None) -> nn.Module:
+    width = config.width
     if experts is None:
         return _MLP(width, 4 * width)
 
@@ -279,7 +272,7 @@ def _make_mlp(width: int, depth: int, experts: Experts | None) -> nn.Module:
         expert = _MLP(width, 4 * width // experts.top_k)
         for module in expert.modules():
             _initialize_small(module)
-        _initialize_residual(expert.output, depth)
+        _initialize_residual(expert.output, config.depth)
         return expert
 
     return allstep.nn.MixtureOfExperts(

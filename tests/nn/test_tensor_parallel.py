@@ -21,7 +21,7 @@ import allstep
 from allstep import Communicator, UsageError, init
 from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
-from allstep.recipes.transformer import Transformer, tensor_parallel_plan
+from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
 from tests.helpers.divided import whole_state
 from tests.helpers.processes import Workers, run_processes
 
@@ -38,10 +38,10 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def transformer() -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(
+    config = TransformerConfig(
         vocab_size=50, sequence_length=12, width=16, depth=2, heads=4, dropout=0.2, causal=True
     )
-    return model.double()
+    return Transformer(config).double()
 
 
 def leave_gradients_unsummed(model: nn.Module) -> None:

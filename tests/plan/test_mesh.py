@@ -27,7 +27,7 @@ from allstep.plan import (
 )
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.recipes.text import Text
-from allstep.recipes.transformer import Transformer, tensor_parallel_plan
+from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
 from tests.helpers.processes import run_processes
 
 BLOCKS = TransformerSpec(depth=24, width=1024, heads=16, sequence_length=512)
@@ -163,9 +163,10 @@ def test_bottlenecks_explain_the_whole_loss() -> None:
 
 def small_transformer() -> Transformer:
     torch.manual_seed(0)
-    return Transformer(
+    config = TransformerConfig(
         vocab_size=300, sequence_length=12, width=16, depth=3, heads=4, dropout=0.1, causal=True
     )
+    return Transformer(config)
 
 
 SMALL = TransformerSpec(depth=3, width=16, heads=4, sequence_length=12)

@@ -22,7 +22,7 @@ from allstep.plan import (
 )
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.plan.memory import memory_of_workers
-from allstep.recipes.transformer import TransformerStage
+from allstep.recipes.transformer import TransformerConfig, TransformerStage
 from tests.plan.test_mesh import ALL_IN_BLOCKS, BLOCKS, EMBEDDINGS, MICRO, POLICY, cluster, on
 
 # All of it in blocks: stages are equal.
@@ -214,7 +214,8 @@ def test_memory_is_what_real_stages_keep() -> None:
     """Of one micro-batch, up to the few numbers that norms, attention and the loss keep."""
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "sequence_length": 12, "width": 16, "depth": 3, "heads": 4}
-    stages = [TransformerStage(i, **shape, dropout=0.1, causal=True) for i in range(3)]
+    config = TransformerConfig(**shape, dropout=0.1, causal=True)
+    stages = [TransformerStage(config, i) for i in range(3)]
     blocks = TransformerSpec(depth=3, width=16, heads=4, sequence_length=12)
     num_params = 3 * (12 * 16**2 + 13 * 16) + (300 + 12 + 2) * 16  # tied
     micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=5)

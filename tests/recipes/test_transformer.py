@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from allstep.recipes.transformer import Transformer
+from allstep.recipes.transformer import Transformer, TransformerConfig
 
 
 def make(**changes: Any) -> Transformer:
@@ -19,7 +19,7 @@ def make(**changes: Any) -> Transformer:
         "dropout": 0.0,
         "causal": True,
     }
-    return Transformer(**arguments | changes).double()
+    return Transformer(TransformerConfig(**arguments | changes)).double()
 
 
 def tokens() -> torch.Tensor:
