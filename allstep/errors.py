@@ -1,7 +1,7 @@
 """Typed errors; every message names the argument, its value and the cure."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Integral, Real
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_multiple",
     "check_not_negative",
     "check_positive",
+    "check_share",
     "nearest_multiples",
     "nearest_names",
 ]
@@ -148,6 +149,33 @@ def check_not_negative(name: str, value: float, example: str) -> None:
     """Refuses negative and infinite values, NaN and what is no number."""
     if not _is_number(value) or not 0 <= value < math.inf:
         raise UsageError(f"`{name}` (={value}) must be 0 or more, and finite; {example}.")
+
+
+def check_share(name: str, value: float, limits: str = "[0, 1]", cure: str = "") -> None:
+    """Refuses what lies outside of an interval from 0 to 1, NaN and what is no number.
+
+    Args:
+        name: of the argument.
+        value: of the argument, which may be anything.
+        limits: "[0, 1]", where a round bracket leaves its end out: "[0, 1)", "(0, 1]", "(0, 1)".
+        cure: ends the message, if there is more to say.
+
+    >>> check_share("momentum", 1.0, "[0, 1)", "0.9 is usual")
+    Traceback (most recent call last):
+    allstep.errors.UsageError: `momentum` (=1.0) must be at least 0 and below 1; 0.9 is usual.
+    """
+    words, is_inside = _LIMITS[limits]
+    if not _is_number(value) or not is_inside(value):
+        end = f"; {cure}" if cure else ""
+        raise UsageError(f"`{name}` (={value}) must be {words}{end}.")
+
+
+_LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "[0, 1]": ("0 to 1", lambda value: 0 <= value <= 1),
+    "[0, 1)": ("at least 0 and below 1", lambda value: 0 <= value < 1),
+    "(0, 1]": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "(0, 1)": ("between 0 and 1", lambda value: 0 < value < 1),
+}
 
 
 def _is_number(value: object) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from allstep.data.random import derive_permutation
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_share
 
 _NO_EPOCH = -1  # (seed, 0), (seed, 1), ... are the orders of the epochs
 
@@ -31,10 +31,7 @@ def subset(dataset: Dataset[Any], share: float, *, seed: int = 0) -> Dataset[Any
     >>> list(half), list(quarter)
     ([0, 7, 4, 3], [0, 7])
     """
-    if not 0 < share <= 1:
-        raise UsageError(
-            f"`share` (={share}) must be above 0 and at most 1, which is all of the data set."
-        )
+    check_share("share", share, "(0, 1]", "1 is all of the data set")
     if not isinstance(dataset, Sized):
         raise UsageError(
             f"`dataset` (a {type(dataset).__name__}) has no length; give a map-style set."

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from allstep.errors import UsageError, check_integer
+from allstep.errors import UsageError, check_integer, check_share
 from allstep.optim.schedules import Schedule, check_schedule, check_step, check_warmup
 
 
@@ -32,8 +32,7 @@ def gradual_warmup(schedule: Schedule, warmup_steps: int, start: float = 0.0) ->
     """
     check_schedule(schedule)
     check_warmup(warmup_steps)
-    if not 0 <= start <= 1:
-        raise UsageError(f"`start` (={start}) must be between 0 and 1, a share of the full rate.")
+    check_share("start", start, cure="it is a share of the full rate")
 
     def multiplier(step: int) -> float:
         if step >= warmup_steps:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allstep.errors import UsageError, check_choice, check_integer
+from allstep.errors import check_choice, check_integer, check_positive
 from allstep.optim.published import PUBLISHED, PublishedRecipe
 from allstep.optim.settings import SecondStage, Settings
 
@@ -37,7 +37,7 @@ def linear_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
     Source: Goyal et al., 2017, arXiv:1706.02677, section 2.1; You et al., 2020, arXiv:1904.00962,
     section 4 (warm-up).
     """
-    _check_positive(base_lr=base_lr, base_batch=base_batch, global_batch=global_batch)
+    _check(base_lr, base_batch, global_batch)
     return base_lr * global_batch / base_batch
 
 
@@ -62,7 +62,7 @@ def sqrt_scaling(base_lr: float, base_batch: int, global_batch: int) -> float:
 
     Source: Krizhevsky, 2014, arXiv:1404.5997; You et al., 2020, arXiv:1904.00962, section 4.
     """
-    _check_positive(base_lr=base_lr, base_batch=base_batch, global_batch=global_batch)
+    _check(base_lr, base_batch, global_batch)
     return base_lr * math.sqrt(global_batch / base_batch)
 
 
@@ -243,7 +243,7 @@ def _source(published: PublishedRecipe, field: str) -> str:
     return f"{published.source} ({published.trust})"
 
 
-def _check_positive(**arguments: float) -> None:
-    for name, value in arguments.items():
-        if not 0 < value < math.inf:
-            raise UsageError(f"`{name}` (={value}) must be finite and positive.")
+def _check(base_lr: float, base_batch: int, global_batch: int) -> None:
+    check_positive("base_lr", base_lr, "0.1 is usual for SGD")
+    check_positive("base_batch", base_batch, "it counts samples")
+    check_positive("global_batch", global_batch, "it counts samples")

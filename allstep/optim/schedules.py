@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_share
 
 Schedule = Callable[[int], float]
 
@@ -105,8 +105,7 @@ def step_decay(milestones: Sequence[int], factor: float = 0.1) -> Schedule:
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     """
     steps = list(milestones)
-    if not 0 < factor <= 1:
-        raise UsageError(f"`factor` (={factor}) must be above 0 and at most 1; 0.1 is usual.")
+    check_share("factor", factor, "(0, 1]", "0.1 is usual")
     if any(late <= early for early, late in itertools.pairwise(steps)):
         raise UsageError(f"`milestones` (={steps}) must increase; sort them and drop repeats.")
 
@@ -195,8 +194,7 @@ def _decay(
             f"`total_steps` (={total_steps}) must exceed `warmup_steps` (={warmup_steps});"
             " train longer or warm up less."
         )
-    if not 0 <= final <= 1:
-        raise UsageError(f"`final` (={final}) must be between 0 and 1, the share of the full rate.")
+    check_share("final", final, cure="it is a share of the full rate")
 
     def multiplier(step: int) -> float:
         check_step(step, total_steps)

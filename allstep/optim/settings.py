@@ -4,7 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from allstep.errors import UsageError, check_choice, check_integer
+from allstep.errors import (
+    UsageError,
+    check_choice,
+    check_integer,
+    check_not_negative,
+    check_positive,
+    check_share,
+)
 from allstep.optim.compose import chain, gradual_warmup
 from allstep.optim.schedules import (
     Schedule,
@@ -96,20 +103,16 @@ class Settings:
     def __post_init__(self) -> None:
         for name, valid in (("optimizer", OptimizerName), ("lr_schedule", ScheduleName)):
             check_choice(name, getattr(self, name), get_args(valid))
-        for name, holds, cure in (
-            ("lr", 0 < self.lr < math.inf, "positive and finite."),
-            ("momentum", 0 <= self.momentum < 1, "at least 0 and below 1."),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "finite, and 0 or more."),
-            ("warmup_epochs", 0 <= self.warmup_epochs < math.inf, "finite, and 0 or more."),
-            ("warmup_start", 0 <= self.warmup_start <= 1, "between 0 and 1, a share of `lr`."),
-            (
-                "warmup_epochs",
-                self.optimizer != "rmsprop_warmup" or self.warmup_epochs > 0,
-                "positive for the optimizer `rmsprop_warmup`; a ninth of the run is usual.",
-            ),
-        ):
-            if not holds:
-                raise UsageError(f"`{name}` (={getattr(self, name)}) must be {cure}")
+        check_positive("lr", self.lr, "0.1 is usual for SGD")
+        check_share("momentum", self.momentum, "[0, 1)", "0.9 is usual")
+        check_not_negative("weight_decay", self.weight_decay, "1e-4 is usual for SGD")
+        check_not_negative("warmup_epochs", self.warmup_epochs, "0 for no warm-up")
+        check_share("warmup_start", self.warmup_start, cure="it is a share of `lr`")
+        if self.optimizer == "rmsprop_warmup" and not self.warmup_epochs:
+            raise UsageError(
+                f"`warmup_epochs` (={self.warmup_epochs}) must be positive for the optimizer"
+                " `rmsprop_warmup`; a ninth of the run is usual."
+            )
 
     def make_optimizer(
         self,

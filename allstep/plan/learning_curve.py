@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from allstep.errors import UsageError, check_integer
+from allstep.errors import UsageError, check_integer, check_share
 
 _EXPONENTS = np.geomspace(0.01, 4.0, 65)  # those that others have measured are 0.05 to 1
 _NUM_ZOOMS = 8
@@ -225,8 +225,7 @@ def fit_learning_curve(
     Source: Cortes et al., 1993, "Learning curves: asymptotic values and rate of convergence",
     NeurIPS 6; Hestness et al., 2017, arXiv:1712.00409.
     """
-    if not 0 < confidence < 1:
-        raise UsageError(f"`confidence` (={confidence}) must be between 0 and 1; 0.95 is usual.")
+    check_share("confidence", confidence, "(0, 1)", "0.95 is usual")
     for each in measured:
         if each.num_samples < 1 or not 0 <= each.num_wrong <= each.num_held_out:
             raise UsageError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from allstep.errors import UsageError, check_choice
+from allstep.errors import UsageError, check_choice, check_not_negative
 from allstep.plan.algorithms import ALGORITHMS
 from allstep.plan.compression import COMPRESSIONS
 
@@ -53,9 +53,7 @@ class MeasuredCollective:
         if len(seconds) != len(sizes) or not all(0 < s < math.inf for s in seconds):
             raise UsageError(f"`seconds` (={seconds}) must be above 0, one for each size.")
         for name in ("compute_slowdown", "communication_slowdown"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UsageError(f"`{name}` (={value}) must be 0 or more; 0.1 means 10 % slower.")
+            check_not_negative(name, getattr(self, name), "0.1 means 10 % slower")
 
     @classmethod
     def from_plain(cls, table: Mapping[str, Any]) -> "MeasuredCollective":

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from allstep.errors import UsageError, check_positive
+from allstep.errors import UsageError, check_not_negative, check_positive, check_share
 
 
 def noise_and_signal(
@@ -39,12 +39,8 @@ def noise_and_signal(
 
     Source: McCandlish et al., 2018, arXiv:1812.06162, appendix A.1.
     """
-    for name, value in (
-        ("micro_squared_norm", micro_squared_norm),
-        ("global_squared_norm", global_squared_norm),
-    ):
-        if not 0 <= value < math.inf:
-            raise UsageError(f"`{name}` (={value}) must be 0 or more and finite; skip such a step.")
+    check_not_negative("micro_squared_norm", micro_squared_norm, "skip such a step")
+    check_not_negative("global_squared_norm", global_squared_norm, "skip such a step")
     check_positive("micro_batch", micro_batch, "it counts samples")
     if not micro_batch < global_batch:
         raise UsageError(
@@ -82,8 +78,8 @@ class NoiseScale:
     """
 
     def __init__(self, decay: float | None = None) -> None:
-        if decay is not None and not 0 < decay < 1:
-            raise UsageError(f"`decay` (={decay}) must be between 0 and 1; 0.99 is usual.")
+        if decay is not None:
+            check_share("decay", decay, "(0, 1)", "0.99 is usual")
         self._decay = decay
         self._num_updates = 0
         self._noise = 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from allstep.errors import UsageError
+from allstep.errors import UsageError, check_not_negative, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,8 @@ class Stragglers:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.spread < math.inf:
-            raise UsageError(f"`spread` (={self.spread}) must be 0 or more; 0.03 is about 3 %.")
-        if not 0 <= self.slow_probability <= 1:
-            raise UsageError(f"`slow_probability` (={self.slow_probability}) must be 0 to 1.")
+        check_not_negative("spread", self.spread, "0.03 is about 3 %")
+        check_share("slow_probability", self.slow_probability)
         if not 1 <= self.slow_factor < math.inf:
             raise UsageError(f"`slow_factor` (={self.slow_factor}) must be at least 1.")
 

@@ -26,7 +26,7 @@ Source: Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, section 3; it divid
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from allstep.errors import UsageError, check_integer, check_multiple
+from allstep.errors import UsageError, check_integer, check_multiple, check_share
 from allstep.plan.compression import FLOAT32_BYTES
 from allstep.plan.workload import Workload
 
@@ -65,8 +65,8 @@ class TransformerSpec:
         for name in ("depth", "width", "heads", "sequence_length"):
             check_integer(name, getattr(self, name))
         check_multiple("width", self.width, "heads", self.heads)
-        if self.measured_share is not None and not 0 <= self.measured_share <= 1:
-            raise UsageError(f"`measured_share` (={self.measured_share}) must be 0 to 1.")
+        if self.measured_share is not None:
+            check_share("measured_share", self.measured_share)
 
     @property
     def divided_params(self) -> int:

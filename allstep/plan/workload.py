@@ -1,13 +1,19 @@
 """A training as numbers: what a worker computes in a step, and how the batch is shared out."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from allstep.errors import UsageError, check_integer, check_multiple, check_positive
+from allstep.errors import (
+    UsageError,
+    check_integer,
+    check_multiple,
+    check_not_negative,
+    check_positive,
+    check_share,
+)
 from allstep.plan.compression import FLOAT32_BYTES
 
 
@@ -65,9 +71,7 @@ class Workload:
         for name in ("num_params", "num_samples"):
             check_integer(name, getattr(self, name))
         for name in ("forward_s", "backward_s", "optimizer_s"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise UsageError(f"`{name}` (={value}) must be 0 or more seconds.")
+            check_not_negative(name, getattr(self, name), "it counts seconds")
         check_positive("forward_s + backward_s", self.forward_s + self.backward_s, "0.1 is 100 ms")
         _check_ready(self.ready)
         if self.gradients and (min(self.gradients) < 1 or sum(self.gradients) != self.num_params):
@@ -75,8 +79,7 @@ class Workload:
                 f"`gradients` (={self.gradients}) must have 1 or more elements each, and"
                 f" {self.num_params} together as `num_params` says."
             )
-        if not 0 <= self.core_share <= 1:
-            raise UsageError(f"`core_share` (={self.core_share}) must be 0 to 1.")
+        check_share("core_share", self.core_share)
         if self.element_bytes not in (2, 4, 8):
             raise UsageError(
                 f"`element_bytes` (={self.element_bytes}) must be 2, 4 or 8: gradients have 16, 32"

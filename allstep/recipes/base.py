@@ -139,11 +139,9 @@ class Recipe(_Named, TrainOptions, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.train_share <= 1:
-            raise UsageError(
-                f"`train_share` (={self.train_share}) must be above 0 and at most 1, which is the"
-                " whole training set."
-            )
+        allstep.errors.check_share(
+            "train_share", self.train_share, "(0, 1]", "1 is the whole training set"
+        )
         warmup_epochs = self.settings.warmup_epochs  # settings check their own
         if not 0 <= warmup_epochs < self.epochs:
             raise UsageError(

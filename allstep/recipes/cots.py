@@ -127,12 +127,10 @@ class Cots(DividedRecipe):
             )
         if not self.learning_rate > 0:
             raise UsageError(f"`lr` (={self.lr}) must be positive.")
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"`momentum` (={self.momentum}) must be at least 0 and below 1.")
+        for name in ("momentum", "face_share"):
+            allstep.errors.check_share(name, getattr(self, name), "[0, 1)")
         if not self.sparsity >= 0:
             raise UsageError(f"`sparsity` (={self.sparsity}) must be 0 or more.")
-        if not 0 <= self.face_share < 1:
-            raise UsageError(f"`face_share` (={self.face_share}) must be at least 0 and below 1.")
 
     def data_paths(self) -> list[Path]:
         return [self.folder] if self.photos == "folder" else []

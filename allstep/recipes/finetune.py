@@ -67,8 +67,7 @@ class FineTune(Recipe):
         allstep.errors.check_integer(
             "sequence_length", self.sequence_length, _LEAST_SEQUENCE, "two frame the text"
         )
-        if not 0 < self.held_out < 1:
-            raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1, 0.1 say.")
+        allstep.errors.check_share("held_out", self.held_out, "(0, 1)", "0.1 is usual")
 
     def check(self) -> None:
         """Looks for tokenizers, the classes and the model."""

@@ -1,22 +1,21 @@
 """The recurrent benchmark net of Baidu's talk, on the characters of a folder of text files."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import allstep
-from allstep import Communicator, Task, UsageError
-from allstep.recipes.base import Recipe
+from allstep import Communicator, Task
 from allstep.recipes.text import LanguageModelling, log_frequencies
+from allstep.recipes.texts import TextRecipe
 
 _NUM_CHARACTERS = 256  # the bytes of UTF-8; 0, which no text has, ends each text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gru(Recipe):
+class Gru(TextRecipe):
     """Reads `folder/**/*.txt` and learns to predict each character (a byte) from those before it.
 
     With `width=3000` and `micro_batch=16` it is the net that the talk counts: 5 layers, 3,000
@@ -38,12 +37,6 @@ class Gru(Recipe):
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
 
-    folder: Path = Path("texts")
-    """Folder with .txt files in UTF-8, in sub-folders or not."""
-
-    held_out: float = 0.1
-    """Share of each text, at its end, that is held out for testing."""
-
     layers: int = 5
     """GRU layers, one above the other."""
 
@@ -57,8 +50,6 @@ class Gru(Recipe):
         super().__post_init__()
         for name in ("layers", "width", "sequence_length"):
             allstep.errors.check_integer(name, getattr(self, name))
-        if not 0 < self.held_out < 1:
-            raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
 
     @property
     def num_weights(self) -> int:
@@ -90,16 +81,10 @@ class Gru(Recipe):
             f" {3 * self.forward_flops / 1e12:.3g} with backward"
         )
 
-    def check(self) -> None:
-        """Looks for the folder and enough text in it."""
-        paths = allstep.data.text_folder.find_texts(self.folder)
-        num_bytes = sum(path.stat().st_size for path in paths)
-        self._check_enough(round(self.held_out * num_bytes))
-
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's texts."""
-        train, test = self._characters()
-        self._check_enough(len(test))
+        train, test = map(_characters, self.read_texts())
+        self.check_enough(len(test), "bytes", "held out")
         sequences = allstep.data.text_folder.CausalSequences
         return self.make_task(
             CharacterGru(self.width, self.layers),
@@ -108,26 +93,11 @@ class Gru(Recipe):
             LanguageModelling(log_frequencies(train, _NUM_CHARACTERS)),
         )
 
-    def _characters(self) -> tuple[Tensor, Tensor]:
-        """The bytes to train on and those held out, uint8; each text's end is a 0."""
-        reader = allstep.data.text_folder
-        texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
-        parts = zip(*(reader.split_text(text, self.held_out) for text in texts), strict=True)
-        train, test = (
-            torch.frombuffer(
-                bytearray("".join(f"{text}\0" for text in part).encode()), dtype=torch.uint8
-            )
-            for part in parts
-        )
-        return train, test
 
-    def _check_enough(self, num_held_out: int) -> None:
-        if num_held_out <= self.sequence_length:
-            raise UsageError(
-                f"`folder` (={self.folder}) has too little text: {num_held_out} bytes held out are"
-                f" less than one sequence of `sequence_length` (={self.sequence_length})"
-                " characters and the next one. Add text, or lower it."
-            )
+def _characters(texts: list[str]) -> Tensor:
+    """The texts' bytes, uint8; each text's end is a 0."""
+    data = "".join(f"{text}\0" for text in texts).encode()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class CharacterGru(nn.Module):

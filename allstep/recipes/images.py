@@ -65,13 +65,9 @@ class Images(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.val_fraction < 1:
-            raise UsageError(f"`val_fraction` (={self.val_fraction}) must be between 0 and 1.")
+        allstep.errors.check_share("val_fraction", self.val_fraction, "(0, 1)")
         allstep.errors.check_integer("image_size", self.image_size, 8, "it counts pixels")
-        if not 0 <= self.label_smoothing < 1:
-            raise UsageError(
-                f"`label_smoothing` (={self.label_smoothing}) must be at least 0 and below 1."
-            )
+        allstep.errors.check_share("label_smoothing", self.label_smoothing, "[0, 1)")
 
     def check(self) -> None:
         """Looks for Pillow, and for folders with the same classes, or shards."""

@@ -14,7 +14,55 @@ from allstep.recipes.base import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRecipe(Recipe, ABC):
+class TextRecipe(Recipe, ABC):
+    """Reads `folder/**/*.txt`, of which the end of each is held out."""
+
+    folder: Path = Path("texts")
+    """Folder with .txt files in UTF-8, in sub-folders or not."""
+
+    held_out: float = 0.1
+    """Share of each text, at its end, that is held out for testing."""
+
+    sequence_length: int = 64
+    """Tokens of a sample, or the most of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allstep.errors.check_share("held_out", self.held_out, "(0, 1)", "0.1 is usual")
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest samples, of all stages."""
+        return self.sequence_length
+
+    def check(self) -> None:
+        """Looks for the folder and enough text in it."""
+        paths = allstep.data.text_folder.find_texts(self.folder)
+        num_bytes = sum(path.stat().st_size for path in paths)
+        # A token is a byte or more, so this much is certain before any file is read.
+        self.check_enough(round(self.held_out * num_bytes), "bytes", "held out")
+
+    def read_texts(self) -> tuple[list[str], list[str]]:
+        """The texts' beginnings, to train on, and their ends, held out."""
+        reader = allstep.data.text_folder
+        texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
+        parts = [reader.split_text(text, self.held_out) for text in texts]
+        return [train for train, _ in parts], [test for _, test in parts]
+
+    def check_enough(self, count: int, unit: str, part: str) -> None:
+        """Raises UsageError if there is less than a sequence."""
+        if count <= self.longest_sequence:
+            is_longer = self.longest_sequence > self.sequence_length
+            name = "second_sequence_length" if is_longer else "sequence_length"
+            raise UsageError(
+                f"`folder` (={self.folder}) has too little text: {count} {unit} {part} are less"
+                f" than one sequence of `{name}` (={self.longest_sequence}) tokens and"
+                " the next one. Add text, or lower it."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecipe(TextRecipe, ABC):
     """Reads `folder/**/*.txt` and learns from sequences of tokens, longer ones at the end.
 
     The texts are kept in memory as tokens. The end of each is held out.
@@ -23,17 +71,8 @@ class TokenRecipe(Recipe, ABC):
     second_batch_share: ClassVar[float] = 1.0
     """Of `global_batch`, where `second_global_batch` is left out."""
 
-    folder: Path = Path("texts")
-    """Folder with .txt files in UTF-8, in sub-folders or not."""
-
-    held_out: float = 0.1
-    """Share of each text, at its end, that is held out for testing."""
-
     vocab_size: int = 2048
     """Number of different tokens, learned from the training texts."""
-
-    sequence_length: int = 64
-    """Tokens of a sample, or the most of them."""
 
     dropout: float = 0.0
     """Share of the features dropped after the embedding and in each block."""
@@ -57,11 +96,8 @@ class TokenRecipe(Recipe, ABC):
         if self.second_sequence_length is not None:
             self._check_second_stage()  # by the names of the flags
         super().__post_init__()
-        if not 0 < self.held_out < 1:
-            raise UsageError(f"`held_out` (={self.held_out}) must be between 0 and 1.")
         allstep.errors.check_integer("sequence_length", self.sequence_length, 2, "it counts tokens")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"`dropout` (={self.dropout}) must be at least 0 and below 1.")
+        allstep.errors.check_share("dropout", self.dropout, "[0, 1)")
 
     def _check_second_stage(self) -> None:
         if self.longest_sequence <= self.sequence_length:
@@ -132,17 +168,7 @@ class TokenRecipe(Recipe, ABC):
     def check(self) -> None:
         """Looks for tokenizers, the folder and enough text in it."""
         self.need_package("tokenizers", "tokenizers")
-        paths = allstep.data.text_folder.find_texts(self.folder)
-        num_bytes = sum(path.stat().st_size for path in paths)
-        # A token is a byte or more, so this much is certain before any file is read.
-        self.check_enough(round(self.held_out * num_bytes), "bytes", "held out")
-
-    def read_texts(self) -> tuple[list[str], list[str]]:
-        """The texts' beginnings, to train on, and their ends, held out."""
-        reader = allstep.data.text_folder
-        texts = [reader.read_text(path) for path in reader.find_texts(self.folder)]
-        parts = [reader.split_text(text, self.held_out) for text in texts]
-        return [train for train, _ in parts], [test for _, test in parts]
+        super().check()
 
     def later_stages(
         self, make_sets: Callable[[int], tuple[Dataset[Any], Dataset[Any]]]
@@ -160,13 +186,3 @@ class TokenRecipe(Recipe, ABC):
                 micro_batch=self.second_micro_batch,
             )
         ]
-
-    def check_enough(self, count: int, unit: str, part: str) -> None:
-        """Raises UsageError if there is less than a sequence."""
-        if count <= self.longest_sequence:
-            name = "second_sequence_length" if self.second_sequence_length else "sequence_length"
-            raise UsageError(
-                f"`folder` (={self.folder}) has too little text: {count} {unit} {part} are less"
-                f" than one sequence of `{name}` (={self.longest_sequence}) tokens and"
-                " the next one. Add text, or lower it."
-            )

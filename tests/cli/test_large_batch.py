@@ -62,8 +62,8 @@ def test_mixed_batches_make_two_stages() -> None:
     [
         (["--large-batch", "goyal"], "`large_batch` (='goyal'): did you mean `goyal_1h`"),
         (["--large-batch", "lamb_bert_76min"], "Recipe `digits` has no sequences that could grow"),
-        (["--large-batch", "lars_32k", "--lr", "-1"], "`lr` (=-1.0) must be positive"),
-        (["--warmup-start", "3"], "`warmup_start` (=3.0) must be between 0 and 1"),
+        (["--large-batch", "lars_32k", "--lr", "-1"], "`lr` (=-1.0) must be above 0"),
+        (["--warmup-start", "3"], "`warmup_start` (=3.0) must be 0 to 1"),
         (["--optimizer", "rmsprop_warmup", "--warmup-epochs", "0"], "`warmup_epochs` (=0.0) must"),
     ],
 )

@@ -104,7 +104,7 @@ def test_scaling_rules_against_published_rates() -> None:
     ("make", "message"),
     [
         (lambda: gradual_warmup(constant(), -1), r"`warmup_steps` \(=-1\) must be 0 or more"),
-        (lambda: gradual_warmup(constant(), 3, 2.0), r"`start` \(=2.0\) must be between 0 and 1"),
+        (lambda: gradual_warmup(constant(), 3, 2.0), r"`start` \(=2.0\) must be 0 to 1"),
         (lambda: gradual_warmup(3, 2), r"`schedule` \(=3\) must be a function of the step"),
         (lambda: hold(0.5, 2), r"`schedule` \(=0.5\) must be a function"),
         (lambda: in_samples(0.5, 2), r"`schedule` \(=0.5\) must be a function"),
@@ -112,7 +112,7 @@ def test_scaling_rules_against_published_rates() -> None:
         (lambda: in_samples(constant(), 0), r"`global_batch` \(=0\) must be at least 1"),
         (lambda: chain([]), r"`stages` \(of \[\] steps\) must be one or more"),
         (lambda: chain([(0, constant())]), r"`stages` \(of \[0\] steps\)"),
-        (lambda: linear_scaling(0.0, 1, 1), r"`base_lr` \(=0.0\) must be finite and positive"),
+        (lambda: linear_scaling(0.0, 1, 1), r"`base_lr` \(=0.0\) must be above 0"),
         (lambda: sqrt_scaling(0.1, 0, 1), r"`base_batch` \(=0\) must be"),
         (lambda: linear_scaling(0.1, 1, -1), r"`global_batch` \(=-1\) must be"),
     ],

@@ -286,8 +286,8 @@ def test_make_schedule_refuses_what_does_not_fit(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, r"`lr` \(=0.0\) must be positive"),
-        ({"lr": math.nan}, r"`lr` \(=nan\) must be positive"),
+        ({"lr": 0.0}, r"`lr` \(=0.0\) must be above 0"),
+        ({"lr": math.nan}, r"`lr` \(=nan\) must be above 0"),
         ({"momentum": 1.0}, r"`momentum` \(=1.0\)"),
         ({"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\)"),
         ({"warmup_epochs": -1.0}, r"`warmup_epochs` \(=-1.0\)"),

@@ -135,7 +135,7 @@ def test_multipliers_are_bounded_and_fall_after_the_warmup(
         (lambda: gradual_warmup(constant(), math.nan), r"`warmup_steps` \(=nan\)"),  # type: ignore[arg-type]
         (lambda: cosine(5)(math.nan), r"`step` \(=nan\) must be 0 or more"),  # type: ignore[arg-type]
         (lambda: slow_start(math.nan), r"`total_steps` \(=nan\) must be positive"),  # type: ignore[arg-type]
-        (lambda: cosine(5, final=1.5), r"`final` \(=1.5\) must be between 0 and 1"),
+        (lambda: cosine(5, final=1.5), r"`final` \(=1.5\) must be 0 to 1"),
         (lambda: poly(0), r"`total_steps` \(=0\) must exceed"),
         (lambda: poly(5, power=0.0), r"`power` \(=0.0\) must be positive"),
         (lambda: poly(5, power=math.nan), r"`power` \(=nan\) must be positive"),

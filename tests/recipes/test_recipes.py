@@ -86,7 +86,7 @@ def test_warmup_of_each_recipe_by_default(name: str, warmup_epochs: float) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, r"`lr` \(=0.0\) must be positive"),
+        ({"lr": 0.0}, r"`lr` \(=0.0\) must be above 0"),
         ({"momentum": 1.0}, r"`momentum` \(=1.0\)"),
         ({"weight_decay": -1.0}, r"`weight_decay` \(=-1.0\)"),
         ({"warmup_epochs": 30.0}, r"`warmup_epochs` \(=30.0\).*below `epochs`"),
