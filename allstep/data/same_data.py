@@ -30,11 +30,7 @@ def check_same_arguments(
 ) -> None:
     """Checks that all workers cut data sets of one length in the same way. Collective.
 
-    Args:
-        comm: the workers.
-        action: what the data are for.
-        dataset: of which the length is compared, unless it is a stream.
-        arguments: what else must be the same, by name.
+    The length of a stream is not compared.
 
     Raises:
         DisagreementError: names the arguments that differ, their values and the ranks.
@@ -55,14 +51,8 @@ def check_same_samples(
 ) -> None:
     """Checks that the first samples are the same. Collective.
 
-    A stream's samples can be read only once, so they aren't looked at.
-
-    Args:
-        comm: the workers.
-        action: what the data are for.
-        dataset: of the same length on all workers.
-        processes: one like theirs reads the samples, for what a data set opens belongs to it.
-        seed: of the samples' random states.
+    A stream's samples can be read only once, so they aren't looked at. One of the loader's
+    processes reads them, for what a data set opens belongs to it.
 
     Raises:
         DisagreementError: names the samples that differ and the ranks; not on a worker that can't

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,18 @@ from allstep.nn.windows.receptive import pair
 class _Pool2d(nn.Module):
     """What the three have in common: their windows."""
 
+    _fill: ClassVar[float] = 0.0  # outside of the array
+    _first_dim: ClassVar[int] = -2  # of the tensors' dims that are the array's
+
     def __init__(
         self,
         grid: Grid,
         in_layout: Layout,
         kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None,
+        stride: int | Sequence[int] | None = None,
         padding: int | Sequence[int] = 0,
         dilation: int | Sequence[int] = 1,
-        *,
         ceil_mode: bool = False,
-        fill: float = 0.0,
-        first_dim: int = -2,
     ) -> None:
         super().__init__()
         wanted = (in_layout.shape, kernel_size, stride, padding, dilation, ceil_mode)
@@ -51,7 +52,7 @@ class _Pool2d(nn.Module):
         self.in_layout = in_layout
         self.out_layout = out_layout
         self._reach = reach
-        self._windows = OverWindows(grid, in_layout, out_layout, reach, first_dim, fill)
+        self._windows = OverWindows(grid, in_layout, out_layout, reach, self._first_dim, self._fill)
 
     def extra_repr(self) -> str:
         """What torch's layers show."""
@@ -89,26 +90,7 @@ class MaxPool2d(_Pool2d):
     torch.Size([1, 3, 3, 2])
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        in_layout: Layout,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        ceil_mode: bool = False,
-    ) -> None:
-        super().__init__(
-            grid,
-            in_layout,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            ceil_mode=ceil_mode,
-            fill=-torch.inf,
-        )
+    _fill = -torch.inf
 
     def forward(self, x: Tensor) -> Tensor:
         """This worker's part of the output from its part of the input."""
@@ -192,6 +174,8 @@ class L2Pool2d(_Pool2d):
     Source: Le et al., 2012, arXiv:1112.6209, section 3.
     """
 
+    _first_dim = 0
+
     def __init__(
         self,
         grid: Grid,
@@ -201,7 +185,7 @@ class L2Pool2d(_Pool2d):
         *,
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(grid, in_layout, kernel_size, stride, first_dim=0)
+        super().__init__(grid, in_layout, kernel_size, stride)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,9 +34,6 @@ def check_values(values: Mapping[str, Any]) -> None:
     """Refuses rates, decays and moments that mean nothing; other keys are not looked at.
 
     A group's `trust_...` is checked as the field of `TrustRatio` that it is.
-
-    Raises:
-        UsageError: naming the key and its value.
     """
     for key, value in values.items():
         holds, cure = _RULES.get(key.removeprefix("trust_"), (None, ""))
@@ -62,15 +59,15 @@ def _is_rate(value: Any) -> bool:
     if isinstance(value, Tensor):
         # A rate on a GPU is the user's to keep positive: to look would stop the GPU.
         return value.numel() == 1 and (is_accelerator(value.device) or bool(0 <= value < math.inf))
+    return _is_finite(value)
+
+
+def _is_finite(value: Any) -> bool:
     return bool(0 <= value < math.inf)
 
 
 def _is_share(value: Any) -> bool:
     return bool(0 <= value < 1)
-
-
-def _is_finite(value: Any) -> bool:
-    return bool(0 <= value < math.inf)
 
 
 def _is_positive(value: Any) -> bool:
@@ -114,11 +111,7 @@ _RULES: dict[str, _Rule] = {
 
 
 def check_parameters(group: Mapping[str, Any], group_index: int) -> None:
-    """Refuses groups that are empty, hold a parameter twice, or hold what has no real norm.
-
-    Raises:
-        UsageError: naming the group or the parameter.
-    """
+    """Raises UsageError for groups that are empty, repeat a parameter or have one without norm."""
     parameters = group["params"]
     if not parameters:
         raise UsageError(
@@ -140,11 +133,7 @@ def check_parameters(group: Mapping[str, Any], group_index: int) -> None:
 
 
 def check_gradient(gradient: Tensor, name: str) -> None:
-    """Refuses sparse gradients by name.
-
-    Raises:
-        UsageError: naming the parameter.
-    """
+    """Raises UsageError for sparse gradients, by name."""
     if gradient.layout != torch.strided:
         raise UsageError(
             f"the gradient of {name} (={gradient.layout}) must be dense: the norm of a layer needs"

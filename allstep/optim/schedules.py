@@ -207,21 +207,13 @@ def _decay(
 
 
 def check_warmup(warmup_steps: int) -> None:
-    """Refuses a warm-up of negative length.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Raises UsageError for a warm-up of negative length."""
     if not warmup_steps >= 0:
         raise UsageError(f"`warmup_steps` (={warmup_steps}) must be 0 or more.")
 
 
 def check_schedule(schedule: object) -> None:
-    """Refuses what can't be called with a step.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Raises UsageError for what can't be called with a step."""
     if not callable(schedule):
         raise UsageError(
             f"`schedule` (={schedule!r}) must be a function of the step, such as"
@@ -230,11 +222,7 @@ def check_schedule(schedule: object) -> None:
 
 
 def check_step(step: int, total_steps: int | None = None) -> None:
-    """Refuses a step before the beginning or beyond the end of a schedule.
-
-    Raises:
-        UsageError: naming the step.
-    """
+    """Raises UsageError for a step before the beginning or beyond the end of a schedule."""
     if not step >= 0:
         raise UsageError(f"`step` (={step}) must be 0 or more; steps count from 0.")
     if total_steps is not None and step > total_steps:

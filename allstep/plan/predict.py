@@ -8,14 +8,13 @@ from allstep.plan.cluster import Cluster
 from allstep.plan.cost import bucket_cost
 from allstep.plan.mesh import MeshSpec
 from allstep.plan.pipeline import CopyStep, PipelineSpec
-from allstep.plan.policies import PolicySpec
+from allstep.plan.policies import MIB, PolicySpec
 from allstep.plan.simulate import simulate
 from allstep.plan.step_report import StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import TrainingSpec, Workload
 
-MIB = 2**20
 _BUCKET_BYTES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 # More buckets than this cost more time to start than they hide.
 _MOST_BUCKETS = 256

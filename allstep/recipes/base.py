@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -14,7 +15,23 @@ from torch.utils.data import Dataset, Subset
 
 import allstep
 from allstep import Communicator, Metrics, Task, TrainOptions, UsageError
-from allstep.recipes.packages import package_folder
+
+
+def package_folder(recipe: str, module: str, distribution: str) -> Path:
+    """An installed package's folder, for data that it holds; it is not imported.
+
+    Args:
+        recipe: that needs it.
+        module: the package's name in Python.
+        distribution: its name for pip.
+
+    Raises:
+        UsageError: if it isn't installed; with what to install.
+    """
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError(f"Recipe `{recipe}` needs {distribution}: pip install {distribution}.")
+    return Path(spec.submodule_search_locations[0])
 
 
 class Objective(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allstep import UsageError
-from allstep.recipes.packages import package_folder
+from allstep.recipes.base import package_folder
 
 Photos = Literal["scikit", "mvtb", "folder"]
 

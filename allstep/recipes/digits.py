@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from allstep import Communicator, Task
-from allstep.recipes.base import Recipe
+from allstep.recipes.base import Recipe, package_folder
 from allstep.recipes.classification import Classifier, ConvNet
-from allstep.recipes.packages import package_folder
 
 _NUM_TEST_PER_CLASS = 36
 _NUM_CLASSES = 10
