@@ -26,7 +26,8 @@ class _LocalMean(nn.Module):
         with grid.together(f"{type(self).__name__}{(in_layout.shape, kernel_size)}"):
             if kernel_size < 1 or kernel_size % 2 == 0:
                 raise UsageError(f"`kernel_size` (={kernel_size}) must be odd, to have a centre.")
-            reach = _reach_of(kernel_size)
+            margin = (kernel_size // 2, kernel_size // 2)
+            reach = Reach((kernel_size,) * 2, (1, 1), (margin, margin), (1, 1))
         self.in_layout = in_layout
         self.out_layout = in_layout
         self._weights = _gaussian(kernel_size)
@@ -159,11 +160,6 @@ class LocalContrastNorm(nn.Sequential):
         )
         self.in_layout = in_layout
         self.out_layout = in_layout
-
-
-def _reach_of(kernel_size: int) -> Reach:
-    margin = (kernel_size // 2, kernel_size // 2)
-    return Reach((kernel_size,) * 2, (1, 1), (margin, margin), (1, 1))
 
 
 def _gaussian(size: int) -> tuple[float, ...]:

@@ -24,8 +24,7 @@ from allstep.plan.policies import DDP, POLICIES, PolicySpec
 from allstep.plan.predict import WORTH_ADDING, Prediction, predict, predict_mesh
 from allstep.plan.price import Price, work_s
 from allstep.plan.recommend import Recommendation, recommend
-from allstep.plan.simulate import simulate
-from allstep.plan.step_report import StepReport
+from allstep.plan.simulate import StepReport, simulate
 from allstep.plan.stragglers import Stragglers
 from allstep.plan.time_to_target import Target
 from allstep.plan.transformer import TransformerSpec

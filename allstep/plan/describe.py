@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from allstep.plan.predict import Prediction
-from allstep.plan.step_report import Span
+from allstep.plan.simulate import Span
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _CHART_ROWS = 10

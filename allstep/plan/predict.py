@@ -9,8 +9,7 @@ from allstep.plan.cost import bucket_cost
 from allstep.plan.mesh import MeshSpec
 from allstep.plan.pipeline import CopyStep, PipelineSpec
 from allstep.plan.policies import MIB, PolicySpec
-from allstep.plan.simulate import simulate
-from allstep.plan.step_report import StepReport
+from allstep.plan.simulate import StepReport, simulate
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import TrainingSpec, Workload

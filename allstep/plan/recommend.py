@@ -94,7 +94,7 @@ def recommend(
             _do(choice, target),
             _duration(choice, target),
             _batch_note(choice, target),
-            _instead_of(choice, _simplest(predictions, choice.num_workers)),
+            _instead_of(choice, predictions),
             _limit(choice, best, target),
         ]
     reached = 1.0 if choice is None else gain_of(choice, target)
@@ -150,10 +150,6 @@ def _is_beyond(prediction: Prediction, accuracy: AccuracyTable) -> bool:
     return prediction.policy.sync_every > 1 and prediction.num_workers > accuracy.num_workers
 
 
-def _simplest(predictions: Sequence[Prediction], num_workers: int) -> Prediction:
-    return next(p for p in predictions if p.num_workers == num_workers)
-
-
 def gain_of(prediction: Prediction, target: Target | None) -> float:
     """How many times as fast as one worker, on the way to the target if there is one."""
     return prediction.speed_up if target is None else target.speed_up(prediction)
@@ -206,7 +202,8 @@ def _batch_note(choice: Prediction, target: Target | None) -> str:
     )
 
 
-def _instead_of(choice: Prediction, simplest: Prediction) -> str:
+def _instead_of(choice: Prediction, predictions: Sequence[Prediction]) -> str:
+    simplest = next(p for p in predictions if p.num_workers == choice.num_workers)
     if choice.policy.name == simplest.policy.name:
         return f"No lossless policy is more than {AS_FAST:.0%} faster, so keep it simple."
     share, gain = simplest.report.exchange_share, simplest.report.step_s / choice.report.step_s

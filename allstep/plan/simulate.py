@@ -14,6 +14,8 @@ The first rounds fill the pipeline; what is reported is the mean over the later 
 differ, these drew a little more or less compute than there is in the long run, which is taken off.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +27,6 @@ from allstep.plan.cost import BucketCost, bucket_cost, bucket_traffic
 from allstep.plan.nodes import Nodes
 from allstep.plan.phases import Traffic
 from allstep.plan.policies import PolicySpec
-from allstep.plan.step_report import Span, StepReport
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.workload import Workload
 
@@ -34,6 +35,55 @@ _NUM_RANDOM_ROUNDS = 20
 # Beyond these a simulation would take minutes, or more memory than there is.
 _MOST_BUCKETS = 1 << 14
 _MOST_CLOCKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        lane: "compute", "wait" or "wire".
+        name: what it was.
+        start_s, end_s: of the slowest worker, from the beginning of the round.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """A step in the long run; of local SGD the mean over `sync_every` steps.
+
+    Attributes:
+        step_s: seconds from step to step.
+        compute_s: seconds of one worker's compute if it had nothing to wait for.
+        exposed_s: seconds in which even the slowest worker waits for the wire.
+        straggler_s: seconds in which a worker waits for slower ones, in the mean.
+        wire_s: seconds in which the wire is busy.
+        traffic: what rank 0 sends in one exchange.
+        timeline: of the last exchange and the compute before it.
+    """
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    straggler_s: float
+    wire_s: float
+    traffic: Traffic
+    timeline: tuple[Span, ...] = field(repr=False)
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step that a single worker would need."""
+        return self.compute_s / self.step_s
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of the step that the exchange adds: waits, copies, and slower compute beside it."""
+        return max(0.0, 1 - (self.compute_s + self.straggler_s) / self.step_s)
 
 
 def simulate(

@@ -61,16 +61,11 @@ class Bert(TokenRecipe):
     """Share of the features dropped after the embedding and in each block, and of the attention."""
 
     second_sequence_length: int | None = 128
-    """Tokens of a sample in a second stage at the end of the run; None for no such stage."""
+    second_lr_share: float = 2 / 3
+    second_warmup_epochs: float = 0.1
 
     second_global_batch: int | None = None
     """Samples of one optimizer step in the second stage; by default half of the first's."""
-
-    second_lr_share: float = 2 / 3
-    """Peak learning rate of the second stage, as a share of `lr`; it begins again from 0."""
-
-    second_warmup_epochs: float = 0.1
-    """Epochs in which the second stage's rate grows linearly to its peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

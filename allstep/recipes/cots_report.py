@@ -82,13 +82,7 @@ def _some_filters(stage: "allstep.nn.AutoencoderStage") -> Tensor:
 
 
 def _save_filters(path: Path, filters: Tensor, channels: int) -> None:
-    """A sheet of first-layer filters, each scaled so that grey is zero.
-
-    Args:
-        path: a .png.
-        filters: [num_filters, kernel * kernel * channels].
-        channels: of the pictures.
-    """
+    """A sheet of filters [num_filters, kernel * kernel * channels], scaled so that grey is zero."""
     flat = filters.float()
     side = round((flat.shape[1] / channels) ** 0.5)
     tiles = flat.view(-1, side, side, channels)
@@ -99,11 +93,9 @@ def _save_filters(path: Path, filters: Tensor, channels: int) -> None:
 
 
 def _save_stimuli(path: Path, rows: list[tuple[Tensor, Tensor]]) -> None:
-    """A line for each neuron with its best stimuli, faces in a green frame.
+    """A line for each neuron, faces in a green frame.
 
-    Args:
-        path: a .png.
-        rows: for each neuron its stimuli, uint8 [num, side, side], and which are faces, [num].
+    `rows` are its best stimuli, uint8 [num, side, side], and which are faces, [num].
     """
     colours = {True: _FACE, False: _DISTRACTOR}
     tiles = [

@@ -31,8 +31,6 @@ class Digits(Recipe):
     micro_batch: int = 16
 
     compression: str = "exact"
-    """How gradients travel: exact, the same bits on any number of workers, fp32, bf16, fp16, int8,
-    powersgd or topk."""
 
     width: int = 32
     """Channels of the first two convolutions; the third has twice as many."""

@@ -26,8 +26,6 @@ class Fashion(Recipe):
     lr: float = 0.05
 
     compression: str = "exact"
-    """How gradients travel: exact, the same bits on any number of workers, fp32, bf16, fp16, int8,
-    powersgd or topk."""
 
     folder: Path = Path("/usr/share/datasets/fashion-mnist")
     """Folder of the four IDX files, as Debian's package dataset-fashion-mnist installs them."""

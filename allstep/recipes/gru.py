@@ -84,6 +84,7 @@ class Gru(TextRecipe):
     def build(self, comm: Communicator) -> Task:
         """The task on the folder's texts."""
         train, test = map(_characters, self.read_texts())
+        self.check_enough(len(train), "bytes", "to train on")
         self.check_enough(len(test), "bytes", "held out")
         sequences = allstep.data.text_folder.CausalSequences
         return self.make_task(

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,5 @@ def test_gru_refuses_folders_with_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("short " * 10)
     with pytest.raises(UsageError, match=r"too little text: 6 bytes .* `sequence_length` \(=10\)"):
         small(tmp_path).check()
+    with pytest.raises(UsageError, match=r"too little text: 6 bytes to train on"):
+        replace(small(tmp_path), held_out=0.9).task(Communicator.single_process())
