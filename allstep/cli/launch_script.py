@@ -40,9 +40,10 @@ def run(arguments: list[str]) -> int:
         return launch_elastic.run(rest[:cut], command)
     if options is None:
         raise UsageError(
-            "`hosts` is missing: allstep launch --hosts alpha:2,beta:1 -- script.py. On one machine"
-            " allstep launch --elastic --workers N -- script.py goes on when a worker is lost;"
-            " without that, torchrun --nproc-per-node N script.py starts it."
+            "`hosts` and `elastic` are missing; one says what to start. On this machine torchrun"
+            " --nproc-per-node N script.py starts a script, and allstep launch --elastic --workers"
+            " N -- script.py one that uses `allstep.Elastic`; on several hosts allstep launch"
+            " --hosts alpha:2,beta:1 -- script.py does."
         )
     parser = argparse.ArgumentParser(prog="allstep launch", allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path)
@@ -60,7 +61,9 @@ def run(arguments: list[str]) -> int:
 
 def _check_command(command: list[str], given: list[str]) -> None:
     if not command:
+        is_elastic = "--elastic" in given
+        example = "--elastic --workers 2" if is_elastic else "--hosts alpha:2,beta:1"
         raise UsageError(
-            f"`launch` (={' '.join(given)}): give the script behind `--`: allstep launch --hosts"
-            " alpha:2,beta:1 -- script.py --its-own flags"
+            f"`launch` (={' '.join(given)}): give the script behind `--`, the flags of"
+            f" `allstep launch` before it: allstep launch {example} -- script.py --its-own flags"
         )

@@ -53,6 +53,7 @@ def num_workers_to_start(requested: int | None) -> int | None:
 
 def check_min_workers(min_workers: int, num_workers: int) -> None:
     """Raises UsageError unless so few of the workers may go on."""
+    check_integer("workers", num_workers)
     check_integer("min_workers", min_workers)
     if min_workers > num_workers:
         raise UsageError(

@@ -64,9 +64,10 @@ def test_a_launcher_that_is_killed_ends_its_workers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--elastic", "--workers", "2"], "behind `--`"),
+        (["--elastic", "--workers", "2"], "allstep launch --elastic --workers 2 -- script.py"),
+        (["--hosts", "a,b"], "allstep launch --hosts alpha:2,beta:1 -- script.py"),
         (["--elastic", "--workers", "2", "--min-workers", "3", "--", "s.py"], "`min_workers` (=3)"),
-        (["--elastic", "--workers", "0", "--", "-m", "s"], "`workers` (=0)"),
+        (["--elastic", "--workers", "0", "--", "-m", "s"], "`workers` (=0) must be at least 1"),
         (["--elastic", "--workers", "2", "--", "s.py"], "`script` (='s.py') is no file in /"),
         (["--hosts", "a,b", "--elastic", "--", "s.py"], "leave out `--hosts`"),
     ],

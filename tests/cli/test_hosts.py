@@ -284,7 +284,7 @@ def test_a_mistake_in_a_flag_is_told_before_ssh(refused: Callable[..., str]) -> 
 
 def test_launch_needs_hosts_and_a_script(refused: Callable[..., str]) -> None:
     message = refused("launch", "--", "script.py")
-    assert "`hosts` is missing" in message and "--elastic --workers N" in message
+    assert "`hosts` and `elastic` are missing" in message and "--elastic --workers N" in message
     assert "behind `--`" in refused("launch", "--hosts", "a,b", "script.py")
 
 
