@@ -14,6 +14,7 @@ from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import is_hooked
+from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.parameters import ParameterSet, signature
 from allstep.exchange.plain import PlainExchange
@@ -98,9 +99,13 @@ def attach(
                 comm.broadcast(tuple(t.detach() for t in tensors.values()), root=0)
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
+    exchange: Exchange
     if isinstance(policy, Synchronous) and policy.plain:
-        return PlainExchange(model, comm, policy)
-    return OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)
+        exchange = PlainExchange(model, comm, policy)
+    else:
+        exchange = OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)
+    watch(exchange)
+    return exchange
 
 
 def _in_words(

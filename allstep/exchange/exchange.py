@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from allstep.comm import Communicator, Shard, shards_of
 from allstep.comm.agreement import digest
 from allstep.errors import DisagreementError, UsageError
-from allstep.exchange import optimizer_watch
 from allstep.exchange.agreement import agree
 from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
@@ -106,7 +105,6 @@ class Exchange(ABC):
         except BaseException:
             self.detach()
             raise
-        optimizer_watch.watch(self)
 
     @abstractmethod
     def _reduce(self) -> Mapping[str, nn.Parameter]:
@@ -258,11 +256,9 @@ class Exchange(ABC):
         self._global_step, self._samples = step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
-        rates = optimizer_watch.learning_rates(self.optimizers)
         try:
             with self._rounding(num_micro_batches, num_passes):
                 yield
-            optimizer_watch.check_learning_rates(rates, step)
             if self.weighing.has_sums and not self._is_active:
                 divide_gradients(self._parameters.trained.values(), self.weighing.divisor())
         finally:

@@ -7,8 +7,8 @@ costs about as much as walking through the optimizer's parameters once.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,46 +21,17 @@ from allstep.comm import Communicator
 from allstep.comm.agreement import agree
 from allstep.comm.ddp import WITHOUT_DDP, is_ddp
 from allstep.errors import UsageError
+from allstep.exchange.exchange import Exchange
 
 _OF_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 Step = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Watched(Protocol):
-    """What is asked of an exchange."""
-
-    @property
-    def comm(self) -> Communicator: ...
-
-    @property
-    def global_step(self) -> int | None: ...
-
-    @property
-    def is_attached(self) -> bool: ...
-
-    @property
-    def awaits_update(self) -> bool:
-        """Whether the gradient of a global batch is ready that no update was made of in `steps`."""
-
-    @property
-    def shards(self) -> Mapping[str, object]:
-        """name -> shard, of parameters of which other workers have other parts."""
-
-    def held(self, ids: set[int]) -> set[int]:
-        """Those that are of a parameter of the attached model, which may be frozen."""
-
-    @property
-    def trained(self) -> Mapping[str, nn.Parameter]: ...
-
-    def note_update(self, optimizer: Optimizer) -> None:
-        """Called before each step that changes the attached model."""
 
 
 class _Here(threading.local):
     """What this thread has attached; ranks may be threads."""
 
     def __init__(self) -> None:
-        self.exchanges = WeakSet[Watched]()
+        self.exchanges = WeakSet[Exchange]()
         self.has_updated = False  # an optimizer of theirs has made a step
         self.told = WeakSet[Optimizer]()  # those of models that were not attached
 
@@ -70,7 +41,7 @@ _installing = threading.Lock()
 _is_installed = False
 
 
-def watch(exchange: Watched) -> None:
+def watch(exchange: Exchange) -> None:
     """From now on looks at what optimizers do, in this thread."""
     global _is_installed
     with _installing:
@@ -82,7 +53,7 @@ def watch(exchange: Watched) -> None:
     _here.has_updated = False
 
 
-def _attached() -> list[Watched]:
+def _attached() -> list[Exchange]:
     """What this thread has attached."""
     return [exchange for exchange in _here.exchanges if exchange.is_attached]
 
@@ -133,7 +104,7 @@ def _before_step(
 
 
 def _refuse_stranger(
-    optimizer: Optimizer, exchanges: list[Watched], *, has_gradients: bool
+    optimizer: Optimizer, exchanges: list[Exchange], *, has_gradients: bool
 ) -> None:
     """An optimizer of another model is none of our business, unless nobody updates the attached."""
     if _here.has_updated:
@@ -163,33 +134,7 @@ def _tell_of_stranger(optimizer: Optimizer, comm: Communicator) -> None:
         )
 
 
-def learning_rates(optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, list[object]]]:
-    """What `check_learning_rates` compares with."""
-    return [(optimizer, _learning_rates(optimizer)) for optimizer in optimizers]
-
-
-def check_learning_rates(before: list[tuple[Optimizer, list[object]]], step: int) -> None:
-    """Checks that the rates did not change in the loop over a global batch's micro-batches.
-
-    Raises:
-        UsageError: names the optimizer and the cure.
-    """
-    for optimizer, rates in before:
-        if _learning_rates(optimizer) != rates:
-            raise UsageError(
-                f"The learning rate of the {_kind(optimizer)} was changed in the loop over global"
-                f" batch {step}'s micro-batches, as by a scheduler's `step()`: it would depend on"
-                " the number of workers. Change it when that loop has ended, or before it."
-            )
-
-
-def _learning_rates(optimizer: Optimizer) -> list[object]:
-    """A tensor by its version, for to look at its value would mean to wait for its device."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return [(id(x), x._version) if isinstance(x, Tensor) else x for x in rates]
-
-
-def _refuse_shards(optimizer: Optimizer, exchange: Watched, ids: set[int]) -> None:
+def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
     """Torch's optimizers of whole matrices would make another update of each part."""
     if not isinstance(optimizer, _OF_WHOLE_MATRICES):
         return
@@ -202,7 +147,7 @@ def _refuse_shards(optimizer: Optimizer, exchange: Watched, ids: set[int]) -> No
             )
 
 
-def _refuse_early(optimizer: Optimizer, exchanges: list[Watched]) -> None:
+def _refuse_early(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     """Before the gradient is the mean over the workers."""
     if torch._C._current_graph_task_id() != -1:
         raise UsageError(

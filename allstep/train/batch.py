@@ -138,7 +138,7 @@ class Batch:
             totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
             with _all(statistics.step(total) for statistics, total in totals):
                 self._serve_others()
-                self._gradients.note()
+                self._gradients.begin()
                 for micro_batch in self._fetch():
                     with self._running(micro_batch), self._timing():
                         yield micro_batch.data
@@ -150,7 +150,7 @@ class Batch:
                 if not self._exchanged:
                     self._gradients.check(self.step)
                     self._synchronize()
-            self._gradients.forget()
+            self._gradients.end(self.step)
 
     def backward(
         self, loss: Tensor, *, weight: float | Tensor | None = None, exchange: bool = True

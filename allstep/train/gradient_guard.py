@@ -1,13 +1,14 @@
 """Watches that nothing but `batch.backward` changes anything in the loop over a batch."""
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
 
 
 class GradientGuard:
-    """Makes sure that gradients change by `batch.backward` only, and parameters not at all.
+    """Makes sure that gradients change by `batch.backward` only; parameters and rates not at all.
 
     That is while gradients are being summed. A worker has some of the micro-batches, so that any
     other change would depend on the number of workers.
@@ -22,6 +23,29 @@ class GradientGuard:
         self._parameters: list[nn.Parameter] = []
         self._seen: list[Tensor | None] = []
         self._versions: list[tuple[int, int]] = []
+        self._rates: list[tuple[Optimizer, list[object]]] = []
+
+    def begin(self) -> None:
+        """The loop over the batch's micro-batches begins."""
+        optimizers = (optimizer for x in self._exchanges for optimizer in x.optimizers)
+        self._rates = [(optimizer, _rates_of(optimizer)) for optimizer in optimizers]
+        self.note()
+
+    def end(self, step: int) -> None:
+        """It has ended.
+
+        Raises:
+            UsageError: if a learning rate has changed meanwhile; names the optimizer and the cure.
+        """
+        self.forget()
+        for optimizer, rates in self._rates:
+            if _rates_of(optimizer) != rates:
+                raise UsageError(
+                    f"The learning rate of the {type(optimizer).__name__} was changed in the loop"
+                    f" over global batch {step}'s micro-batches, as by a scheduler's `step()`: it"
+                    " would depend on the number of workers. Change it when that loop has ended,"
+                    " or before it."
+                )
 
     def note(self) -> None:
         """They are right as they are now."""
@@ -61,6 +85,12 @@ class GradientGuard:
                 if p._version != versions[0]:
                     raise UsageError(_parameter_message(name, where))
                 raise UsageError(_gradient_message(name, where, is_gone=p.grad is None))
+
+
+def _rates_of(optimizer: Optimizer) -> list[object]:
+    """A tensor by its version, for to look at its value would mean to wait for its device."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [(id(x), x._version) if isinstance(x, Tensor) else x for x in rates]
 
 
 def _versions(p: nn.Parameter) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError
 from allstep.exchange import ExchangePolicy, LocalSGD, Stale, Synchronous, attach
+from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.state_sweep import StateSweep, checksum, words_of
 from tests.exchange.nets import mlp
@@ -76,6 +77,7 @@ def train(
             exchange = attach(model, comm, policy, optimizer=optimizer)
         else:
             exchange = OverlappedExchange(model, comm, policy, is_read_late=is_read_late)
+            watch(exchange)
             optimizer = make_optimizer(model)
         for step, x in enumerate(xs):
             try:
