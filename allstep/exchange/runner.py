@@ -8,11 +8,12 @@ all threads sees.
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
@@ -24,8 +25,16 @@ from allstep.device import current_stream, has_streams, new_stream
 from allstep.errors import UsageError
 
 
-class Runner(Protocol):
-    """Makes calls one after the other, in the order in which they were submitted."""
+class Runner(ABC):
+    """Makes calls one after the other, in the order in which they were submitted.
+
+    Attributes:
+        busy_s: seconds spent in calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._is_closed = False
 
     def submit(self, call: Callable[[], None]) -> Work[None]:
         """Takes a call and returns at once.
@@ -33,13 +42,24 @@ class Runner(Protocol):
         Raises:
             UsageError: after `close`.
         """
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent in calls so far."""
+        if self._is_closed:
+            raise UsageError("Nothing can be exchanged after `detach()`; attach the model again.")
+        return self._submit(call)
 
     def close(self) -> None:
         """Takes no more calls."""
+        self._is_closed = True
+
+    @abstractmethod
+    def _submit(self, call: Callable[[], None]) -> Work[None]:
+        """Takes a call."""
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start_s = perf_counter()
+        with torch.no_grad():
+            yield
+        self.busy_s += perf_counter() - start_s
 
 
 def make_runner(device: torch.device, *, overlaps: bool = True) -> Runner:
@@ -54,101 +74,66 @@ def make_runner(device: torch.device, *, overlaps: bool = True) -> Runner:
     return ThreadRunner() if overlaps else InlineRunner()
 
 
-class InlineRunner:
+class InlineRunner(Runner):
     """The thread that submits a call makes it, as nothing is to be done beside.
-
-    After a call failed the others fail with the same error, as in `ThreadRunner`.
-    """
-
-    def __init__(self) -> None:
-        self._busy_s = 0.0
-        self._error: BaseException | None = None
-        self._is_closed = False
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
-
-    @torch.no_grad()
-    def submit(self, call: Callable[[], None]) -> Work[None]:
-        _refuse_closed(self._is_closed)
-        start_s = perf_counter()
-        work = ThreadWork(call, "The exchange of a bucket")
-        self._error = work.run(self._error)
-        self._busy_s += perf_counter() - start_s
-        return work
-
-    def close(self) -> None:
-        self._is_closed = True
-
-
-class ThreadRunner:
-    """A thread that makes the calls; torch's kernels and collectives leave it free to overlap.
 
     After a call failed the others fail with the same error: what follows would meet the other
     workers' earlier ones.
     """
 
+    _error: BaseException | None = None
+
+    def _submit(self, call: Callable[[], None]) -> Work[None]:
+        work = ThreadWork(call, "The exchange of a bucket")
+        self._make(work)
+        return work
+
+    def _make(self, work: ThreadWork[None]) -> None:
+        with self._timed():
+            self._error = work.run(self._error)
+
+
+class ThreadRunner(InlineRunner):
+    """A thread makes the calls; torch's kernels and collectives leave it free to overlap."""
+
     def __init__(self) -> None:
+        super().__init__()
         self._queue: SimpleQueue[ThreadWork[None] | None] = SimpleQueue()
-        self._busy_s = 0.0
         self._thread: threading.Thread | None = None
-        self._is_closed = False
 
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
+    def close(self) -> None:
+        super().close()
+        self._queue.put(None)
 
-    def submit(self, call: Callable[[], None]) -> Work[None]:
-        _refuse_closed(self._is_closed)
+    def _make(self, work: ThreadWork[None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="allstep exchange", daemon=True)
             self._thread.start()
-        work = ThreadWork(call, "The exchange of a bucket")
         self._queue.put(work)
-        return work
 
-    def close(self) -> None:
-        self._is_closed = True
-        self._queue.put(None)
-
-    @torch.no_grad()
     def _run(self) -> None:
-        error: BaseException | None = None
         while (work := self._queue.get()) is not None:
-            start_s = perf_counter()
-            error = work.run(error)
-            self._busy_s += perf_counter() - start_s
+            super()._make(work)
             del work  # it holds the exchange, which would else live as long as this thread waits
 
 
-class StreamRunner:
+class StreamRunner(Runner):
     """A stream beside the one of the backward pass; the host never waits.
 
     Its few kernels go before those of the backward pass that wait, so that the network has work.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._stream = new_stream(device, is_urgent=True)
         self._device = device
-        self._busy_s = 0.0
-        self._is_closed = False
 
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
-
-    def submit(self, call: Callable[[], None]) -> Work[None]:
-        _refuse_closed(self._is_closed)
-        start_s = perf_counter()
-        self._stream.wait_stream(current_stream(self._device))
-        with torch.no_grad(), self._stream:
-            call()
-        self._busy_s += perf_counter() - start_s
+    def _submit(self, call: Callable[[], None]) -> Work[None]:
+        with self._timed():
+            self._stream.wait_stream(current_stream(self._device))
+            with self._stream:
+                call()
         return StreamWork(self._stream.record_event(), self._device)
-
-    def close(self) -> None:
-        self._is_closed = True
 
 
 def begin_span(name: str, end: Callable[[], Future[Any]] = Future) -> Future[Any] | None:
@@ -185,8 +170,3 @@ class _JobSpan(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         if self._end is not None:
             self._end.set_result(None)
-
-
-def _refuse_closed(is_closed: bool) -> None:
-    if is_closed:
-        raise UsageError("Nothing can be exchanged after `detach()`; attach the model again.")

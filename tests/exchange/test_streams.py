@@ -156,7 +156,7 @@ def test_streams_have_no_races(name: str, case: Train) -> None:
 # Each call of the package that orders streams, keeps memory or lets the host wait, and the training
 # in which its loss shows: as a race, or as memory that nobody lent.
 SITES = {
-    Site("exchange/runner.py", "StreamRunner.submit", "wait_stream"): ("fp32", train),
+    Site("exchange/runner.py", "StreamRunner._submit", "wait_stream"): ("fp32", train),
     Site("comm/work.py", "StreamWork.wait", "wait_event"): ("fp32", train),
     Site("comm/failures.py", "wait_for_event", "wait_until"): ("fp32", train),
     Site("exchange/torch_hooks.py", "FSDPCommHook.reduce_", "record_stream"): ("fp32", with_fsdp),
