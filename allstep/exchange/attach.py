@@ -12,8 +12,8 @@ from allstep.errors import UsageError, check_integer
 from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
-from allstep.exchange.exchange import Exchange
-from allstep.exchange.hooks import is_hooked
+from allstep.exchange.exchange import Exchange, exchanges_of
+from allstep.exchange.hooks import owners_of
 from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
 from allstep.exchange.parameters import ParameterSet, signature
@@ -137,12 +137,11 @@ def _check_device(model: nn.Module, comm: Communicator) -> None:
 
 def _refuse_attached(model: nn.Module) -> None:
     """No gradient may be exchanged by two."""
-    for name, module in model.named_modules():
-        if is_hooked(module._state_dict_pre_hooks, Exchange):
-            which = f"`model.{name}`" if name else "`model`"
-            raise UsageError(f"{which} is attached already; call `detach()` of its exchange first.")
+    for name, _ in exchanges_of(model):
+        which = f"`model.{name}`" if name else "`model`"
+        raise UsageError(f"{which} is attached already; call `detach()` of its exchange first.")
     for name, p in model.named_parameters():
-        if is_hooked(p._post_accumulate_grad_hooks, Exchange):
+        if any(owners_of(p._post_accumulate_grad_hooks, Exchange)):
             raise UsageError(
                 f"Parameter `{name}` is attached already, with another model that shares it;"
                 " put both models in one `torch.nn.ModuleList` and attach that."

@@ -19,7 +19,7 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
-from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
+from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, owners_of
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.model_hooks import ModelHooks
 from allstep.exchange.parameters import ParameterSet, Signature, signature
@@ -664,3 +664,10 @@ class Exchange(ABC):
             carry = WeakHook(self, type(self)._carry_one, name)
             handles.append(AccumulationHook(p, carry))
         return handles
+
+
+def exchanges_of(model: nn.Module) -> Iterator[tuple[str, Exchange]]:
+    """Those that the model, or a part of it, is attached with, and the name of that part."""
+    for name, module in model.named_modules():
+        for exchange in owners_of(module._state_dict_pre_hooks, Exchange):  # type: ignore[type-abstract]
+            yield name, exchange

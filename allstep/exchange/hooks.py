@@ -1,8 +1,8 @@
 """Hooks that stay with the model they were registered on."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from allstep.errors import UsageError
+
+T = TypeVar("T")
 
 
 class Removable(Protocol):
@@ -201,8 +203,8 @@ def _nothing(*_: Any) -> None:
     """What is left of a hook in a copy."""
 
 
-def is_hooked(hooks: dict[int, Any] | None, owner: type) -> bool:
-    """Whether one of the hooks belongs to an object of the type `owner`."""
-    return any(
-        isinstance(hook, Hook) and isinstance(hook.owner, owner) for hook in (hooks or {}).values()
-    )
+def owners_of(hooks: dict[int, Any] | None, kind: type[T]) -> Iterator[T]:
+    """The objects of a type that have registered some of the hooks."""
+    for hook in (hooks or {}).values():
+        if isinstance(hook, Hook) and isinstance(hook.owner, kind):
+            yield hook.owner

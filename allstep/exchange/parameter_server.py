@@ -15,8 +15,7 @@ from allstep.comm import Communicator, Work, divided_modules
 from allstep.device import is_accelerator
 from allstep.errors import CommunicationError, UsageError
 from allstep.exchange.agreement import agree
-from allstep.exchange.exchange import Exchange
-from allstep.exchange.hooks import Hook
+from allstep.exchange.exchange import exchanges_of
 from allstep.exchange.parameters import ParameterSet, signature, sparse_gradient_message
 from allstep.exchange.policy import Synchronous
 from allstep.exchange.shard_server import ShardServer
@@ -287,10 +286,7 @@ def _refuse_exchanged(model: nn.Module) -> None:
             f"`model` has modules divided over workers ({', '.join(divided_modules(model))}),"
             " which call each other in step; train it with `attach`."
         )
-    hooks = [hook for m in model.modules() for hook in m._state_dict_pre_hooks.values()]
-    for exchange in [hook.owner for hook in hooks if isinstance(hook, Hook)]:
-        if not isinstance(exchange, Exchange):
-            continue
+    for _, exchange in exchanges_of(model):
         policy, size = exchange.policy, exchange.comm.size
         is_plain = isinstance(policy, Synchronous) and policy.wire_format.name == "fp32"
         if size > 1 or not is_plain:

@@ -18,8 +18,7 @@ from allstep.data.same_data import check_same_arguments, check_same_samples
 from allstep.data.shares import Shares
 from allstep.device import has_streams
 from allstep.errors import DisagreementError, UsageError, check_integer
-from allstep.exchange import Exchange
-from allstep.exchange.hooks import Hook
+from allstep.exchange.exchange import exchanges_of
 from allstep.exchange.state_sweep import tensor_checksums
 from allstep.nn import serve_others
 from allstep.train.devices import to_device
@@ -211,7 +210,7 @@ class _Sums:
 
 def _check_same_model(comm: Communicator, model: nn.Module) -> None:
     """Each worker measures its part of the test set, which gives numbers of one model only."""
-    for exchange in _exchanges_of(model):
+    for _, exchange in exchanges_of(model):
         if exchange.comm is comm:
             exchange.agree("evaluate a model")
     own = divided_prefixes(model)
@@ -229,14 +228,6 @@ def _check_same_model(comm: Communicator, model: nn.Module) -> None:
             " statistics equal and ends a round of local SGD; under DDP broadcast rank 0's buffers."
             " Apart from these, change models on all workers alike.",
         )
-
-
-def _exchanges_of(model: nn.Module) -> Iterator[Exchange]:
-    """Those that the model, or a part of it, is attached with."""
-    for module in model.modules():
-        for hook in module._state_dict_pre_hooks.values():
-            if isinstance(hook, Hook) and isinstance(hook.owner, Exchange):
-                yield hook.owner
 
 
 def _agreed_names(comm: Communicator, name_sets: list[list[str]]) -> list[str]:
