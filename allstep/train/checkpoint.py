@@ -243,7 +243,7 @@ class Checkpoints:
             except Exception as error:
                 self._comm.broadcast_object({"error": f"rank 0 could not load: {error}"})
                 raise
-            return _send(self._comm, found, self._message_bytes, select)
+            return _send(self._comm, found, select)
 
     def restore(
         self,
@@ -394,7 +394,7 @@ class Checkpoints:
 
 def send_state(comm: Communicator, step: int, state: Any) -> None:
     """Rank 0 gives all workers a state; the others call `receive_state`."""
-    _send(comm, in_memory(step, state), FILE_BYTES)
+    _send(comm, in_memory(step, state))
 
 
 def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int, Any] | None:
@@ -412,62 +412,41 @@ def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int
         raise CheckpointError(found["error"])
     if not found:
         return None
-    index = {
-        name: torch.empty(shape, dtype=dtype_of_name(dtype), device="meta")
-        for name, shape, dtype in found["index"]
-    }
-    selection = Selection(found["data"], index, select)
-    for names in found["messages"]:
-        for name, tensor in zip(names, comm.broadcast(), strict=True):
+    groups = [
+        {n: torch.empty(shape, dtype=dtype_of_name(x), device="meta") for n, shape, x in group}
+        for group in found["index"]
+    ]
+    selection = Selection(found["data"], groups, select)
+    for group in filter(None, groups):
+        for name, tensor in zip(group, comm.broadcast(), strict=True):
             selection.take(name, tensor.cpu(), copy=True)
     return found["step"], selection.state()
 
 
 def _send(
-    comm: Communicator, found: Stored | None, message_bytes: int, select: Select | None = None
+    comm: Communicator, found: Stored | None, select: Select | None = None
 ) -> tuple[int, Any] | None:
-    """Gives all workers what is stored; returns what rank 0 wants of it."""
+    """Gives all workers what is stored, a file at a time; returns what rank 0 wants of it."""
     if found is None:
         comm.broadcast_object({})
         return None
-    messages = [list(_messages(group, message_bytes)) for group in found.index]
-    header = {
-        "step": found.step,
-        "data": found.data,
-        "index": [
-            (name, list(x.shape), dtype_name(x.dtype))
-            for group in found.index
-            for name, x in group.items()
-        ],
-        "messages": list(chain.from_iterable(messages)),
-    }
-    comm.broadcast_object(header)
+    index = [
+        [(name, list(x.shape), dtype_name(x.dtype)) for name, x in group.items()]
+        for group in found.index
+    ]
+    comm.broadcast_object({"step": found.step, "data": found.data, "index": index})
     selection = found.select(select)
-    for number, of_group in enumerate(messages):
-        tensors = found.load(number)
-        for names in of_group:
-            comm.broadcast(tuple(tensors[name] for name in names))
-            for name in names:
+    for number, group in enumerate(found.index):
+        if group:
+            tensors = found.load(number)
+            comm.broadcast(tuple(tensors[name] for name in group))
+            for name in group:
                 selection.take(name, tensors[name], copy=False)
     return found.step, selection.state()
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _messages(tensors: dict[str, Tensor], message_bytes: int) -> Iterator[list[str]]:
-    """The tensors' names in groups that are sent at once."""
-    group: list[str] = []
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if group and num_bytes + tensor.nbytes > message_bytes:
-            yield group
-            group, num_bytes = [], 0
-        group.append(name)
-        num_bytes += tensor.nbytes
-    if group:
-        yield group
 
 
 def check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

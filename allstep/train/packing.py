@@ -1,8 +1,8 @@
-"""A state as bytes and a flat dict of tensors, and back, exactly."""
+"""A state as bytes and a flat dict of tensors; `pieces.Selection` is the way back."""
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from allstep.comm.codec import encode
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor
-from allstep.train.pieces import Selection, as_stored, is_reserved, name_suffix
+from allstep.train.pieces import as_stored, is_reserved, name_suffix
 
 _Path = tuple[object, ...]
 
@@ -33,8 +33,6 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
     >>> data, tensors = pack({"model": {"weight": torch.ones(2)}, "steps": (1, float("inf"))})
     >>> tensors
     {'model/weight': tensor([1., 1.])}
-    >>> unpack(data, tensors)
-    {'model': {'weight': tensor([1., 1.])}, 'steps': (1, inf)}
     """
     tensors: dict[str, Tensor | DividedTensor] = {}
     storages: set[int] = set()
@@ -60,19 +58,6 @@ def pack(state: Any) -> tuple[bytes, dict[str, Tensor | DividedTensor]]:
         return encode(_with_stand_ins(state) if divided_in(state) else state, store), tensors
     except UsageError as error:
         raise _located(state, error) from error
-
-
-def unpack(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `pack`; what was divided may come in pieces, and is whole again.
-
-    Raises:
-        CheckpointError: if a tensor is missing.
-    """
-    index = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    selection = Selection(data, index)
-    for name, tensor in tensors.items():
-        selection.take(name, tensor, copy=False)
-    return selection.state()
 
 
 def tensors_in(state: Any) -> dict[str, Tensor]:

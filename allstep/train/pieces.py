@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Selection:
 
     Args:
         data: the rest of the state, as `pack` encodes it.
-        index: the tensors' names, in their order, and how they are stored, on the "meta" device.
+        index: of each group its tensors' names, and how they are stored, on the "meta" device.
         select: takes the state with whole tensors on the "meta" device, and returns the state that
             is wanted, with those or with parts of them by ordinary indexing; None for all of it.
 
@@ -104,10 +105,10 @@ class Selection:
     def __init__(
         self,
         data: bytes,
-        index: Mapping[str, Tensor],
+        index: Iterable[Mapping[str, Tensor]],
         select: Callable[[Any], Any] | None = None,
     ) -> None:
-        wholes = _whole_tensors(index)
+        wholes = _whole_tensors(dict(chain.from_iterable(group.items() for group in index)))
         names = {id(tensor): name for name, tensor in wholes.items()}
         self._data = data
         self._wanted: dict[str, list[Tensor]] = {name: [] for name in wholes}

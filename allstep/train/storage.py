@@ -70,9 +70,7 @@ class Stored:
 
     def select(self, select: Callable[[Any], Any] | None = None) -> Selection:
         """What is wanted of it; see there."""
-        return Selection(
-            self.data, {k: x for group in self.index for k, x in group.items()}, select
-        )
+        return Selection(self.data, self.index, select)
 
 
 def write_checkpoint(

@@ -15,13 +15,12 @@ from torch.utils.data import TensorDataset
 import allstep
 from allstep import Communicator
 from allstep.exchange import ExchangePolicy
-from allstep.train.packing import pack, unpack
+from allstep.train.storage import Stored, in_memory
 from tests.helpers.ranks import run_ranks
 
 WIDTH, ROWS, MICRO_BATCH, NUM_BATCHES = 3, 12, 3, 60
 _FORWARD = ("train", "evaluate", "attach_again")  # operations that take up what has joined
 Operation = tuple[str, dict[str, Any]]
-Saved = tuple[bytes, dict[str, Tensor]]
 
 
 @dataclass
@@ -169,9 +168,9 @@ def new_optimizer(net: Net, num_layers: int) -> torch.optim.Optimizer:
 class Worker:
     """One of the workers of a segment."""
 
-    def __init__(self, comm: Communicator, program: Program, saved: Saved | None) -> None:
+    def __init__(self, comm: Communicator, program: Program, saved: Stored | None) -> None:
         self._comm, self._program = comm, program
-        state = None if saved is None else copy.deepcopy(unpack(*saved))
+        state = None if saved is None else copy.deepcopy(saved.unpack())
         self.net = Net(2 if state is None else state["num_layers"])
         for index in [] if state is None else state["frozen"]:
             self.net.layers[index].requires_grad_(False)
@@ -193,7 +192,7 @@ class Worker:
             self._loader.load_state_dict(state["loader"])
         self._batches = allstep.steps(self._loader, self._exchange)
 
-    def run(self, operations: list[Operation]) -> tuple[list[dict[str, Tensor]], Saved]:
+    def run(self, operations: list[Operation]) -> tuple[list[dict[str, Tensor]], Stored]:
         """The parameters after each operation, and a checkpoint at the end."""
         found = []
         for name, args in operations:
@@ -284,9 +283,10 @@ class Worker:
         assert comm.all_gather_object(comm.rank) == list(range(comm.size))
         comm.barrier()
 
-    def _state(self) -> Saved:
+    def _state(self) -> Stored:
         frozen = [i for i, x in enumerate(self.net.layers) if not x.weight.requires_grad]
-        return pack(
+        return in_memory(
+            0,
             {
                 "num_layers": len(self.net.layers),
                 "frozen": frozen,
@@ -295,7 +295,7 @@ class Worker:
                 "optimizer": self._optimizer.state_dict(),
                 "exchange": self._exchange.state_dict(),
                 "loader": self._loader.state_dict(),
-            }
+            },
         )
 
 

@@ -516,12 +516,13 @@ def test_load_latest_on_all_workers(size: int, tmp_path: Path) -> None:
 
 
 def test_load_in_many_messages(tmp_path: Path) -> None:
-    saved(tmp_path, 5)
+    def save_and_load(comm: Communicator) -> tuple[int, Any] | None:
+        checkpoints = Checkpoints(tmp_path, comm, message_bytes=16)
+        checkpoints.save(5, a_state(5))
+        return checkpoints.load_latest()
 
-    def load(comm: Communicator) -> tuple[int, Any] | None:
-        return Checkpoints(tmp_path, comm, message_bytes=16).load_latest()
-
-    for loaded in run_ranks(2, load):
+    for loaded in run_ranks(2, save_and_load):
+        assert len(list(tmp_path.glob("*/tensors*"))) > 1
         assert loaded is not None
         assert_identical(loaded[1], a_state(5))
 
