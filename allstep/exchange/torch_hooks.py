@@ -107,7 +107,70 @@ def fsdp_hook(
     return hook
 
 
-class DDPCommHook:
+class _CommHook:
+    """What is summed of whom, and the gradients under way, by the name of what they are of.
+
+    Args:
+        policy: how to exchange.
+    """
+
+    def __init__(self, policy: ExchangePolicy) -> None:
+        self._policy = policy
+        self._reducer: Reducer | None = None  # with DDP from the first bucket on
+        self._in_flight: dict[str, InFlight[Gradients]] = {}
+        self._loaded: Mapping[str, Any] = {}  # a state that waits for the reducer
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this worker has sent so far."""
+        return 0 if self._reducer is None else self._reducer.sent_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
+        if self._reducer is None:
+            return dict(self._loaded)
+        for steps in self._in_flight.values():
+            steps.wait()
+        copies = {n: [_copy(step) for step in steps] for n, steps in self._in_flight.items()}
+        return {
+            "policy": self._policy.state_dict(),
+            **self._reducer.state_dict(),
+            "in_flight": copies,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
+        self._loaded = state
+        if self._reducer is not None:
+            self._load(self._reducer)
+
+    def _load(self, reducer: Reducer) -> None:
+        state = self._loaded
+        self._policy.check_state_dict(state.get("policy", {}))
+        reducer.load_state_dict(state)
+        self._in_flight.clear()
+        for name, steps in state["in_flight"].items():
+            for step in steps:
+                self._steps_of(name).push(_copy(step), ())
+
+    def _meet(self, comm: Communicator) -> Reducer:
+        """The reducer, made for these workers."""
+        if comm.size > 1:
+            check_same_policy(comm, self._policy.in_words)
+        self._reducer = reducer = Reducer(comm, self._policy)
+        if self._loaded:
+            self._load(reducer)
+        return reducer
+
+    def _steps_of(self, name: str) -> InFlight[Gradients]:
+        return self._in_flight.setdefault(name, InFlight(self._policy.staleness))
+
+    def _scale(self, comm: Communicator) -> float:
+        """What gradients are multiplied by before they are summed."""
+        return 1.0 if self._policy.reduction == "sum" else 1 / comm.size
+
+
+class DDPCommHook(_CommHook):
     """Exchanges DDP's buckets; made by `ddp_hook`, one for each DDP model.
 
     With staleness the first steps leave `p.grad` None, so that an optimizer does nothing in
@@ -121,17 +184,14 @@ class DDPCommHook:
 
     def __init__(self, policy: ExchangePolicy, comm: Communicator | None) -> None:
         self.__name__ = self.__qualname__ = "allstep.ddp_hook"  # DDP asks for them
-        self._policy = policy
+        super().__init__(policy)
         self._comm = comm
-        self._reducer: Reducer | None = None  # from the first bucket on
-        self._in_flight = InFlight[Gradients](policy.staleness)
         self._step: Gradients = {}  # of the backward pass under way
         self._works: list[Work[None]] = []
         self._waiting: list[tuple[BucketLayout, Tensor, torch.futures.Future[Tensor]]] = []
         self._resolving: list[torch.futures.Future[Tensor]] = []  # of this pass
         self._parameters: dict[str, nn.Parameter] = {}
         self._names: dict[Tensor, str] = {}
-        self._loaded: Mapping[str, Any] = {}  # a state that waits for the first bucket
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls when a bucket's gradients are ready.
@@ -141,11 +201,12 @@ class DDPCommHook:
             bucket: DDP's.
         """
         flat = bucket.buffer()
-        reducer = self._start(flat.device)
+        # Made at the first bucket, when there is a process group for sure.
+        reducer = self._reducer or self._meet(self._comm or init(device=flat.device))
         names = self._name(bucket.parameters(), state)
         layout = BucketLayout.of([(name, self._parameters[name]) for name in names])
         future = new_future(flat.device)
-        scale = _scale(self._policy, reducer)
+        scale = self._scale(reducer.comm)
         if not self._policy.staleness:
             flat.mul_(scale)
             reducer.start(Bucket(layout, flat), then=partial(_resolve, future, flat))
@@ -169,40 +230,11 @@ class DDPCommHook:
         Make an update for each. Nothing is under way without staleness, nor known of it between
         `load_state_dict` and the next backward pass.
         """
-        while self._in_flight:
-            for name, gradient in self._in_flight.pop().items():
+        steps = self._steps_of("")
+        while steps:
+            for name, gradient in steps.pop().items():
                 self._parameters[name].grad = gradient
             yield
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this worker has sent so far."""
-        return 0 if self._reducer is None else self._reducer.sent_bytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
-        if self._reducer is None:
-            return dict(self._loaded)
-        return _state_of(self._policy, self._reducer) | {"in_flight": _copies(self._in_flight)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
-        self._loaded = state
-        if self._reducer is not None:
-            self._load(self._reducer, state)
-
-    def _load(self, reducer: Reducer, state: Mapping[str, Any]) -> None:
-        _load_state(self._policy, reducer, state)
-        self._in_flight = _in_flight_of(self._policy, state["in_flight"])
-
-    def _start(self, device: torch.device) -> Reducer:
-        """At the first bucket, when there is a process group for sure."""
-        if self._reducer is None:
-            comm = self._comm or init(device=device)
-            self._reducer = _new_reducer(comm, self._policy)
-            if self._loaded:
-                self._load(self._reducer, self._loaded)
-        return self._reducer
 
     def _name(self, parameters: list[Tensor], state: object) -> list[str]:
         for p in parameters:
@@ -221,9 +253,10 @@ class DDPCommHook:
 
     def _end_step(self) -> None:
         """Gives DDP the gradients of an earlier step, or has `p.grad` be None."""
-        self._in_flight.push(self._step, self._works)
+        steps = self._steps_of("")
+        steps.push(self._step, self._works)
         self._step, self._works = {}, []
-        due = self._in_flight.pop_due()
+        due = steps.pop_due()
         waiting, self._waiting = self._waiting, []
         for layout, flat, future in waiting:
             for name, view in zip(layout.names, layout.views(flat), strict=True):
@@ -246,7 +279,7 @@ class DDPCommHook:
                 p.grad = due[name].clone()
 
 
-class FSDPCommHook:
+class FSDPCommHook(_CommHook):
     """Exchanges what FSDP2 has reduced over its shards; made by `fsdp_hook`.
 
     With staleness the first steps leave `p.grad` None, and the gradients of the last steps are
@@ -259,31 +292,14 @@ class FSDPCommHook:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
+        super().__init__(policy)
         self._model = model
-        self._policy = policy
-        self._reducer = _new_reducer(comm, policy)
-        self._in_flight: dict[str, InFlight[Gradients]] = {}  # of each module
+        self._meet(comm)
         self._is_clearing = False
         with torch.no_grad():
             tensors = tuple(_local(t) for t in _tensors(model))
             if tensors and comm.size > 1:
                 comm.broadcast(tensors, root=0)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this worker has sent so far."""
-        return self._reducer.sent_bytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next sums depend on, such as what this worker, unlike others, has not sent."""
-        in_flight = {name: _copies(steps) for name, steps in self._in_flight.items()}
-        return _state_of(self._policy, self._reducer) | {"in_flight": in_flight}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, by a worker of the same rank. Collective."""
-        _load_state(self._policy, self._reducer, state)
-        for name, steps in state["in_flight"].items():
-            self._in_flight[name] = _in_flight_of(self._policy, steps)
 
     @torch.no_grad()
     def reduce_(self, name: str, flat: Tensor) -> None:
@@ -299,14 +315,16 @@ class FSDPCommHook:
         # FSDP2 may drop it behind this, and give its memory to what another stream reduces next.
         lend_to_current_stream(flat)
         layout = _layout(f"{name or 'model'} (a module of FSDP2)", flat)
-        scale = _scale(self._policy, self._reducer)
+        reducer = self._reducer
+        assert reducer is not None
+        scale = self._scale(reducer.comm)
         if not self._policy.staleness:
             flat.mul_(scale)
-            self._reducer.start(Bucket(layout, flat)).wait()
+            reducer.start(Bucket(layout, flat)).wait()
             return
         own = flat * scale
-        steps = self._in_flight.setdefault(name, InFlight(self._policy.staleness))
-        steps.push({name: own}, [self._reducer.start(Bucket(layout, own))])
+        steps = self._steps_of(name)
+        steps.push({name: own}, [reducer.start(Bucket(layout, own))])
         due = steps.pop_due()
         if due is None:
             self._clear_after_backward()
@@ -344,37 +362,8 @@ def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
         )
 
 
-def _new_reducer(comm: Communicator, policy: ExchangePolicy) -> Reducer:
-    if comm.size > 1:
-        check_same_policy(comm, policy.in_words)
-    return Reducer(comm, policy)
-
-
-def _scale(policy: ExchangePolicy, reducer: Reducer) -> float:
-    """What gradients are multiplied by before they are summed."""
-    return 1.0 if policy.reduction == "sum" else 1 / reducer.comm.size
-
-
-def _state_of(policy: ExchangePolicy, reducer: Reducer) -> dict[str, Any]:
-    return {"policy": policy.state_dict(), **reducer.state_dict()}
-
-
-def _load_state(policy: ExchangePolicy, reducer: Reducer, state: Mapping[str, Any]) -> None:
-    policy.check_state_dict(state.get("policy", {}))
-    reducer.load_state_dict(state)
-
-
-def _copies(in_flight: InFlight[Gradients]) -> list[Gradients]:
-    """The sums under way, the oldest first; the same on every worker. Waits for them."""
-    in_flight.wait()
-    return [{name: gradient.clone() for name, gradient in step.items()} for step in in_flight]
-
-
-def _in_flight_of(policy: ExchangePolicy, steps: list[Gradients]) -> InFlight[Gradients]:
-    in_flight = InFlight[Gradients](policy.staleness)
-    for step in steps:
-        in_flight.push({name: gradient.clone() for name, gradient in step.items()}, ())
-    return in_flight
+def _copy(step: Gradients) -> Gradients:
+    return {name: gradient.clone() for name, gradient in step.items()}
 
 
 def _after_engine(function: Any) -> None:
