@@ -12,7 +12,7 @@ from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
 from allstep.errors import UsageError, check_integer
 from allstep.exchange import Exchange
-from allstep.train.checkpoint import Stateful, check_same
+from allstep.train.checkpoint import Stateful
 from allstep.train.loop_state import LoopState
 from allstep.train.saver import Saver
 from allstep.train.stop import Interrupts
@@ -239,12 +239,7 @@ class AutoCheckpoint:
         Raises:
             CheckpointError: if it is of other data, another policy, model or optimizer.
         """
-        check_same(state["options"], self._state.options())
-        self._state.load(state["models"], state["state"])
-        self._loader.load_state_dict(state["loader"])
-        for exchange, stored in zip(self._exchanges, state["exchanges"], strict=True):
-            exchange.load_state_dict(stored)
-        self._state.load_gradients(state["gradients"] or ())
+        self._state.load_state_dict(state)
         self._epoch = state["epoch"]
         self._is_over = self._was_over = state["is_over"]
         self._data_epoch = self._loader.epoch

@@ -185,9 +185,6 @@ class Elastic:
                 "`load_state_dict` comes before `with`: a worker that joins runs it too."
             )
         self._state.load_state_dict(state)
-        self._loader.load_state_dict(state["loader"])
-        for exchange, stored in zip(self._exchanges, state["exchange"], strict=True):
-            exchange.load_state_dict(stored)
 
     # -- what `steps` asks for -------------------------------------------------------------------
 

@@ -120,30 +120,6 @@ class LoopState:
             "exchanges": exchanges,
         }
 
-    def load(self, models: Iterable[Mapping[str, Any]], parts: Mapping[str, Any]) -> None:
-        """Takes up what `models` and the parts' state dicts gave.
-
-        Raises:
-            CheckpointError: if it is of another model or optimizer.
-        """
-        for exchange, stored in zip(self.exchanges, models, strict=True):
-            load_model_state(exchange.model, stored)
-        for name, part in self.parts.items():
-            if isinstance(part, Optimizer):
-                load_optimizer_state(part, parts[name])
-                # In an earlier life; torch's schedulers warn if their step comes first.
-                part._opt_called = True  # type: ignore[attr-defined]
-            else:
-                part.load_state_dict(parts[name])
-
-    def load_gradients(self, gradients: Iterable[Mapping[str, Any]]) -> None:
-        """Takes up what `gradients` gave, once the exchanges have their states."""
-        for exchange, stored in zip(self.exchanges, gradients, strict=False):
-            trained = {**exchange.trained, **exchange.divided}
-            for name, gradient in stored.items():
-                p = trained[name]
-                p.grad = gradient.to(p.device)
-
     def state_dict(self) -> dict[str, Any]:
         """What every worker has of it by itself, but for `position`; with exact sums all."""
         return {
@@ -154,20 +130,36 @@ class LoopState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave.
+        """Takes up what `state_dict` gave, with the position or without.
 
         Raises:
-            CheckpointError: if it is of other data, another model or optimizer.
+            CheckpointError: if it is of other data, another policy, model or optimizer.
         """
         check_same(state["options"], self.options())
-        self.load(state["models"], state["state"])
-        self.load_gradients(state["gradients"])
+        for exchange, stored in zip(self.exchanges, state["models"], strict=True):
+            load_model_state(exchange.model, stored)
+        for name, part in self.parts.items():
+            if isinstance(part, Optimizer):
+                load_optimizer_state(part, state["state"][name])
+                # In an earlier life; torch's schedulers warn if their step comes first.
+                part._opt_called = True  # type: ignore[attr-defined]
+            else:
+                part.load_state_dict(state["state"][name])
+        if "loader" in state:
+            self.loader.load_state_dict(state["loader"])
+            for exchange, stored in zip(self.exchanges, state["exchanges"], strict=True):
+                exchange.load_state_dict(stored)
+        for exchange, stored in zip(self.exchanges, state["gradients"] or (), strict=False):
+            trained = {**exchange.trained, **exchange.divided}
+            for name, gradient in stored.items():
+                p = trained[name]
+                p.grad = gradient.to(p.device)
 
     def position(self) -> dict[str, Any]:
         """Where loader and exchanges are, as every worker knows by itself."""
         return {
             "loader": self.loader.state_dict(),
-            "exchange": [exchange.replicated_state() for exchange in self.exchanges],
+            "exchanges": [exchange.replicated_state() for exchange in self.exchanges],
         }
 
     def refuse_left_out(self) -> None:

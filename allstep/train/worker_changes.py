@@ -149,7 +149,7 @@ class WorkerChanges:
         if any(member.progress < 0 for member in self._membership.members):
             self._share_state()
         self._state.loader.begin_again(self.between["loader"])
-        for exchange, stored in zip(self._state.exchanges, self.between["exchange"], strict=True):
+        for exchange, stored in zip(self._state.exchanges, self.between["exchanges"], strict=True):
             exchange.begin_again(stored)
         if self.step is None:
             self.step = self._state.loader.step
@@ -165,8 +165,8 @@ class WorkerChanges:
         if self.step is None:
             assert received is not None
             state = received[1]
+            self.between = {name: state.pop(name) for name in self.between}
             self._state.load_state_dict(state)
-            self.between = {name: state[name] for name in self.between}
 
     @property
     def _progress(self) -> int:
