@@ -120,10 +120,9 @@ class RunningStatistics:
             self._total = total() or 1.0  # without any weight there is nothing to divide
         if self._leaves_out_nonfinite and not self._is_exact:
             self._leave_out_nonfinite()
-        if self._is_exact:
-            self._take_in_sums()
-        else:
-            self._take_in()
+        if self._is_exact and self._tracked:
+            self._sum_micro_batches()
+        self._take_in()
 
     def micro_batch(self, weight: float | Callable[[], float]) -> AbstractContextManager[None]:
         """Around the forward (and backward) of one micro-batch.
@@ -241,34 +240,20 @@ class RunningStatistics:
         for tracked in self._tracked:
             tracked.shares = []  # its slot is free again
 
-    def _take_in_sums(self) -> None:
-        """The step of `_take_in` with the sums over all workers. Collective."""
-        if not self._tracked:
-            return
+    def _sum_micro_batches(self) -> None:
+        """Has each module's mean over all workers' micro-batches be the step's. Collective."""
         sizes = [len(buffer) for tracked in self._tracked for buffer in tracked.running]
-        like = (
-            self._tracked[0]
-            .running[0]
-            .new_zeros(sum(sizes) + len(self._tracked), dtype=torch.float64)
-        )
-        own = self._step_sum or ReproducibleSum(like)
+        like = self._tracked[0].running[0]
+        nothing = like.new_zeros(sum(sizes) + len(self._tracked), dtype=torch.float64)
+        own = self._step_sum or ReproducibleSum(nothing)
         (flat,) = reproducible_all_reduce(self._comm, [own])
-        flat = flat / self._total
         *statistics, called = torch.split(flat, [*sizes, len(self._tracked)])
         pairs = zip(statistics[::2], statistics[1::2], strict=True)
-        for tracked, pair, used in zip(self._tracked, pairs, called.tolist(), strict=True):
-            momentum = tracked.momentum()
-            kept = (1 - momentum) * tracked.weight
-            tracked.weight = kept + momentum * used
-            tracked.num_steps += 1
-            if not (used and tracked.weight):
-                continue
-            tracked.num_uses += 1
-            for buffer, statistic in zip(tracked.running, pair, strict=True):
-                decayed = buffer.double() * (kept / tracked.weight)
-                buffer.copy_(decayed + statistic * (momentum / tracked.weight))
-            if (counter := tracked.num_batches_tracked) is not None:
-                counter += 1
+        for tracked, pair, share in zip(self._tracked, pairs, called.tolist(), strict=True):
+            if share:
+                tracked.shares = [share]
+                for kept, statistic in zip(tracked.slots[0], pair, strict=False):
+                    kept.copy_(statistic / share)
 
     def _take_in(self) -> None:
         """One exponential-average step of the buffers and their weights."""
