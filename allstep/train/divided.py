@@ -25,8 +25,6 @@ from allstep.train.shards import (
     Part,
     cut,
     cut_optimizer,
-    divide,
-    divide_optimizer,
     divided,
 )
 
@@ -52,10 +50,10 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Owned:
-    """Modules of which each worker has others.
+    """What each worker has other parts of: modules, and shards.
 
     Attributes:
-        kinds: experts come before the stages that they are in.
+        kinds: of modules; experts come before the stages that they are in.
         workers: all of them.
     """
 
@@ -68,12 +66,12 @@ class _Owned:
         return tuple(prefix for kind in self.kinds for prefix in kind.prefixes)
 
 
-def _owned_modules(model: nn.Module) -> _Owned | None:
+def _owned_parts(model: nn.Module) -> _Owned | None:
     experts, stages = divided_modules(model), stages_of(model)
     kinds = [_kind(modules) for modules in (experts, stages) if modules]
-    if not kinds:
-        return None
     meshes = [part.mesh for part in parts_along_axes(model)]
+    if not (kinds or meshes):
+        return None
     return _Owned(kinds, meshes[0].comm if meshes else kinds[0].comm)
 
 
@@ -99,15 +97,13 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
         As if this worker had the whole model, with divided tensors; where nothing is divided what
         it has.
     """
-    if owned := _owned_modules(model):
-        return _of_all(tensors, owned, model)
-    shards = shards_of(model)
-    return {n: divide(x, shards[n]) if n in shards else x for n, x in tensors.items()}
+    owned = _owned_parts(model)
+    return dict(tensors) if owned is None else _of_all(tensors, owned, model)
 
 
 def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     """What this worker needs of what `whole_tensors` gave, as views; what doesn't fit is left."""
-    shards, owned = shards_of(model), _owned_modules(model)
+    shards, owned = shards_of(model), _owned_parts(model)
     if owned is not None:
         own, prefixes = model.state_dict(), owned.prefixes
         tensors = {n: x for n, x in tensors.items() if n in own or not n.startswith(prefixes)}
@@ -124,9 +120,9 @@ def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
         UsageError: if the optimizer has no parameter of rank 0's part, and others of others'.
     """
     optimizer_state = optimizer.state_dict()
-    owned = _owned_modules(model)
+    owned = _owned_parts(model)
     if owned is None:
-        return divide_optimizer(model, optimizer, optimizer_state)
+        return optimizer_state
     own_names = list(chain.from_iterable(_names(model, optimizer)))
     by_name: State = {
         own_names[key] if isinstance(key, int) else key: state
@@ -147,9 +143,9 @@ def local_optimizer(
     model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective."""
-    owned = _owned_modules(model)
+    owned = _owned_parts(model)
     if owned is None:
-        return cut_optimizer(model, optimizer, optimizer_state)
+        return optimizer_state
     groups = _whole_names(model, optimizer, owned)
     saved_groups = optimizer_state["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(names) for names in groups]:
@@ -216,13 +212,17 @@ def _number_in(prefix: str, name: str) -> int:
 
 
 def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
-    """With the entries of all workers' divided modules; the same on all. Collective.
+    """With the entries of all workers' divided modules and shards; the same on all. Collective.
 
     Tensors of one number are copied, all others remain with their workers.
     """
     workers = owned.workers
-    own = {k: v for k, v in state.items() if isinstance(k, str) and k.startswith(owned.prefixes)}
-    shards = {n: s for n, s in shards_of(model).items() if n in own}
+    shards = {n: s for n, s in shards_of(model).items() if n in state}
+    own = {
+        k: v
+        for k, v in state.items()
+        if k in shards or (isinstance(k, str) and k.startswith(owned.prefixes))
+    }
     cuts = {
         n: (list(model.get_parameter(n).shape), (s.dim, s.comm.rank, s.comm.size))
         for n, s in shards.items()

@@ -1,6 +1,6 @@
 """What training does differently where workers share a copy of the model. [Note: shards]"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -50,8 +50,7 @@ def data_axis(model: nn.Module, comm: Communicator) -> Communicator:
 
 def sharing_workers(shards: Mapping[str, Shard]) -> Communicator | None:
     """Those with the parts of this worker's copy of the model; None if it has all of it."""
-    shard = _any_shard(shards)
-    return None if shard is None else shard.comm
+    return next((shard.comm for shard in shards.values()), None)
 
 
 def check_sharded(options: TrainOptions, reason: str) -> None:
@@ -85,14 +84,6 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
             )
 
 
-def divide(local: Tensor, shard: Shard) -> DividedTensor:
-    """What a checkpoint has for a shard. [Note: divided checkpoints]"""
-    workers = shard.mesh.comm
-    places = [shard.mesh.coordinates_of(rank)[shard.axis] for rank in range(workers.size)]
-    parts = [(shard.dim, place, shard.comm.size) for place in places]
-    return divided(local, local.shape, parts, workers)
-
-
 def divided(
     x: Tensor, shape: Sequence[int], parts: Sequence[Part | None], workers: Communicator
 ) -> DividedTensor:
@@ -116,45 +107,22 @@ def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
     """This worker's part, of the given shape, of a whole tensor: a view; anything else as it is."""
     whole = list(shape)
     whole[shard.dim] *= shard.comm.size
-    if not _has_shape(value, whole):
+    if not (isinstance(value, Tensor) and list(value.shape) == whole):
         return value
     length = shape[shard.dim]
     return value.narrow(shard.dim, shard.comm.rank * length, length)
 
 
-def divide_optimizer(model: nn.Module, optimizer: Optimizer, optimizer_state: State) -> State:
-    """The optimizer's state with divided tensors in place of those of shards."""
-
-    def divided(value: Any, shape: torch.Size, shard: Shard) -> Any:
-        return divide(value, shard) if _has_shape(value, shape) else value
-
-    return _map_held(model, optimizer, optimizer_state, divided)
-
-
 def cut_optimizer(
     model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> State:
-    """What this worker needs of what `divide_optimizer` gave; what doesn't fit is left."""
-    return _map_held(model, optimizer, optimizer_state, cut)
-
-
-def _map_held(
-    model: nn.Module,
-    optimizer: Optimizer,
-    optimizer_state: Mapping[str, Any],
-    function: Callable[[Any, torch.Size, Shard], Any],
-) -> State:
-    """With the function of each entry that belongs to a shard, which has the given shape."""
+    """This worker's part of a whole optimizer's state; what doesn't fit is left."""
     numbers, held = _numbers(model, optimizer, optimizer_state), dict(optimizer_state["state"])
     for name, shard in shards_of(model).items():
         shape, key = model.get_parameter(name).shape, numbers.get(name)
         if isinstance(held.get(key), dict):
-            held[key] = {k: function(value, shape, shard) for k, value in held[key].items()}
+            held[key] = {k: cut(value, shape, shard) for k, value in held[key].items()}
     return {**optimizer_state, "state": held}
-
-
-def _any_shard(shards: Mapping[str, Shard]) -> Shard | None:
-    return next(iter(shards.values()), None)
 
 
 def _numbers(
@@ -165,7 +133,3 @@ def _numbers(
     own = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
     saved = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
     return dict(zip(own, saved, strict=False))  # what doesn't fit is refused later
-
-
-def _has_shape(value: Any, shape: list[int] | torch.Size) -> bool:
-    return isinstance(value, Tensor) and list(value.shape) == list(shape)
