@@ -1,9 +1,9 @@
-"""What an earlier exchange has left in `p.grad`, where the next one is a sum."""
+"""What an earlier exchange has left in `p.grad`, where the next one would count it again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allstep.exchange.parameters import ParameterSet
 
@@ -27,10 +27,11 @@ class CarryOver:
         self._carried: dict[int, nn.Parameter] = {}  # whose `p.grad` is a part of a sum by now
 
     @torch.no_grad()
-    def carry(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def carry(self, names: Iterable[str] | None = None) -> None:
         """Before gradients are added to `p.grad`, or it is summed; all that was not yet if None."""
-        trained = self._parameters.trained.values() if parameters is None else parameters
-        new = {id(p): p for p in trained if id(p) not in self._carried}
+        trained = self._parameters.trained
+        found = (trained[name] for name in (trained if names is None else names))
+        new = {id(p): p for p in found if id(p) not in self._carried}
         gradients = [p.grad for p in new.values() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, self._size)
@@ -46,3 +47,39 @@ class CarryOver:
             if number not in is_summed and p.grad is not None:
                 p.grad.mul_(self._size)
         self._carried.clear()
+
+
+class HeldGradients:
+    """Keeps what `p.grad` holds out of an exchange, and adds it to what that leaves there.
+
+    It must be the same on all workers. Exact sums are of what was rounded; a late gradient that
+    was not used yet must not be sent again, to come later still.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()  # ids of those whose `p.grad` is of the next exchange by now
+        self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Before gradients are added to the `p.grad` of some parameters."""
+        for name, p in parameters.items():
+            if id(p) not in self._seen and p.grad is not None:
+                self._held[name] = p, p.grad.detach().clone()
+                p.grad = None
+            self._seen.add(id(p))
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """After the exchange; what is left is added to what that has left."""
+        for p, held in self._held.values():
+            p.grad = held if p.grad is None else p.grad.add_(held)
+        self._held.clear()
+        self._seen.clear()
+
+    def in_words(self) -> str:
+        """What will be added to gradients, for a comparison of the workers."""
+        return "".join(
+            f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
+            for name, (_, x) in self._held.items()
+        )

@@ -1,8 +1,7 @@
 """Sums of the same bits on any number of workers: what "exact" adds to an exchange. [Note: grid]"""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ class ExactSums:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grid = Grid()
-        self._held: dict[str, Tensor] = {}  # of `p.grad`, before the global batch's sum
 
     @property
     def num_completed(self) -> int:
@@ -43,22 +41,10 @@ class ExactSums:
                     ' another `compression` (="exact").'
                 )
 
-    @contextmanager
-    def global_batch(
-        self,
-        parameters: ParameterSet,
-        buckets: BucketSet,
-        num_micro_batches: int,
-        num_passes: int,
-    ) -> Iterator[None]:
-        """Around the backward passes of one; what `p.grad` held before is added to their sum."""
+    def begin(self, buckets: BucketSet, num_micro_batches: int, num_passes: int) -> None:
+        """A global batch begins."""
         self._grid.begin(num_micro_batches, num_passes)
         buckets.off_grid.clear()
-        self._hold(parameters)
-        try:
-            yield
-        finally:
-            self._give_back_held(parameters)
 
     def begin_micro_batch(self) -> None:
         """The backward passes that follow are of another micro-batch."""
@@ -101,28 +87,6 @@ class ExactSums:
             total = summed[name].grad
             assert total is not None
             self._grid.look_at(name, total, is_off=name in off_grid)
-
-    @torch.no_grad()
-    def _hold(self, parameters: ParameterSet) -> None:
-        """Takes what `p.grad` holds before a sum out of it: it counts once, on all alike."""
-        for name, p in parameters.trained.items():
-            if p.grad is not None:
-                self._held[name], p.grad = p.grad.detach().clone(), None
-
-    @torch.no_grad()
-    def _give_back_held(self, parameters: ParameterSet) -> None:
-        for name, held in self._held.items():
-            p = parameters.trained.get(name)
-            if p is not None:
-                p.grad = held if p.grad is None else p.grad.add_(held)
-        self._held.clear()
-
-    def held_in_words(self) -> str:
-        """What will be added to gradients, which must be the same on all workers."""
-        return "".join(
-            f", added to a gradient of `{name}` whose sum is {float(x.double().sum()):.17g}"
-            for name, x in self._held.items()
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """The grid, and the threads that a worker's products depend on."""

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -117,9 +117,8 @@ class Exchange(ABC):
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
         """A backward pass has added to `p.grad`; more may follow in others."""
 
-    def _rounding(self, num_micro_batches: int, num_passes: int) -> AbstractContextManager[None]:
-        """Around a global batch's backward passes; "exact" rounds their gradients."""
-        return nullcontext()
+    def _begin_rounding(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
+        """Before a global batch's backward passes, whose gradients "exact" rounds."""
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         """What tells how parameters of so many bytes are summed, if the policy does not."""
@@ -257,13 +256,14 @@ class Exchange(ABC):
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
         try:
-            with self._rounding(num_micro_batches, num_passes):
-                yield
+            self._begin_rounding(num_micro_batches, num_passes)
+            yield
             if self.weighing.has_sums and not self._is_active:
                 divide_gradients(self._parameters.trained.values(), self.weighing.divisor())
         finally:
             self._global_step = None
             self.weighing = Weighing.of_means()
+            self._give_back()
         self.awaits_update = True
         self._parts.note_global()
 
@@ -442,7 +442,7 @@ class Exchange(ABC):
         before = set(map(id, self._parameters.trained.values()))
         self._follow_model()
         if self._global_step is not None:  # their first gradients are to be summed
-            self._carry(p for p in self._parameters.trained.values() if id(p) not in before)
+            self._carry(n for n, p in self._parameters.trained.items() if id(p) not in before)
 
     def _follow_changes(self) -> None:
         """Before what is of the whole model, outside of a step. Collective."""
@@ -486,6 +486,7 @@ class Exchange(ABC):
         In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it.
         """
         self._is_detached = True
+        self._give_back()
         self._hooks.remove()
         self._divided.detach()
         self.statistics.detach()
@@ -517,13 +518,16 @@ class Exchange(ABC):
         """Whether what an earlier exchange has left in `p.grad` would count once a worker."""
         return self.comm.size > 1 and self.gradient_scale == 1
 
-    def _carry(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Before gradients are summed; see `CarryOver.carry`."""
+    def _carry(self, names: Iterable[str] | None = None) -> None:
+        """Before gradients are summed, of all parameters if None; see `CarryOver.carry`."""
         if self._carries_over:
-            self._carry_over.carry(parameters)
+            self._carry_over.carry(names)
 
     def _carry_one(self, name: str, _: Tensor | None) -> None:
-        self._carry([self._parameters.trained[name]])
+        self._carry([name])
+
+    def _give_back(self) -> None:  # noqa: B027 (few exchanges hold anything)
+        """Adds what was held apart, if anything was, to what the exchange has left."""
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         self._touched.add(name)
@@ -563,6 +567,7 @@ class Exchange(ABC):
                 self._take_own_for_all()
             else:
                 self._carry_over.finish(self._reduce().values())
+                self._give_back()
         if self.averaging is not None:
             self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
@@ -660,7 +665,7 @@ class Exchange(ABC):
     def _hook(self, name: str, p: nn.Parameter) -> list[Removable]:
         on_gradient = WeakHook(self, type(self)._on_gradient, name)
         handles: list[Removable] = [p.register_post_accumulate_grad_hook(on_gradient)]  # type: ignore[no-untyped-call]
-        if self.policy.reduction == "sum":  # outside of global batches, too
+        if self.policy.reduction == "sum" or self.policy.staleness:  # outside of batches, too
             carry = WeakHook(self, type(self)._carry_one, name)
             handles.append(AccumulationHook(p, carry))
         return handles

@@ -1,7 +1,7 @@
 """The exchange in buckets, beside the backward pass, and as many steps late as allowed."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from allstep.comm import Communicator, Work
 from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
+from allstep.exchange.carry_over import HeldGradients
 from allstep.exchange.exact_sums import ExactSums
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
@@ -72,6 +73,7 @@ class OverlappedExchange(Exchange):
         self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for
+        self._held = HeldGradients()
         self._pass_number = 0
         self._is_local_pass = False
         self._failure: str | None = None
@@ -284,12 +286,9 @@ class OverlappedExchange(Exchange):
         """What rounds gradients now, if anything does."""
         return None if self._global_step is None or self._stays_local else self._exact
 
-    def _rounding(self, num_micro_batches: int, num_passes: int) -> AbstractContextManager[None]:
-        if self._rounder is None:
-            return nullcontext()
-        return self._rounder.global_batch(
-            self._parameters, self._buckets, num_micro_batches, num_passes
-        )
+    def _begin_rounding(self, num_micro_batches: int, num_passes: int) -> None:
+        if self._rounder is not None:
+            self._rounder.begin(self._buckets, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
         if self._exact is not None:
@@ -374,7 +373,7 @@ class OverlappedExchange(Exchange):
         if self.global_step is not None:
             batch = f"global batch {self.global_step}"
             batch += f" ({self._samples})" if self._samples else ""
-            held = "" if self._exact is None else self._exact.held_in_words()
+            held = "" if self._exact is None else self._held.in_words()
             return f"exchange gradients {self._num_exchanges}, of {batch}{held}"
         return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
 
@@ -466,9 +465,15 @@ class OverlappedExchange(Exchange):
         always = self.policy.staleness > 0 or self._exact is not None
         return super()._is_active or always or self._reducer.has_residuals
 
-    @property
-    def _carries_over(self) -> bool:
-        return super()._carries_over and self._rounder is None
+    def _carry(self, names: Iterable[str] | None = None) -> None:
+        if self.policy.staleness or self._rounder is not None:
+            trained = self._parameters.trained
+            self._held.take(trained if names is None else {n: trained[n] for n in names})
+        else:
+            super()._carry(names)
+
+    def _give_back(self) -> None:
+        self._held.give_back()
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         return self._reducer.measured_algorithm_for

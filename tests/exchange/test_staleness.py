@@ -288,3 +288,45 @@ def test_stale_gradient_of_a_layer_frozen_since() -> None:
         assert torch.equal(net[2].weight.grad, state["in_flight"][0]["sums"]["2.weight"])
 
     run_ranks(2, resume, timeout_s=20)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("kwargs", [{}, {"reduction": "sum"}], ids=["mean", "sum"])
+def test_late_gradients_of_two_batches_make_one_update(
+    size: int, staleness: int, kwargs: dict[str, Any]
+) -> None:
+    """What was not used yet stays in `p.grad`; sent again, it would come later still."""
+    torch.manual_seed(0)
+    start, batches = mlp().double(), torch.randn(NUM_STEPS, 4, 5, dtype=torch.float64)
+    share = 1 / size if kwargs else 1
+
+    def worker(comm: Communicator) -> list[Tensor]:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        attach(model, comm, late(staleness, **kwargs))
+        for step, batch in enumerate(batches):
+            (share * model(shard(batch, comm)).square().mean()).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    def expected(*, is_every_one_used: bool) -> list[Tensor]:
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        made: list[tuple[Tensor, ...]] = []
+        for step, batch in enumerate(batches):
+            loss = model(batch).square().mean()
+            made.append(torch.autograd.grad(loss, list(model.parameters())))
+            if step >= staleness and (step % 2 or is_every_one_used):
+                for p, gradient in zip(model.parameters(), made[step - staleness], strict=True):
+                    p.grad = gradient.clone() if p.grad is None else p.grad + gradient
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    for found in run_ranks(size, worker):
+        assert largest_difference(found, expected(is_every_one_used=True)) < 1e-12
+        assert largest_difference(found, expected(is_every_one_used=False)) > 1e-3
