@@ -1,5 +1,6 @@
 """Batch norm's running statistics, the same on any number of workers."""
 
+import logging
 import math
 import warnings
 from collections import defaultdict
@@ -65,7 +66,7 @@ class RunningStatistics:
         self._total = 1.0  # of the step's weights
         self._is_active = False  # in a micro-batch
         self._is_local = False  # the buffers differ between workers
-        self._has_warned = False
+        self._has_warned = self._has_looked = False
         self._leaves_out_nonfinite = False
         self.refresh()
 
@@ -111,10 +112,13 @@ class RunningStatistics:
             tracked.start_step()
         self._step_sum = None
         self._is_in_step = True
+        looks = self._comm.size > 1 and self._comm.rank == 0 and not self._has_looked
+        before = [(m, name, x.clone()) for m, name, x in self._other_buffers()] if looks else []
         try:
             yield
         finally:
             self._is_in_step = False
+        self._tell_of_changed(before)
         self._total = 1.0
         if total is not None and self._tracked:
             self._total = total() or 1.0  # without any weight there is nothing to divide
@@ -160,8 +164,9 @@ class RunningStatistics:
             if self._comm.size > 1 and not self._is_exact:
                 self._sum_parts()
             self._count_steps()
-        if others := self._other_buffers():
-            self._comm.broadcast(others, root=0)
+        others = {id(buffer): buffer.detach() for _, _, buffer in self._other_buffers()}
+        if others:
+            self._comm.broadcast(tuple(others.values()), root=0)
         self._forget_parts()
 
     def settle(self) -> None:
@@ -207,17 +212,31 @@ class RunningStatistics:
             if tracked.module is module:
                 tracked.before_forward(tracked.module, args)
 
-    def _other_buffers(self) -> tuple[Tensor, ...]:
+    def _other_buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Those of other modules, which may have moved on their own by a rule of theirs."""
         tracked = {t.module for t in self._tracked}
-        found = {
-            id(buffer): buffer.detach()
-            for module in self._parameters.modules
-            if module not in tracked
-            for buffer in module._buffers.values()
-            if buffer is not None and not is_lazy(buffer)
-        }
-        return tuple(found.values())
+        for module in self._parameters.modules:
+            for name, buffer in module._buffers.items() if module not in tracked else ():
+                if buffer is not None and not is_lazy(buffer):
+                    yield module, name, buffer
+
+    def _tell_of_changed(self, before: list[tuple[nn.Module, str, Tensor]]) -> None:
+        """Says once, after the first step, if a forward pass changes what is no statistic."""
+        self._has_looked = True
+        for module, name, old in before:
+            new = module._buffers.get(name)
+            if new is None or name in module._non_persistent_buffers_set:  # a cache
+                continue
+            if not torch.equal(new, old):
+                logging.getLogger("allstep").warning(
+                    "the buffer `%s` of a %s was changed in the loop over a global batch's"
+                    " micro-batches: each worker changes its own, by its own micro-batches, so that"
+                    " the model depends on the number of workers. Only batch norm's running"
+                    " statistics are followed; change others when that loop has ended.",
+                    name,
+                    type(module).__name__,
+                )
+                return
 
     def _add_micro_batch(self, weight: float) -> None:
         """Adds a micro-batch to the sums of the step, and its weight where it called a module."""

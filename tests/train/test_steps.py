@@ -558,3 +558,40 @@ def test_steps_give_the_random_states_back(is_left_early: bool) -> None:
             break
     found.append(numbers())
     assert found == first
+
+
+class MovingMean(nn.Module):
+    """Takes off a mean of its inputs that each training forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = make_model()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        y: Tensor = self.linear(x - self.mean)
+        return y
+
+
+def test_buffers_that_each_worker_changes_for_itself_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The model is another one on other numbers of workers then."""
+
+    def weight(comm: Communicator, model: nn.Module) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = allstep.attach(model, comm)
+        for batch in allstep.steps(make_loader(comm), exchange):
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+    batch_norm = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), make_model())
+    for make, is_told in ((MovingMean, True), (lambda: copy.deepcopy(batch_norm), False)):
+        caplog.clear()
+        one, two = (run_ranks(n, lambda comm, make=make: weight(comm, make()))[0] for n in (1, 2))
+        assert torch.allclose(one, two, rtol=1e-12) != is_told
+        assert caplog.text.count("the buffer `mean` of a MovingMean was changed") == is_told
