@@ -157,6 +157,10 @@ class StateSweep:
         self._tensors = {name: t for name, t in tensors.items() if is_comparable(t)}
         self._parts = list(_split(self._tensors))
 
+    def has_updated(self, optimizer: Optimizer) -> bool:
+        """Whether it has made a step since the last exchange."""
+        return id(optimizer) in self._updates
+
     def note_update(self, optimizer: Optimizer, number: int) -> None:
         """An optimizer of these tensors makes a step.
 

@@ -243,3 +243,47 @@ def test_a_closure_that_is_called_once_may_return_the_workers_own_loss() -> None
         optimizer.step(closure=closure)
 
     run_ranks(2, worker)
+
+
+def without_hooks(loss: Tensor, model: nn.Module, exchange: allstep.Exchange) -> None:
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient
+
+
+def in_no_sync(loss: Tensor, model: nn.Module, exchange: allstep.Exchange) -> None:
+    with exchange.no_sync():
+        loss.backward()
+
+
+def synchronized(loss: Tensor, model: nn.Module, exchange: allstep.Exchange) -> None:
+    without_hooks(loss, model, exchange)
+    exchange.synchronize()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("make_gradients", [without_hooks, in_no_sync, synchronized])
+def test_an_update_with_gradients_that_were_not_exchanged_is_told_of(
+    make_gradients: Callable[[Tensor, nn.Module, allstep.Exchange], None],
+    is_first: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def worker(comm: Communicator) -> Tensor:
+        model = nn.Linear(5, 1)
+        nn.init.zeros_(model.weight)
+        exchange = attach(model, comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = model(torch.ones(2, 5) * (comm.rank + 1)).sum()
+            if step == 0 and not is_first:
+                loss.backward()
+            else:
+                make_gradients(loss, model, exchange)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach()
+
+    found = run_ranks(2, worker)
+    is_same = make_gradients is synchronized
+    assert torch.equal(*found) == is_same
+    assert caplog.text.count("no gradient was exchanged since its last one") == (not is_same)
