@@ -32,7 +32,7 @@ class DividedParameters:
 
     def follow(self) -> None:
         """Takes the known modules as they are now; cheap if nothing has changed."""
-        if self._snapshot.has_joined() or self._snapshot.has_frozen():
+        if self._snapshot.has_changed():
             self.refresh()
 
     def detach(self) -> None:

@@ -44,6 +44,9 @@ class Exchange(ABC):
         shards: name -> shard, of the parameters of which workers along another axis of a mesh
             have other parts. [Note: shards]
         statistics: batch norm's running statistics.
+        is_attached: until `detach`.
+        num_exchanges: exchanges of gradients so far.
+        global_step: the number of the global batch that is being run, if one is.
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
         awaits_update: whether a global batch has been run whose turn in `steps` is not over, and
@@ -83,16 +86,16 @@ class Exchange(ABC):
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._finish_backward)
         self._hooks = ModelHooks(self, model)
-        self._num_exchanges = 0
+        self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
-        self._global_step: int | None = None
+        self.global_step: int | None = None
         self._samples = ""  # of the global batch
         self.weighing = Weighing.of_means()
         self._total_weight: Tensor | None = None  # of the last exchange's losses
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
-        self._is_detached = False
+        self.is_attached = True
         self.awaits_update = False
         try:
             if self._is_active:
@@ -126,19 +129,9 @@ class Exchange(ABC):
         return None
 
     @property
-    def is_attached(self) -> bool:
-        """Until `detach`."""
-        return not self._is_detached
-
-    @property
     def is_exact(self) -> bool:
         """Whether a global batch's sums have the same bits on any number of workers."""
         return False
-
-    @property
-    def num_exchanges(self) -> int:
-        """Exchanges of gradients so far."""
-        return self._num_exchanges
 
     @abstractmethod
     def stats(self) -> ExchangeStats:
@@ -174,10 +167,10 @@ class Exchange(ABC):
         self.awaits_update = False
         self._parts.warn_if_changed(optimizer)
         if self.comm.size > 1:
-            has_exchanged = self._num_exchanges and not self._sweep.has_updated(optimizer)
+            has_exchanged = self.num_exchanges and not self._sweep.has_updated(optimizer)
             if not (has_exchanged or self.policy.staleness or self.averaging):
                 self._tell_of_own_gradients(optimizer)
-            self._sweep.note_update(optimizer, self._num_exchanges)
+            self._sweep.note_update(optimizer, self.num_exchanges)
 
     def _tell_of_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Says once that an update is made of gradients which nobody has exchanged."""
@@ -198,7 +191,7 @@ class Exchange(ABC):
         """What the exchange that starts compares of the workers' models, if there are several."""
         if self.comm.size == 1:
             return None
-        return self._sweep.next_part(self._num_exchanges, device)
+        return self._sweep.next_part(self.num_exchanges, device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the model's gradients so that their L2 norm is at most `max_norm`.
@@ -271,7 +264,7 @@ class Exchange(ABC):
         """
         if not self._is_active and self._parameters.has_changed():
             self._follow_model()
-        self._global_step, self._samples = step, samples
+        self.global_step, self._samples = step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
         try:
@@ -280,7 +273,7 @@ class Exchange(ABC):
             if self.weighing.has_sums and not self._is_active:
                 divide_gradients(self._parameters.trained.values(), self.weighing.divisor())
         finally:
-            self._global_step = None
+            self.global_step = None
             self.weighing = Weighing.of_means()
             self._give_back()
         self.awaits_update = True
@@ -309,7 +302,7 @@ class Exchange(ABC):
 
     def _agree_on_divisor(self) -> Tensor | None:
         """Of a global batch's sums; None for means. Collective, in a message of its own."""
-        if self._global_step is None:
+        if self.global_step is None:
             return None
         notes = all_reduce_notes(self.comm, self.weighing, self.stragglers.own_times)
         self._see_times(times_of(notes))
@@ -328,17 +321,12 @@ class Exchange(ABC):
         return {name: p.grad for name, p in trained if p.grad is not None}
 
     @property
-    def global_step(self) -> int | None:
-        """The number of the global batch that is being run, if one is."""
-        return self._global_step
-
-    @property
     def gradient_scale(self) -> float:
         """What gradients are multiplied by before they are summed over the workers.
 
         1/size for a mean; 1 for a sum, and for a global batch, whose losses are weighed already.
         """
-        is_weighed = self._global_step is not None or self.policy.reduction == "sum"
+        is_weighed = self.global_step is not None or self.policy.reduction == "sum"
         return 1.0 if is_weighed else 1 / self.comm.size
 
     def synchronize(self) -> None:
@@ -383,7 +371,7 @@ class Exchange(ABC):
         self._follow_changes()
         return {
             "policy": self.policy.state_dict(),
-            "num_exchanges": self._num_exchanges,
+            "num_exchanges": self.num_exchanges,
             "averaging": None if self.averaging is None else self.averaging.state_dict(),
         }
 
@@ -395,7 +383,7 @@ class Exchange(ABC):
         """
         return {
             "policy": self.policy.state_dict(),
-            "num_exchanges": self._num_exchanges,
+            "num_exchanges": self.num_exchanges,
             "averaging": None,
             "statistics": self.statistics.state_dict(),
         }
@@ -410,7 +398,7 @@ class Exchange(ABC):
         self._refuse_detached("load_state_dict")
         self._follow_changes()
         self.policy.check_state_dict(state.get("policy", {}))
-        self._num_exchanges = state["num_exchanges"]
+        self.num_exchanges = state["num_exchanges"]
         if "statistics" in state:
             self.statistics.load_state_dict(state["statistics"])
         if self.averaging is not None and state["averaging"] is not None:
@@ -445,7 +433,7 @@ class Exchange(ABC):
         Raises:
             DisagreementError: on every worker, if another came for something else.
         """
-        if self._is_active and not self._is_detached:
+        if self._is_active and self.is_attached:
             self._agree(action)
 
     def sync_parameters(self) -> None:
@@ -460,7 +448,7 @@ class Exchange(ABC):
         self._refuse_detached("sync_parameters")
         before = set(map(id, self._parameters.trained.values()))
         self._follow_model()
-        if self._global_step is not None:  # their first gradients are to be summed
+        if self.global_step is not None:  # their first gradients are to be summed
             self._carry(n for n, p in self._parameters.trained.items() if id(p) not in before)
 
     def _follow_changes(self) -> None:
@@ -504,7 +492,7 @@ class Exchange(ABC):
 
         In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it.
         """
-        self._is_detached = True
+        self.is_attached = False
         self._give_back()
         self._hooks.remove()
         self._divided.detach()
@@ -591,7 +579,7 @@ class Exchange(ABC):
             self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
         self.statistics.mark_local()
-        self._num_exchanges += 1
+        self.num_exchanges += 1
         self._num_no_sync = 0
         if self._parameters.has_frozen():
             # Not in a forward: a GAN's critic is frozen for a moment in every micro-batch, and
@@ -620,7 +608,7 @@ class Exchange(ABC):
     # -- errors that all workers get ---------------------------------------------------------
 
     def _refuse_detached(self, verb: str) -> None:
-        if self._is_detached:
+        if not self.is_attached:
             raise UsageError(
                 f"`{verb}` was called after `detach()`; call it before, or attach again."
             )
@@ -657,8 +645,8 @@ class Exchange(ABC):
         if self.comm.size > 1:
             if self.model.training:
                 self.statistics.mark_local()
-                if self._global_step is None:  # else `steps` says so
-                    self.comm.activity.enter("forward", self._num_exchanges)
+                if self.global_step is None:  # else `steps` says so
+                    self.comm.activity.enter("forward", self.num_exchanges)
             else:
                 self.statistics.warn_if_local()
         self._divided.follow()

@@ -105,7 +105,7 @@ class OverlappedExchange(Exchange):
     def stats(self) -> ExchangeStats:
         reducer = self._reducer
         return ExchangeStats(
-            self._num_exchanges,
+            self.num_exchanges,
             reducer.sent_bytes,
             reducer.busy_s,
             self._in_flight.exposed_s,
@@ -249,7 +249,7 @@ class OverlappedExchange(Exchange):
         buckets, index = self._buckets, len(self._buckets.works)
         if index == 0:
             self._raise_if_bad()
-            buckets.step, buckets.amp_scale = self._num_exchanges, self._present_amp_scale()
+            buckets.step, buckets.amp_scale = self.num_exchanges, self._present_amp_scale()
             self._residual_factor = buckets.amp_scale / self._last_amp_scale
             self._last_amp_scale = buckets.amp_scale
             buckets.meeting = self.comm.announced.begin_exchange()
@@ -284,7 +284,7 @@ class OverlappedExchange(Exchange):
     @property
     def _rounder(self) -> ExactSums | None:
         """What rounds gradients now, if anything does."""
-        return None if self._global_step is None or self._stays_local else self._exact
+        return None if self.global_step is None or self._stays_local else self._exact
 
     def _begin_rounding(self, num_micro_batches: int, num_passes: int) -> None:
         if self._rounder is not None:
@@ -354,7 +354,7 @@ class OverlappedExchange(Exchange):
                 if p.grad is not views[name]:  # most gradients lie there already
                     buckets.deliver(name, p)
             if self._rounder is not None:
-                self._rounder.follow(summed, off_grid, self._num_exchanges)
+                self._rounder.follow(summed, off_grid, self.num_exchanges)
             self._divide_sums(summed.values(), self._divisor(buckets))
         if buckets.plan is self._plan:
             self._idle.append(buckets)
@@ -374,8 +374,8 @@ class OverlappedExchange(Exchange):
             batch = f"global batch {self.global_step}"
             batch += f" ({self._samples})" if self._samples else ""
             held = "" if self._exact is None else self._held.in_words()
-            return f"exchange gradients {self._num_exchanges}, of {batch}{held}"
-        return f"exchange gradients {self._num_exchanges}, after {self._num_no_sync} `no_sync`"
+            return f"exchange gradients {self.num_exchanges}, of {batch}{held}"
+        return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _present_amp_scale(self) -> float:
         matters = self.policy.staleness or self._reducer.has_residuals
@@ -494,7 +494,7 @@ class OverlappedExchange(Exchange):
 
     def _revise_plan(self) -> bool:
         """Other buckets, if the backward pass that ended makes better ones; whether it does."""
-        if not self._bucketing.is_due(self._num_exchanges):
+        if not self._bucketing.is_due(self.num_exchanges):
             return False
         backward_s = perf_counter() - self._pass_start_s - self._in_flight.last_wait_s
         if self._bucketing.is_recorded:

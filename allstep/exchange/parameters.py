@@ -46,6 +46,10 @@ class Snapshot:
     """Modules and their parameters as they are now, to find what changes; looking is cheap."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.note(modules)
+
+    def note(self, modules: Iterable[nn.Module]) -> None:
+        """Takes them as they are now."""
         self._children = tuple(_children(modules))
         self._lengths = tuple(map(len, self._children))
         items = [(c, key, value) for c in self._children for key, value in c.items()]
@@ -82,7 +86,7 @@ class Snapshot:
         return any(map(lt, [p.requires_grad for p in self._parameters], self._requires_grad))
 
 
-class ParameterSet:
+class ParameterSet(Snapshot):
     """A model's parameters that require gradients, in the model's order, each once.
 
     Those of divided modules are not among them. [Note: divided parameters]
@@ -95,9 +99,6 @@ class ParameterSet:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.trained: dict[str, nn.Parameter] = {}
-        self.tensors: dict[str, Tensor] = {}
-        self.modules: tuple[nn.Module, ...] = ()
         self.refresh()
 
     def refresh(self) -> None:
@@ -105,7 +106,7 @@ class ParameterSet:
         check_module(self._model)
         own = {m for divided in divided_modules(self._model).values() for m in divided.modules()}
         self.modules = tuple(module for module in self._model.modules() if module not in own)
-        self._snapshot = Snapshot(self.modules)
+        self.note(self.modules)
         prefixes = divided_prefixes(self._model)
         parameters = {
             name: p for name, p in self._model.named_parameters() if not name.startswith(prefixes)
@@ -121,17 +122,9 @@ class ParameterSet:
             check_tensor(name, tensor)
         self.lazy = tuple(tensor for tensor in tensors.values() if is_lazy(tensor))
 
-    def has_changed(self) -> bool:
-        """Whether parameters or modules came, went, or changed `requires_grad`; cheap."""
-        return self.has_joined() or self.has_frozen()
-
     def has_joined(self) -> bool:
         """Whether parameters or modules came or went, or some now require gradients; cheap."""
-        return self._snapshot.has_joined() or not all(map(is_lazy, self.lazy))
-
-    def has_frozen(self) -> bool:
-        """Whether parameters no longer require gradients; cheap."""
-        return self._snapshot.has_frozen()
+        return super().has_joined() or not all(map(is_lazy, self.lazy))
 
     def held(self, ids: set[int]) -> set[int]:
         """Those that are of a parameter of the model, frozen or not, joined since or not."""

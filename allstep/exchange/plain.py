@@ -28,7 +28,7 @@ class PlainExchange(Exchange):
 
     def stats(self) -> ExchangeStats:
         return ExchangeStats(
-            self._num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
+            self.num_exchanges, self._sent_bytes, self._exchange_s, self._exchange_s
         )
 
     def _reduce(self) -> Mapping[str, nn.Parameter]:
