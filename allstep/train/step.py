@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allstep.comm.reproducible import digits_of
 from allstep.exchange import Exchange
 from allstep.nn import Pipeline
 from allstep.optim import NonfiniteGradientError
@@ -120,9 +119,12 @@ class TrainStep:
         if isinstance(self._model, Pipeline) and self._model.num_workers > 1:
             with self._precision.autocast():  # backward passes take place in it, too
                 batch.run(self._model, self._precision.prepare_data)
-            local_loss = batch.local_sums()
         else:
-            local_loss = self._local_gradients(batch)
+            for data in batch:
+                self._add_gradient(batch, data)
+        local_loss = batch.local_sums()
+        if self._precision.scaler.is_enabled():  # by powers of two, which are exact
+            local_loss[0] /= self._precision.scaler.get_scale()
         self._noise.see_global(batch)
         if self._commit is not None:
             local_loss = self._commit(local_loss)
@@ -169,20 +171,10 @@ class TrainStep:
             bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)
 
-    def _local_gradients(self, batch: Batch) -> Tensor:
-        """Runs this worker's micro-batches one by one; returns the sum of their losses' parts."""
-        device = self._exchange.comm.device  # also where this worker has no micro-batch
-        local_loss = digits_of(torch.zeros(2, device=device))
-        for data in batch:
-            if self.first_data is None:
-                self.first_data = data
-            loss = self._local_gradient(batch, data)
-            local_loss = local_loss.to(loss.device) + loss
-        return local_loss
-
-    def _local_gradient(self, batch: Batch, data: object) -> Tensor:
-        """Adds one micro-batch's share to `p.grad`; returns that of the loss, and its weight."""
-        assert batch.micro_batch is not None
+    def _add_gradient(self, batch: Batch, data: object) -> None:
+        """Adds one micro-batch's share to `p.grad`."""
+        if self.first_data is None:
+            self.first_data = data
         with self._precision.autocast():
             found = self._task.loss(self._model, self._precision.prepare_data(data))
         loss, weight = (found, None) if isinstance(found, Tensor) else found
@@ -191,11 +183,6 @@ class TrainStep:
         batch.backward(scaled, weight=weight, exchange=not is_measured)
         if is_measured:
             self._noise.see_micro_batch(batch)
-        part = loss.detach().double()
-        if weight is None:
-            part = part * (batch.micro_batch.num_samples / batch.num_samples)
-        weights = torch.as_tensor(0.0 if weight is None else weight, device=part.device)
-        return digits_of(torch.stack([part, weights.double()]))
 
     def _set_learning_rate(self, multiplier: float) -> None:
         for group, base_rate in zip(self._optimizer.param_groups, self._base_rates, strict=True):
