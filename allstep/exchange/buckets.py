@@ -198,7 +198,8 @@ class BucketSet:
         """name -> its gradient, as a view of a flat tensor."""
         views: dict[str, Tensor] = {}
         for layout, flat in zip(self.plan.layouts, self.flats, strict=True):
-            views |= zip(layout.names, layout.views(flat), strict=True)
+            # With versions of their own: what is compared in the buckets changes no gradient.
+            views |= zip(layout.names, layout.views(flat.data), strict=True)
         return views
 
     def write_check(

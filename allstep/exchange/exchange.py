@@ -264,6 +264,8 @@ class Exchange(ABC):
         """
         if not self._is_active and self._parameters.has_changed():
             self._follow_model()
+        if self.averaging is not None:
+            self.averaging.average_if_due()  # where the optimizer's step was skipped
         self.global_step, self._samples = step, samples
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()

@@ -102,7 +102,7 @@ class ParameterAveraging:
                 parameters stay equal.
         """
         self._is_driven = True
-        self._average_if_due()
+        self.average_if_due()
         self._count()
         if was_exchanged:
             self._end_round()
@@ -154,7 +154,7 @@ class ParameterAveraging:
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._average_if_due()
+            self.average_if_due()
 
     def _before_step(self, *_: Any) -> None:
         if self.is_local(self.num_batches - int(self._is_driven)):
@@ -163,7 +163,7 @@ class ParameterAveraging:
     def _after_step(self, *_: Any) -> None:
         if not self._is_driven:
             self._count()
-        self._average_if_due()
+        self.average_if_due()
 
     # -- the average ---------------------------------------------------------------------------
 
@@ -176,7 +176,8 @@ class ParameterAveraging:
         self._num_averaged = self.num_batches
         self._in_round.clear()
 
-    def _average_if_due(self) -> None:
+    def average_if_due(self) -> None:
+        """Ends a round whose last batch was counted, if nobody has. Collective at times."""
         num_local = self.num_batches - self._policy.local_after_step
         is_round_over = num_local <= 0 or num_local % self._policy.sync_every == 0
         if not self.is_synchronized and is_round_over:

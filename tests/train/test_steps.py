@@ -595,3 +595,63 @@ def test_buffers_that_each_worker_changes_for_itself_are_told_of(
         one, two = (run_ranks(n, lambda comm, make=make: weight(comm, make()))[0] for n in (1, 2))
         assert torch.allclose(one, two, rtol=1e-12) != is_told
         assert caplog.text.count("the buffer `mean` of a MovingMean was changed") == is_told
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_layer_is_unfrozen_while_gradients_of_batches_add_up(size: int) -> None:
+    """Its parameters are taken up in the loop, beside gradients that lie in buckets."""
+
+    def found(comm: Communicator) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(make_model(), nn.Linear(2, 2, dtype=torch.float64))
+        model[1].requires_grad_(False)
+        exchange = allstep.attach(model, comm)
+        for batch in allstep.steps(make_loader(comm, global_batch=6, drop_last=True), exchange):
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+            model[1].requires_grad_(batch.step == 1)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(make_model(), nn.Linear(2, 2, dtype=torch.float64))
+    x, y = make_set().tensors
+    for start, is_trained in ((0, False), (6, False), (12, True)):
+        model[1].requires_grad_(is_trained)
+        loss_of(model, x[start : start + 6], y[start : start + 6]).backward()
+    for gradients_of_rank in run_ranks(size, found):
+        expected = [p.grad for p in model.parameters()]
+        torch.testing.assert_close(gradients_of_rank, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_local_step_that_one_worker_leaves_out() -> None:
+    """As a GradScaler does; the worker joins the average before the next batch."""
+    policy = allstep.LocalSGD(sync_every=1)
+
+    def weight(comm: Communicator) -> Tensor:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
+        for batch in allstep.steps(make_loader(comm, drop_last=True), exchange):
+            for x, y in batch:
+                batch.backward(loss_of(model, x, y))
+            if (batch.step, comm.rank) != (0, 1):
+                optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach()
+
+    x, y = make_set().tensors
+    model = make_model()
+    for step in range(2):
+        updated = []
+        for rank in range(2):
+            own = copy.deepcopy(model)
+            start = 8 * step + 4 * rank
+            loss_of(own, x[start : start + 4], y[start : start + 4]).backward()
+            if (step, rank) != (0, 1):
+                torch.optim.SGD(own.parameters(), lr=0.1).step()
+            updated.append(own.state_dict())
+        model.load_state_dict(
+            {name: (updated[0][name] + updated[1][name]) / 2 for name in own.state_dict()}
+        )
+    for found in run_ranks(2, weight):
+        torch.testing.assert_close(found, model.weight.detach(), rtol=1e-12, atol=1e-14)
