@@ -152,6 +152,11 @@ class Exchange(ABC):
         return self._divided.by_name
 
     @property
+    def with_gradients(self) -> dict[str, nn.Parameter]:
+        """name -> parameter that may have a gradient here, exchanged or this worker's only."""
+        return {**self.trained, **self.divided}
+
+    @property
     def is_divided(self) -> bool:
         """Whether the model has modules that are divided over several workers, the same on all."""
         return self._divided.has_modules

@@ -49,9 +49,9 @@ class GradientGuard:
 
     def note(self) -> None:
         """They are right as they are now."""
-        trained = [exchange.trained for exchange in self._exchanges]
-        self._names = [name for parameters in trained for name in parameters]
-        self._parameters = [p for parameters in trained for p in parameters.values()]
+        found = [exchange.with_gradients for exchange in self._exchanges]
+        self._names = [name for parameters in found for name in parameters]
+        self._parameters = [p for parameters in found for p in parameters.values()]
         self._seen = [p.grad for p in self._parameters]
         self._versions = [_versions(p) for p in self._parameters]
 
@@ -61,7 +61,9 @@ class GradientGuard:
         Raises:
             UsageError: if it held anything.
         """
-        for p, name in zip(self._parameters, self._names, strict=False):
+        # Experts may have one of this batch already, of other workers' samples.
+        trained = (item for exchange in self._exchanges for item in exchange.trained.items())
+        for name, p in trained:
             if p.grad is not None and p.grad.any():
                 raise UsageError(
                     f"The gradient of `{name}` was not zero before global batch {step}, whose"

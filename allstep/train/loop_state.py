@@ -78,8 +78,8 @@ class LoopState:
         """Name -> gradient, of each model that it is to be kept of; more may be added."""
         found = []
         for exchange, is_kept in zip(self.exchanges, are_kept, strict=True):
-            trained = {**exchange.trained, **exchange.divided}
-            kept = {n: p.grad for n, p in trained.items() if is_kept and p.grad is not None}
+            items = exchange.with_gradients.items()
+            kept = {n: p.grad for n, p in items if is_kept and p.grad is not None}
             found.append(whole_tensors(exchange.model, kept))
         return found
 
@@ -150,9 +150,9 @@ class LoopState:
             for exchange, stored in zip(self.exchanges, state["exchanges"], strict=True):
                 exchange.load_state_dict(stored)
         for exchange, stored in zip(self.exchanges, state["gradients"] or (), strict=False):
-            trained = {**exchange.trained, **exchange.divided}
+            parameters = exchange.with_gradients
             for name, gradient in stored.items():
-                p = trained[name]
+                p = parameters[name]
                 p.grad = gradient.to(p.device)
 
     def position(self) -> dict[str, Any]:

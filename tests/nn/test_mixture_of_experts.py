@@ -544,6 +544,21 @@ def test_only_experts_are_trained(weight: float | None, policy: allstep.Synchron
     assert largest_difference(one, merged(run_ranks(3, train))) < 1e-10
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_else_changes_experts_gradients_in_the_loop_over_a_batch(size: int) -> None:
+    def train(comm: Communicator) -> None:
+        layer = make_layer(comm)
+        exchange = allstep.attach(layer, comm)
+        with allstep.data.loader(samples(), comm, global_batch=20, micro_batch=4) as loader:
+            for batch in allstep.steps(loader, exchange):
+                for data in batch:
+                    layer.experts.zero_grad()
+                    batch.backward(loss_of(layer, data))
+
+    with pytest.raises(UsageError, match=r"gradient of `experts\..*` was dropped, as by `zero_gr"):
+        run_ranks(size, train)
+
+
 def test_experts_without_parameters() -> None:
     """Workers with fewer micro-batches run them for others, too."""
 
