@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.tensor import DTensor
 
 
@@ -23,3 +24,8 @@ def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
     False
     """
     return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
+
+
+def local_part(tensor: "Tensor") -> "Tensor":
+    """This worker's part of a DTensor, in the same memory; other tensors as they are."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from allstep.comm.communicator import Communicator
 from allstep.comm.mesh import Mesh
+from allstep.torch_classes import loaded_class
+
+if TYPE_CHECKING:  # its import takes seconds
+    from torch.distributed.fsdp import FSDPModule
 
 
 class DividedModules(nn.ModuleDict):
@@ -126,6 +131,16 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
         if isinstance(hook, ShardHook)
         for name, shard in hook.shards.items()
     }
+
+
+def fsdp_modules(model: nn.Module) -> "dict[str, FSDPModule]":
+    """name -> module, of those that FSDP2's `fully_shard` was called on.
+
+    >>> fsdp_modules(nn.Linear(2, 1))
+    {}
+    """
+    kind = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    return {name: m for name, m in model.named_modules() if isinstance(m, kind)}
 
 
 def parts_along_axes(model: nn.Module) -> list[AlongAxis]:

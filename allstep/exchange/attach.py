@@ -5,7 +5,7 @@ import logging
 import torch
 from torch import nn
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, fsdp_modules
 from allstep.comm.ddp import WITHOUT_DDP, find_ddp
 from allstep.device import is_accelerator
 from allstep.errors import UsageError, check_integer
@@ -13,6 +13,7 @@ from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
 from allstep.exchange.exchange import Exchange, exchanges_of
+from allstep.exchange.fully_sharded import check_fully_sharded
 from allstep.exchange.hooks import owners_of
 from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
@@ -91,6 +92,7 @@ def attach(
         )
     _refuse_attached(model)
     check_divided(model, comm, policy)
+    check_fully_sharded(model, comm, policy)
     if comm.size > 1:
         tensors = ParameterSet(model).tensors
         agree(comm, "attach a model", signature(tensors))
@@ -100,7 +102,8 @@ def attach(
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
     exchange: Exchange
-    if isinstance(policy, Synchronous) and policy.plain:
+    has_nothing_to_overlap = bool(fsdp_modules(model))
+    if has_nothing_to_overlap or (isinstance(policy, Synchronous) and policy.plain):
         exchange = PlainExchange(model, comm, policy)
     else:
         exchange = OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)

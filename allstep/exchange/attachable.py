@@ -25,13 +25,7 @@ def check_module(model: nn.Module) -> None:
         if isinstance(module, loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise UsageError(
                 f"{which} is a {kind}, which shards and exchanges by itself: attach the module"
-                " without FSDP, or shard it with FSDP2's `fully_shard` and call"
-                " `allstep.fsdp_hook`."
-            )
-        if isinstance(module, loaded_class("torch.distributed.fsdp", "FSDPModule")):
-            raise UsageError(
-                f"{which} is sharded by FSDP2's `fully_shard`: call `allstep.fsdp_hook` instead of"
-                " `attach`, or attach the module as it is without `fully_shard`."
+                " without FSDP, or sharded by FSDP2's `fully_shard`."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
@@ -48,9 +42,8 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     """
     if is_dtensor(tensor):
         raise UsageError(
-            f"`{name}` is a DTensor, sharded by FSDP2 or a tensor-parallel plan: for FSDP2 there"
-            " is `allstep.fsdp_hook`, for `parallelize_module` `allstep.nn.tensor_parallel`, whose"
-            " model can be attached."
+            f"`{name}` is a DTensor, and FSDP2 has not sharded the model: divide its layers by"
+            " `allstep.nn.tensor_parallel` in place of `parallelize_module`."
         )
     is_dense = tensor.layout == torch.strided
     pairs = zip(tensor.shape, tensor.stride(), strict=True) if is_dense else ()

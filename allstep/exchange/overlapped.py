@@ -291,6 +291,7 @@ class OverlappedExchange(Exchange):
             self._rounder.begin(self._buckets, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
+        super().begin_micro_batch()
         if self._exact is not None:
             self._exact.begin_micro_batch()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from allstep.comm import Communicator, Work, divided_modules
+from allstep.comm import Communicator, Work, divided_modules, fsdp_modules
 from allstep.device import is_accelerator
 from allstep.errors import CommunicationError, UsageError
 from allstep.exchange.agreement import agree
@@ -285,6 +285,10 @@ def _refuse_exchanged(model: nn.Module) -> None:
         raise UsageError(
             f"`model` has modules divided over workers ({', '.join(divided_modules(model))}),"
             " which call each other in step; train it with `attach`."
+        )
+    if fsdp_modules(model):
+        raise UsageError(
+            "`model` is sharded by FSDP2, whose passes are collective; train it with `attach`."
         )
     for _, exchange in exchanges_of(model):
         policy, size = exchange.policy, exchange.comm.size

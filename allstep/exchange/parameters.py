@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from allstep.comm import divided_modules, divided_prefixes
+from allstep.comm import divided_modules, divided_prefixes, fsdp_modules
 from allstep.exchange.attachable import check_module, check_tensor
 
 Signature = tuple[tuple[str, tuple[int, ...], str], ...]
@@ -89,7 +89,8 @@ class Snapshot:
 class ParameterSet(Snapshot):
     """A model's parameters that require gradients, in the model's order, each once.
 
-    Those of divided modules are not among them. [Note: divided parameters]
+    Those of divided modules are not among them [Note: divided parameters], nor what FSDP2 has
+    sharded, whose modules hold other tensors in the middle of a pass. [Note: fully sharded models]
 
     Attributes:
         trained: name -> parameter that requires a gradient and has a shape.
@@ -106,10 +107,13 @@ class ParameterSet(Snapshot):
         check_module(self._model)
         own = {m for divided in divided_modules(self._model).values() for m in divided.modules()}
         self.modules = tuple(module for module in self._model.modules() if module not in own)
-        self.note(self.modules)
+        is_fully_sharded = bool(fsdp_modules(self._model))
+        self.note(() if is_fully_sharded else self.modules)
         prefixes = divided_prefixes(self._model)
         parameters = {
-            name: p for name, p in self._model.named_parameters() if not name.startswith(prefixes)
+            name: p
+            for name, p in self._model.named_parameters()
+            if not name.startswith(prefixes) and not is_fully_sharded
         }
         buffers = {
             name: b for name, b in self._model.named_buffers() if not name.startswith(prefixes)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
+from allstep.torch_classes import local_part
 
 NUM_WEIGHT_DIGITS = 18  # of 7 bits each
 _UNIT_BITS = 72  # weights are whole multiples of 2^-72
@@ -89,7 +90,7 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: Tensor) -> Non
     number = divisor if is_accelerator(divisor.device) else float(divisor)
     for p in parameters:
         if p.grad is not None:
-            p.grad.detach().div_(number)
+            local_part(p.grad.detach()).div_(number)
 
 
 def check_weight(weight: float) -> None:

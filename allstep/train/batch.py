@@ -138,6 +138,8 @@ class Batch:
             totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
             with _all(statistics.step(total) for statistics, total in totals):
                 self._serve_others()
+                for exchange in self._exchanges:
+                    exchange.begin_batch(self._num_local_micro_batches)
                 self._gradients.begin()
                 for micro_batch in self._fetch():
                     with self._running(micro_batch), self._timing():
@@ -149,6 +151,8 @@ class Batch:
                     self.micro_batch = None
                 if not self._exchanged:
                     self._gradients.check(self.step)
+                    for exchange in self._exchanges:
+                        exchange.join_others()
                     self._synchronize()
             self._gradients.end(self.step)
 
@@ -189,7 +193,7 @@ class Batch:
         self._activity.enter("backward")
         factor = self._take(loss, weight)
         loss = loss if factor == 1 else loss * factor
-        if exchange and micro_batch.is_last and len(self._exchanges) == 1:
+        if exchange and micro_batch.is_last and self._exchanges_in_backward:
             self._backward_and_exchange(loss)
         else:
             with _all(each.no_sync() for each in self._exchanges):
@@ -285,6 +289,11 @@ class Batch:
                 raise
             self._lost = error  # for the loop over the batch, not for the user's code
         self._exchanged = True
+
+    @property
+    def _exchanges_in_backward(self) -> bool:
+        """Whether the last micro-batch's backward pass can end with the exchange."""
+        return len(self._exchanges) == 1 and not self._exchanges[0].is_fully_sharded
 
     def _serve_others(self) -> None:
         """Has this worker's experts at work where others have more micro-batches."""

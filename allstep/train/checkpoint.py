@@ -19,7 +19,7 @@ from allstep.comm.layout import dtype_name, dtype_of_name
 from allstep.errors import AllstepError, CheckpointError, DisagreementError, UsageError
 from allstep.exchange.state_sweep import tensor_checksums
 from allstep.train.disk import LOCAL_DISK, Disk
-from allstep.train.dtensors import divide_dtensors
+from allstep.train.dtensors import divide_dtensors, lay_out, lay_out_optimizer
 from allstep.train.packing import divided_in, tensors_in
 from allstep.train.pieces import Selection
 from allstep.train.storage import (
@@ -479,6 +479,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             dtype.
     """
     expected = model.state_dict()
+    state = lay_out(expected, state)
     misfits = {
         "missing": [name for name in expected if name not in state],
         "unexpected": [name for name in state if name not in expected],
@@ -519,7 +520,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
             f"The checkpoint is for another optimizer: its groups have {_listed(found)} parameters "
             f"instead of {_listed(expected)}. Build the groups as when it was written."
         )
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(lay_out_optimizer(optimizer, state))
 
 
 def _shape(value: Any) -> object:

@@ -21,6 +21,7 @@ from allstep.comm import (
 )
 from allstep.errors import UsageError
 from allstep.train.devices import map_tensors
+from allstep.train.dtensors import cut_dtensors, cut_dtensors_of_optimizer
 from allstep.train.shards import (
     Part,
     cut,
@@ -107,6 +108,7 @@ def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     if owned is not None:
         own, prefixes = model.state_dict(), owned.prefixes
         tensors = {n: x for n, x in tensors.items() if n in own or not n.startswith(prefixes)}
+    tensors = cut_dtensors(model, tensors)
     return {
         name: cut(x, model.get_parameter(name).shape, shards[name]) if name in shards else x
         for name, x in tensors.items()
@@ -145,7 +147,7 @@ def local_optimizer(
     """What this worker needs of what `whole_optimizer` gave, as `local_tensors`. Collective."""
     owned = _owned_parts(model)
     if owned is None:
-        return optimizer_state
+        return cut_dtensors_of_optimizer(optimizer, optimizer_state)
     groups = _whole_names(model, optimizer, owned)
     saved_groups = optimizer_state["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(names) for names in groups]:

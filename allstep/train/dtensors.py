@@ -1,7 +1,12 @@
 """Torch's distributed tensors as those that a checkpoint takes in pieces."""
 
 import math
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from allstep.comm import Communicator
 from allstep.errors import UsageError
@@ -35,6 +40,73 @@ def divide_dtensors(state: Any, comm: Communicator) -> Any:
         for (name, x), *bounds in zip(found.items(), *by_rank, strict=True)
     }
     return map_tensors(state, lambda x: divided.get(id(x), x))
+
+
+def cut_dtensors(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """This worker's parts of whole tensors, as views, where the model has DTensors.
+
+    Args:
+        model: some of whose parameters may be DTensors.
+        tensors: name in the model's state dict -> whole tensor; what doesn't fit is left.
+    """
+    like = {name: x for name, x in model.state_dict().items() if is_dtensor(x)}
+    return {name: _cut(x, like[name]) if name in like else x for name, x in tensors.items()}
+
+
+def lay_out(model_state: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What `cut_dtensors` gave, as DTensors like those of the model's state dict."""
+    return {name: _laid_out(x, model_state.get(name)) for name, x in parts.items()}
+
+
+def cut_dtensors_of_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for what an optimizer has of each parameter."""
+    return _map_held(optimizer, state, _cut)
+
+
+def lay_out_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `cut_dtensors_of_optimizer` gave, as DTensors like the parameters."""
+    return _map_held(optimizer, state, _laid_out)
+
+
+def _map_held(
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    function: Callable[[Any, Any], Any],
+) -> dict[str, Any]:
+    saved = chain.from_iterable(group["params"] for group in state["param_groups"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    held = dict(state["state"])
+    for p, number in zip(own, saved, strict=False):  # what doesn't fit is refused later
+        if is_dtensor(p) and isinstance(held.get(number), dict):
+            held[number] = {key: function(x, p) for key, x in held[number].items()}
+    return {**state, "state": held}
+
+
+def _cut(value: Any, like: "DTensor") -> Any:
+    """This worker's part of a whole tensor, laid out like another of its shape: a view."""
+    if not isinstance(value, Tensor) or is_dtensor(value) or value.shape != like.shape:
+        return value
+    start, stop = _bounds(like)
+    return value[tuple(map(slice, start, stop))]
+
+
+def _laid_out(value: Any, like: Any) -> Any:
+    """The DTensor that has this part; anything else as it is."""
+    if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
+        return value
+    start, stop = _bounds(like)
+    if [b - a for a, b in zip(start, stop, strict=True)] != list(value.shape):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.to(like.device).contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _check(name: str, x: "DTensor", comm: Communicator) -> None:

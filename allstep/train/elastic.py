@@ -28,6 +28,7 @@ from allstep.device import is_accelerator
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 from allstep.exchange import Exchange
 from allstep.nn import GroupedBatchNorm
+from allstep.torch_classes import is_dtensor
 from allstep.train.checkpoint import receive_state, send_state
 from allstep.train.options import TrainOptions
 from allstep.train.stop import Interrupts
@@ -128,7 +129,8 @@ def check_whole(model: nn.Module, where: str, cure: str) -> None:
     Raises:
         UsageError: names a parameter, and the cure.
     """
-    for name in (*shards_of(model), *stages_of(model)):
+    sharded = (name for name, p in model.named_parameters() if is_dtensor(p))
+    for name in (*shards_of(model), *stages_of(model), *sharded):
         raise UsageError(
             f"{where}.{name}` is divided over workers, and its parts would go with one that is"
             f" lost; {cure}."

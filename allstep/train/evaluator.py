@@ -21,6 +21,7 @@ from allstep.errors import DisagreementError, UsageError, check_integer
 from allstep.exchange.exchange import exchanges_of
 from allstep.exchange.state_sweep import tensor_checksums
 from allstep.nn import serve_others
+from allstep.torch_classes import is_dtensor
 from allstep.train.devices import to_device
 from allstep.train.task import Metrics
 
@@ -119,9 +120,16 @@ class Evaluator:
             closing(self._micro_batches()) as micro_batches,
         ):
             serve_others(model, len(self._part))
+            exchanges = [exchange for _, exchange in exchanges_of(model)]
+            for exchange in exchanges:
+                exchange.begin_batch(len(self._part))
             for index, data in micro_batches:
+                for exchange in exchanges:
+                    exchange.begin_micro_batch()
                 seed_all(derive_seed(self._seed, _COMPUTE, index), self._comm.device)
                 sums.add(self._metrics(model, to_device(data, self._comm.device)))
+            for exchange in exchanges:
+                exchange.join_others()
         names = _agreed_names(self._comm, sums.name_sets)
         totals = sum_of_digits(self._comm.all_reduce(sums.of(names))).tolist()
         self.totals = {name: (a, b) for name, (a, b) in zip(names, totals, strict=True)}
@@ -141,6 +149,8 @@ class Evaluator:
             seed_all(derive_seed(self._seed, _COMPUTE, 0), self._comm.device)
             data = self._fetch[0, list(self._cut[0])]
             names = list(self._metrics(model, to_device(data, self._comm.device)))
+            for _, exchange in exchanges_of(model):
+                exchange.join_others()
         found: list[str] = self._comm.broadcast_object(names)
         return found
 
@@ -217,7 +227,7 @@ def _check_same_model(comm: Communicator, model: nn.Module) -> None:
     state = {
         name: value
         for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and not name.startswith(own)
+        if isinstance(value, Tensor) and not name.startswith(own) and not is_dtensor(value)
     }
     with comm.announced.call("evaluate a model"):
         agree(

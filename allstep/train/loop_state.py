@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from allstep.comm import Communicator, divided_modules, parts_along_axes
+from allstep.comm import Communicator, divided_modules, fsdp_modules, parts_along_axes
 from allstep.data.batches import GlobalBatchLoader
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
@@ -242,4 +242,4 @@ def _divided_model(name: str, part: Stateful, exchanges: tuple[Exchange, ...]) -
 
 
 def _is_divided(model: nn.Module) -> bool:
-    return bool(divided_modules(model) or parts_along_axes(model))
+    return bool(divided_modules(model) or parts_along_axes(model) or fsdp_modules(model))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, divided_modules, shards_of, stages_of
+from allstep.comm import Communicator, divided_modules, fsdp_modules, shards_of, stages_of
 from allstep.comm.reproducible import sum_of_digits
 from allstep.data import MapLoader, loader
 from allstep.device import has_streams
@@ -338,7 +338,10 @@ class Run:
         update, without waiting for data or workers. The worker uses all cores, unless the number
         of threads belongs to the run.
         """
-        if self.exchange.is_divided or self.exchange.shards or stages_of(self._model):
+        exchange = self.exchange
+        if exchange.is_divided or exchange.is_fully_sharded or exchange.shards:
+            return None
+        if stages_of(self._model):
             return None
         stage = self.stage
         data, num_threads = self.train_step.first_data, self._threads.num
@@ -363,6 +366,8 @@ def _check_divided(model: nn.Module, options: TrainOptions) -> None:
         check_sharded(options, f"`task.model.{name}` is divided over workers")
     for name in stages_of(model):
         check_sharded(options, f"`task.model.{name}` lie on several workers")
+    if fsdp_modules(model):
+        check_sharded(options, "FSDP2 has sharded `task.model`")
     for name in divided_modules(model):
         reason = f"`task.model.{name}` is divided over the workers"
         if options.precision == "float16":

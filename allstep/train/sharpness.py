@@ -19,6 +19,7 @@ from allstep.comm import Communicator, divided_modules, shards_of
 from allstep.data import GlobalBatch
 from allstep.data.random import derive_seed
 from allstep.errors import AllstepError, UsageError, check_integer
+from allstep.torch_classes import is_dtensor
 from allstep.train.curvature import Objective, top_eigenvalue
 from allstep.train.evaluator import evaluating
 from allstep.train.layer_sharpness import LayerSharpness, measure_layers
@@ -116,6 +117,7 @@ def sharpness(
     check_sharpness_arguments(sigma, num_draws, max_products, tolerance)
     workers = dict.fromkeys(divided_modules(model), comm)
     workers |= {name: shard.comm for name, shard in shards_of(model).items()}
+    workers |= {name: comm for name, p in model.named_parameters() if is_dtensor(p)}
     for name, others in workers.items():
         raise UsageError(
             f"`model.{name}` is divided over the {others.size} workers, and each needs the second"

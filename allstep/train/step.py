@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from allstep.exchange import Exchange
 from allstep.nn import Pipeline
 from allstep.optim import NonfiniteGradientError
+from allstep.torch_classes import local_part
 from allstep.train.batch import Batch
 from allstep.train.noise import NoiseProbe
 from allstep.train.precision import Precision
@@ -155,9 +156,10 @@ class TrainStep:
         """Whether the global gradient is finite, as far as the policy wants to know."""
         if self._nonfinite == "propagate" or self._precision.scaler.is_enabled():
             return True
-        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+        named = getattr(self._model, "_orig_mod", self._model).named_parameters()
+        local = {name: local_part(p.grad) for name, p in named if p.grad is not None}
         # The largest magnitude takes a CPU ten times as long; but a norm of numbers may overflow.
-        norms = (nn.utils.get_total_norm(grads, order) for order in (2.0, math.inf))
+        norms = (nn.utils.get_total_norm(local.values(), order) for order in (2.0, math.inf))
         is_good, others = any(map(math.isfinite, norms)), self._exchange.workers_with_other_parts
         for comm in others:
             is_good = bool(comm.all_reduce(torch.tensor(float(is_good)), "min"))
@@ -165,8 +167,7 @@ class TrainStep:
             return True
         if self._nonfinite == "skip":
             return False
-        named = getattr(self._model, "_orig_mod", self._model).named_parameters()
-        bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
+        bad = [name for name, grad in local.items() if not grad.isfinite().all()]
         for comm in others:
             bad = list(dict.fromkeys(chain.from_iterable(comm.all_gather_object(bad))))
         raise NonfiniteGradientError(bad, step)

@@ -45,18 +45,18 @@ def train(model: nn.Module, batches: Tensor) -> list[bool]:
 
 def refuse_to_attach(comm: Communicator, model: nn.Module) -> None:
     """What FSDP2 has sharded, or shards later, and a parameter that it has left somewhere."""
-    with pytest.raises(UsageError, match=r"`model` is sharded by .*`allstep\.fsdp_hook` instead"):
+    with pytest.raises(UsageError, match=r"is sharded over DeviceMesh.*`allstep\.fsdp_hook`"):
         attach(model, comm)
-    with pytest.raises(UsageError, match=r"`model\.1` is sharded by"):
+    with pytest.raises(UsageError, match=r"`model\.1` is sharded by FSDP2's.* and `model` is not"):
         attach(nn.Sequential(nn.Tanh(), model[2]), comm)
     part = nn.Module()
     part.weight = model[0].weight
-    with pytest.raises(UsageError, match="`weight` is a DTensor, sharded by FSDP2 or a tensor"):
+    with pytest.raises(UsageError, match="`weight` is a DTensor, and FSDP2 has not"):
         attach(part, comm)
     later = mlp()
     exchange = attach(later, comm)
     fully_shard(later)
-    with pytest.raises(UsageError, match="`model` is sharded by FSDP2"):
+    with pytest.raises(UsageError, match="`model` is sharded by FSDP2 since it was attached"):
         later(torch.ones(2, 5))
     exchange.detach()
 
@@ -139,7 +139,7 @@ def test_attach_refuses_what_the_first_fsdp_has_wrapped() -> None:
     wrapped = nn.Module.__new__(torch.distributed.fsdp.FullyShardedDataParallel)
     nn.Module.__init__(wrapped)
     wrapped._fsdp_wrapped_module = mlp()
-    with pytest.raises(UsageError, match=r"`model` is a FullyShar.*`allstep\.fsdp_hook`"):
+    with pytest.raises(UsageError, match=r"`model` is a FullyShar.*`fully_shard`"):
         attach(wrapped, Communicator.single_process())
 
 

@@ -47,6 +47,7 @@ _PRELOAD = [
     "pytest",
     "sklearn.datasets",
     "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch._dynamo",

@@ -1,0 +1,185 @@
+"""Models that FSDP2 shards over the workers that they are attached to."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from allstep.comm import Communicator, divided_modules, fsdp_modules, shards_of, stages_of
+from allstep.errors import UsageError
+from allstep.exchange.hooks import ModuleHook, WeakHook
+from allstep.exchange.policy import ExchangePolicy, Synchronous
+from allstep.torch_classes import is_dtensor
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How the model was called, to call it so again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    has_gradients: bool
+
+
+class FullySharded:
+    """FSDP2's part in the exchange of a model that it has sharded.
+
+    [Note: fully sharded models] Each worker keeps a shard of every parameter; FSDP2 gathers them
+    for each pass and sums gradients by itself, so that as soon as backward has returned
+
+        grad = scale * sum_r grad_r
+
+    of the shard, with the scale of every other gradient: 1 for a global batch. The exchange has
+    no gradients left to send. Every pass through the model is collective: a worker with fewer
+    micro-batches than another ends with passes of zero loss, which call the model as its last
+    micro-batch did.
+
+    Args:
+        model: sharded by `fully_shard`.
+        comm: the workers.
+
+    Attributes:
+        parameters: name -> this worker's shard, a DTensor.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self._model = model
+        self._comm = comm
+        self._modules = list(fsdp_modules(model).values())
+        self.reshard()
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        # Of the last micro-batch, without gradients and with them.
+        self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
+        self._calls = self._calls_by_mode[True]
+        self._num_missing = 0  # passes that others have more in this batch
+        self._is_joining = False
+        for module in self._modules:  # Gloo and other backends may have no other reduction
+            module.set_force_sum_reduction_for_comms(True)
+        register = partial(model.register_forward_pre_hook, with_kwargs=True)
+        self._hook = ModuleHook(model, register, WeakHook(self, type(self)._note_call))
+
+    def detach(self) -> None:
+        """Leaves the model to FSDP2."""
+        self._hook.remove()
+        for module in self._modules:
+            module.set_force_sum_reduction_for_comms(False)
+            module.set_gradient_divide_factor(float(self._comm.size))
+
+    def reshard(self) -> None:
+        """Frees what a pass without gradients has gathered: parameters are shards again."""
+        for module in self._modules:
+            module.reshard()
+
+    def set_scale(self, scale: float) -> None:
+        """Of the sums that FSDP2 makes from now on."""
+        for module in self._modules:
+            module.set_gradient_divide_factor(1 / scale)
+
+    def clip_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients by their norm, which torch takes over all shards. Collective."""
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
+        return norm.full_tensor() if is_dtensor(norm) else norm
+
+    def begin_batch(self, num_micro_batches: int) -> None:
+        """A global batch begins, or an evaluation, without gradients. Collective.
+
+        Args:
+            num_micro_batches: that this worker is about to run.
+
+        Raises:
+            UsageError: on all workers, if one has none, and has not run any yet.
+        """
+        self._calls = self._calls_by_mode[torch.is_grad_enabled()]
+        is_stuck = num_micro_batches == 0 and not self._calls
+        told = torch.tensor([num_micro_batches, is_stuck], device=self._comm.device)
+        most, is_any_stuck = self._comm.all_reduce(told, "max").tolist()
+        if is_any_stuck and most:
+            raise UsageError(
+                "A worker has no micro-batch of the first global batch, or of the first evaluation,"
+                " and FSDP2 wants all workers to call the model equally often: let the first have"
+                f" at least {self._comm.size} micro-batches, one for each worker."
+            )
+        self._num_missing = most - num_micro_batches
+
+    def begin_micro_batch(self) -> None:
+        """The calls that follow are another micro-batch's."""
+        self._calls.clear()
+
+    def join_others(self) -> None:
+        """Takes part in the passes of workers with more micro-batches. Collective."""
+        self._is_joining = True
+        try:
+            while self._num_missing:
+                self._pass_with_zero_loss()
+                self._num_missing -= 1
+        finally:
+            self._is_joining = False
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+    def _pass_with_zero_loss(self) -> None:
+        zeros: list[Tensor] = []
+        for call in self._calls:
+            with torch.set_grad_enabled(call.has_gradients and torch.is_grad_enabled()):
+                args, kwargs = pytree.tree_map(_detached, (call.args, call.kwargs))
+                outputs = pytree.tree_leaves(self._model(*args, **kwargs))
+            tensors = (x for x in outputs if isinstance(x, Tensor) and x.requires_grad)
+            zeros.extend(0 * x.sum().double() for x in tensors)
+        if zeros:
+            torch.stack(zeros).sum().backward()  # type: ignore[no-untyped-call]
+
+    def _note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_joining:
+            self._calls.append(_Call(args, kwargs, torch.is_grad_enabled()))
+
+
+def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:
+    """Checks that FSDP2 makes the sums that an exchange of the model is to make. Collective.
+
+    Raises:
+        UsageError: names what is sharded otherwise, and the cure.
+    """
+    modules = fsdp_modules(model)
+    if not modules:
+        return
+    if "" not in modules:
+        raise UsageError(
+            f"`model.{next(iter(modules))}` is sharded by FSDP2's `fully_shard` and `model` is not:"
+            " call `fully_shard(model, mesh=...)` last, which takes the other parameters."
+        )
+    if not isinstance(policy, Synchronous) or policy.wire_format.name != "fp32":
+        raise UsageError(
+            f"`policy` (={policy}) is for gradients that allstep exchanges, and FSDP2 sums those of"
+            " a model that it has sharded: use `Synchronous()`; with a mesh whose nodes have"
+            " copies, `allstep.fsdp_hook` brings formats and staleness between them."
+        )
+    if shards_of(model) or stages_of(model) or divided_modules(model):
+        raise UsageError(
+            "`model` is sharded by FSDP2 and has experts, stages or tensor-parallel layers, which"
+            " can't be attached together: leave one of them out."
+        )
+    ranks = comm.all_gather_object(dist.get_rank() if dist.is_initialized() else 0)
+    for module in modules.values():
+        module.reshard()
+    for name, p in model.named_parameters():
+        if not is_dtensor(p):
+            raise UsageError(
+                f"`{name}` is not sharded by FSDP2, and other parameters are: leave it out of"
+                " `ignored_params`."
+            )
+        mesh = p.device_mesh
+        if mesh.ndim != 1 or mesh.mesh.tolist() != ranks:
+            raise UsageError(
+                f"`{name}` is sharded over {mesh}, and `comm` is of the ranks {ranks}: pass"
+                " `comm.mesh(data=comm.size).device_mesh()` as `mesh` to `fully_shard`. For nodes"
+                " that have copies there is `allstep.fsdp_hook`."
+            )
+
+
+def _detached(x: Any) -> Any:
+    """The same for a call that is to have no past."""
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

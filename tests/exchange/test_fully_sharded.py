@@ -1,0 +1,233 @@
+"""Models under FSDP2's `fully_shard` in `steps`: the model of one worker."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import allstep
+from allstep import Communicator, UsageError
+from allstep.exchange import ParameterServer
+from allstep.exchange.fully_sharded import FullySharded
+from tests.exchange.nets import assert_same, differs
+from tests.helpers.processes import run_processes
+
+pytestmark = pytest.mark.process
+
+NUM_SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 32, 15, 3  # 5, 5 and 1 micro-batches
+
+
+def make_model() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(
+            nn.Linear(6, 9),
+            nn.Dropout(0.2),
+            nn.BatchNorm1d(9),
+            nn.Tanh(),
+            nn.Linear(9, 7),
+            nn.Tanh(),
+            nn.Linear(7, 3),
+        ).double()
+
+
+def shard(model: nn.Sequential, comm: Communicator) -> nn.Sequential:
+    mesh = comm.mesh(data=comm.size).device_mesh()
+    for layer in (model[0], model[4]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator))
+
+
+def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    x, y = batch
+    return {"loss": (F.cross_entropy(model(x), y, reduction="sum"), len(y))}
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict().items()
+    return {n: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for n, x in state}
+
+
+def train(
+    comm: Communicator,
+    *,
+    is_sharded: bool,
+    has_weights: bool = False,
+    run_dir: Path | None = None,
+    num_epochs: int = 2,
+    spoil: Callable[[], None] = lambda: None,
+) -> dict[str, Tensor]:
+    """Parameters, statistics and losses, with uneven micro-batches, dropout and clipping."""
+    model = shard(make_model(), comm) if is_sharded else make_model()
+    exchange = allstep.attach(model, comm)
+    spoil()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    loader = allstep.data.loader(
+        samples(), comm, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=5
+    )
+    evaluator = allstep.Evaluator(metrics, samples(), comm, micro_batch=4)
+    found: dict[str, Tensor] = {}
+
+    def run_epoch(checkpoint: allstep.AutoCheckpoint | None) -> None:
+        for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+            for x, y in batch:
+                if has_weights:
+                    loss = F.cross_entropy(model(x), y, reduction="sum")
+                    batch.backward(2 * loss, weight=2 * len(y))
+                else:
+                    batch.backward(F.cross_entropy(model(x), y))
+            norm = float(exchange.clip_grad_norm_(0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, number in (("loss", batch.global_loss()), ("norm", norm)):
+                found[f"{name} {batch.step}"] = torch.tensor(number, dtype=torch.float64)
+        exchange.sync_buffers()
+        found["metric"] = torch.tensor(evaluator(model)["loss"], dtype=torch.float64)
+
+    if run_dir is None:
+        for _ in range(num_epochs):
+            run_epoch(None)
+    else:
+        state = {"optimizer": optimizer}
+        with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
+            for _ in checkpoint.epochs(num_epochs):
+                run_epoch(checkpoint)
+    return found | whole_state(model)
+
+
+def use_torchs_mean() -> None:
+    """FSDP2 as it is alone: the mean over workers, whatever their numbers of micro-batches."""
+    FullySharded.set_scale = lambda self, scale: None  # type: ignore[method-assign]
+
+
+def train_both(comm: Communicator, is_sharded: bool) -> list[dict[str, Tensor]]:
+    """Means, sums with weights, and the control."""
+    torch.set_num_threads(1)
+    means, sums = (train(comm, is_sharded=is_sharded, has_weights=has) for has in (False, True))
+    return [means, sums, train(comm, is_sharded=is_sharded, spoil=use_torchs_mean)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_fully_sharded_model_is_that_of_one_worker(size: int) -> None:
+    """Batch norm, dropout, clipping; 5 and 1 micro-batches, and sums over tokens with weights."""
+    [(means, sums, _)] = run_processes(1, train_both, False)
+    for of_means, of_sums, of_torch in run_processes(size, train_both, True):
+        assert_same(of_means, means)
+        assert_same(of_sums, sums)
+        assert differs(of_torch, means, by=1e-6)
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def train_on(comm: Communicator, run_dir: Path, num_epochs: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    return train(comm, is_sharded=comm.size > 1, run_dir=run_dir, num_epochs=num_epochs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_fully_sharded_checkpoint_resumes_on_other_workers(size: int, tmp_path: Path) -> None:
+    [undisturbed] = run_processes(1, train_on, tmp_path / "undisturbed", 4)
+    run_processes(2, train_on, tmp_path / "run", 2)
+    for found in run_processes(size, train_on, tmp_path / "run", 4):
+        later = {name: undisturbed[name] for name in found}
+        assert len(later) < len(undisturbed)
+        assert_same(found, later)
+
+
+# -- gradients that are not finite -------------------------------------------------------------
+
+
+def overflow_on_one(comm: Communicator) -> tuple[bool, float]:
+    """Whether a step was made, and the scale after it."""
+    model = shard(make_model(), comm)
+    exchange = allstep.attach(model, comm)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(3, 6, dtype=torch.float64)).sum()).backward()
+    weight: Any = model[4].weight
+    if comm.rank == 0:
+        weight.grad.to_local()[0, 0] = math.inf
+    before = weight.to_local().clone()
+    exchange.unscale_(scaler, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return not torch.equal(weight.to_local(), before), scaler.get_scale()
+
+
+def test_overflow_on_one_worker_skips_the_step_on_all() -> None:
+    assert run_processes(2, overflow_on_one) == [(False, 1.0)] * 2
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(UsageError) as error:
+        call()
+    return str(error.value)
+
+
+def refusals(comm: Communicator) -> dict[str, str]:
+    torch.set_num_threads(1)
+    model, part, ignoring = shard(make_model(), comm), make_model(), make_model()
+    mesh = comm.mesh(data=comm.size).device_mesh()
+    fully_shard(part[0], mesh=mesh)
+    fully_shard(ignoring, mesh=mesh, ignored_params={ignoring[4].bias})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    policies = {
+        "int8": allstep.Synchronous(compression="int8"),
+        "exact": allstep.Synchronous(compression="exact"),
+        "stale": allstep.Stale(steps=1),
+        "local": allstep.LocalSGD(sync_every=2),
+    }
+    found = {
+        name: refused(lambda p=policy: allstep.attach(model, comm, p, optimizer=optimizer))
+        for name, policy in policies.items()
+    }
+    found["server"] = refused(lambda: ParameterServer(model, comm, optimizer))
+    found["part"] = refused(lambda: allstep.attach(part, comm))
+    found["ignored"] = refused(lambda: allstep.attach(ignoring, comm))
+    axis = comm.mesh(data=1, other=comm.size)["data"]
+    found["others"] = refused(lambda: allstep.attach(model, axis))
+    exchange = allstep.attach(model, comm)
+    found["local gradients"] = refused(exchange.local_gradients)
+    loader = allstep.data.loader(samples(), comm, global_batch=3, micro_batch=3)
+    (batch, *_) = [next(iter(allstep.steps(loader, exchange)))]
+    found["few"] = refused(lambda: list(batch))
+    found["elastic"] = refused(
+        lambda: allstep.Elastic(loader, exchange, state={"optimizer": optimizer})
+    )
+    return found
+
+
+def test_what_a_fully_sharded_model_refuses() -> None:
+    words = {
+        **dict.fromkeys(("int8", "exact", "stale", "local"), "FSDP2 sums those of a model"),
+        "server": "is sharded by FSDP2",
+        "part": "call `fully_shard(model, mesh=...)` last",
+        "ignored": "`4.bias` is not sharded by FSDP2",
+        "others": "is sharded over DeviceMesh",
+        "local gradients": "sums the workers' gradients before",
+        "few": "at least 2 micro-batches",
+        "elastic": "is divided over workers",
+    }
+    for found in run_processes(2, refusals):
+        assert found.keys() == words.keys()
+        for name, message in found.items():
+            assert words[name] in message, name
