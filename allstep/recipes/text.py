@@ -84,6 +84,10 @@ class Text(TokenRecipe):
     `tensor_parallel`; divide `depth`. Above 1 the logits have a matrix of their own. A single
     worker has all of it whatever this is."""
 
+    shard: bool = False
+    """Shard parameters, gradients and the optimizer's state over all workers by torch's FSDP2,
+    which gathers a block's when it computes. A single worker has all of them whatever this is."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer = allstep.errors.check_integer
@@ -102,10 +106,12 @@ class Text(TokenRecipe):
         for name in ("tensor_parallel", "pipeline"):
             check_integer(name, getattr(self, name))
         self._check_copies()
+        if self.shard:
+            self._check_shard()
 
     @property
     def divides_model(self) -> bool:
-        return self.copy_size > 1
+        return self.copy_size > 1 or self.shard
 
     @property
     def copy_size(self) -> int:
@@ -156,6 +162,17 @@ class Text(TokenRecipe):
                 f"`samples` (={self.samples!r}) have another length in each micro-batch, and those"
                 f" of one shape go together through `pipeline` (={self.pipeline}); take 'pieces'."
             )
+
+    def _check_shard(self) -> None:
+        reason = f"`shard` (={self.shard}) does"
+        others = {"experts": self.experts is not None, "compression": self.compression != "fp32"}
+        others |= {name: getattr(self, name) > 1 for name in ("tensor_parallel", "pipeline")}
+        for name in (name for name, is_set in others.items() if is_set):
+            raise UsageError(
+                f"`{name}` (={getattr(self, name)!r}) is for a model that FSDP2 has not sharded,"
+                f" and {reason}; leave one of them out."
+            )
+        allstep.train.check_sharded(self, reason)
 
     def _check_experts(self, num_experts: int) -> None:
         for name, least in (("experts", 2), ("top_k", 1)):
@@ -262,6 +279,9 @@ class Text(TokenRecipe):
         model = Transformer(self._config, self._experts(comm))
         if comm.size > 1 and self.tensor_parallel > 1:
             allstep.nn.tensor_parallel(model, self._mesh(comm), tensor_parallel_plan(model))
+        if comm.size > 1 and self.shard:
+            model.to(comm.device)
+            _shard(model, comm)
         return model
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
@@ -313,6 +333,16 @@ class Text(TokenRecipe):
         if self.objective == "causal":
             return reader.CausalSequences(tokens, sequence_length)
         return reader.MaskedSequences(tokens, sequence_length, self.vocab_size)
+
+
+def _shard(model: Transformer, comm: Communicator) -> None:
+    """Each block for itself, so that one at a time is whole, and what is around them together."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = comm.mesh(data=comm.size).device_mesh()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import allstep
 from allstep import Communicator
 from allstep.cli.main import main
-from allstep.comm import shards_of, stages_of
+from allstep.comm import fsdp_modules, shards_of, stages_of
 from allstep.recipes.text import Text
 
 Found = tuple[dict[str, Tensor], allstep.train.RunReport]
@@ -21,7 +22,10 @@ Found = tuple[dict[str, Tensor], allstep.train.RunReport]
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with the parts of all workers that share the model. Collective."""
     shards = shards_of(model)
-    state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    state = {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+        for name, x in model.state_dict().items()
+    }
     for name, shard in shards.items():
         state[name] = torch.cat(shard.comm.all_gather(state[name].contiguous()), shard.dim)
     return state
@@ -57,6 +61,7 @@ def train_text(
     task = recipe.task(comm)
     assert bool(shards_of(task.model)) == (comm.size > 1 and recipe.tensor_parallel > 1)
     assert bool(stages_of(task.model)) == (comm.size > 1 and recipe.pipeline > 1)
+    assert bool(fsdp_modules(task.model)) == (comm.size > 1 and recipe.shard)
     if spoil is not None:
         spoil(task.model)
     report = allstep.fit(task, recipe, comm, run_dir, resume=resume)

@@ -1,0 +1,112 @@
+"""`text` sharded over its workers by FSDP2: the run of one worker."""
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from allstep import Communicator, UsageError
+from allstep.recipes.text import Text
+from tests.helpers.divided import (
+    Found,
+    keep_one_checkpoint,
+    largest_difference,
+    small_text,
+    train_text,
+)
+from tests.helpers.processes import RemoteError, run_processes
+from tests.helpers.texts import write_topics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_topics(tmp_path / "texts", 4)
+
+
+def small(folder: Path, **changes: Any) -> Text:
+    usual = {"depth": 2, "optimizer": "lamb", "shard": True}
+    return small_text(folder, **usual | changes)
+
+
+def train_on(size: int, *arguments: Any) -> Found:
+    """On so many workers, which must have found the same to the last bit."""
+    (state, report), *others = run_processes(size, train_text, *arguments, timeout_s=200)
+    for other, report_of_other in others:
+        assert all(torch.equal(other[name], state[name]) for name in state)
+        assert report_of_other.metrics == report.metrics
+    return state, report
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_shards_train_the_model_of_one_worker(folder: Path, tmp_path: Path) -> None:
+    """With dropout, clipping and uneven micro-batches; resumed from 2 workers on 1, 2 and 3."""
+    recipe = small(folder, train_share=0.15, checkpoint_every_steps=3, keep_checkpoints=9)
+    one = train_on(1, recipe, tmp_path / "one")
+    two = train_on(2, recipe, tmp_path / "two")
+    assert largest_difference(one, two) < 1e-10
+    unclipped = train_on(1, replace(recipe, clip_norm=None), tmp_path / "unclipped")
+    assert largest_difference(one, unclipped) > 1e-6
+    keep_one_checkpoint(tmp_path / "two", 3)
+    for size in (1, 2, 3):
+        run_dir = tmp_path / f"resumed-{size}"
+        shutil.copytree(tmp_path / "two", run_dir)
+        resumed = train_on(size, recipe, run_dir, None, True)
+        assert largest_difference(one, resumed) < 1e-10
+        if size == 2:
+            assert all(torch.equal(resumed[0][n], two[0][n]) for n in resumed[0])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_shards_of_a_model_of_padded_paragraphs(folder: Path, tmp_path: Path) -> None:
+    """Whose losses are sums over tokens, weighed by them."""
+    recipe = small(folder, train_share=0.15, samples="paragraphs", optimizer="adamw")
+    one, three = (train_on(size, recipe, tmp_path / f"{size}") for size in (1, 3))
+    assert largest_difference(one, three) < 1e-10
+
+
+def overflow(model: nn.Module) -> None:
+    """Of the first bias's gradient, in the rows of the last worker."""
+    last = torch.distributed.get_world_size() - 1
+    bias: Any = model.get_parameter("blocks.1.mlp.hidden.bias")
+    if torch.distributed.get_rank() == last:
+        bias.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().fill_(math.inf))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> None:
+    recipe = small(folder, train_share=0.1)
+    with pytest.raises(RemoteError, match=r"blocks\.1\.mlp\.hidden\.bias"):
+        train_on(2, recipe, tmp_path / "raised", overflow)
+    _, report = train_on(2, replace(recipe, nonfinite="skip"), tmp_path / "skipped", overflow)
+    assert report.num_skipped == report.num_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": 4}, r"`experts` \(=4\) is for a model that FSDP2 has not sharded"),
+        ({"tensor_parallel": 2}, r"`tensor_parallel` \(=2\) is for a model that FSDP2 has not"),
+        ({"pipeline": 2}, r"`pipeline` \(=2\) is for a model that FSDP2 has not"),
+        ({"compression": "exact"}, r"`compression` \(='exact'\) is for a model that FSDP2"),
+        ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
+        ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
+        ({"staleness": 1}, r"`staleness` \(=1\) is for models that are whole"),
+        ({"noise_scale_every_steps": 2}, r"`noise_scale_every_steps` \(=2\) is for models that"),
+    ],
+)
+def test_values_that_shard_refuses(folder: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        small(folder, **changes)
+
+
+def test_a_single_worker_has_the_whole_model(folder: Path) -> None:
+    model = small(folder).task(Communicator.single_process()).model
+    assert not any(hasattr(p, "full_tensor") for p in model.parameters())
