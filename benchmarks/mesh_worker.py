@@ -1,6 +1,6 @@
-"""A step of a transformer that torch's tensor parallelism divides: with allstep, bare, and whole.
+"""A step of a transformer that torch divides over workers: with allstep, bare, and whole.
 
-python benchmarks/mesh_worker.py FILE WIDTH NUM_DATA REPEATS CLOCK   # as a rank, by bench_mesh
+python benchmarks/mesh_worker.py FILE ENGINE WIDTH NUM_DATA REPEATS CLOCK   # as a rank
 """
 
 import json
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from bench_overhead import CLOCKS, Cut
 from common import interleave
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -47,23 +48,27 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
+def shard(model: Transformer, mesh: Mesh[Communicator]) -> None:
+    """Each block for itself, then what is around them."""
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh.device_mesh()["data"])
+
+
 def bare_loop(
-    mesh: Mesh[Communicator],
-    width: int,
-    batches: list[list[Tensor]],
-    updates: bool,
-    is_divided: bool = True,
+    engine: str, mesh: Mesh[Communicator], width: int, batches: list[list[Tensor]], updates: bool
 ) -> Loop:
     """What a user of torch writes: DTensors as parameters, and the mean over the data axis."""
     model, of_torch = make_model(width), mesh.device_mesh()
-    if is_divided:
+    if engine == "tensor":
         parallelize_module(model, of_torch["tensor"], tensor_parallel_plan(model))
+    elif engine == "fsdp":
+        shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         for batch in batches:
             for tokens in batch:
                 (loss_of(model, tokens) / len(batch)).backward()
-            if mesh["data"].size > 1:
+            if mesh["data"].size > 1 and engine != "fsdp":
                 average(model, of_torch["data"].get_group())
             if updates:
                 optimizer.step()
@@ -83,11 +88,14 @@ def average(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def allstep_loop(
-    mesh: Mesh[Communicator], width: int, batches: list[list[Tensor]], updates: bool
+    engine: str, mesh: Mesh[Communicator], width: int, batches: list[list[Tensor]], updates: bool
 ) -> Loop:
-    """The same with `tensor_parallel`, `attach` and `steps`."""
+    """The same with `attach` and `steps`."""
     model = make_model(width)
-    tensor_parallel(model, mesh, tensor_parallel_plan(model))
+    if engine == "tensor":
+        tensor_parallel(model, mesh, tensor_parallel_plan(model))
+    else:
+        shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = allstep.attach(model, mesh["data"])
     pairs = Cut([[(tokens, tokens) for tokens in batch] for batch in batches])
@@ -102,7 +110,12 @@ def allstep_loop(
 
 
 def measure(
-    comm: Communicator, width: int, num_data: int, repeats: int, clock: Callable[[], float]
+    comm: Communicator,
+    engine: str,
+    width: int,
+    num_data: int,
+    repeats: int,
+    clock: Callable[[], float],
 ) -> dict[str, list[float]]:
     """Variant -> seconds of a step on this rank; variants take turns step by step."""
     mesh = comm.mesh(data=num_data, tensor=comm.size // num_data)
@@ -112,20 +125,20 @@ def measure(
         for _ in range(STEPS_PER_EPOCH)
     ]
     loops = {
-        f"{name} {part}": loop(mesh, width, batches, part == "step")
+        f"{name} {part}": loop(engine, mesh, width, batches, part == "step")
         for part in ("step", "gradients")
         for name, loop in (("bare", bare_loop), ("allstep", allstep_loop))
     }
-    loops["whole step"] = bare_loop(mesh, width, batches, True, is_divided=False)
+    loops["whole step"] = bare_loop("none", mesh, width, batches, True)
     steps: dict[str, Callable[[], object]] = {name: loop.__next__ for name, loop in loops.items()}
     return interleave(steps, repeats, warmups=6, clock=clock)
 
 
 def main() -> None:
-    file, width, num_data, repeats, clock = sys.argv[1:]
+    file, engine, width, num_data, repeats, clock = sys.argv[1:]
     torch.set_num_threads(1)
     with allstep.init(device="cpu") as comm:
-        measured = measure(comm, int(width), int(num_data), int(repeats), CLOCKS[clock])
+        measured = measure(comm, engine, int(width), int(num_data), int(repeats), CLOCKS[clock])
         if comm.rank == 0:
             Path(file).write_text(json.dumps(measured))
         comm.barrier()
