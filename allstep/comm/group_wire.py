@@ -1,6 +1,15 @@
-"""Makes process groups of torch's, and sends through them; the only file that calls one."""
+"""Makes process groups of torch's, and sends through them; the only file that calls one.
 
-from collections.abc import Callable, Sequence
+[Note: end of a group] Gloo closes a group's connections when nobody holds the group any more; who
+lets it go waits for its calls. Where a connection closes while a call of another rank needs it,
+that call may miss it, and last until its timeout. So a group that is closed first waits, for a
+while, for calls that it has started and whose results nobody has asked for; the other ranks have
+started them, too, unless one failed. A group whose calls don't end by then, or that is aborted, is
+left to a thread.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
@@ -13,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from allstep.comm.failures import explained, is_timeout, translated
 from allstep.comm.missing import RankNames
-from allstep.comm.work import BackendWork, ThreadWork, Work
+from allstep.comm.work import END_S, BackendWork, ThreadWork, Work
 from allstep.device import current_device, default_device, synchronize
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
@@ -139,6 +148,7 @@ class GroupWire:
         self._timeout_s = timeout_s
         self._close = close
         self._chunk_bytes = chunk_bytes
+        self._under_way: set[BackendWork] = set()  # of the last calls, those that nobody awaited
         self.names = names or RankNames.of(group)
         self._device_types = {
             device.type
@@ -196,7 +206,12 @@ class GroupWire:
 
         name = f"`{verb}` on {self.names.own}"
         explained = partial(self._explained, verb)
-        return BackendWork(works, explained, name, note_meeting, timeout_s)
+        work = BackendWork(works, explained, name, note_meeting, timeout_s)
+        self._under_way = {work, *self._not_ended()}
+        return work
+
+    def _not_ended(self) -> list[BackendWork]:
+        return [work for work in list(self._under_way) if not work.has_ended]
 
     def _explained(self, verb: str, timeout_s: float | None) -> AbstractContextManager[None]:
         """Typed errors for what fails inside; who is missing after the group's own timeout."""
@@ -381,10 +396,14 @@ class GroupWire:
         group, self.group = self.group, None
         if group is None:
             return
-        if abort:
+        deadline_s = time.monotonic() + min(END_S, self.timeout_s)
+        if abort or not all(work.outlast(deadline_s) for work in self._not_ended()):
             self._break_off(group)
             with suppress(RuntimeError):
                 group.abort()
+        left = self._not_ended()
+        if left:
+            ThreadWork.start(partial(_hold, group, left, self.timeout_s), "the end of a group")
         self._close()
 
 
@@ -394,6 +413,13 @@ def shut_down(group: dist.ProcessGroup, device: torch.device) -> None:
         synchronize(device)
         with suppress(RuntimeError):  # it was aborted before
             group.shutdown()
+
+
+def _hold(group: dist.ProcessGroup, works: Iterable[BackendWork], timeout_s: float) -> None:
+    """Keeps a group until its calls have ended: whoever lets it go waits for them."""
+    deadline_s = time.monotonic() + timeout_s
+    for work in works:
+        work.outlast(deadline_s)
 
 
 def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:

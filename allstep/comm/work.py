@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from allstep.device import Event, current_stream
 from allstep.errors import CollectiveTimeoutError, check_positive
 
+END_S = 2.0  # how long a group that ends waits for its calls, see `group_wire`
 _AT_EXIT_S = 10.0
+_MOMENT_S = 0.005
 _awaited_at_exit = WeakSet[threading.Thread]()
 
 T = TypeVar("T")
@@ -216,7 +218,29 @@ class BackendWork:
         """Whether the group has ended the calls."""
         if self._message_timeout_s is not None:  # the group learns of a message's end by a wait
             return not self._works or self._in_thread(self._message_timeout_s).is_completed()
+        return self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is under way any more, as far as is known without a wait."""
         return all(work.is_completed() for work in self._works)
+
+    def outlast(self, deadline_s: float) -> bool:
+        """Waits until the calls have ended, whatever comes of them; whether they have in time.
+
+        Args:
+            deadline_s: of `time.monotonic()`.
+        """
+        for work in list(self._works):
+            if self._message_timeout_s is not None:  # which no look tells of, and a wait ends
+                left_s = max(deadline_s - time.monotonic(), _MOMENT_S)
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=left_s))
+            while not work.is_completed():
+                if time.monotonic() >= deadline_s:
+                    return False
+                time.sleep(_MOMENT_S)
+        return True
 
     def future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
         """Completed by the group at the end of the calls; to be asked for before any wait."""

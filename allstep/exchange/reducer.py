@@ -15,7 +15,7 @@ from torch import Tensor
 from allstep.comm import Communicator
 from allstep.comm.algorithms import Auto, Dummy, Native, SharedMemory, make_algorithm
 from allstep.comm.shared_memory import Block
-from allstep.comm.work import BackendWork, JoinedWork, Work
+from allstep.comm.work import END_S, BackendWork, JoinedWork, Work
 from allstep.device import is_accelerator
 from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy
@@ -82,13 +82,10 @@ class Reducer:
         self._staleness = policy.staleness
         self._native: Native | None = None
         self._posted_s = self._last_end_s = 0.0
-        self._pending: set[object] = set()  # a mark for each call that the backend works on
         if self.comm is not comm:
             self.comm.set_timeout(min(policy.first_timeout_s, comm.timeout_s))
         self._states = WireStates(self.wire)
-        self.close = finalize(
-            self, _close, getpid(), self._runner, self.transport, comm, self._pending
-        )
+        self.close = finalize(self, _close, getpid(), self._runner, self.transport, comm)
 
     # -- what it is good for -------------------------------------------------------------------
 
@@ -213,12 +210,9 @@ class Reducer:
 
     def _post(self, native: Native, bucket: Bucket, then: Then | None) -> Work[None]:
         """Hands a bucket to the backend itself, which works on several at once."""
-        mark = object()
-        self._pending.add(mark)
 
         @torch.no_grad()
         def finish() -> None:
-            self._pending.discard(mark)
             end_s = perf_counter()
             self._posted_s += end_s - max(start_s, self._last_end_s)
             self._last_end_s = end_s
@@ -287,23 +281,22 @@ class Reducer:
             logging.getLogger("allstep").info(f"all-reduce by size: {algorithm.in_words}")
 
 
-def _close(
-    pid: int, runner: Runner, transport: Transport, comm: Communicator, pending: set[object]
-) -> None:
-    """Gives all back. A group waits for its pending calls when it is closed, and holds the
-    interpreter's lock meanwhile: where workers disagreed, that would be for a whole timeout.
+def _close(pid: int, runner: Runner, transport: Transport, comm: Communicator) -> None:
+    """Gives all back, once what is under way has ended; see [Note: end of a group].
+
     A process that was forked from this one leaves it alone when it exits.
     """
     if getpid() != pid:
         return
-    runner.close()
+    channel = transport.comm
+    has_ended = runner.close(min(END_S, channel.timeout_s))
     transport.algorithm.close()
-    if transport.comm is comm:
+    if channel is comm:
         return
-    if pending:
-        transport.comm.abort()
+    if has_ended:
+        channel.close()
     else:
-        transport.comm.close()
+        channel.abort()
 
 
 def channel_of(comm: Communicator) -> Communicator:

@@ -46,9 +46,10 @@ class Runner(ABC):
             raise UsageError("Nothing can be exchanged after `detach()`; attach the model again.")
         return self._submit(call)
 
-    def close(self) -> None:
-        """Takes no more calls."""
+    def close(self, limit_s: float) -> bool:
+        """Takes no more calls; whether those under way have ended within `limit_s`."""
         self._is_closed = True
+        return True
 
     @abstractmethod
     def _submit(self, call: Callable[[], None]) -> Work[None]:
@@ -101,9 +102,14 @@ class ThreadRunner(InlineRunner):
         self._queue: SimpleQueue[ThreadWork[None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def close(self) -> None:
-        super().close()
+    def close(self, limit_s: float) -> bool:
+        super().close(limit_s)
         self._queue.put(None)
+        if self._thread is None:
+            return True
+        if self._thread is not threading.current_thread():  # where garbage is collected anywhere
+            self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
     def _make(self, work: ThreadWork[None]) -> None:
         if self._thread is None:

@@ -133,7 +133,7 @@ def test_nothing_is_exchanged_after_detach(size: int, policy: ExchangePolicy) ->
 def test_a_runner_takes_no_job_after_its_end() -> None:
     runner = ThreadRunner()
     runner.submit(lambda: None).wait(20)
-    runner.close()
+    runner.close(limit_s=1.0)
     with pytest.raises(UsageError, match=r"Nothing can be exchanged after `detach\(\)`"):
         runner.submit(lambda: None)
 
