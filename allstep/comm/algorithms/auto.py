@@ -137,24 +137,8 @@ class Auto(AllReduce):
         self.used_for(flat.nbytes).reduce_(flat)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has handed to the wire so far, for measuring too."""
-        return sum(algorithm.sent_bytes for algorithm in self._algorithms.values())
-
-    @property
-    def num_messages(self) -> int:
-        """Messages that this rank has sent so far, for measuring too."""
-        return sum(algorithm.num_messages for algorithm in self._algorithms.values())
-
-    def close(self) -> None:
-        """Closes what it chose from."""
-        for algorithm in self._algorithms.values():
-            algorithm.close()
-
-    def abort(self) -> None:
-        """Leaves at once in all of them."""
-        for algorithm in self._algorithms.values():
-            algorithm.abort()
+    def _parts(self) -> Iterable[AllReduce]:
+        return self._algorithms.values()
 
 
 def _candidates(comm: WorkerGroup) -> list[type[AllReduce]]:

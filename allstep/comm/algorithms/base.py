@@ -1,7 +1,7 @@
 """What an all-reduce algorithm is, and the counted messages that most are made of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,11 @@ class AllReduce(ABC):
         self._messenger = Messenger(comm)
         self._names = comm.wire.names
         comm.add_dependent(self)
+
+    @property
+    def _parts(self) -> Iterable["AllReduce"]:
+        """The algorithms that this one uses."""
+        return ()
 
     def reduce_(self, flat: Tensor) -> None:
         """flat = sum over ranks r of flat_r, in place. Collective, blocking.
@@ -71,12 +76,12 @@ class AllReduce(ABC):
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has handed to the wire so far."""
-        return self._messenger.sent_bytes
+        return self._messenger.sent_bytes + sum(part.sent_bytes for part in self._parts)
 
     @property
     def num_messages(self) -> int:
         """Messages that this rank has sent so far."""
-        return self._messenger.num_messages
+        return self._messenger.num_messages + sum(part.num_messages for part in self._parts)
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of the additions depends on, beside the ranks and the elements."""
@@ -89,11 +94,15 @@ class AllReduce(ABC):
             state: the same on every rank; maybe another algorithm's.
         """
 
-    def close(self) -> None:  # noqa: B027 (most hold nothing)
+    def close(self) -> None:
         """Gives back what the algorithm holds; the communicator stays open."""
+        for part in self._parts:
+            part.close()
 
     def abort(self) -> None:
         """Leaves at once, so that ranks who wait for this one fail fast."""
+        for part in self._parts:
+            part.abort()
         self.close()
 
 

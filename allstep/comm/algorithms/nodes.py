@@ -36,34 +36,25 @@ class _OverNodes(AllReduce):
         self._groups = [group for group in (inside, outside) if group is not None]
         self._inside = inside
         self._across = None if outside is None else inner(outside)
-        self._parts = [] if self._across is None else [self._across]
+
+    @property
+    def _parts(self) -> list[AllReduce]:
+        return [] if self._across is None else [self._across]
 
     def _note_meeting(self) -> None:
         super()._note_meeting()
         for group in self._groups:
             group.wire.names.last_call = "all_reduce"
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has handed to the wire so far, in the node and across."""
-        return super().sent_bytes + sum(part.sent_bytes for part in self._parts)
-
-    @property
-    def num_messages(self) -> int:
-        """Messages that this rank has sent so far, in the node and across."""
-        return super().num_messages + sum(part.num_messages for part in self._parts)
-
     def close(self) -> None:
-        """Closes the groups in and across nodes."""
-        for part in self._parts:
-            part.close()
+        super().close()
         for group in self._groups:
             group.close()
 
     def abort(self) -> None:
-        """Leaves the groups in and across nodes."""
         for group in self._groups:
             group.abort()
+        super().abort()
 
 
 class Hierarchical(_OverNodes):
@@ -135,16 +126,9 @@ class Hierarchical(_OverNodes):
             message.wait()
 
     def close(self) -> None:
-        """Closes the groups and gives the shared memory back."""
         if self._buffer is not None:
             self._buffer.close()
         super().close()
-
-    def abort(self) -> None:
-        """Leaves the groups and the shared memory."""
-        if self._buffer is not None:
-            self._buffer.close()
-        super().abort()
 
 
 class TwoDimensional(_OverNodes):
@@ -176,7 +160,10 @@ class TwoDimensional(_OverNodes):
             )
         super().__init__(comm, comm.local_rank, inner)
         self._ring = Ring(self._inside)
-        self._parts.append(self._ring)
+
+    @property
+    def _parts(self) -> list[AllReduce]:
+        return [*super()._parts, self._ring]
 
     def _reduce_(self, flat: Tensor) -> None:
         assert self._across is not None

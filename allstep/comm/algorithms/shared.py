@@ -77,16 +77,10 @@ class SharedMemory(AllReduce):
         self._buffer.sum_(flat)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has handed to the wire so far."""
-        return self.fallback.sent_bytes if self.fallback else 0
-
-    @property
-    def num_messages(self) -> int:
-        """Messages that this rank has sent so far."""
-        return self.fallback.num_messages if self.fallback else 0
+    def _parts(self) -> tuple[AllReduce, ...]:
+        return (self.fallback,) if self.fallback else ()
 
     def close(self) -> None:
-        """Gives the shared memory back."""
+        super().close()
         if self._buffer is not None:
             self._buffer.close()
