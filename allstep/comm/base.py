@@ -40,37 +40,22 @@ class CommunicatorBase:
         self.node_rank = topology.node_rank
         self.num_nodes = topology.num_nodes
         self.timeout_s = wire.timeout_s
-        self._wire = wire
+        self.wire = wire  # raw tensors to and from other ranks
         self._dependents: WeakValueDictionary[int, Dependent] = WeakValueDictionary()
-        self._messages = Messages(wire, wire.transport_device(torch.device("cpu")))
+        self.messages = Messages(wire, wire.transport_device(torch.device("cpu")))
         self._inbox = Inbox(wire.names)
         store = None if wire.group is None else wire.group.get_group_store()
-        self._announced = AnnouncedCalls(store, wire.names.number, self.activity)
+        self.announced = AnnouncedCalls(store, wire.names.number, self.activity)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """torch's group beneath; None for a single process and after `close`."""
-        return self._wire.group
+        return self.wire.group
 
     @property
     def activity(self) -> Activity:
         """What this worker is doing; the same in all groups that were split off."""
-        return self._wire.names.activity
-
-    @property
-    def wire(self) -> Wire:
-        """Raw tensors to and from other ranks, for algorithms."""
-        return self._wire
-
-    @property
-    def messages(self) -> Messages:
-        """Bytes of any length to and from other ranks, for comparisons."""
-        return self._messages
-
-    @property
-    def announced(self) -> AnnouncedCalls:
-        """The calls that workers tell each other of. [Note: announced calls]"""
-        return self._announced
+        return self.wire.names.activity
 
     def add_dependent(self, dependent: Dependent) -> None:
         """Aborts it too when this communicator is aborted; it is held weakly."""
@@ -95,7 +80,7 @@ class CommunicatorBase:
 
     def _named(self, rank: int) -> str:
         """A rank as errors call it. [Note: names]"""
-        return self._wire.names.named(rank)
+        return self.wire.names.named(rank)
 
     @property
     def _others(self) -> list[int]:

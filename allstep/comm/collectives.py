@@ -43,7 +43,7 @@ class TensorCollectives(CommunicatorBase):
         headers = self.messages.all_gather(layout.encode(), "all_gather")
         layouts = [Layout.decode(header) for header in headers]
         sizes_bytes = [other.num_bytes for other in layouts]
-        buffers = self._wire.all_gather(
+        buffers = self.wire.all_gather(
             layout.pack(x, self._transport_device), sizes_bytes, "all_gather"
         )
         device = _device_of(x, self.device)
@@ -69,7 +69,7 @@ class TensorCollectives(CommunicatorBase):
         layouts = [Layout.decode(header) for header in headers]
         packed = [layout.pack(x, self._transport_device) for layout, x in zip(own, xs, strict=True)]
         sizes_bytes = [layout.num_bytes for layout in layouts]
-        buffers = self._wire.all_to_all(packed, sizes_bytes, "all_to_all")
+        buffers = self.wire.all_to_all(packed, sizes_bytes, "all_to_all")
         return _unpack_all(layouts, buffers, _device_of(xs[0], self.device))
 
     def gather(
@@ -161,10 +161,10 @@ class TensorCollectives(CommunicatorBase):
         if check:
             self._compare("broadcast", f"of {own or layout}", "shapes and dtypes")
         if self.rank == root:
-            self._wire.broadcast(layout.pack(x, self._transport_device), root, "broadcast").wait()
+            self.wire.broadcast(layout.pack(x, self._transport_device), root, "broadcast").wait()
             return x
         buffer = layout.empty_buffer(self._transport_device)
-        self._wire.broadcast(buffer, root, "broadcast").wait()
+        self.wire.broadcast(buffer, root, "broadcast").wait()
         if own is None:
             return _to(layout.unpack(buffer), self.device)
         if own != layout:  # told only now, so that the other ranks are not left waiting
@@ -195,8 +195,8 @@ class TensorCollectives(CommunicatorBase):
         """
         if check:
             self._compare("all_gather_into_tensor", _spec(x), "shapes and dtypes")
-        raw = bytes_of(x).to(self._wire.transport_device(x.device))
-        parts = self._wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_into_tensor")
+        raw = bytes_of(x).to(self.wire.transport_device(x.device))
+        parts = self.wire.all_gather(raw, [raw.numel()] * self.size, "all_gather_into_tensor")
         return _rows(parts, x, (self.size, *x.shape))
 
     def all_to_all_single(self, x: Tensor, *, check: bool = False) -> Tensor:
@@ -216,11 +216,11 @@ class TensorCollectives(CommunicatorBase):
             raise UsageError(f"`x` has shape {list(x.shape)}; pass {self.size} rows, one a rank.")
         if check:
             self._compare("all_to_all_single", _spec(x), "shapes and dtypes")
-        raw = bytes_of(x).to(self._wire.transport_device(x.device)).chunk(self.size)
+        raw = bytes_of(x).to(self.wire.transport_device(x.device)).chunk(self.size)
         if not x.numel():
             return x.clone()
         sizes_bytes = [piece.numel() for piece in raw]
-        return _rows(self._wire.all_to_all(raw, sizes_bytes, "all_to_all_single"), x, x.shape)
+        return _rows(self.wire.all_to_all(raw, sizes_bytes, "all_to_all_single"), x, x.shape)
 
     @overload
     def send(
@@ -276,14 +276,14 @@ class TensorCollectives(CommunicatorBase):
 
     def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Work[None]:
         layout = Layout.of(x)
-        posted = self.messages.send(layout.encode(), dest, tag, verb)
-        posted.append(self._wire.send(layout.pack(x, self._transport_device), dest, tag, verb))
-        return JoinedWork(posted, lambda: None)
+        header = self.messages.send(layout.encode(), dest, tag, verb)
+        body = self.wire.send(layout.pack(x, self._transport_device), dest, tag, verb)
+        return JoinedWork([header, body], lambda: None)
 
     def _recv(self, source: int, tag: int, verb: str, sent_by: str) -> Tensors:
         layout = Layout.decode(self.messages.recv(source, tag, verb, sent_by))
         buffer = layout.empty_buffer(self._transport_device)
-        self._wire.recv(buffer, source, tag, verb).wait()
+        self.wire.recv(buffer, source, tag, verb).wait()
         return layout.unpack(buffer)
 
 

@@ -62,7 +62,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         """
         if self.activity.on_end is not None:
             return nullcontext()
-        names = self._wire.names
+        names = self.wire.names
         self._last_state = LastState(
             run_dir, self.activity, names.number, names.size, names.placed, notice_s=notice_s
         ).start()
@@ -74,7 +74,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         flag = torch.zeros(1, device=self.messages.device)
-        self._wire.all_reduce(flag, dist.ReduceOp.SUM, "barrier").wait()
+        self.wire.all_reduce(flag, dist.ReduceOp.SUM, "barrier").wait()
         flag.item()  # on CUDA only the stream waits above
 
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
@@ -96,15 +96,15 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         for name, value in (("color", color), ("key", key)):
             if not isinstance(value, int) and not (name == "color" and value is None):
                 raise UsageError(f"`{name}` (={value!r}) must be an int.")
-        self._wire.names.withdraw_report()
-        group_id = self._wire.new_group_id() if self.rank == 0 else 0
+        self.wire.names.withdraw_report()
+        group_id = self.wire.new_group_id() if self.rank == 0 else 0
         message = encode((color, key, self.node_rank, group_id))
         entries = [decode(other) for other in self.messages.all_gather(message, "split")]
         if color is None:
             return None
         ranks = [rank for rank in range(self.size) if entries[rank][0] == color]
         ranks.sort(key=lambda rank: entries[rank][1])
-        wire = self._wire.split(f"{entries[0][3]}/{color}", ranks, self.device)
+        wire = self.wire.split(f"{entries[0][3]}/{color}", ranks, self.device)
         topology = Topology.from_nodes([entries[rank][2] for rank in ranks], wire.rank)
         new = Communicator(wire, topology, self.device)
         self.add_dependent(new)
@@ -144,7 +144,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
             UsageError: if it isn't a positive number.
         """
         check_positive("timeout_s", timeout_s, "pass seconds")
-        self.timeout_s = self._wire.timeout_s = timeout_s
+        self.timeout_s = self.wire.timeout_s = timeout_s
         for dependent in self._alive_dependents:
             if isinstance(dependent, Communicator):
                 dependent.set_timeout(timeout_s)
@@ -154,20 +154,20 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         if self._last_state is not None:
             self._last_state.end(WELL)
         self._close_algorithms()
-        self._wire.close(abort=False)
+        self.wire.close(abort=False)
 
     def abort(self) -> None:
         """Leaves the group, and those split off, so that ranks who wait for this one fail fast."""
         for dependent in self._alive_dependents:
             dependent.abort()
-        self._wire.close(abort=True)
+        self.wire.close(abort=True)
 
     def interrupt(self) -> None:
         """Makes calls that wait fail, in groups that were split off, too; from any thread."""
         for dependent in self._alive_dependents:
             if isinstance(dependent, Communicator):
                 dependent.interrupt()
-        self._wire.interrupt()
+        self.wire.interrupt()
 
     def __enter__(self) -> "Communicator":
         return self
@@ -176,7 +176,7 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
         if error is None:
             self.close()
             return
-        lost = loss_told_by_torch(error, self._wire.names)
+        lost = loss_told_by_torch(error, self.wire.names)
         if self._last_state is not None:
             self._last_state.fail(lost or error)
         self.abort()

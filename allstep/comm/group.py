@@ -45,22 +45,19 @@ class Dependent(Protocol):
 
 
 class MessageGroup(Protocol):
-    """Workers who can tell each other something."""
+    """Workers who can tell each other something.
+
+    Attributes:
+        wire: raw tensors to and from other ranks.
+        messages: bytes of any length to and from other ranks.
+        announced: the calls that workers tell each other of.
+    """
 
     rank: int
     size: int
-
-    @property
-    def wire(self) -> Wire:
-        """Raw tensors to and from other ranks."""
-
-    @property
-    def messages(self) -> Messages:
-        """Bytes of any length to and from other ranks."""
-
-    @property
-    def announced(self) -> AnnouncedCalls:
-        """The calls that workers tell each other of."""
+    wire: Wire
+    messages: Messages
+    announced: AnnouncedCalls
 
 
 class WorkerGroup(MessageGroup, Protocol):

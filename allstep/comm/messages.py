@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from allstep.comm.wire import Wire
-from allstep.comm.work import Work
+from allstep.comm.work import JoinedWork, Work
 from allstep.errors import DisagreementError
 
 _HEADER_BYTES = 256
@@ -93,10 +93,11 @@ class Messages:
             call.wait()
         return [start + _to_bytes(rest) for (_, start), rest in zip(opened, rests, strict=True)]
 
-    def send(self, body: bytes, dest: int, tag: int, verb: str) -> list[Work[None]]:
+    def send(self, body: bytes, dest: int, tag: int, verb: str) -> Work[None]:
         """Posts a body to another rank."""
         parts = (self._seal(body, _VERBS.index(verb)), self._rest(body))
-        return [self._wire.send(part, dest, tag, verb) for part in parts]
+        posted = [self._wire.send(part, dest, tag, verb) for part in parts]
+        return JoinedWork(posted, lambda: None)
 
     def recv(self, source: int, tag: int, verb: str, sent_by: str) -> bytes:
         """Waits for a body that another rank sends by the verb `sent_by`."""

@@ -36,8 +36,7 @@ class ObjectCollectives(CommunicatorBase):
         self._check_root(root)
         body = encode(obj)
         if self.rank != root:
-            for call in self.messages.send(body, root, PRIVATE_TAG, "gather_object"):
-                call.wait()
+            self.messages.send(body, root, PRIVATE_TAG, "gather_object").wait()
             return None
         verb = "gather_object"
         bodies = {rank: self.messages.recv(rank, PRIVATE_TAG, verb, verb) for rank in self._others}
@@ -52,9 +51,8 @@ class ObjectCollectives(CommunicatorBase):
             return decode(self.messages.recv(root, PRIVATE_TAG, verb, verb))
         bodies = [encode(obj) for obj in self._check_one_per_rank("objs", objs)]
         posted = [
-            call
+            self.messages.send(bodies[rank], rank, PRIVATE_TAG, "scatter_object")
             for rank in self._others
-            for call in self.messages.send(bodies[rank], rank, PRIVATE_TAG, "scatter_object")
         ]
         for call in posted:
             call.wait()
@@ -63,8 +61,7 @@ class ObjectCollectives(CommunicatorBase):
     def send_object(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Sends an object to another rank, which calls `recv_object`."""
         self._check_peer("dest", dest, tag)
-        for call in self.messages.send(encode(obj), dest, tag, "send_object"):
-            call.wait()
+        self.messages.send(encode(obj), dest, tag, "send_object").wait()
 
     def recv_object(self, source: int, tag: int = 0) -> Any:
         """Receives what another rank sends by `send_object`."""

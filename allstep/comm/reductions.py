@@ -86,15 +86,18 @@ class Reductions(CommunicatorBase):
         tensors = as_tuple(x)
         check_reduction(tensors, op)
         if algorithm not in (None, "native"):
-            self._check_algorithm(algorithm, op)
+            check_algorithm(algorithm)
+            if op not in ("sum", "mean"):
+                raise UsageError(
+                    f"`op` (={op!r}) is not what `algorithm` (={algorithm!r}) can do; pass `sum` "
+                    "or `mean`, or omit `algorithm`."
+                )
             self._agree("all_reduce", tensors, f"{op} ({algorithm})", check)
             self._reduce_by(self._algorithm(algorithm), tensors, op)
             return CompletedWork(x) if async_op else x
         self._agree("all_reduce", tensors, op, check)
-        reduced = [
-            wire_form(tensor, self._wire.transport_device(tensor.device), op) for tensor in tensors
-        ]
-        posted = [self._wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
+        reduced = self._wire_forms(tensors, op)
+        posted = [self.wire.all_reduce(form, torch_op(op), "all_reduce") for form in reduced]
         divisor = self.size if op == "mean" else 1
 
         def finish() -> X:
@@ -105,11 +108,12 @@ class Reductions(CommunicatorBase):
         work = JoinedWork(posted, finish)
         return work if async_op else work.wait()
 
+    def _wire_forms(self, xs: Sequence[Tensor], op: str) -> list[Tensor]:
+        return [wire_form(x, self.wire.transport_device(x.device), op) for x in xs]
+
     def _reduce_by(self, algorithm: AllReduce, tensors: Sequence[Tensor], op: str) -> None:
         """Sums or means of tensors, those of a dtype as one."""
-        forms = [
-            wire_form(tensor, self._wire.transport_device(tensor.device), op) for tensor in tensors
-        ]
+        forms = self._wire_forms(tensors, op)
         divisor = self.size if op == "mean" else 1
         for kind in dict.fromkeys((form.dtype, form.device) for form in forms):
             chosen = [i for i, form in enumerate(forms) if (form.dtype, form.device) == kind]
@@ -125,14 +129,6 @@ class Reductions(CommunicatorBase):
         if name not in self._algorithms:
             self._algorithms[name] = make_algorithm(name, self)  # type: ignore[arg-type]
         return self._algorithms[name]
-
-    def _check_algorithm(self, algorithm: str, op: str) -> None:
-        check_algorithm(algorithm)
-        if op not in ("sum", "mean"):
-            raise UsageError(
-                f"`op` (={op!r}) is not what `algorithm` (={algorithm!r}) can do; pass `sum` or "
-                "`mean`, or omit `algorithm`."
-            )
 
     def _close_algorithms(self) -> None:
         for algorithm in self._algorithms.values():
@@ -181,8 +177,8 @@ class Reductions(CommunicatorBase):
         parts = self._parts(x)
         check_reduction(parts, op)
         self._agree("reduce_scatter", parts, op, check)
-        forms = [wire_form(part, self._wire.transport_device(part.device), op) for part in parts]
-        reduced, posted = self._wire.reduce_scatter(forms, torch_op(op), "reduce_scatter")
+        forms = self._wire_forms(parts, op)
+        reduced, posted = self.wire.reduce_scatter(forms, torch_op(op), "reduce_scatter")
         divisor = self.size if op == "mean" else 1
         result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
 

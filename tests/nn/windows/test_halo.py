@@ -176,7 +176,7 @@ def test_halo_gather_overlaps_forward_and_backward():
             return grad * 2
 
     def watched(comm):
-        plain = type(comm._wire)
+        plain = type(comm.wire)
         if comm.rank == 0:
 
             class Watched(plain):
@@ -184,7 +184,7 @@ def test_halo_gather_overlaps_forward_and_backward():
                     order.append("send")
                     return super().send(*arguments)
 
-            comm._wire.__class__ = Watched
+            comm.wire.__class__ = Watched
         grid = Grid(comm, (2, 1))
         x = values(4, 4).requires_grad_()
         del order[:]
