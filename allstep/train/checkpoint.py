@@ -243,7 +243,13 @@ class Checkpoints:
             except Exception as error:
                 self._comm.broadcast_object({"error": f"rank 0 could not load: {error}"})
                 raise
-            return _send(self._comm, found, select)
+            if found is None:
+                self._comm.broadcast_object({})
+                return None
+            _send_index(self._comm, found)
+            selection = found.select(select)  # which may be collective
+            _send_tensors(self._comm, found, partial(selection.take, copy=False))
+            return found.step, selection.state()
 
     def restore(
         self,
@@ -394,7 +400,9 @@ class Checkpoints:
 
 def send_state(comm: Communicator, step: int, state: Any) -> None:
     """Rank 0 gives all workers a state; the others call `receive_state`."""
-    _send(comm, in_memory(step, state))
+    found = in_memory(step, state)
+    _send_index(comm, found)
+    _send_tensors(comm, found)
 
 
 def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int, Any] | None:
@@ -423,26 +431,27 @@ def receive_state(comm: Communicator, select: Select | None = None) -> tuple[int
     return found["step"], selection.state()
 
 
-def _send(
-    comm: Communicator, found: Stored | None, select: Select | None = None
-) -> tuple[int, Any] | None:
-    """Gives all workers what is stored, a file at a time; returns what rank 0 wants of it."""
-    if found is None:
-        comm.broadcast_object({})
-        return None
+def _send_index(comm: Communicator, found: Stored) -> None:
+    """Tells all workers what is stored."""
     index = [
         [(name, list(x.shape), dtype_name(x.dtype)) for name, x in group.items()]
         for group in found.index
     ]
     comm.broadcast_object({"step": found.step, "data": found.data, "index": index})
-    selection = found.select(select)
+
+
+def _send_tensors(
+    comm: Communicator,
+    found: Stored,
+    take: Callable[[str, Tensor], object] = lambda name, tensor: None,
+) -> None:
+    """Gives them the tensors, a file at a time; rank 0 may take them, too."""
     for number, group in enumerate(found.index):
         if group:
             tensors = found.load(number)
             comm.broadcast(tuple(tensors[name] for name in group))
             for name in group:
-                selection.take(name, tensors[name], copy=False)
-    return found.step, selection.state()
+                take(name, tensors[name])
 
 
 def _name(step: int) -> str:
