@@ -103,8 +103,7 @@ class Membership:
             ) from error
         self._store = stored_in(served)
         self._liveness = Liveness(self._store, self._system.has_ended, self._system.now_s)
-        self._watched: tuple[Communicator, int] | None = None
-        self._watches = False
+        self._watched: tuple[Communicator, int] | None = None  # of a generation; once there is one
 
     def begin(self, comm: Communicator) -> None:
         """The first generation has met. Collective."""
@@ -206,9 +205,9 @@ class Membership:
         Args:
             comm: of the generation.
         """
+        is_first = self._watched is None
         self._watched = comm, self.generation
-        if not self._watches:
-            self._watches = True
+        if is_first:
             atexit.register(self.leave)  # a call of a store that outlives the interpreter aborts
             self._system.start_thread(self._watch, "allstep membership")
 
@@ -231,7 +230,6 @@ class Membership:
         self._system.sleep(_NOTICE_S)
         comm, generation = watched
         if generation == self.generation and self._watched == watched and not self._is_over:
-            self._watched = None
             comm.interrupt()
 
     def _goes_on(self, generation: int) -> bool:
