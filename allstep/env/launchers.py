@@ -139,17 +139,14 @@ def _launcher_of(variables: Variables) -> _Names | None:
     for names in _LAUNCHERS:
         if _are_set(variables, names) and variables.positive(names.size) > 1:
             # srun may set PMI's variables too, and says more by its own.
-            is_srun = names is _PMI and srun is not None and _same(variables, names, srun)
-            return srun if is_srun else names
+            if names is _PMI and srun and _numbers(variables, names) == _numbers(variables, srun):
+                return srun
+            return names
     return srun
 
 
 def _are_set(variables: Variables, names: _Names) -> bool:
     return names.rank in variables and names.size in variables
-
-
-def _same(variables: Variables, names: _Names, others: _Names) -> bool:
-    return _numbers(variables, names) == _numbers(variables, others)
 
 
 def _numbers(variables: Variables, names: _Names) -> tuple[int, int]:
