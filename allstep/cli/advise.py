@@ -17,7 +17,7 @@ from allstep.cli.advise_mesh import (
     show_mesh,
 )
 from allstep.cli.advise_output import Advice, show
-from allstep.cli.advise_subject import Subject, is_script, read_command_line, read_subject
+from allstep.cli.advise_subject import Launch, Subject, is_script, read_command_line, read_subject
 from allstep.cli.launch import launch_workers
 from allstep.cli.quantities import parse_count
 from allstep.cli.workers import ask_workers
@@ -43,7 +43,7 @@ from allstep.plan import (
 def run(
     arguments: list[str],
     *,
-    launch: Callable[..., int] = launch_workers,
+    launch: Launch = launch_workers,
     start: Callable[..., tuple[int, Any]] = ask_workers,
     accuracy: AccuracyTable | None = None,
     num_local: tuple[int, int] | None = None,

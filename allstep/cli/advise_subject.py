@@ -17,7 +17,7 @@ from allstep import data
 from allstep.cli.advise_blocks import GivenBlocks, check_pipeline, num_states
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
 from allstep.cli.flags import read_flags
-from allstep.cli.launch import launch_workers
+from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.quantities import parse_count
 from allstep.cli.run_folder import data_parallel
 from allstep.cli.script_worker import PROFILE, profile_path
@@ -38,7 +38,7 @@ from allstep.train import Precision, Task, map_tensors
 
 _MICRO_BATCH = 32
 
-Launch = Callable[..., int]
+Launch = Callable[[Workers], int]
 
 
 class Question(TypedDict):
@@ -119,7 +119,7 @@ def read_subject(
         known: the flags of `allstep advise`.
         name: what comes before them: a recipe, a script, or nothing.
         rest: flags that aren't of `allstep advise`.
-        launch: starts workers.
+        launch: runs workers.
     """
     if name is None:
         return _BareNumbers(known)
@@ -288,7 +288,7 @@ class _Script(GivenBlocks):
         waiting = Console(stderr=True).status(f"{script} on 1 worker, {NUM_UPDATES} steps")
         with tempfile.TemporaryDirectory(prefix="allstep-advise-") as name, waiting:
             folder = Path(name)
-            code = self._launch(1, PROFILE, folder, asked, has_logs=True)
+            code = self._launch(Workers(1, PROFILE, folder, asked, has_logs=True))
             if code > 128:
                 sys.exit(code)
             if not profile_path(folder).exists():

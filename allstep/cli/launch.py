@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -46,6 +47,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _Process = subprocess.Popen[bytes] | ForkServerProcess
 
 
+@dataclass(eq=False)
 class Workers:
     """Processes that run a function of a module, one a rank; as a context manager it leaves none.
 
@@ -63,41 +65,30 @@ class Workers:
             workers are told by this process.
 
     Attributes:
-        folder: as given.
         start_s: when they were started, of `time.monotonic`.
+        store_address: machine and port of the store in which they meet, for others that join.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        function: str,
-        folder: Path,
-        arguments: Mapping[str, Any],
-        *,
-        preload: Sequence[str] = (),
-        has_logs: bool = False,
-        min_workers: int | None = None,
-        joins: tuple[str, int] | None = None,
-        hosts: Callable[[Sequence[str]], list[list[str]]] | None = None,
-    ) -> None:
-        self.folder = folder
-        self._num_workers = num_workers
-        self._function = function
-        self._arguments = arguments
-        self._preload = list(preload)
-        self._has_logs = has_logs
-        self.min_workers = min_workers
-        self._address = "127.0.0.1" if joins is None else joins[0]
-        self._port = None if joins is None else joins[1]
-        self._joins = joins is not None
-        self._hosts = hosts
+    num_workers: int
+    function: str
+    folder: Path
+    arguments: Mapping[str, Any]
+    _: KW_ONLY
+    preload: Sequence[str] = ()
+    has_logs: bool = False
+    min_workers: int | None = None
+    joins: tuple[str, int] | None = None
+    hosts: Callable[[Sequence[str]], list[list[str]]] | None = None
+
+    def __post_init__(self) -> None:
+        self.start_s = 0.0
+        self.store_address = self.joins or ("127.0.0.1", 0)
         self._processes: list[_Process] = []
         self._cleaned_up: set[int] = set()  # ranks
-        self.start_s = 0.0
 
     def start(self) -> Self:
         """Starts all; a signal that comes meanwhile waits until they are known."""
-        if self._preload:
+        if self.preload:
             resource_tracker.ensure_running()  # it would let signals in
         try:
             with _signals_held():
@@ -109,41 +100,32 @@ class Workers:
 
     def _start(self) -> None:
         self.start_s = time.monotonic()
-        write_call(self.folder, self._arguments, None if self._preload else os.getpid())
-        if self._port is None:
-            self._store = TCPStore(
-                "127.0.0.1",
-                0,
-                self._num_workers,
-                True,
-                timedelta(seconds=_STORE_TIMEOUT_S),
-                wait_for_workers=False,
-            )
-            self._port = self._store.port
-        make_room(4 * self._num_workers + 64)  # pipes to workers, and their connections
+        write_call(self.folder, self.arguments, None if self.preload else os.getpid())
+        size = self.num_workers
+        if self.joins is None:
+            timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+            self._store = TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
+            self.store_address = "127.0.0.1", self._store.port
+        make_room(4 * size + 64)  # pipes to workers, and their connections
         job_id = uuid.uuid4().hex
-        for rank in range(self._num_workers):
-            self.error_file(rank).parent.mkdir()
+        address, port = self.store_address
+        for rank in range(size):
+            file = self.error_file(rank)
+            file.parent.mkdir()
             environ = environment_of_worker(
-                rank,
-                self._num_workers,
-                self._port,
-                job_id,
-                self.error_file(rank),
-                self.min_workers,
-                self._address,
+                rank, size, port, job_id, file, self.min_workers, address
             )
-            if self._joins:
+            if self.joins is not None:
                 environ = environment_of_joiner(environ)
-            start = self._fork if self._preload else self._spawn
+            start = self._fork if self.preload else self._spawn
             self._processes.append(start(rank, environ))
 
     def _fork(self, rank: int, environ: dict[str, str]) -> _Process:
-        _CONTEXT.set_forkserver_preload(self._preload)
-        log = log_path(self.folder, rank) if self._has_logs else None
+        _CONTEXT.set_forkserver_preload(list(self.preload))
+        log = log_path(self.folder, rank) if self.has_logs else None
         process = _CONTEXT.Process(
             target=run_forked,
-            args=(self._function, self.folder, environ, log),
+            args=(self.function, self.folder, environ, log),
             name=f"rank {rank}",
             daemon=False,  # it may have children of its own
         )
@@ -151,17 +133,17 @@ class Workers:
         return process
 
     def _spawn(self, rank: int, environ: dict[str, str]) -> _Process:
-        line = [sys.executable, "-m", "allstep", "worker", self._function, str(self.folder)]
-        if self._hosts is not None:
-            line = self._hosts(line)[rank]
+        line = [sys.executable, "-m", "allstep", "worker", self.function, str(self.folder)]
+        if self.hosts is not None:
+            line = self.hosts(line)[rank]
         with contextlib.ExitStack() as stack:
             log = None
-            if self._has_logs:
+            if self.has_logs:
                 log = stack.enter_context(log_path(self.folder, rank).open("wb"))
             return subprocess.Popen(
                 line,
-                env=None if self._hosts is not None else environ,
-                stdin=subprocess.DEVNULL if self._has_logs else None,
+                env=None if self.hosts is not None else environ,
+                stdin=subprocess.DEVNULL if self.has_logs else None,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -170,17 +152,6 @@ class Workers:
     def error_file(self, rank: int) -> Path:
         """Where a worker reports its failure, as torchrun's workers do."""
         return self.folder / str(rank) / "error.json"
-
-    @property
-    def port(self) -> int:
-        """Of the store in which the workers meet."""
-        assert self._port is not None
-        return self._port
-
-    @property
-    def store_address(self) -> tuple[str, int]:
-        """Its machine and port, for others that join."""
-        return self._address, self.port
 
     @property
     def pids(self) -> list[int]:
@@ -218,7 +189,9 @@ class Workers:
         Returns:
             The code with which the training has ended; None if it has not.
         """
-        return None if self._joins else await_others(self._store, came, _impatience(came))
+        if self.joins is not None:
+            return None
+        return await_others(self._store, came, _impatience(came))
 
     def kill_left_behind(self, rank: int) -> None:
         """Kills what a failed worker has left behind, such as its loader's processes.
@@ -271,60 +244,39 @@ def _exit_code(process: _Process) -> int | None:
     return process.exitcode if isinstance(process, ForkServerProcess) else process.poll()
 
 
-def launch_workers(
-    num_workers: int,
-    function: str,
-    folder: Path,
-    arguments: Mapping[str, Any],
-    *,
-    preload: Sequence[str] = (),
-    has_logs: bool = False,
-    run_dir: Path | None = None,
-    min_workers: int | None = None,
-    joins: tuple[str, int] | None = None,
-) -> int:
+def launch_workers(workers: Workers, run_dir: Path | None = None) -> int:
     """Runs workers until all have ended; if one fails, ends the others, unless they may go on.
 
     Args:
-        num_workers, function, folder, arguments, preload, has_logs, min_workers, joins: of
-            `Workers`.
+        workers: that are not started yet.
         run_dir: where to leave how they ended, for `allstep why`.
 
     Returns:
         0; the exit code of the worker that failed first; 128 + the signal that this process got.
     """
-    with (
-        signals_noted() as came,
-        Workers(
-            num_workers,
-            function,
-            folder,
-            arguments,
-            preload=preload,
-            has_logs=has_logs,
-            min_workers=min_workers,
-            joins=joins,
-        ) as workers,
-        contextlib.ExitStack() as stack,
-    ):
+    min_workers = workers.min_workers
+    with signals_noted() as came, workers, contextlib.ExitStack() as stack:
         forget_exits(run_dir)
         if run_dir is not None and min_workers is not None:  # in the folder of a run of its own
-            stack.enter_context(
-                keeping_store(run_dir, StoreRecord(port=workers.port, min_workers=min_workers))
-            )
+            record = StoreRecord(port=workers.store_address[1], min_workers=min_workers)
+            stack.enter_context(keeping_store(run_dir, record))
         watch = Watch(workers, came)
         while not watch.look(_POLL_S):
             pass
-        failed, killed = watch.failed, watch.killed
-        code = None
-        if failed and min_workers is not None:  # the others may have come to the end without those
+        code = None if watch.failed else 0
+        if watch.failed and min_workers is not None:  # others may have come to the end without
             code = 0 if 0 in workers.exit_codes else workers.await_others(came)
-        if failed and code is None and run_dir is not None:
-            first = root_cause(workers, failed)
-            write_exits(run_dir, Exits(workers.exit_codes, first, killed, workers.pids))
+        if code is None and run_dir is not None:
+            watch.write_exits(run_dir)
         if came:
             return 128 + came[0]
-        return _explain(workers, failed, killed) if code is None else code
+        if code is not None:
+            return code
+        if death := watch.words_of_death():  # which no worker could say itself
+            print(f"error: {death}", file=sys.stderr)
+            return FAILED
+        code = workers.exit_codes[watch.root_cause] or 0
+        return FAILED if code == PEER_LOST else code
 
 
 class Watch:
@@ -377,6 +329,42 @@ class Watch:
             self.killed = [rank for rank, code in enumerate(workers.exit_codes) if code is None]
             workers.close()
 
+    @property
+    def root_cause(self) -> int:
+        """The worker that failed on its own account: it reported, or was killed, or came first.
+
+        Of those that may go on without each other the last one ended the run.
+        """
+        workers, failed = self.workers, self.failed
+
+        def order(rank: int) -> tuple[bool, bool, float]:
+            has_lost_peer = workers.exit_codes[rank] == PEER_LOST
+            if workers.min_workers is not None:
+                return (False, has_lost_peer, -failed.index(rank))
+            file = workers.error_file(rank)
+            has_reported = file.is_file()
+            time_s = file.stat().st_mtime if has_reported else failed.index(rank)
+            return (not has_reported, has_lost_peer, time_s)
+
+        return min(failed, key=order)
+
+    def words_of_death(self) -> str:
+        """Of the worker that failed on its own account, if a signal has ended it; else empty."""
+        rank = self.root_cause
+        number = -(self.workers.exit_codes[rank] or 0)
+        if number <= 0:
+            return ""
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        if rank in self.killed:
+            hint = f", for it had not ended {_GRACE_S:g} s after the others: was it stopped?"
+        return f"worker {rank} was killed by {signal.Signals(number).name}{hint}"
+
+    def write_exits(self, run_dir: Path) -> None:
+        """Leaves how the workers ended, for `allstep why`."""
+        workers = self.workers
+        exits = Exits(workers.exit_codes, self.root_cause, self.killed, workers.pids)
+        write_exits(run_dir, exits)
+
 
 def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
     """Says who was lost of workers that may go on without."""
@@ -387,44 +375,6 @@ def _tell_of_lost(workers: Workers, ranks: Sequence[int]) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         pid = workers.pids[rank]
         print(f"worker {rank} (process {pid}) {how}; the others go on", file=sys.stderr, flush=True)
-
-
-def _explain(workers: Workers, failed: Sequence[int], killed: Sequence[int]) -> int:
-    """Prints what no worker could say itself; returns the exit code of the run."""
-    if not failed:
-        return 0
-    rank = root_cause(workers, failed)
-    code = workers.exit_codes[rank] or 0
-    if code < 0:
-        print(f"error: {words_of_death(workers, rank, killed)}", file=sys.stderr)
-        return FAILED
-    return FAILED if code == PEER_LOST else code
-
-
-def words_of_death(workers: Workers, rank: int, killed: Sequence[int]) -> str:
-    """Of a worker that a signal has ended."""
-    number = -(workers.exit_codes[rank] or 0)
-    hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    if rank in killed:
-        hint = f", for it had not ended {_GRACE_S:g} s after the others: was it stopped?"
-    return f"worker {rank} was killed by {signal.Signals(number).name}{hint}"
-
-
-def root_cause(workers: Workers, failed: Sequence[int]) -> int:
-    """The worker that failed on its own account: it reported, or was killed, or came first.
-
-    Of those that may go on without each other the last one ended the run.
-    """
-
-    def order(rank: int) -> tuple[bool, bool, float]:
-        if workers.min_workers is not None:
-            return (False, workers.exit_codes[rank] == PEER_LOST, -failed.index(rank))
-        file = workers.error_file(rank)
-        has_reported = file.is_file()
-        time_s = file.stat().st_mtime if has_reported else failed.index(rank)
-        return (not has_reported, workers.exit_codes[rank] == PEER_LOST, time_s)
-
-    return min(failed, key=order)
 
 
 @contextlib.contextmanager

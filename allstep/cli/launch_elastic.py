@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from allstep.cli.exits import read_store
-from allstep.cli.launch import launch_workers
+from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.run_folder import is_run
 from allstep.cli.worker import read_call
 from allstep.cli.workers import check_min_workers, num_workers_to_start
@@ -81,16 +81,12 @@ def _launch(
     run_dir: Path | None = None,
     joins: tuple[str, int] | None = None,
 ) -> int:
-    with tempfile.TemporaryDirectory(prefix="allstep-") as folder:
-        return launch_workers(
-            num_workers,
-            f"{__name__}:run_script",
-            Path(folder),
-            script,
-            run_dir=run_dir,
-            min_workers=min_workers,
-            joins=joins,
+    with tempfile.TemporaryDirectory(prefix="allstep-") as name:
+        function, folder = f"{__name__}:run_script", Path(name)
+        workers = Workers(
+            num_workers, function, folder, script, min_workers=min_workers, joins=joins
         )
+        return launch_workers(workers, run_dir)
 
 
 def run_script(folder: Path) -> NoReturn:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from allstep.cli import run_folder
-from allstep.cli.exits import Exits, forget_exits, write_exits
-from allstep.cli.launch import Watch, Workers, root_cause, signals_noted, words_of_death
+from allstep.cli.exits import forget_exits
+from allstep.cli.launch import Watch, Workers, signals_noted
 from allstep.cli.output_files import writing_errors
 from allstep.cli.train import train_worker
 from allstep.cli.worker import last_lines, share_cores
@@ -187,11 +187,10 @@ def _outcome(training: Training, watch: Watch, *, is_stopped: bool) -> Outcome:
         return Outcome(training, training.read_report())
     if is_stopped:
         return Outcome(training)
-    workers = watch.workers
-    rank = root_cause(workers, watch.failed)
-    write_exits(training.run_dir, Exits(workers.exit_codes, rank, watch.killed, workers.pids))
-    if (workers.exit_codes[rank] or 0) < 0:
-        return Outcome(training, failure=words_of_death(workers, rank, watch.killed))
+    watch.write_exits(training.run_dir)
+    if death := watch.words_of_death():
+        return Outcome(training, failure=death)
+    workers, rank = watch.workers, watch.root_cause
     lines = last_lines(workers.folder, rank, _NUM_LOG_LINES)
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     words = [*errors, *lines[-1:], f"it ended with code {workers.exit_codes[rank]}"]

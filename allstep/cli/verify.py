@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from allstep.cli.launch import launch_workers
+from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.quantities import parse_counts
-from allstep.cli.script_worker import PRELOAD
 from allstep.cli.verify_machines import run_machines
 from allstep.cli.verify_output import Comparison, show, show_json
 from allstep.cli.verify_runs import Runs
@@ -20,15 +19,12 @@ from allstep.errors import UsageError, check_integer
 _EXAMPLE = "example: allstep verify train.py -n 1,2,4 --steps 20 -- --lr 0.1"
 
 
-_launch_forked = partial(launch_workers, preload=PRELOAD)
-
-
-def run(arguments: list[str], *, launch: Callable[..., int] = _launch_forked) -> int:
+def run(arguments: list[str], *, launch: Callable[[Workers], int] = launch_workers) -> int:
     """Runs the script on each number of workers and compares; 0 if the model is the same.
 
     Args:
         arguments: what follows `allstep verify`.
-        launch: starts workers.
+        launch: runs workers.
     """
     if "--machines" in arguments[:1]:
         return run_machines(arguments)

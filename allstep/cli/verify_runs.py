@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from allstep.cli.script_worker import VERIFY
+from allstep.cli.launch import Workers
+from allstep.cli.script_worker import PRELOAD, VERIFY
 from allstep.cli.worker import last_lines
 from allstep.doctor import Factor, Failure, RunRecord, read_worker, record_path
 from allstep.errors import UsageError
@@ -32,7 +33,7 @@ class Runs:
     folder: Path
     timeout_s: float
     console: Console
-    launch: Callable[..., int]
+    launch: Callable[[Workers], int]
     _made: dict[tuple[int, int, tuple[Factor, ...]], RunRecord] = field(default_factory=dict)
 
     def make(self, size: int, num_steps: int, without: Sequence[Factor] = ()) -> RunRecord:
@@ -62,7 +63,7 @@ class Runs:
             "timeout_s": self.timeout_s,
             "without": list(without),
         }
-        code = self.launch(size, VERIFY, folder, asked, has_logs=True)
+        code = self.launch(Workers(size, VERIFY, folder, asked, has_logs=True, preload=PRELOAD))
         paths = [record_path(folder, rank) for rank in range(size)]
         records = {rank: read_worker(path) for rank, path in enumerate(paths) if path.exists()}
         failed = {rank: r.failure for rank, r in records.items() if r.failure is not None}

@@ -98,22 +98,16 @@ def ask_workers(
     **arguments: Any,
 ) -> tuple[int, Any]:
     """Runs a body in processes of their own; returns exit code and what rank 0 returned."""
-    from allstep.cli.launch import launch_workers
+    from allstep.cli.launch import Workers, launch_workers
 
     with tempfile.TemporaryDirectory(prefix="allstep-") as name:
-        folder = Path(name)
-        code = launch_workers(
-            num_workers,
-            *call_of(folder, body, arguments),
-            run_dir=run_dir,
-            min_workers=min_workers,
-            joins=joins,
-        )
-        return code, read_result(folder)
+        call = call_of(Path(name), body, arguments)
+        workers = Workers(num_workers, *call, min_workers=min_workers, joins=joins)
+        return launch_workers(workers, run_dir), read_result(workers.folder)
 
 
 def call_of(folder: Path, body: Body, arguments: dict[str, Any]) -> tuple[str, Path, Any]:
-    """Function, folder and arguments for `launch_workers` that run a body on each worker."""
+    """Function, folder and arguments of `Workers` that run a body on each worker."""
     name = f"{body.__module__}:{body.__qualname__}"
     return f"{__name__}:run_body", folder, {"body": name, "arguments": arguments}
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import allstep
-from allstep.cli.launch import launch_workers
+from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.worker import read_call
 from allstep.comm import Communicator
 from allstep.errors import DataError, UsageError
@@ -30,7 +30,8 @@ def main() -> int:
         return run_worker(lambda comm: body(comm, fault, marks))
     with TemporaryDirectory() as folder:
         arguments = {"fault": fault, "marks": str(marks)}
-        return launch_workers(num_workers, "tests.cli.faults:worker", Path(folder), arguments)
+        workers = Workers(num_workers, "tests.cli.faults:worker", Path(folder), arguments)
+        return launch_workers(workers)
 
 
 def worker(folder: Path) -> int:

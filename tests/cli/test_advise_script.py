@@ -14,7 +14,7 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from allstep.cli.launch import launch_workers
+from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.main import main
 from allstep.cli.script_worker import PROFILE, profile_path
 from allstep.cli.worker import SIGNALS, log_path
@@ -42,12 +42,12 @@ def launch(asked):
     """Stands in for the worker of a script that goes well."""
     Path("train.py").touch()
 
-    def launch(size, function, folder, arguments, has_logs):
-        assert (size, function, has_logs) == (1, PROFILE, True)
-        asked.append(arguments)
+    def launch(workers):
+        assert (workers.num_workers, workers.function, workers.has_logs) == (1, PROFILE, True)
+        asked.append(workers.arguments)
         micro = Workload.from_step(num_params=1010, step_s=0.1, num_samples=5)
         found = ScriptProfile(micro=micro, num_micro_batches=4, global_batch=20)
-        profile_path(folder).write_text(json.dumps(asdict(found)))
+        profile_path(workers.folder).write_text(json.dumps(asdict(found)))
         return 0
 
     return launch
@@ -106,7 +106,7 @@ def test_a_script_that_cannot_be_asked_about(launch, refuse, arguments, message)
 def launching(do):
     """Stands in for the worker: `do(folder)` returns its exit code."""
     Path("train.py").touch()
-    return lambda size, function, folder, arguments, has_logs: do(folder)
+    return lambda workers: do(workers.folder)
 
 
 def test_a_script_that_fails_is_quoted(refuse):
@@ -259,5 +259,5 @@ def test_a_script_that_is_stuck_is_ended_and_shown():
 @pytest.mark.process
 def test_signals_are_as_before_once_workers_have_ended(tmp_path):
     before = [signal.getsignal(number) for number in SIGNALS]
-    assert launch_workers(1, "os.path:isfile", tmp_path, {}) == 0
+    assert launch_workers(Workers(1, "os.path:isfile", tmp_path, {})) == 0
     assert [signal.getsignal(number) for number in SIGNALS] == before

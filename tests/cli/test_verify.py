@@ -64,7 +64,7 @@ def launched(stand_ins):
     """Stands in for workers: `do(folder, size)` writes their records and returns a code."""
 
     def use(do) -> None:
-        stand_ins["launch"] = lambda size, function, folder, asked, has_logs: do(folder, size)
+        stand_ins["launch"] = lambda workers: do(workers.folder, workers.num_workers)
 
     return use
 
@@ -73,10 +73,11 @@ def launched(stand_ins):
 def run_here(stand_ins):
     """Workers are this process, one after the other, each the only one."""
 
-    def launch(size, function, folder, asked, has_logs) -> int:
-        assert (function, has_logs) == (VERIFY, True)
-        task = RecordRequest(**{**asked, "script": Path(asked["script"]), "folder": folder})
-        went_well = [record_script(task, rank, 1) for rank in range(size)]
+    def launch(workers) -> int:
+        assert (workers.function, workers.has_logs) == (VERIFY, True)
+        asked = {**workers.arguments, "script": Path(workers.arguments["script"])}
+        task = RecordRequest(**asked, folder=workers.folder)
+        went_well = [record_script(task, rank, 1) for rank in range(workers.num_workers)]
         return 0 if all(went_well) else 1
 
     stand_ins["launch"] = launch

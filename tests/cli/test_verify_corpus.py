@@ -6,11 +6,11 @@ Each script runs in real processes, which are forked from one that has imported 
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from allstep.cli.launch import Workers
 from allstep.cli.main import main
 
 FOLDER = Path(__file__).parents[1] / "verify_scripts"
@@ -32,8 +32,8 @@ CASES = load_cases()
 QUICK = ["lstm_with_state", "seed_by_rank", "means_of_tokens", "averages_again"]
 
 
-def launch(size, function, folder, asked, *, has_logs):
-    with Workers(size, function, folder, asked, preload=_PRELOAD, has_logs=has_logs) as workers:
+def launch(asked):
+    with replace(asked, preload=_PRELOAD) as workers:
         while not workers.wait(60.0):
             pass
         return max(map(abs, workers.exit_codes))

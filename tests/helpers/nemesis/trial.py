@@ -109,7 +109,7 @@ class Nemesis:
         with contextlib.ExitStack() as stack:
             with self._near.network():  # where the store is to be
                 groups = [start(schedule.num_first, self._near, None)]
-            store = self._near.address, groups[0].port
+            store = self._near.address, groups[0].store_address[1]
             groups += [start(1, self._far, store) for _ in range(schedule.num_joiners)]
             workers = [Worker(groups[0], rank, self._near) for rank in range(schedule.num_first)]
             workers += [Worker(group, 0, self._far) for group in groups[1:]]
@@ -156,7 +156,7 @@ class Nemesis:
     def _all_have_asked(self, workers: Sequence[Worker], after_s: float) -> bool:
         """Whether those who join have; or will not in time, for they are disturbed."""
         joiners = [worker for worker in workers if worker.host is self._far]
-        port = workers[0].group.port
+        port = workers[0].group.store_address[1]
         with self._near.network():
             return num_joiners(port) >= len(joiners) or after_s > _HELD_S
 
