@@ -1,10 +1,10 @@
 """`allstep train`: starts local workers, or joins those that a launcher has started."""
 
 import argparse
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
         return _train_on_hosts(hosts, arguments)
     resumed = _resumed(arguments)
     if resumed is not None and (resumed != "auto" or arguments[0].startswith("-")):
-        return _resume(arguments)
+        return _start(_read_resume(arguments), None)
     if not arguments or arguments[0].startswith("-"):
         is_help = bool(arguments) and arguments[0] in ("-h", "--help")
         print(
@@ -104,19 +104,44 @@ def run(arguments: list[str]) -> int:
     if description := recipe.describe():
         with speaking_once():
             print(description)
+    return _start(options, recipe)
+
+
+def _start(options: LaunchOptions, recipe: AnyRecipe | None) -> int:
+    """Checks all that can be wrong, and trains.
+
+    Args:
+        options: of the command line.
+        recipe: that was checked; None for the one of the run in `run_dir`, which goes on.
+    """
     num_workers = num_workers_to_start(options.workers)
-    if num_workers is not None:  # others meet first
-        recipe.check_workers(num_workers)
     _check_starter(options, num_workers)
-    min_workers = _min_workers(options, recipe, num_workers)
+    resume, is_first = recipe is None, read_launch().rank == 0  # which alone touches the disk
+    if options.run_dir is not None and resume and is_first:
+        recipe = run_folder.read_recipe(options.run_dir, argument="resume")
+        run_folder.check_not_in_training(options.run_dir)
+        recipe.check()
+    min_workers = None
+    if recipe is not None:
+        if num_workers is not None:  # others meet first
+            recipe.check_workers(num_workers)
+        min_workers = _min_workers(options, recipe, num_workers)
     _check_host(options, num_workers)
-    run_dir, resume = None, False
-    if read_launch().rank == 0:  # which alone touches the disk
+    run_dir = options.run_dir if is_first else None
+    if recipe is not None and is_first and not resume:
         run_dir, resume = _open_run(options, recipe)
-    with _launching(num_workers, run_dir):
-        if run_dir is not None and not resume:
-            run_folder.write_recipe(run_dir, recipe)
-        _note_launch(run_dir, options)
+    with contextlib.ExitStack() as stack:
+        if run_dir is not None:
+            if num_workers is not None:  # other launchers stay out
+                stack.enter_context(launcher_lock(run_dir))
+            if recipe is not None and not resume:
+                run_folder.write_recipe(run_dir, recipe)
+            run_folder.note_launch(
+                run_dir,
+                elastic=options.elastic,
+                min_workers=options.min_workers,
+                restarts=options.restarts,
+            )
         return _train_on(num_workers, run_dir, options, resume=resume, min_workers=min_workers)
 
 
@@ -200,24 +225,6 @@ def _open_run(options: LaunchOptions, recipe: AnyRecipe) -> tuple[Path, bool]:
     return run_folder.make_run_dir(recipe.name, options.run_dir), False
 
 
-def _launching(num_workers: int | None, run_dir: Path | None) -> AbstractContextManager[None]:
-    """Keeps other launchers out of the folder where this one starts workers."""
-    if num_workers is None or run_dir is None:
-        return nullcontext()
-    return launcher_lock(run_dir)
-
-
-def _note_launch(run_dir: Path | None, options: LaunchOptions) -> None:
-    """Leaves it for those who say how to go on; on rank 0, which has the folder."""
-    if run_dir is not None:
-        run_folder.note_launch(
-            run_dir,
-            elastic=options.elastic,
-            min_workers=options.min_workers,
-            restarts=options.restarts,
-        )
-
-
 def _train_on_hosts(hosts: HostOptions, arguments: list[str]) -> int:
     """Trains on workers of other hosts, which read the command line again."""
     if not arguments:
@@ -288,16 +295,17 @@ def _show(rescaled: Rescaled, applied: Recipe, recipe: Recipe) -> None:
         print("\n".join(lines))
 
 
-def _resume(arguments: list[str]) -> int:
+def _read_resume(arguments: list[str]) -> LaunchOptions:
+    """How to launch a run that goes on; its folder is `run_dir`."""
     parser = argparse.ArgumentParser(prog="allstep train", allow_abbrev=False)
-    parser.add_argument("--resume", metavar="RUN", type=Path, required=True)
+    parser.add_argument("--resume", dest="run_dir", metavar="RUN", type=Path, required=True)
     parser.add_argument("--workers", metavar="N", type=int)
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--min-workers", metavar="N", type=int, default=1)
     parser.add_argument("--restarts", metavar="N", type=int, default=0)
     parser.add_argument("--doctor", choices=["quick"])
     known, others = parser.parse_known_args(arguments)
-    if str(known.resume) == "auto":
+    if str(known.run_dir) == "auto":
         name = next((word for word in others if word in REGISTRY), "digits")
         raise UsageError(
             "`resume` (=auto) needs a recipe and the run's folder, first the recipe: allstep train"
@@ -308,30 +316,10 @@ def _resume(arguments: list[str]) -> int:
         listed = ", ".join(f"`{word}`" for word in names)
         raise UsageError(
             f"{listed} can't be given with `--resume`: the recipe and its fields come from"
-            f" {known.resume}/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
+            f" {known.run_dir}/recipe.json. Only `--workers`, `--elastic`, `--min-workers`,"
             " `--restarts` and `--doctor` may differ."
         )
-    num_workers = num_workers_to_start(known.workers)
-    options = LaunchOptions(
-        run_dir=known.resume,
-        elastic=known.elastic,
-        min_workers=known.min_workers,
-        restarts=known.restarts,
-        doctor=known.doctor,
-    )
-    _check_starter(options, num_workers)
-    _check_host(options, num_workers)
-    if read_launch().rank > 0:  # the folder is rank 0's, which locks it for all
-        return _train_on(num_workers, None, options, resume=True)
-    recipe = run_folder.read_recipe(known.resume, argument="resume")
-    run_folder.check_not_in_training(known.resume)
-    recipe.check()
-    if num_workers is not None:
-        recipe.check_workers(num_workers)
-    min_workers = _min_workers(options, recipe, num_workers)
-    with _launching(num_workers, known.resume):
-        _note_launch(known.resume, options)
-        return _train_on(num_workers, known.resume, options, resume=True, min_workers=min_workers)
+    return LaunchOptions(**vars(known))
 
 
 def _tell_that_it_is_finished(run_dir: Path) -> bool:
@@ -390,9 +378,7 @@ def _train_on(
     return code
 
 
-def _join_workers(
-    folder: str | None, resume: bool, is_over: bool, *, has_doctor: bool = False
-) -> int:
+def _join_workers(folder: str | None, resume: bool, is_over: bool, *, has_doctor: bool) -> int:
     """Trains as one of another launcher's workers, which does not know how to continue.
 
     Args:
