@@ -117,14 +117,14 @@ def find_run(recipe: AnyRecipe, run_dir: Path | None, *, of_any_launch: bool = T
         if not _has_begun(run_dir):
             return None
         raise UsageError(
-            f"`run_dir` (={run_dir}) holds another training ({_difference(before, recipe)}): give"
-            f" the same flags, continue it with `allstep train --resume {run_dir}`, or choose"
+            f"`run_dir` (={run_dir}) holds another training ({first_difference(before, recipe)}):"
+            f" give the same flags, continue it with `allstep train --resume {run_dir}`, or choose"
             " another folder."
         )
     return run_dir
 
 
-def _difference(before: AnyRecipe, recipe: AnyRecipe) -> str:
+def first_difference(before: AnyRecipe, recipe: AnyRecipe) -> str:
     """The first field in which two recipes differ."""
     if before.name != recipe.name:
         return f"recipe {before.name}, not {recipe.name}"

@@ -8,14 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from allstep import __version__
-from allstep.cli.run_folder import data_parallel
+from allstep.cli.run_folder import data_parallel, first_difference
 from allstep.cli.train import read_command_line
 from allstep.cli.trainings import Training, check_folders, write_json
 from allstep.errors import UsageError
-from allstep.recipes import recipe_to_plain
+from allstep.recipes import AnyRecipe, recipe_from_plain, recipe_to_plain
 
 _PLAN = "sweep.json"
 _WHOLE = ("shares",)  # a value may have commas itself
@@ -157,8 +155,8 @@ def keep_plan(folder: Path, trainings: Sequence[Training], argument: str) -> Non
         UsageError: if it holds other trainings or something else, one of them is being trained
             now, or it can't be written.
     """
-    plain = _plain(trainings)
-    _check_same(folder, plain, argument)
+    now = {each.name: each.recipe for each in trainings}
+    _check_same(folder, now, argument)
     check_folders(trainings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,21 +165,14 @@ def keep_plan(folder: Path, trainings: Sequence[Training], argument: str) -> Non
             f"`{argument}` (={folder}) can't be made ({error.strerror}); choose another folder."
         ) from None
     if not (folder / _PLAN).exists():
-        write_json(folder / _PLAN, {"allstep": __version__, "runs": plain})
+        runs = {name: recipe_to_plain(recipe) for name, recipe in now.items()}
+        write_json(folder / _PLAN, {"runs": runs})
 
 
-def _plain(trainings: Sequence[Training]) -> dict[str, Any]:
-    plain = {each.name: recipe_to_plain(each.recipe) for each in trainings}
-    for run in plain.values():
-        del run["allstep"]
-    found: dict[str, Any] = json.loads(json.dumps(plain))  # tuples are lists there
-    return found
-
-
-def _check_same(folder: Path, plain: Mapping[str, Any], argument: str) -> None:
+def _check_same(folder: Path, now: Mapping[str, AnyRecipe], argument: str) -> None:
     try:
-        before = json.loads((folder / _PLAN).read_text(encoding="utf-8"))["runs"]
-        names = before.keys() | plain.keys()
+        runs = json.loads((folder / _PLAN).read_text(encoding="utf-8"))["runs"]
+        before = {name: recipe_from_plain(plain) for name, plain in runs.items()}
     except FileNotFoundError:
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(
@@ -192,21 +183,14 @@ def _check_same(folder: Path, plain: Mapping[str, Any], argument: str) -> None:
         raise UsageError(f"`{argument}` (={folder}) is a file; give a folder.") from None
     except (ValueError, LookupError, TypeError, AttributeError, OSError):
         raise UsageError(f"{folder / _PLAN} is damaged; choose a new folder.") from None
-    differing = sorted(name for name in names if before.get(name) != plain.get(name))
-    if differing:
+    for name in sorted(before.keys() | now.keys()):
+        if name not in now or name not in before:
+            differs = f"{name} is only in {'that' if name in before else 'this'} one"
+        elif before[name] != now[name]:
+            differs = first_difference(before[name], now[name])
+        else:
+            continue
         raise UsageError(
-            f"`{argument}` (={folder}) holds another sweep"
-            f" ({_difference(differing[0], before, plain)}): give the same flags to go on with it,"
-            " or choose another folder."
+            f"`{argument}` (={folder}) holds another sweep ({differs}): give the same flags to go"
+            " on with it, or choose another folder."
         )
-
-
-def _difference(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    if name not in now or name not in before:
-        return f"{name} is only in {'that' if name in before else 'this'} one"
-    old, new = before[name], now[name]
-    if old["recipe"] != new["recipe"]:
-        return f"of {old['recipe']}, not {new['recipe']}"
-    names = sorted(old["fields"].keys() | new["fields"].keys())
-    field = next(each for each in names if old["fields"].get(each) != new["fields"].get(each))
-    return f"{field} {old['fields'].get(field)}, not {new['fields'].get(field)}"
