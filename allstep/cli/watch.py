@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from allstep.cli.interruptible import Interrupted, interruptible
+from allstep.cli.interruptible import interruptible
 from allstep.cli.rows import make_console
 from allstep.cli.watch_view import View, read_named_recipe, read_view
 from allstep.comm import WorkerState
@@ -72,17 +72,13 @@ def run(
 def _watch(
     run_dir: Path, recipe: AnyRecipe | None, console: Console, wait: Callable[[], None]
 ) -> int:
-    with interruptible():
-        try:
-            with Live(console=console, auto_refresh=False) as live:
-                while True:
-                    view = read_view(run_dir, recipe)
-                    live.update(Group(*_render(view, console)), refresh=True)
-                    if view.is_over:
-                        return 0
-                    wait()
-        except Interrupted as stop:
-            return 128 + stop.number
+    with interruptible(), Live(console=console, auto_refresh=False) as live:
+        while True:
+            view = read_view(run_dir, recipe)
+            live.update(Group(*_render(view, console)), refresh=True)
+            if view.is_over:
+                return 0
+            wait()
 
 
 def _render(view: View, console: Console) -> list[RenderableType]:

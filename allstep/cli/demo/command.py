@@ -9,11 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rich.live import Live
+
 from allstep.cli.demo.draw import draw
 from allstep.cli.demo.panel import Panel
-from allstep.cli.demo.show import Screen
-from allstep.cli.interruptible import Interrupted, interruptible
+from allstep.cli.demo.show import render
+from allstep.cli.interruptible import interruptible
 from allstep.cli.output_files import check_can_draw, writing_errors
+from allstep.cli.rows import make_console
 from allstep.errors import UsageError
 from allstep.files import write_whole
 
@@ -45,10 +48,7 @@ def run(
         check_can_draw("out")
         _make_folder(known.out)
     with interruptible():
-        try:
-            return _run_panels(letters, known.seeds, known.out, measure or measure_panel, draw)
-        except Interrupted as stop:
-            return 128 + stop.number
+        return _run_panels(letters, known.seeds, known.out, measure or measure_panel, draw)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -101,7 +101,7 @@ def _run_panels(
         from allstep.recipes.digits import Digits
 
         Digits().check()
-    screen = Screen()
+    console = make_console()
     numbers: dict[str, Any] = {}
     start_s = time.monotonic()
     with (
@@ -110,16 +110,16 @@ def _run_panels(
     ):
         for letter in letters:
             panel_start_s = time.monotonic()
-            with screen.open() as frame:
+            with Live(console=console, auto_refresh=False) as live:  # elsewhere it shows the last
                 for panel in measure(letter, processes, Path(folder), num_seeds):
-                    frame.show(panel)
+                    live.update(render(panel, console.width), refresh=True)
             wall_s = time.monotonic() - panel_start_s
             numbers[letter] = {**panel.numbers, "conclusion": panel.conclusion, "wall_s": wall_s}
             if out is not None:
                 _keep(panel, numbers, out, draw)
-    screen.say(f"Measured in {time.monotonic() - start_s:.0f} s.")
+    console.print(f"Measured in {time.monotonic() - start_s:.0f} s.")
     if out is not None:
-        screen.say(f"Pictures and numbers are in {out}.")
+        console.print(f"Pictures and numbers are in {out}.", markup=False)
     return 0
 
 
