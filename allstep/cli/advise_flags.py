@@ -2,10 +2,10 @@
 
 import argparse
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from allstep.cli.quantities import parse_bandwidth, parse_counts
+from allstep.cli.quantities import parse_bandwidth, parse_count, parse_counts
 from allstep.doctor import read_measurements
 from allstep.errors import UsageError, check_integer, check_not_negative, check_positive
 from allstep.plan import Cluster, Link, Price, preset_names, read_cluster
@@ -14,6 +14,15 @@ from allstep.plan import Cluster, Link, Price, preset_names, read_cluster
 _TCP_SHARE = 0.94
 _USUAL_WORKERS = 32
 _MOST_STRAGGLERS = 100  # per cent
+MACHINE_FLAGS = (
+    "link",
+    "cluster",
+    "latency_us",
+    "per_node",
+    "node_link",
+    "copy_gb_s",
+    "contention",
+)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 _EXAMPLE = "example: allstep advise --params 25M --step-ms 110 --link 10gbit --workers 1,2,4,8,32"
@@ -132,7 +141,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--stragglers",
         metavar="PCT",
         type=float,
-        default=0.0,
         help="by how many percent the compute of a step varies between workers (default: 0)",
     )
     cluster.add_argument(
@@ -191,8 +199,26 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def refuse_given(known: Namespace, names: Iterable[str], why: str) -> None:
+    """Refuses flags that don't go with others.
+
+    Args:
+        known: the flags.
+        names: of those that must not be given.
+        why: and the cure; `{flag}` in it stands for the one that is.
+
+    Raises:
+        UsageError: for the first that is given.
+    """
+    for name in names:
+        value = getattr(known, name)
+        if value is not None and value is not False:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"`{name}` (={value}) {why.replace('{flag}', flag)}")
+
+
 def check_numbers(known: Namespace) -> None:
-    """Refuses numbers out of range by the flags that hold them, before anything is done.
+    """Refuses numbers out of range by the flags that hold them, and reads those that have units.
 
     Raises:
         UsageError: for the first that is wrong.
@@ -201,6 +227,10 @@ def check_numbers(known: Namespace) -> None:
         value = getattr(known, name)
         if value is not None:
             check_integer(name, value)
+    for name in ("noise_scale", "total_samples"):
+        text = getattr(known, name)
+        if text is not None:
+            setattr(known, name, parse_count(name, text))
     for name, check, example in (
         ("copy_gb_s", check_positive, "10 is usual for a CPU"),
         ("memory_gib", check_positive, "32 is 32 GiB a worker"),
@@ -213,7 +243,7 @@ def check_numbers(known: Namespace) -> None:
         value = getattr(known, name)
         if value is not None:
             check(name, value, example)
-    if known.stragglers > _MOST_STRAGGLERS:
+    if known.stragglers is not None and known.stragglers > _MOST_STRAGGLERS:
         raise UsageError(
             f"`stragglers` (={known.stragglers:g}) must be at most {_MOST_STRAGGLERS}; 5 is about"
             " 5 %."
@@ -227,14 +257,11 @@ def read_price(known: Namespace) -> Price | None:
         UsageError: for numbers out of range, or for interruptions without a price.
     """
     names = ("interruptions_per_day", "restart_s", "checkpoint_every_s")
-    given = {name: value for name in names if (value := getattr(known, name)) is not None}
     if known.price_per_hour is None:
-        for name, value in given.items():
-            raise UsageError(
-                f"`{name}` (={value:g}) counts in what the training costs; give"
-                " `--price-per-hour`, too."
-            )
+        why = "counts in what the training costs; give `--price-per-hour`, too."
+        refuse_given(known, names, why)
         return None
+    given = {name: value for name in names if (value := getattr(known, name)) is not None}
     check_not_negative("price_per_hour", known.price_per_hour, "2.5 for a machine and an hour")
     return Price(per_hour=known.price_per_hour, **given)
 
@@ -305,14 +332,12 @@ def _bare_cluster(known: Namespace, most: int) -> Cluster:
 
 
 def _named_cluster(known: Namespace) -> Cluster:
-    for name in ("link", "latency_us", "per_node", "node_link", "copy_gb_s", "contention"):
-        if getattr(known, name) is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(
-                f"`{name}` (={getattr(known, name)}) and `cluster` (={known.cluster}) both say"
-                f" what the machines are: leave `--{flag}` out, or copy the cluster's file and"
-                " change it there."
-            )
+    refuse_given(
+        known,
+        (name for name in MACHINE_FLAGS if name != "cluster"),
+        f"and `cluster` (={known.cluster}) both say what the machines are: leave `{{flag}}` out, or"
+        " copy the cluster's file and change it there.",
+    )
     if known.cluster.endswith(".json"):
         return read_measurements(Path(known.cluster), argument="cluster").cluster
     return read_cluster(known.cluster)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from allstep.cli.advise_flags import MACHINE_FLAGS, refuse_given
 from allstep.cli.advise_subject import Question, recipe_training
 from allstep.cli.quantities import parse_counts
 from allstep.cli.run_folder import data_parallel
@@ -26,26 +27,12 @@ from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, Workloa
 from allstep.recipes import recipe_from_plain
 
 _PATIENCE_S = 4 * 3600.0  # of workers that wait for the first steps of a script
-_MACHINE_FLAGS = (
-    "link",
-    "cluster",
-    "latency_us",
-    "per_node",
-    "node_link",
-    "copy_gb_s",
-    "contention",
-)
 
 
 def check_flags(known: Namespace) -> None:
     """Raises UsageError if flags describe machines that are to be measured."""
-    given = [name for name in _MACHINE_FLAGS if getattr(known, name) is not None]
-    for name in (*given, *(["stragglers"] if known.stragglers else [])):
-        flag = name.replace("_", "-")
-        raise UsageError(
-            f"`{name}` (={getattr(known, name)}) describes machines, `measure` takes those at hand:"
-            f" leave `--{flag}` or `--measure` out."
-        )
+    why = "describes machines, `measure` takes those at hand: leave `{flag}` or `--measure` out."
+    refuse_given(known, (*MACHINE_FLAGS, "stragglers"), why)
 
 
 def worker_counts(known: Namespace, num_local: tuple[int, int]) -> list[int]:

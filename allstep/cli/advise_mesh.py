@@ -8,7 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from allstep.cli.advise_flags import read_machines
+from allstep.cli.advise_flags import read_machines, refuse_given
 from allstep.cli.advise_output import assumptions
 from allstep.cli.advise_subject import Subject
 from allstep.cli.quantities import parse_counts, parse_named_counts
@@ -43,18 +43,15 @@ def check_mesh_flags(known: Namespace) -> None:
         UsageError: for the first of them.
     """
     if known.mesh is None:
-        for name in (name for name in _FLAGS if getattr(known, name) is not None):
-            raise UsageError(
-                f"`{name}` (={getattr(known, name)}) counts where a model is divided; give `--mesh`"
-                " auto or data=N,pipeline=N,tensor=N, too, or leave"
-                f" `--{name.replace('_', '-')}` out."
-            )
-        return
-    for name in (name for name in _WITHOUT_MESH if getattr(known, name)):
-        raise UsageError(
-            f"`{name}` (={getattr(known, name)}) isn't known of a `mesh` (={known.mesh}): leave"
-            f" `--{name.replace('_', '-')}` or `--mesh` out."
+        refuse_given(
+            known,
+            _FLAGS,
+            "counts where a model is divided; give `--mesh` auto or data=N,pipeline=N,tensor=N,"
+            " too, or leave `{flag}` out.",
         )
+    else:
+        why = f"isn't known of a `mesh` (={known.mesh}): leave `{{flag}}` or `--mesh` out."
+        refuse_given(known, _WITHOUT_MESH, why)
 
 
 @dataclass(frozen=True, kw_only=True)

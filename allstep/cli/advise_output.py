@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +18,7 @@ from allstep.plan import (
     Target,
     TrainingSpec,
     chart,
+    recommend,
     seconds_text,
     timeline,
     work_s,
@@ -47,7 +49,7 @@ class Advice:
     Attributes:
         job, cluster, target, accuracy: what was asked about, and what is known of accuracy.
         predictions: of each policy on each number of workers.
-        recommendation: what to do.
+        max_points_lost: points of accuracy that a lossy policy may cost.
         measured_s: seconds of a step by policy and number of workers, where it was run.
         assumption: what else the predictions rest on, in words.
         growth: what a learning curve says, if one was given.
@@ -59,11 +61,17 @@ class Advice:
     target: Target | None
     accuracy: AccuracyTable
     predictions: Sequence[Prediction]
-    recommendation: Recommendation
+    max_points_lost: float
     measured_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
     assumption: str = ""
     growth: Growth | None = None
     price: Price | None = None
+
+    @cached_property
+    def recommendation(self) -> Recommendation:
+        """What to do."""
+        most = self.max_points_lost
+        return recommend(self.predictions, self.accuracy, max_points_lost=most, target=self.target)
 
     @property
     def worker_counts(self) -> list[int]:

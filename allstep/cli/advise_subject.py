@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from allstep import data
 from allstep.cli.advise_blocks import GivenBlocks, check_pipeline, num_states
-from allstep.cli.advise_flags import DTYPE_BYTES, make_parser
+from allstep.cli.advise_flags import DTYPE_BYTES, make_parser, refuse_given
 from allstep.cli.flags import read_flags
 from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.quantities import parse_count
@@ -123,22 +123,16 @@ def read_subject(
     """
     if name is None:
         return _BareNumbers(known)
-    for field in ("params", "step_ms", "dtype"):
-        if getattr(known, field) is not None:
-            flag = f"--{field.replace('_', '-')}"
-            cure = f"give it to the script behind `--`, `allstep advise {name} ... -- {flag} ...`"
-            raise UsageError(
-                f"`{field}` (={getattr(known, field)}) is measured for a recipe or a script: leave"
-                f" `{flag}` out, or {cure if is_script(name) else f'leave `{name}` out'}."
-            )
+    cure = f"leave `{name}` out"
+    if is_script(name):
+        cure = f"give it to the script behind `--`, `allstep advise {name} ... -- {{flag}} ...`"
+    why = f"is measured for a recipe or a script: leave `{{flag}}` out, or {cure}."
+    refuse_given(known, ("params", "step_ms", "dtype"), why)
     if is_script(name):
         return _Script(known, Path(name), rest, launch)
-    for field in ("transformer", "states_per_param"):
-        if getattr(known, field) is not None:
-            raise UsageError(
-                f"`{field}` (={getattr(known, field)}) is the recipe's own: leave"
-                f" `--{field.replace('_', '-')}` out."
-            )
+    refuse_given(
+        known, ("transformer", "states_per_param"), "is the recipe's own: leave `{flag}` out."
+    )
     return _NamedRecipe(known, name, rest)
 
 
