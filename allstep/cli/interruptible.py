@@ -7,17 +7,25 @@ from types import FrameType
 from typing import NoReturn
 
 
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets a signal unwind what runs inside and end the process with 128 + the signal's number.
+    """Lets a signal unwind what runs inside, by an `Interrupted`; once, for it may clean up long.
 
-    Once, for it may clean up long.
+    `main` returns 128 + the signal's number then.
     """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         for other in previous:
             signal.signal(other, signal.SIG_IGN)
-        raise SystemExit(128 + number)
+        raise Interrupted(number)
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:

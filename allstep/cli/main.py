@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from allstep import __version__
+from allstep.cli.interruptible import Interrupted
 from allstep.env import read_launch
 from allstep.errors import AllstepError, UsageError, nearest_names
 
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None, **stand_ins: Any) -> int:
             if _speaks():
                 print(f"error: {error}", file=sys.stderr)
             return 2
+        except Interrupted as stop:
+            return 128 + stop.number
         except BrokenPipeError:
             if not _is_output_closed():
                 raise
