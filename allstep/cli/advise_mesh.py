@@ -12,7 +12,7 @@ from allstep.cli.advise_flags import read_machines, refuse_given
 from allstep.cli.advise_output import assumptions
 from allstep.cli.advise_subject import Subject
 from allstep.cli.quantities import parse_counts, parse_named_counts
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, make_table
 from allstep.errors import UsageError
 from allstep.plan import (
     POLICIES,
@@ -203,9 +203,8 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
 
 def _table(found: MeshAnswer) -> Table:
     """The fastest first; a star marks the recommendation."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("mesh", "step", "waits", "GiB a worker", "samples/s", "tokens/s", "speed-up"):
-        table.add_column(title, justify="left" if title == "mesh" else "right")
+    titles = ("mesh", "step", "waits", "GiB a worker", "samples/s", "tokens/s", "speed-up")
+    table = make_table(*titles, left=["mesh"], gap=1)
     for option in found.advice.options:
         p = option.prediction
         is_choice = option is found.advice.choice

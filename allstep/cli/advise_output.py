@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from rich.markup import escape
 from rich.table import Table
 
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, make_table
 from allstep.plan import (
     AccuracyTable,
     Cluster,
@@ -166,6 +166,9 @@ def assumptions(
     ).rstrip()
 
 
+_make_table = partial(make_table, left=["policy"], gap=1)
+
+
 def _wide(advice: Advice) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("workers", no_wrap=True)
@@ -187,9 +190,7 @@ def _cell(prediction: Prediction, advice: Advice) -> str:
 
 def _long(advice: Advice) -> Table:
     """A line for each cell, for narrow terminals and many numbers of workers."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("workers", "step", "eff.", "policy"):
-        table.add_column(title, justify="left" if title == "policy" else "right")
+    table = _make_table("workers", "step", "eff.", "policy")
     for count in advice.worker_counts:
         for name, row in advice.policies.items():
             p = row[count]
@@ -201,9 +202,7 @@ def _long(advice: Advice) -> Table:
 
 def _costs(advice: Advice) -> Table:
     """What each policy costs in accuracy, where the cells have no room for it."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("accuracy cost", justify="right")
-    table.add_column("policy")
+    table = _make_table("accuracy cost", "policy")
     for name, row in advice.policies.items():
         policy = next(iter(row.values())).policy
         table.add_row(advice.accuracy.describe(policy), name)
@@ -212,9 +211,9 @@ def _costs(advice: Advice) -> Table:
 
 def _beside(advice: Advice) -> Table:
     """Measured beside predicted; speed is in samples per second against one worker."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("workers", "predicted", "measured", "error", "speed", "policy"):
-        table.add_column(title, justify="left" if title == "policy" else "right")
+    table = _make_table(
+        "workers", "predicted", "measured", "error", "speed", "policy", left=["policy"], gap=1
+    )
     one_worker = advice.one_worker
     for p in (p for p in advice.predictions if p.num_workers > 1 or p is one_worker):
         step_s, measured_s = p.report.step_s, advice.measured_s[p.policy.name, p.num_workers]
@@ -232,9 +231,15 @@ def _beside(advice: Advice) -> Table:
 
 def _to_target(advice: Advice, target: Target) -> Table:
     """What larger batches cost, and what they leave of the speed-up of what may be recommended."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("workers", "batch", "samples to target", "speed-up to target", "policy"):
-        table.add_column(title, justify="left" if title == "policy" else "right")
+    table = _make_table(
+        "workers",
+        "batch",
+        "samples to target",
+        "speed-up to target",
+        "policy",
+        left=["policy"],
+        gap=1,
+    )
     one_worker = advice.one_worker
     for p in advice.worth_showing:
         table.add_row(
@@ -249,9 +254,7 @@ def _to_target(advice: Advice, target: Target) -> Table:
 
 def _bills(advice: Advice) -> Table:
     """Hours and cost of the whole training; a star marks the cheapest."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in ("workers", "machines", "hours", "cost", "policy"):
-        table.add_column(title, justify="left" if title == "policy" else "right")
+    table = _make_table("workers", "machines", "hours", "cost", "policy")
     bills = [(p, bill) for p in advice.worth_showing if (bill := advice.bill(p)) is not None]
     cheapest = min((bill.total for _, bill in bills), default=0.0)
     for p, bill in bills:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from allstep.cli.output_files import can_draw, new_figure
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, make_table
 from allstep.plan import HeldOutErrors, Interval, LearningCurve, fit_learning_curve
 from allstep.recipes import Recipe, recipe_to_plain
 
@@ -99,9 +98,7 @@ def _plain_fit(found: LearningCurve) -> dict[str, Any]:
 
 def show_prediction(curve: Curve) -> None:
     """Prints what was measured on parts, and what that says of the whole."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("samples", "share", "error", "seeds"):
-        table.add_column(title, justify="right")
+    table = make_table("samples", "share", "error", "seeds")
     for amount, errors in _by_amount(curve.measured).items():
         each = " ".join(f"{error:.2%}" for error in errors)
         mean = sum(errors) / len(errors)

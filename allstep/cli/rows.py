@@ -18,6 +18,20 @@ def make_console() -> Console:
     return Console(highlight=False, width=width)
 
 
+def make_table(*titles: str, left: Iterable[str] = (), gap: int = 2) -> Table:
+    """A table without lines, so many columns apart: numbers stand to the right, words to the left.
+
+    Args:
+        titles: of the columns.
+        left: those that have words.
+        gap: between columns.
+    """
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right")
+    return table
+
+
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     """Prints each label with its value."""
     console = Console(highlight=False, soft_wrap=True)

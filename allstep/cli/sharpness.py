@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from torch import Tensor, nn
 
 from allstep import data
 from allstep.cli import run_folder
-from allstep.cli.rows import make_console, print_rows
+from allstep.cli.rows import make_console, make_table, print_rows
 from allstep.cli.workers import num_workers_to_start, run_on_workers
 from allstep.comm import Communicator
 from allstep.errors import check_integer
@@ -197,11 +196,9 @@ def _show(measured: Sharpness, step: int) -> None:
 
 def _show_steps(found: Sequence[tuple[Sharpness, int]]) -> None:
     """One line a checkpoint; of layers how LARS's and LAMB's ratios follow 1 / curvature."""
-    table = Table(box=None, pad_edge=False)
-    names = ["step", "loss", "top eigenvalue", "loss rise"]
     has_layers = any(measured.layers for measured, _ in found)
-    for name in names + ["LARS", "LAMB"] * has_layers:
-        table.add_column(name, justify="right")
+    names = ["LARS", "LAMB"] if has_layers else []
+    table = make_table("step", "loss", "top eigenvalue", "loss rise", *names)
     for measured, step in found:
         mark = "" if measured.residual <= _LARGE_RESIDUAL else " ?"
         numbers = [f"{measured.loss:.4f}", f"{measured.top_eigenvalue:.4g}{mark}"]
@@ -215,10 +212,9 @@ def _show_steps(found: Sequence[tuple[Sharpness, int]]) -> None:
 
 
 def _show_layers(layers: Sequence[LayerSharpness]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layer", no_wrap=True)
-    for name in ("parameters", "1 / curvature", "|w| / |g|", "|w| / sqrt(n)", "density of g"):
-        table.add_column(name, justify="right")
+    titles = ("parameters", "1 / curvature", "|w| / |g|", "|w| / sqrt(n)", "density of g")
+    table = make_table("layer", *titles, left=["layer"])
+    table.columns[0].no_wrap = True
     for layer in layers:
         curvature, residual = layer.top_eigenvalue, layer.residual
         mark = "" if residual <= _LARGE_RESIDUAL else " ?"

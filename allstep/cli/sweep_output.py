@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from allstep.cli.output_files import can_draw, new_figure, writing_errors
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, make_table
 from allstep.cli.sweep_plan import Plan
 from allstep.cli.trainings import Outcome, metric_of, write_json
 from allstep.files import write_table
@@ -96,11 +94,11 @@ def _metric_name(recipe: Recipe) -> str:
 def show(results: Results) -> None:
     """Prints the table."""
     console = make_console()
-    table = Table(box=None, pad_edge=False)
     metrics = list(next((row.metrics for row in results.rows if row.metrics), {}))
     best = [] if results.metric == "accuracy" else [f"best {results.metric}"]
-    for name in (*results.axes, *best, *metrics, "steps", "run"):
-        table.add_column(name, justify="left" if name == "run" else "right", overflow="fold")
+    table = make_table(*results.axes, *best, *metrics, "steps", "run", left=["run"])
+    for column in table.columns:
+        column.overflow = "fold"
     for row in results.rows:
         report = row.outcome.report or {}
         numbers = [f"{row.score:.4f}"] if best else []

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, make_table
 from allstep.doctor import (
     Diagnosis,
     Divergence,
@@ -73,23 +73,14 @@ def show(comparison: Comparison) -> None:
         console.print(_sentences(comparison, run, diagnosis), markup=False)
 
 
-def _table(titles: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table
-
-
 def _wide(comparison: Comparison) -> Table:
     """A line for each step."""
     sizes = [_workers(run.size) for run in comparison.runs]
-    table = _table(
-        [
-            "step",
-            *(f"gradient norm,\n{size}" for size in sizes),
-            *(f"parameter norm,\n{size}" for size in sizes),
-            *(f"difference,\n{size}" for size in sizes[1:]),
-        ]
+    table = make_table(
+        "step",
+        *(f"gradient norm,\n{size}" for size in sizes),
+        *(f"parameter norm,\n{size}" for size in sizes),
+        *(f"difference,\n{size}" for size in sizes[1:]),
     )
     for step in range(max(map(comparison.num_made, comparison.runs))):
         norms = [_norms(comparison, run, step) for run in comparison.runs]
@@ -104,7 +95,7 @@ def _wide(comparison: Comparison) -> Table:
 
 def _long(comparison: Comparison) -> Table:
     """A line for each step and number of workers, for narrow terminals."""
-    table = _table(["step", "workers", "gradient norm", "parameter norm", "difference"])
+    table = make_table("step", "workers", "gradient norm", "parameter norm", "difference")
     for step in range(max(map(comparison.num_made, comparison.runs))):
         for run in comparison.runs:
             difference = "" if run is comparison.one else _difference(comparison, run, step)

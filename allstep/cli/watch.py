@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allstep.cli.interruptible import interruptible
-from allstep.cli.rows import make_console
+from allstep.cli.rows import make_console, make_table
 from allstep.cli.watch_view import View, read_named_recipe, read_view
 from allstep.comm import WorkerState
 from allstep.errors import UsageError, check_positive
@@ -135,11 +135,11 @@ def _bars(values: Sequence[float]) -> str:
 
 def _table(view: View, *, cuts: bool) -> Table:
     """A row a worker; of one line, even if that cuts words, so that more of them fit a screen."""
-    table = Table(box=None, pad_edge=False)
     shares = ("micro-batches",) if view.micro_batches else ()
-    for title in ("rank", "host", "doing", "for", *shares, "data", "compute", "wait"):
-        is_number = title not in ("host", "doing")
-        table.add_column(title, no_wrap=is_number, justify="right" if is_number else "left")
+    titles = ("rank", "host", "doing", "for", *shares, "data", "compute", "wait")
+    table = make_table(*titles, left=["host", "doing"])
+    for column in table.columns:
+        column.no_wrap = column.justify == "right"
     left = {state.rank: state for state in view.workers}
     for rank in range(view.workers[0].size):
         state = left.get(rank)

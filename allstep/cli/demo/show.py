@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allstep.cli.demo.panel import Panel
+from allstep.cli.rows import make_table
 
 _NARROW = 60
 
@@ -25,9 +26,7 @@ def render(panel: Panel, width: int) -> RenderableType:
 
 
 def _table(panel: Panel) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for number, title in enumerate(panel.header):
-        table.add_column(title, justify="right" if number else "left")
+    table = make_table(*panel.header, left=panel.header[:1])
     for row in panel.rows:
         table.add_row(*map(escape, row))
     return table
