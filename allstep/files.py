@@ -1,12 +1,19 @@
-"""Files that are whole or not there, also where a process ends while it writes."""
+"""Files that are whole or not there, also where a process ends while it writes; plain data in them.
+
+Plain data are what JSON has: numbers, texts, None, and lists and dicts of such.
+"""
 
 import csv
+import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 @contextmanager
@@ -27,6 +34,54 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a text file; readers see the whole of it or nothing."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, plain: Any, indent: int | None = 2) -> None:
+    """Writes plain data, whatever else there is as text; readers see all of it or nothing."""
+    write_whole(path, json.dumps(plain, indent=indent, default=str) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The plain data in a file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def from_plain(kind: Any, plain: Any) -> Any:
+    """The inverse of `dataclasses.asdict`, also after a trip through JSON.
+
+    Args:
+        kind: the type of what is wanted: a dataclass, or a tuple, list, dict or optional of such.
+        plain: its fields as plain data.
+
+    Raises:
+        TypeError, AttributeError: if the data have not the fields of the dataclass.
+
+    >>> from dataclasses import asdict, dataclass
+    >>> @dataclass
+    ... class Point:
+    ...     at: tuple[float, float]
+    ...     next: "tuple[int, ...] | None" = None
+    >>> from_plain(Point, json.loads(json.dumps(asdict(Point((0.5, 1.0), (1, 2))))))
+    Point(at=(0.5, 1.0), next=(1, 2))
+    """
+    if is_dataclass(kind):
+        hints = _hints(kind)
+        fields = {name: from_plain(hints.get(name), value) for name, value in plain.items()}
+        return kind(**fields)  # type: ignore[operator]
+    inner = get_args(kind)
+    if NoneType in inner:
+        return None if plain is None else from_plain(inner[inner[0] is NoneType], plain)
+    if isinstance(plain, dict) and inner:
+        return {key: from_plain(inner[1], value) for key, value in plain.items()}
+    if isinstance(plain, list | tuple) and inner:
+        is_pair = len(inner) == len(plain) and Ellipsis not in inner
+        items = zip(inner if is_pair else inner[:1] * len(plain), plain, strict=True)
+        found = [from_plain(each, value) for each, value in items]
+        return tuple(found) if get_origin(kind) is tuple else found
+    return plain
+
+
+_hints: Any = cache(get_type_hints)
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

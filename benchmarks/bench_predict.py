@@ -42,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allstep.doctor import measurements_of
+from allstep.files import from_plain
 from allstep.plan import PolicySpec, TrainingSpec, Workload, predict
 from allstep.plan.recommend import simplest_fast
 
@@ -75,7 +76,7 @@ def compare(measured: dict[str, Any]) -> list[dict[str, Any]]:
     policies = [PolicySpec(**fields) for fields in measured["policies"]]
     rows = []
     for model_mb, model in measured["models"].items():
-        job = TrainingSpec(micro=Workload.from_plain(model["workload"]))
+        job = TrainingSpec(micro=from_plain(Workload, model["workload"]))
         predictions = predict(job, cluster, policies, [network.num_hosts])
         choice = simplest_fast([p for p in predictions if p.policy.sync_every == 1]).policy.name
         rows += [

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from allstep.doctor import measurements_of
+from allstep.files import from_plain
 from allstep.plan import MeshSpec, PolicySpec, TrainingSpec, TransformerSpec, Workload, predict_mesh
 
 LINKS = {"one host": None, "1 Gbit/s": 1e9}
@@ -56,7 +57,7 @@ def compare(link: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     policy = PolicySpec(name="allstep", algorithm=found["algorithm"], bucket_bytes=None)
     rows = []
     for width, measured in found["widths"].items():
-        workload = Workload.from_plain(measured["workload"])
+        workload = from_plain(Workload, measured["workload"])
         seconds = {name: [*zip(*pairs, strict=True)] for name, pairs in measured["steps"].items()}
         blocks = TransformerSpec(
             depth=4,

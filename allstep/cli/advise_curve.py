@@ -1,9 +1,9 @@
 """What `allstep advise` takes from the file of `allstep curve`."""
 
-import json
 from pathlib import Path
 
 from allstep.errors import UsageError
+from allstep.files import read_json
 from allstep.plan import Growth, Interval
 
 
@@ -18,7 +18,7 @@ def read_growth(path: Path, recipe: str | None) -> Growth:
         UsageError: if the file isn't there, none of `allstep curve`, or another recipe's.
     """
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = read_json(path)
         found = plain["recipe"]
         fit, twice = plain["newest_fit"], plain["twice_the_samples"]
         growth = Growth(

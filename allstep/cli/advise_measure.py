@@ -23,6 +23,7 @@ from allstep.doctor import (
 )
 from allstep.env import read_launch
 from allstep.errors import UsageError
+from allstep.files import from_plain
 from allstep.plan import POLICIES, PolicySpec, Prediction, TrainingSpec, Workload, predict
 from allstep.recipes import recipe_from_plain
 
@@ -179,7 +180,7 @@ def answer_worker(
 
 def _read_answer(plain: dict[str, Any]) -> Answer:
     job = TrainingSpec(
-        micro=Workload.from_plain(plain["workload"]),
+        micro=from_plain(Workload, plain["workload"]),
         global_batch=plain["global_batch"],
         total_samples=plain["total_samples"],
     )
@@ -202,7 +203,7 @@ def _training(
         make_training, total_samples = recipe_training(recipe, comm)
         return make_training, recipe.micro_batch, total_samples
     assert question["workload"] is not None
-    workload = Workload.from_plain(question["workload"])
+    workload: Workload = from_plain(Workload, question["workload"])
     return partial(sleeping_training, workload), workload.num_samples, None
 
 

@@ -1,7 +1,6 @@
 """What a launcher keeps in the run's folder: where its store is, and how its workers ended."""
 
 import contextlib
-import json
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from allstep.comm import WorkerState, state_folder
 from allstep.env import is_loopback, own_addresses
 from allstep.errors import UsageError
-from allstep.files import write_whole
+from allstep.files import read_json, write_json
 from allstep.train import launcher_has_ended
 
 _CONNECT_S = 5.0
@@ -43,7 +42,7 @@ class Exits:
 def read_exits(run_dir: Path) -> Exits | None:
     """What a run's launcher has left; None if there was none, or all ended well."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Exits(**json.loads(_file(run_dir).read_text(encoding="utf-8")))
+        return Exits(**read_json(_file(run_dir)))
     return None
 
 
@@ -51,7 +50,7 @@ def write_exits(run_dir: Path, exits: Exits) -> None:
     """Leaves it for `allstep why`; on a full disk nothing."""
     with contextlib.suppress(OSError):
         _file(run_dir).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(_file(run_dir), json.dumps(asdict(exits)))
+        write_json(_file(run_dir), asdict(exits))
 
 
 def forget_exits(run_dir: Path | None) -> None:
@@ -106,7 +105,7 @@ def keeping_store(run_dir: Path, record: StoreRecord) -> Iterator[None]:
     """Keeps it in the run's folder while the launcher is there."""
     file = _store_file(run_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(asdict(record)))
+    write_json(file, asdict(record))
     try:
         yield
     finally:
@@ -121,7 +120,7 @@ def read_store(run_dir: Path) -> StoreRecord:
             record, but not its lock.
     """
     try:
-        record = StoreRecord(**json.loads(_store_file(run_dir).read_text(encoding="utf-8")))
+        record = StoreRecord(**read_json(_store_file(run_dir)))
     except (OSError, ValueError, TypeError):
         raise UsageError(
             f"`run` (={run_dir}) takes no workers now: it has ended, or it was started without"

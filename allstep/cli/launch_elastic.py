@@ -6,7 +6,6 @@ process, with what torchrun would tell it. `RUN/script.json` says what `allstep 
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from allstep.cli.run_folder import is_run
 from allstep.cli.worker import read_call
 from allstep.cli.workers import check_min_workers, num_workers_to_start
 from allstep.errors import UsageError
-from allstep.files import write_whole
+from allstep.files import read_json, write_json
 from allstep.train import launcher_lock
 
 _FILE = "script.json"
@@ -53,7 +52,7 @@ def run(arguments: Sequence[str], command: Sequence[str]) -> int:
             if is_run(run_dir):
                 raise UsageError(f"`run_dir` (={run_dir}) holds a recipe's run; choose another.")
             stack.enter_context(launcher_lock(run_dir))
-            write_whole(run_dir / _FILE, json.dumps(script))
+            write_json(run_dir / _FILE, script)
         return _launch(num_workers, script, known.min_workers, run_dir=run_dir)
 
 
@@ -69,7 +68,7 @@ def join(run_dir: Path, num_workers: int) -> int:
         UsageError: if nobody takes any.
     """
     store = read_store(run_dir)
-    script = json.loads((run_dir / _FILE).read_text(encoding="utf-8"))
+    script = read_json(run_dir / _FILE)
     return _launch(num_workers, script, store.min_workers, joins=store.reachable_address())
 
 

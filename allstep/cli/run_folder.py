@@ -1,7 +1,6 @@
 """A run's folder: `recipe.json`, checkpoints, metrics and, at the end, `report.json`."""
 
 import contextlib
-import json
 import shlex
 from dataclasses import fields
 from datetime import datetime
@@ -12,7 +11,7 @@ from allstep.cli.output_files import writing_errors
 from allstep.comm import Communicator
 from allstep.env import read_agent_id
 from allstep.errors import UsageError, nearest_names
-from allstep.files import write_whole
+from allstep.files import read_json, write_json
 from allstep.recipes import (
     RECIPE_FILE,
     AnyRecipe,
@@ -151,9 +150,8 @@ def write_recipe(run_dir: Path, recipe: AnyRecipe) -> None:
     Raises:
         UsageError: if the folder can't be written.
     """
-    text = json.dumps(recipe_to_plain(recipe), indent=2)
     with writing_errors(f"`run_dir` (={run_dir})"):
-        write_whole(run_dir / RECIPE_FILE, text + "\n")
+        write_json(run_dir / RECIPE_FILE, recipe_to_plain(recipe))
 
 
 def read_recipe(run_dir: Path, *, argument: str) -> AnyRecipe:
@@ -255,16 +253,15 @@ def note_launch(
         **({"restarts": restarts} if restarts else {}),
     }
     with contextlib.suppress(OSError):
-        plain = json.loads((run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
+        plain = read_json(run_dir / RECIPE_FILE)
         if plain.pop("launch", {}) != launch:
-            noted = plain | ({"launch": launch} if launch else {})
-            write_whole(run_dir / RECIPE_FILE, json.dumps(noted, indent=2) + "\n")
+            write_json(run_dir / RECIPE_FILE, plain | ({"launch": launch} if launch else {}))
 
 
 def _read_launch(run_dir: Path) -> dict[str, int]:
     """What `note_launch` has left; empty where there is nothing to say, or it can't be read."""
     with contextlib.suppress(OSError, ValueError, LookupError):
-        launch: dict[str, int] = json.loads((run_dir / RECIPE_FILE).read_text("utf-8"))["launch"]
+        launch: dict[str, int] = read_json(run_dir / RECIPE_FILE)["launch"]
         return launch
     return {}
 
@@ -291,9 +288,8 @@ def resume_command(run_dir: Path, num_workers: int) -> str:
 
 def write_report(run_dir: Path, report: dict[str, Any]) -> None:
     """Writes `report.json`."""
-    text = json.dumps(report, indent=2, default=str)
     with writing(run_dir / _REPORT):
-        write_whole(run_dir / _REPORT, text + "\n")
+        write_json(run_dir / _REPORT, report)
 
 
 def finished_after(run_dir: Path, recipe: Recipe) -> tuple[int, int] | None:
@@ -310,7 +306,7 @@ def finished_after(run_dir: Path, recipe: Recipe) -> tuple[int, int] | None:
 
 def read_report(run_dir: Path) -> dict[str, Any]:
     """What `write_report` has left, which is there."""
-    report: dict[str, Any] = json.loads((run_dir / _REPORT).read_text(encoding="utf-8"))
+    report: dict[str, Any] = read_json(run_dir / _REPORT)
     return report
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from allstep.cli.run_folder import data_parallel, first_difference
 from allstep.cli.train import read_command_line
 from allstep.cli.trainings import Training, check_folders, write_json
 from allstep.errors import UsageError
+from allstep.files import read_json
 from allstep.recipes import AnyRecipe, recipe_from_plain, recipe_to_plain
 
 _PLAN = "sweep.json"
@@ -171,7 +171,7 @@ def keep_plan(folder: Path, trainings: Sequence[Training], argument: str) -> Non
 
 def _check_same(folder: Path, now: Mapping[str, AnyRecipe], argument: str) -> None:
     try:
-        runs = json.loads((folder / _PLAN).read_text(encoding="utf-8"))["runs"]
+        runs = read_json(folder / _PLAN)["runs"]
         before = {name: recipe_from_plain(plain) for name, plain in runs.items()}
     except FileNotFoundError:
         if folder.is_dir() and any(folder.iterdir()):

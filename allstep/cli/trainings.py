@@ -1,6 +1,5 @@
 """Several trainings side by side, each as `allstep train` runs it, in a run's folder of its own."""
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from allstep import files
 from allstep.cli import run_folder
 from allstep.cli.exits import forget_exits
 from allstep.cli.launch import Watch, Workers, signals_noted
@@ -20,7 +20,6 @@ from allstep.comm import Communicator
 from allstep.device import num_devices
 from allstep.env import num_cores, read_launch
 from allstep.errors import UsageError, check_integer
-from allstep.files import write_whole
 from allstep.recipes import Recipe
 
 # Imported once, where all workers are forked from; else each takes seconds to begin.
@@ -213,4 +212,4 @@ def write_json(path: Path, plain: Any) -> None:
         UsageError: if it can't be written.
     """
     with writing_errors(str(path)):
-        write_whole(path, json.dumps(plain, indent=1, default=str) + "\n")
+        files.write_json(path, plain, indent=1)

@@ -4,7 +4,6 @@
 takes `result.json`, what rank 0 returns, the reports of failures and, where they are wanted, logs.
 """
 
-import json
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from allstep.env import num_cores, read_num_threads, set_environment
-from allstep.files import write_whole
+from allstep.files import read_json, write_json
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CALL, _RESULT = "call.json", "result.json"
@@ -79,23 +78,23 @@ def find_function(name: str) -> Callable[..., Any]:
 def write_call(folder: Path, arguments: Mapping[str, Any], launcher_pid: int | None) -> None:
     """Leaves a function's arguments for the workers."""
     plain = {"arguments": arguments, "launcher_pid": launcher_pid}
-    (folder / _CALL).write_text(json.dumps(plain), encoding="utf-8")
+    write_json(folder / _CALL, plain)
 
 
 def read_call(folder: Path) -> Call:
     """What `write_call` has left."""
-    return Call(**json.loads((folder / _CALL).read_text(encoding="utf-8")))
+    return Call(**read_json(folder / _CALL))
 
 
 def write_result(folder: Path, plain: Any) -> None:
     """Leaves what came of it, whole or not at all."""
-    write_whole(folder / _RESULT, json.dumps(plain))
+    write_json(folder / _RESULT, plain)
 
 
 def read_result(folder: Path) -> Any:
     """What rank 0 has left; None if nothing."""
     path = folder / _RESULT
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def log_path(folder: Path, rank: int) -> Path:

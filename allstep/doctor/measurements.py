@@ -1,14 +1,13 @@
 """What was measured of a group of workers, as one value that can be kept in a file."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from allstep.errors import UsageError
-from allstep.files import write_whole
-from allstep.plan import Cluster, Link, MeasuredCollective
+from allstep.files import from_plain, read_json, write_json
+from allstep.plan import Cluster, Link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class Measurements:
             UsageError: if it can't be written.
         """
         try:
-            write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
+            write_json(path, asdict(self))
         except OSError as error:
             raise UsageError(f"`path` (={path}) can't be written: {error}.") from None
 
@@ -64,7 +63,7 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
         UsageError: if the file can't be read, or holds something else.
     """
     try:
-        return measurements_of(json.loads(path.read_text(encoding="utf-8")))
+        return measurements_of(read_json(path))
     except OSError as error:
         raise UsageError(f"`{argument}` (={path}) can't be read: {error}.") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:  # UsageError is a ValueError
@@ -73,12 +72,5 @@ def read_measurements(path: Path, *, argument: str = "path") -> Measurements:
 
 def measurements_of(table: Mapping[str, Any]) -> Measurements:
     """Measurements from their fields as plain data: lists for tuples, dicts for what they hold."""
-    cluster = dict(table["cluster"])
-    for name in ("intra", "inter"):
-        cluster[name] = None if cluster[name] is None else Link(**cluster[name])
-    cluster["collectives"] = tuple(map(MeasuredCollective.from_plain, cluster["collectives"]))
-    pairs = tuple(
-        PairTiming(**{**pair, "ranks": tuple(pair["ranks"]), "link": Link(**pair["link"])})
-        for pair in table["pairs"]
-    )
-    return Measurements(**{**table, "cluster": Cluster(**cluster), "pairs": pairs})
+    found: Measurements = from_plain(Measurements, table)
+    return found

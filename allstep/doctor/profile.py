@@ -1,6 +1,5 @@
 """What a step of a user's own script takes: the script is run for a few steps and watched."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from allstep.doctor.profiler import Profiler
 from allstep.doctor.script import Failure, ScriptRunner
 from allstep.doctor.workload import element_bytes_of, make_workload
 from allstep.errors import UsageError
-from allstep.files import write_whole
+from allstep.files import from_plain, read_json, write_json
 from allstep.plan import TrainingSpec, Workload
 
 _NUM_WARM, _NUM_TIMED = 3, 7
@@ -61,7 +60,7 @@ def profile_script(script: Path, arguments: Sequence[str], result: Path, timeout
     def report(failure: Failure | None) -> None:
         mistake = _mistake(profiler) if failure is None else _describe(failure, timeout_s)
         table = asdict(_profile(profiler)) if mistake is None else {"mistake": mistake}
-        write_whole(result, json.dumps(table))
+        write_json(result, table)
 
     runner = ScriptRunner(script, arguments, timeout_s, report)
     profiler = Profiler(_NUM_WARM + _NUM_TIMED, runner.stop)
@@ -74,10 +73,11 @@ def read_profile(result: Path, script: Path) -> ScriptProfile:
     Raises:
         UsageError: if the script failed, or nothing can be said about it.
     """
-    table = json.loads(result.read_text(encoding="utf-8"))
+    table = read_json(result)
     if "mistake" in table:
         raise UsageError(f"`script` (={script}) {table['mistake']}")
-    return ScriptProfile(**{**table, "micro": Workload.from_plain(table["micro"])})
+    profile: ScriptProfile = from_plain(ScriptProfile, table)
+    return profile
 
 
 def _profile(profiler: Profiler) -> ScriptProfile:

@@ -1,10 +1,9 @@
 """What exchanging a bucket was measured to take, in place of a formula."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from allstep.errors import UsageError, check_choice, check_not_negative
 from allstep.plan.algorithms import ALGORITHMS
@@ -54,12 +53,6 @@ class MeasuredCollective:
             raise UsageError(f"`seconds` (={seconds}) must be above 0, one for each size.")
         for name in ("compute_slowdown", "communication_slowdown"):
             check_not_negative(name, getattr(self, name), "0.1 means 10 % slower")
-
-    @classmethod
-    def from_plain(cls, table: Mapping[str, Any]) -> "MeasuredCollective":
-        """The inverse of `dataclasses.asdict`, also after a trip through JSON."""
-        lists = {name: tuple(table[name]) for name in ("num_elements", "seconds")}
-        return cls(**{**table, **lists})
 
     @property
     def latency_s(self) -> float:

@@ -1,10 +1,9 @@
 """A training as numbers: what a worker computes in a step, and how the batch is shared out."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
 from allstep.errors import (
     UsageError,
@@ -107,18 +106,6 @@ class Workload:
             num_samples=num_samples,
             element_bytes=element_bytes,
         )
-
-    @classmethod
-    def from_plain(cls, table: Mapping[str, Any]) -> "Workload":
-        """The inverse of `dataclasses.asdict`, also after a trip through JSON.
-
-        >>> from dataclasses import asdict
-        >>> workload = Workload.from_step(num_params=10, step_s=1.0)
-        >>> Workload.from_plain(asdict(workload)) == workload
-        True
-        """
-        ready = tuple((share, seconds) for share, seconds in table["ready"])
-        return cls(**{**table, "ready": ready, "gradients": tuple(table["gradients"])})
 
     @property
     def compute_s(self) -> float:

@@ -1,7 +1,6 @@
 """`allstep demo`: what allstep is for, in four panels measured while one watches."""
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from allstep.cli.interruptible import interruptible
 from allstep.cli.output_files import check_can_draw, writing_errors
 from allstep.cli.rows import make_console
 from allstep.errors import UsageError
-from allstep.files import write_whole
+from allstep.files import write_json
 
 Measure = Callable[[str, Any, Path, int], Iterator[Panel]]
 
@@ -136,4 +135,4 @@ def _keep(
 ) -> None:
     with writing_errors(f"`out` (={out})"):
         draw(panel, out / f"demo_{panel.letter}.png")
-        write_whole(out / "demo.json", json.dumps(numbers, indent=2) + "\n")
+        write_json(out / "demo.json", numbers)

@@ -15,6 +15,7 @@ from allstep.cli.demo.slow_wire_runs import (
     run_steps_shaped,
 )
 from allstep.doctor import ShapedHosts, UnavailableError
+from allstep.files import from_plain
 from allstep.plan import DDP, Cluster, Link, MeasuredCollective, PolicySpec, Workload, simulate
 
 _RATE_BPS = 200e6
@@ -50,7 +51,7 @@ def measure(processes: Processes, folder: Path) -> Iterator[Panel]:
 
 def _predict(found: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step each way, from exchanges as timed and the step without any."""
-    collectives = tuple(MeasuredCollective.from_plain(table) for table in found["collectives"])
+    collectives = from_plain(tuple[MeasuredCollective, ...], found["collectives"])
     link = Link(bandwidth_bps=_RATE_BPS)
     cluster = Cluster(
         name="slow wire",
@@ -62,7 +63,7 @@ def _predict(found: Mapping[str, Any]) -> dict[str, float]:
         bucketing_s_per_byte=found["copy_s_per_byte"],
         collectives=collectives,
     )
-    workload = Workload.from_plain(found["workload"])
+    workload = from_plain(Workload, found["workload"])
     return {way: simulate(workload, cluster, policy).step_s for way, policy in _POLICIES.items()}
 
 

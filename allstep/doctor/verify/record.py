@@ -1,15 +1,13 @@
 """What a worker writes down about a script's first steps, and all workers' notes of one run."""
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from allstep.doctor.script import Failure
 from allstep.doctor.verify.sketch import Sketch
-from allstep.files import write_whole
+from allstep.files import from_plain, read_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +120,10 @@ class RunRecord:
 
 def write_worker(path: Path, worker: WorkerRecord) -> None:
     """Writes a record; the file is whole or not there."""
-    write_whole(path, json.dumps(asdict(worker)))
+    write_json(path, asdict(worker), indent=None)
 
 
 def read_worker(path: Path) -> WorkerRecord:
     """Reads what `write_worker` wrote."""
-    plain = json.loads(path.read_text())
-    failure = plain.pop("failure")
-    return WorkerRecord(
-        **{
-            **plain,
-            "initial_parameters": _sketches(plain["initial_parameters"]),
-            "steps": [_step(step) for step in plain["steps"]],
-            "failure": None if failure is None else Failure(**failure),
-        }
-    )
-
-
-def _step(plain: Mapping[str, Any]) -> StepRecord:
-    sketches = {
-        name: _sketches(plain[name]) for name in ("local_gradients", "gradients", "parameters")
-    }
-    return StepRecord(**{**plain, **sketches})
-
-
-def _sketches(plain: Mapping[str, Any]) -> dict[str, Sketch]:
-    return {name: Sketch(**sketch) for name, sketch in plain.items()}
+    found: WorkerRecord = from_plain(WorkerRecord, read_json(path))
+    return found
