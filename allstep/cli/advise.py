@@ -114,11 +114,20 @@ def _compare(known: Namespace, advise: Callable[..., Advice], answers: Sequence[
     last = answers[-1]
     job = _with_length(known, last.job)
     found = [(answer, prediction) for answer in answers for prediction in answer.predictions]
+    one = found[0][1]  # efficiency is against one worker that has the machine to itself
     advice = advise(
         job=job,
         cluster=last.measurements.cluster,
         target=_target(known, job),
-        predictions=[replace(p, total_samples=job.total_samples) for _, p in found],
+        predictions=[
+            replace(
+                prediction,
+                total_samples=job.total_samples,
+                single_worker_batch=one.single_worker_batch,
+                single_worker_samples_per_s=one.single_worker_samples_per_s,
+            )
+            for _, prediction in found
+        ],
         measured_s={(p.policy.name, p.num_workers): a.measured_s[p.policy.name] for a, p in found},
     )
     _show(known, advice)

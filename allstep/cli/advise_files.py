@@ -3,12 +3,11 @@
 import json
 from argparse import Namespace
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from allstep.cli.advise_output import Advice
-from allstep.cli.output_files import check_plot, check_writable, writing_errors
+from allstep.cli.output_files import check_plot, check_writable, new_figure, writing_errors
 from allstep.plan import Prediction, plain_data
 
 
@@ -100,7 +99,7 @@ def _plain_prediction(advice: Advice, prediction: Prediction) -> dict[str, Any]:
 
 def _write_plot(path: Path, advice: Advice) -> None:
     """Draws efficiency over workers."""
-    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure()
     axes = figure.subplots()
     for name, row in advice.policies.items():
         axes.plot(list(row), [100 * p.efficiency for p in row.values()], marker="o", label=name)

@@ -214,7 +214,8 @@ def refuse_given(known: Namespace, names: Iterable[str], why: str) -> None:
         value = getattr(known, name)
         if value is not None and value is not False:
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"`{name}` (={value}) {why.replace('{flag}', flag)}")
+            text = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(f"`{name}` (={text}) {why.replace('{flag}', flag)}")
 
 
 def check_numbers(known: Namespace) -> None:
@@ -243,6 +244,7 @@ def check_numbers(known: Namespace) -> None:
         value = getattr(known, name)
         if value is not None:
             check(name, value, example)
+    known.stragglers = known.stragglers or None
     if known.stragglers is not None and known.stragglers > _MOST_STRAGGLERS:
         raise UsageError(
             f"`stragglers` (={known.stragglers:g}) must be at most {_MOST_STRAGGLERS}; 5 is about"

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from allstep.doctor import (
     measure,
     measure_policy,
     measure_workload,
-    measurements_of,
     sleeping_training,
 )
 from allstep.env import read_launch
@@ -74,14 +73,18 @@ class Answer:
     Attributes:
         job: with compute as measured on them.
         measurements: of the workers.
-        predictions: of every policy, from these alone.
         measured_s: seconds of a step by policy name.
     """
 
     job: TrainingSpec
     measurements: Measurements
-    predictions: Sequence[Prediction]
     measured_s: dict[str, float]
+
+    @property
+    def predictions(self) -> Sequence[Prediction]:
+        """Of every policy that was run, from these alone."""
+        policies = [policy for policy in POLICIES if policy.name in self.measured_s]
+        return _predict(self.job, self.measurements, policies)
 
 
 def measure_here(
@@ -108,8 +111,8 @@ def measure_here(
         code, plain = start(num_workers, answer_worker, question=question)
         if code:  # a worker, or the launcher, has said why
             return code
-        found.append(_read_answer(plain))
-    finish(_against_one(found))
+        found.append(from_plain(Answer, plain))
+    finish(found)
     return 0
 
 
@@ -118,7 +121,7 @@ def _join(
 ) -> None:
     plain = answer_worker(comm, ask_first(comm, ask))
     if comm.rank == 0:
-        finish([_read_answer(plain)])
+        finish([from_plain(Answer, plain)])
 
 
 def ask_first(comm: Communicator, ask: Callable[[], Question]) -> Question:
@@ -150,7 +153,7 @@ def answer_worker(
         measure, measure_policy: how.
 
     Returns:
-        An `Answer` as plain data, its predictions left out.
+        An `Answer` as plain data.
     """
     make_training, num_samples, total_samples = _training(comm, question)
     micro = measure_workload(comm, make_training(), num_samples=num_samples)
@@ -169,29 +172,7 @@ def answer_worker(
             comm, make_training, prediction.policy, num_micro_batches=num_micro_batches
         )
         measured_s[name] = sorted(seconds)[len(seconds) // 2]
-    return {
-        "workload": asdict(micro),
-        "global_batch": job.global_batch,
-        "total_samples": job.total_samples,
-        "measurements": asdict(measurements),
-        "measured_s": measured_s,
-    }
-
-
-def _read_answer(plain: dict[str, Any]) -> Answer:
-    job = TrainingSpec(
-        micro=from_plain(Workload, plain["workload"]),
-        global_batch=plain["global_batch"],
-        total_samples=plain["total_samples"],
-    )
-    measurements = measurements_of(plain["measurements"])
-    policies = [policy for policy in POLICIES if policy.name in plain["measured_s"]]
-    return Answer(
-        job=job,
-        measurements=measurements,
-        predictions=_predict(job, measurements, policies),
-        measured_s=plain["measured_s"],
-    )
+    return asdict(Answer(job=job, measurements=measurements, measured_s=measured_s))
 
 
 def _training(
@@ -212,17 +193,3 @@ def _predict(
 ) -> Sequence[Prediction]:
     cluster = measurements.cluster
     return predict(job, cluster, policies, [cluster.num_workers])
-
-
-def _against_one(found: Sequence[Answer]) -> list[Answer]:
-    """Efficiency is against one worker that has the machine to itself."""
-    one = found[0].predictions[0]
-
-    def against_one(prediction: Prediction) -> Prediction:
-        return replace(
-            prediction,
-            single_worker_batch=one.single_worker_batch,
-            single_worker_samples_per_s=one.single_worker_samples_per_s,
-        )
-
-    return [replace(a, predictions=[*map(against_one, a.predictions)]) for a in found]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from allstep.cli.curve_output import Curve, draw, plain_curve, show_check, show_prediction
-from allstep.cli.run_folder import data_parallel
-from allstep.cli.sweep import add_flags, read_known, tell_end, tell_how_to_go_on, usual_folder
+from allstep.cli.run_folder import data_parallel, usual_folder
+from allstep.cli.sweep import add_flags, read_known, tell_end, tell_how_to_go_on
 from allstep.cli.sweep_plan import keep_plan, read_axes
 from allstep.cli.train import read_command_line
 from allstep.cli.trainings import (
@@ -56,7 +56,9 @@ def run(arguments: list[str], *, train: Train = run_trainings) -> int:
     num_samples = _num_train_samples(recipe)
     folder = known.curve_dir or usual_folder("curves", known.recipe)
     trainings = _trainings(recipe, num_samples, known, folder)
-    whole = [_training(recipe, 1.0, seed, num_samples, "steps", folder) for seed in _seeds(known)]
+    whole = [
+        _training(recipe, 1.0, seed, num_samples, "steps", folder) for seed in range(known.seeds)
+    ]
     keep_plan(folder, trainings, "curve_dir")
     check_folders(whole)
     measured, code = _measure(trainings, jobs, num_samples, train)
@@ -179,10 +181,6 @@ def _num_train_samples(recipe: Recipe) -> int:
     return len(train_set)
 
 
-def _seeds(known: argparse.Namespace) -> range:
-    return range(known.seeds)
-
-
 def _trainings(
     recipe: Recipe, num_samples: int, known: argparse.Namespace, folder: Path
 ) -> list[Training]:
@@ -196,7 +194,7 @@ def _trainings(
     return [
         _training(recipe, share, seed, num_samples, known.equal, folder)
         for share in reversed(known.shares)
-        for seed in _seeds(known)
+        for seed in range(known.seeds)
     ]
 
 

@@ -59,7 +59,7 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
         _mkdir(run_dir, exist_ok=True)
         _note_starter(run_dir)
         return run_dir
-    stem = Path("runs") / f"{recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = usual_folder("runs", recipe_name)
     attempt = 1
     while True:
         path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
@@ -70,6 +70,11 @@ def make_run_dir(recipe_name: str, run_dir: Path | None) -> Path:
         else:
             _note_starter(path)
             return path
+
+
+def usual_folder(parent: str, recipe_name: str) -> Path:
+    """The name of a new folder."""
+    return Path(parent) / f"{recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _has_begun(run_dir: Path) -> bool:
@@ -292,22 +297,15 @@ def write_report(run_dir: Path, report: dict[str, Any]) -> None:
         write_json(run_dir / _REPORT, report)
 
 
-def finished_after(run_dir: Path, recipe: Recipe) -> tuple[int, int] | None:
-    """Steps and epochs of a run that came to its end and told so; None if something is left."""
+def finished_report(run_dir: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """What a run came to that told so at its end; None if something is left to do."""
     try:
-        report = read_report(run_dir)
-        is_interrupted = report["interrupted"] is not None
-        num_steps, num_epochs = report["num_steps"], report["num_epochs"]
-        is_over = num_epochs >= recipe.epochs or report.get("stopped_early", False)
+        report: dict[str, Any] = read_json(run_dir / _REPORT)
+        is_over = report["num_epochs"] >= recipe.epochs or report.get("stopped_early", False)
+        is_finished = is_over and report["interrupted"] is None and "num_steps" in report
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # none, or damaged
         return None
-    return (num_steps, num_epochs) if is_over and not is_interrupted else None
-
-
-def read_report(run_dir: Path) -> dict[str, Any]:
-    """What `write_report` has left, which is there."""
-    report: dict[str, Any] = read_json(run_dir / _REPORT)
-    return report
+    return report if is_finished else None
 
 
 def forget_report(run_dir: Path) -> None:

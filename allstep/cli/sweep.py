@@ -5,9 +5,9 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
+from allstep.cli.run_folder import usual_folder
 from allstep.cli.sweep_output import as_plain, make_results, show, write_files
 from allstep.cli.sweep_plan import keep_plan, make_plan
 from allstep.cli.trainings import Outcome, metric_of, read_jobs, run_trainings
@@ -94,11 +94,6 @@ def _whole_number(name: str, text: str | None) -> int | None:
         return int(text)
     except ValueError:
         raise UsageError(f"`{name}` (={text}) must be a whole number.") from None
-
-
-def usual_folder(parent: str, recipe_name: str) -> Path:
-    """A new folder's name."""
-    return Path(parent) / f"{recipe_name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def tell_end(outcome: Outcome) -> None:

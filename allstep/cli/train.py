@@ -327,14 +327,13 @@ def _tell_that_it_is_finished(run_dir: Path) -> bool:
     recipe = run_folder.read_recipe(run_dir, argument="resume")
     if not isinstance(recipe, Recipe):
         return False
-    finished = run_folder.finished_after(run_dir, recipe)
-    if finished is None:
+    report = run_folder.finished_report(run_dir, recipe)
+    if report is None:
         return False
-    step, num_epochs = finished
     with speaking_once():
         print(
-            f"{run_dir} finished at step {step}, after {num_epochs} epochs; its report.json is"
-            " as it was.\n"
+            f"{run_dir} finished at step {report['num_steps']}, after {report['num_epochs']}"
+            " epochs; its report.json is as it was.\n"
             f"To measure it again: allstep evaluate {shlex.quote(str(run_dir))}\n"
             "For more epochs start a new run, as the learning rate's schedule depends on them:"
             f" allstep train {recipe.name} --epochs N"

@@ -51,10 +51,7 @@ class Training:
 
     def read_report(self) -> dict[str, Any] | None:
         """What the run came to; None if it has not come to its end."""
-        if run_folder.finished_after(self.run_dir, self.recipe) is None:
-            return None
-        report: dict[str, Any] = run_folder.read_report(self.run_dir)
-        return report
+        return run_folder.finished_report(self.run_dir, self.recipe)
 
 
 @dataclass(frozen=True)

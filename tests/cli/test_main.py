@@ -347,7 +347,7 @@ def test_a_run_with_something_left_to_do_is_not_finished(report):
         text = report if isinstance(report, str) else json.dumps(report)
         (run_dir / "report.json").write_text(text)
     recipe = run_folder.read_recipe(run_dir, argument="resume")
-    assert run_folder.finished_after(run_dir, recipe) is None
+    assert run_folder.finished_report(run_dir, recipe) is None
 
 
 def test_a_number_that_belongs_nowhere_is_refused_at_resume(said):
