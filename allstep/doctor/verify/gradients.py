@@ -117,13 +117,13 @@ def _are_finite(run: RunRecord, step: int) -> bool:
 
 def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[Cause]:
     """The same gradient, but for a factor."""
-    if not _are_finite(one, step) or not _are_finite(other, step):
+    if (both := _mean_gradients(one, other, step)) is None:
         return []
-    few, many = _mean_gradients(one, other, step, [1] * len(one.copies), [1] * len(other.copies))
+    few, many = both
     squared = float(few @ few)
     factor = float(few @ many) / squared if squared else 0.0
     limit = limit_of(one, other)
-    if not np.linalg.norm(many - factor * few) <= limit * np.linalg.norm(many):
+    if not _agree(factor * few, many, limit):
         return []
     factors = () if times == 1 else (times, 1 / times)
     if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in factors):
@@ -135,18 +135,24 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
 def _unequal(one: RunRecord, other: RunRecord, step: int, dim: int) -> list[Cause]:
     """Weighed by samples, the workers' gradients give the right one."""
     counts = _num_samples(other, step, dim)
-    are_finite = _are_finite(one, step) and _are_finite(other, step)
-    if len(set(counts)) == 1 or not are_finite:
+    if len(set(counts)) == 1:
         return []
-    few, many = _mean_gradients(one, other, step, _num_samples(one, step, dim), counts)
-    limit = limit_of(one, other)
-    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
+    both = _mean_gradients(one, other, step, _num_samples(one, step, dim), counts)
+    if both is None:
+        return []
+    few, many = both
+    if not few.any() or not _agree(many, few, limit_of(one, other)):
         return []
     evidence = (
         f"at step {step} the workers have {' and '.join(map(str, counts))} samples, and the"
         " gradient is the mean of their means; weighed by samples it would be right"
     )
     return [Cause("unequal shards", evidence)]
+
+
+def _agree(x: Series, y: Series, limit: float) -> bool:
+    """Whether they differ by no more than rounding, relative to the second."""
+    return bool(np.linalg.norm(x - y) <= limit * np.linalg.norm(y))
 
 
 def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
@@ -161,7 +167,7 @@ def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]
     limit = limit_of(one, other)
     if rank < len(other.copies) or len(few) < 4 * len(other.copies) or shares.min() < 0:
         return []
-    if not np.linalg.norm(each @ shares - few) <= limit * np.linalg.norm(few):
+    if not _agree(each @ shares, few, limit):
         return []
     is_mean = math.isclose(shares.sum(), 1, rel_tol=10 * limit)
     if not is_mean or np.ptp(shares) < _CLEARLY * limit / len(other.copies):
@@ -176,11 +182,12 @@ def _unequal_amounts(one: RunRecord, other: RunRecord, step: int) -> list[Cause]
 
 def _changed(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """The workers' own gradients have the right mean, but the optimizer finds something else."""
-    if other.first.policies or not (_are_finite(one, step) and _are_finite(other, step)):
+    both = _mean_gradients(one, other, step)
+    if other.first.policies or both is None:
         return []
-    few, many = _mean_gradients(one, other, step, [1] * len(one.copies), [1] * len(other.copies))
+    few, many = both
     limit = limit_of(one, other)
-    if not few.any() or not np.linalg.norm(many - few) <= limit * np.linalg.norm(few):
+    if not few.any() or not _agree(many, few, limit):
         return []
     if gradient_difference(one, other, step) < _CLEARLY * limit:
         return []  # of some tensors, whose workers' means may be as far apart
@@ -235,15 +242,20 @@ def _mean_gradients(
     one: RunRecord,
     other: RunRecord,
     step: int,
-    weights: Sequence[int],
-    other_weights: Sequence[int],
-) -> tuple[Series, Series]:
-    """The workers' own gradients, as they were before the exchange, averaged; of both runs."""
+    weights: Sequence[int] | None = None,
+    other_weights: Sequence[int] | None = None,
+) -> tuple[Series, Series] | None:
+    """The workers' own gradients, as they were before the exchange, averaged; of both runs.
+
+    None if some are not finite.
+    """
+    if not _are_finite(one, step) or not _are_finite(other, step):
+        return None
     workers = (*one.copies, *other.copies)
     names = sorted({name for worker in workers for name in worker.steps[step].local_gradients})
     return (
-        _mean_gradient(one.copies, step, weights, names),
-        _mean_gradient(other.copies, step, other_weights, names),
+        _mean_gradient(one.copies, step, weights or [1] * len(one.copies), names),
+        _mean_gradient(other.copies, step, other_weights or [1] * len(other.copies), names),
     )
 
 
