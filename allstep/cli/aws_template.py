@@ -77,11 +77,6 @@ class CloudNodes:
         return re.match(r"(p|g|gr)\d", self.instance) is not None
 
     @property
-    def efa_is_unused(self) -> bool:
-        """NCCL uses it, Gloo doesn't."""
-        return self.has_efa and not self.has_gpu
-
-    @property
     def image(self) -> str:
         """The parameter of AWS that names the newest Ubuntu, with drivers where it has GPUs."""
         is_arm = re.match(r"[a-z]+\d+g|a1\.|p\d+\w*-gb", self.instance) is not None

@@ -75,7 +75,7 @@ def _check_train(train: Sequence[str]) -> None:
 def _advise(nodes: CloudNodes, output: Path | None) -> None:
     """What it costs, and what to type next."""
     lines = []
-    if nodes.efa_is_unused:
+    if nodes.has_efa and not nodes.has_gpu:
         lines.append("note: an EFA speeds up NCCL; Gloo, which CPUs use, sends as by Ethernet.")
     if nodes.price_per_hour is not None:
         price = nodes.count * nodes.price_per_hour

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from allstep.cli.hosts import HostOptions
@@ -31,7 +31,7 @@ def open_links(options: HostOptions, events: "queue.Queue[Event]") -> Iterator[l
     with contextlib.ExitStack() as stack:
         links = []
         for number, host in enumerate(options.hosts):
-            link = HostLink(number, host.name, options.ssh, options.folder, options.python, events)
+            link = HostLink(number, host.name, options, events)
             stack.callback(link.close)
             links.append(link)
         yield links
@@ -42,20 +42,12 @@ class HostLink:
 
     Args:
         number, name: of the host.
-        ssh: the ssh command and its options.
-        folder: to be in there.
-        python: the interpreter there.
+        options: how to come there.
         events: takes what the host's command prints, and its end.
     """
 
     def __init__(
-        self,
-        number: int,
-        name: str,
-        ssh: Sequence[str],
-        folder: str,
-        python: str,
-        events: "queue.Queue[Event]",
+        self, number: int, name: str, options: HostOptions, events: "queue.Queue[Event]"
     ) -> None:
         self.name = name
         self._number = number
@@ -63,11 +55,12 @@ class HostLink:
         self._answers: queue.Queue[Any] = queue.Queue()
         self._errors: list[str] = []
         self._lock = threading.Lock()
-        command = f"cd {shlex.quote(folder)} && exec {shlex.quote(python)} -m allstep host"
-        options = [word for option in _OPTIONS for word in ("-o", option)]
+        folder, python = shlex.quote(options.folder), shlex.quote(options.python)
+        command = f"cd {folder} && exec {python} -m allstep host"
+        own = [word for option in _OPTIONS for word in ("-o", option)]
         try:
             self._process = subprocess.Popen(
-                [*ssh, *options, "-T", name, command],
+                [*options.ssh, *own, "-T", name, command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -77,7 +70,7 @@ class HostLink:
             )
         except OSError as error:
             raise UsageError(
-                f"`ssh` (={shlex.join(ssh)}) can't be run here ({error.strerror}); install"
+                f"`ssh` (={shlex.join(options.ssh)}) can't be run here ({error.strerror}); install"
                 " openssh-client, or give another command."
             ) from None
         self._error_thread = threading.Thread(target=self._read_errors, daemon=True)

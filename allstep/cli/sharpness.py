@@ -83,24 +83,19 @@ def run(arguments: list[str]) -> int:
         help="of each checkpoint that the run keeps (--keep-checkpoints), the oldest first",
     )
     known = parser.parse_args(arguments)
-    request = Request(
-        known.samples,
-        known.sigma,
-        known.num_draws,
-        known.max_products,
-        known.layers,
-        known.all_checkpoints,
-    )
-    recipe = run_folder.data_parallel(run_folder.read_recipe(known.run, argument="run"))
-    run_folder.check_has_checkpoint(known.run, argument="run")
+    asked = vars(known)
+    run_dir, workers = asked.pop("run"), asked.pop("workers")
+    request = Request(**asked)
+    recipe = run_folder.data_parallel(run_folder.read_recipe(run_dir, argument="run"))
+    run_folder.check_has_checkpoint(run_dir, argument="run")
     check_integer("samples", request.samples, cure="2048 is usual")
     check_sharpness_arguments(request.sigma, request.num_draws, request.max_products)
     recipe.check()
     return run_on_workers(
-        num_workers_to_start(known.workers),
+        num_workers_to_start(workers),
         sharpness_worker,
-        folder=str(known.run),
-        request=asdict(request),
+        folder=str(run_dir),
+        request=asked,
     )
 
 

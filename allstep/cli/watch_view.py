@@ -68,21 +68,15 @@ class View:
     def as_plain(self) -> dict[str, Any]:
         """For programs; what is not finite is None, which JSON has a word for."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        plain = asdict(self)
+        del plain["workers"]
+        finding = plain.pop("finding")
         return {
+            **plain,
+            **finding,
             "run": str(self.run),
-            "recipe": self.recipe,
-            **asdict(self.finding),
-            "is_over": self.is_over,
-            "step": self.step,
-            "num_total_steps": self.num_total_steps,
-            "epoch": self.epoch,
-            "epochs": self.epochs,
             "loss": losses[-1] if losses else None,
             "losses": losses,
-            "samples_per_s": self.samples_per_s,
-            "time_left_s": self.time_left_s,
-            "micro_batches": list(self.micro_batches),
-            "straggler": self.straggler,
             "ranks": [plain_row(state) for state in self.workers],
         }
 

@@ -50,12 +50,12 @@ class Processes:
         self._started: list[Workers] = []
 
     def start(self, size: int, body: Body, **arguments: Any) -> Workers:
-        """Starts `body(comm, **arguments)` on the ranks of a group."""
-        return self._start(size, (body, arguments), preload=self._preload)
+        """Starts `body(comm, **arguments)` on the ranks of a group.
 
-    def start_elastic(self, size: int, body: Body, **arguments: Any) -> Workers:
-        """The same, of which any may be lost but one."""
-        return self._start(size, (body, arguments), preload=self._preload, min_workers=1)
+        All but one may be lost if the arguments have `elastic`.
+        """
+        min_workers = 1 if arguments.get("elastic") else None
+        return self._start(size, (body, arguments), preload=self._preload, min_workers=min_workers)
 
     def run(self, size: int, body: Body, **arguments: Any) -> Any:
         """What rank 0 returns.

@@ -143,8 +143,7 @@ def _train_and_kill(processes: Processes, way: str, run_dir: Path) -> Workers:
     """
     begun = run_dir / f"checkpoints/step-{_KILL_AFTER_STEP:08d}"
     if _COMPRESSIONS.get(way) == "exact":
-        arguments = {**_asked(way, run_dir), "elastic": True}
-        workers = processes.start_elastic(4, train_the_same, **arguments)
+        workers = processes.start(4, train_the_same, **_asked(way, run_dir), elastic=True)
     else:
         workers = _start(processes, 4, way, run_dir)
         begun = begun if way in _COMPRESSIONS else run_dir / _BEGUN
