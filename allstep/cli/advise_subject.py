@@ -150,12 +150,6 @@ class _BareNumbers(GivenBlocks):
     def _micro_batch(self) -> int:
         return _MICRO_BATCH if self._known.micro_batch is None else int(self._known.micro_batch)
 
-    @property
-    def _element_bytes(self) -> int:
-        name = self._known.dtype or "float32"
-        check_choice("dtype", name, DTYPE_BYTES)
-        return DTYPE_BYTES[name]
-
     def _workload(self, known_step_s: float | None) -> Workload:
         """A micro-batch; `known_step_s` is what the cluster's file says, if it does."""
         known = self._known
@@ -172,11 +166,13 @@ class _BareNumbers(GivenBlocks):
                 "`step_ms` is missing: how long one worker takes for a micro-batch, forward and"
                 " backward, such as `--step-ms 110`."
             )
+        dtype = known.dtype or "float32"
+        check_choice("dtype", dtype, DTYPE_BYTES)
         return Workload.from_step(
             num_params=parse_count("params", known.params),
             step_s=known_step_s,
             num_samples=self._micro_batch,
-            element_bytes=self._element_bytes,
+            element_bytes=DTYPE_BYTES[dtype],
         )
 
 

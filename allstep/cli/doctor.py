@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.doctor_faults import descriptors_needed, find_faults
+from allstep.cli.doctor_faults import Finding, descriptors_needed, find_faults
 from allstep.cli.doctor_together import read_together
-from allstep.cli.finding import Finding
 from allstep.cli.host import facts_of
 from allstep.cli.host_link import HostLink, open_links
 from allstep.cli.hosts import split_host_options

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allstep.cli.doctor_faults import descriptors_needed, find_faults, port_taken
-from allstep.cli.finding import Finding
+from allstep.cli.doctor_faults import Finding, descriptors_needed, find_faults, port_taken
 from allstep.cli.host import facts_of
 from allstep.cli.probe_machine import is_port_taken, probe_limits
 from allstep.comm import Communicator

@@ -36,13 +36,14 @@ def probe_limits(num_descriptors: int, port: int | None, folder: str) -> dict[st
         port: that rank 0 shall listen on; None for any.
         folder: in which the run is written.
     """
+    has_infiniband = any(_INFINIBAND.glob("*"))
     return {
         "name_address": _address_of_own_name(),
         "time_s": time.time(),
         "num_descriptors": make_room(num_descriptors),
         "stack_bytes": _soft_limit(resource.RLIMIT_STACK),
         "num_processes": _soft_limit(resource.RLIMIT_NPROC),
-        "locked_bytes": _soft_limit(resource.RLIMIT_MEMLOCK) if _has_infiniband() else None,
+        "locked_bytes": _soft_limit(resource.RLIMIT_MEMLOCK) if has_infiniband else None,
         "shared_bytes": shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
         "is_port_taken": port is not None and is_port_taken(port),
         "disk_bytes_per_s": measure_disk(Path(folder)),
@@ -65,10 +66,6 @@ def _soft_limit(kind: int) -> int | None:
     """None where there is no limit."""
     limit, _ = resource.getrlimit(kind)
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _has_infiniband() -> bool:
-    return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 def is_port_taken(port: int) -> bool:

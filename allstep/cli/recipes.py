@@ -18,22 +18,14 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", nargs="?", help="show this recipe's fields")
     name = parser.parse_args(arguments).name
     if name is None:
-        _print_all()
-    else:
-        _print_one(name)
-    return 0
-
-
-def _print_all() -> None:
-    table = Table.grid(padding=(0, 2))
-    for name, recipe_class in REGISTRY.items():
-        table.add_row(f"[bold]{name}", recipe_class.summary)
-    Console(highlight=False).print(table)
-
-
-def _print_one(name: str) -> None:
+        table = Table.grid(padding=(0, 2))
+        for each, recipe_class in REGISTRY.items():
+            table.add_row(f"[bold]{each}", recipe_class.summary)
+        Console(highlight=False).print(table)
+        return 0
     recipe_class = find_recipe(name)
     with contextlib.suppress(SystemExit):  # which follows the help
         read_flags(
             recipe_class, ["--help"], prog=f"allstep train {name}", description=recipe_class.summary
         )
+    return 0

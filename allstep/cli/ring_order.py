@@ -1,7 +1,7 @@
 """In which order hosts should send to each other in a ring, by the speeds of their links."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 _CLASS = 1.5  # rates that differ by less count as alike
 _GAIN = 3.0  # for less, another order is not worth it
@@ -62,7 +62,7 @@ def _ring(hosts: Sequence[str], following: Mapping[str, Sequence[str]]) -> list[
     for _ in range(_MOST_STEPS):
         if not untried:
             break
-        host = _next(untried[-1], path)
+        host = next((other for other in untried[-1] if other not in path), None)
         if host is None:
             path.pop()
             untried.pop()
@@ -72,7 +72,3 @@ def _ring(hosts: Sequence[str], following: Mapping[str, Sequence[str]]) -> list[
         elif first in following[host]:
             return [*path, host]
     return []
-
-
-def _next(others: Iterator[str], path: Sequence[str]) -> str | None:
-    return next((other for other in others if other not in path), None)

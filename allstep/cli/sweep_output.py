@@ -11,7 +11,6 @@ from allstep.cli.rows import make_console, make_table
 from allstep.cli.sweep_plan import Plan
 from allstep.cli.trainings import Outcome, metric_of, write_json
 from allstep.files import write_table
-from allstep.recipes import Recipe
 
 _WIDE_RATIO = 8  # of numbers that a logarithmic axis shows better
 
@@ -84,11 +83,7 @@ def make_results(plan: Plan, outcomes: Sequence[Outcome]) -> Results:
     ]
     sign = 1 if recipe.best_mode == "min" else -1
     rows.sort(key=lambda row: math.inf if math.isnan(row.score) else sign * row.score)
-    return Results(list(plan.axes), _metric_name(recipe), rows)
-
-
-def _metric_name(recipe: Recipe) -> str:
-    return recipe.best_metric or "accuracy"
+    return Results(list(plan.axes), recipe.best_metric or "accuracy", rows)
 
 
 def show(results: Results) -> None:
@@ -156,7 +151,9 @@ def _make_figure(results: Results) -> Any:
         is_line = x_name in numeric and "seed" not in results.axes
         axes.plot(*zip(*points, strict=True), "o-" if is_line else "o", label=label or None)
     if x_name in numeric:
-        _scale(axes, [float(row.values[x_name]) for row in rows])
+        places = [float(row.values[x_name]) for row in rows]
+        if places and min(places) > 0 and max(places) / min(places) >= _WIDE_RATIO:
+            axes.set_xscale("log")
     axes.set(xlabel=x_name or "", ylabel=results.metric)
     axes.grid(alpha=0.3)
     if any(lines):
@@ -168,11 +165,6 @@ def _place(row: Row, x_name: str | None, numeric: Sequence[str]) -> Any:
     if x_name is None:
         return ""
     return float(row.values[x_name]) if x_name in numeric else row.values[x_name]
-
-
-def _scale(axes: Any, values: Sequence[float]) -> None:
-    if values and min(values) > 0 and max(values) / min(values) >= _WIDE_RATIO:
-        axes.set_xscale("log")
 
 
 def _is_number(text: str) -> bool:

@@ -133,7 +133,7 @@ def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> 
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
     if diagnosis.divergence is not None and not diagnosis.is_explained:
-        lines.append(f"likely cause: unknown. {_hint(comparison, run, diagnosis.divergence)}")
+        lines.append(f"likely cause: unknown. {_hint(comparison.one, run, diagnosis.divergence)}")
     if comparison.num_made(run) != comparison.num_made(comparison.one):
         lines.append(
             f"note: the script ended after {_steps(comparison.num_made(run))} on"
@@ -176,13 +176,9 @@ def _rounding(found: Rounding) -> list[str]:
     ]
 
 
-def _hint(comparison: Comparison, run: RunRecord, divergence: Divergence) -> str:
-    if divergence.quantity == "gradient":
-        return _gradient_hint(comparison.one, run, divergence)
-    return "None of the known ones fits."
-
-
-def _gradient_hint(one: RunRecord, other: RunRecord, divergence: Divergence) -> str:
+def _hint(one: RunRecord, other: RunRecord, divergence: Divergence) -> str:
+    if divergence.quantity != "gradient":
+        return "None of the known ones fits."
     mine, theirs = one.all_samples(divergence.step), other.all_samples(divergence.step)
     if mine == theirs:
         same = "The samples are the same, and neither batch norm nor torch's random numbers fit."

@@ -134,7 +134,9 @@ def find_cause(states: Sequence[WorkerState], exits: Exits | None) -> Finding:
     if (finding := _stop(open_ended)) is not None:
         return finding
     if gone:
-        return _silent_death(gone[0])
+        seen = f"is gone without a word, as by kill -9, last seen in {gone[0].where}"
+        words = f"{_named(gone[0])} {seen}{_memory(gone[0])}."
+        return Finding("killed", gone[0].rank, words, _KILLED)
     if open_ended and not any(state.end in (TIMED_OUT, LOST_PEER) for state in states):
         first = open_ended[0]
         return Finding("running", None, f"The run goes on; {_named(first)} is in {first.where}.")
@@ -220,11 +222,6 @@ def _stop(open_ended: Sequence[WorkerState]) -> Finding | None:
                 " killed there.",
             )
     return None
-
-
-def _silent_death(state: WorkerState) -> Finding:
-    words = f"{_named(state)} is gone without a word, as by kill -9, last seen in {state.where}"
-    return Finding("killed", state.rank, f"{words}{_memory(state)}.", _KILLED)
 
 
 def _time_out(states: Sequence[WorkerState]) -> Finding | None:

@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     name, folder = arguments
     if os.getppid() != read_call(Path(folder)).launcher_pid:  # it was killed meanwhile
         return 1
-    return _call(name, Path(folder))
+    return find_function(name)(Path(folder)) or 0
 
 
 def run_forked(name: str, folder: Path, environ: Mapping[str, str], log: Path | None) -> NoReturn:
@@ -50,7 +50,7 @@ def run_forked(name: str, folder: Path, environ: Mapping[str, str], log: Path | 
     if log is not None:
         _redirect_output(log)
     set_environment(environ)
-    sys.exit(_call(name, folder))
+    sys.exit(find_function(name)(folder) or 0)
 
 
 def _redirect_output(log: Path) -> None:
@@ -58,10 +58,6 @@ def _redirect_output(log: Path) -> None:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
         os.dup2(nothing.fileno(), 0)
-
-
-def _call(name: str, folder: Path) -> int:
-    return find_function(name)(folder) or 0
 
 
 def find_function(name: str) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
@@ -40,7 +40,9 @@ def measure_contention(
     """
 
     def exchanges() -> float:
-        with torch.no_grad(), _stream_of_its_own(comm.device):
+        # On an accelerator they go on beside the work of the main thread's stream.
+        own = new_stream(comm.device) if has_streams(comm.device) else nullcontext()
+        with torch.no_grad(), own:
             exchange()  # takes the head start of an idle link
             start_s = perf_counter()
             for _ in range(num_runs):
@@ -58,11 +60,6 @@ def measure_contention(
         slowest_s(comm, beside_product_s / only_product_s) - 1,
         slowest_s(comm, beside.result()) / only_exchanges_s - 1,
     )
-
-
-def _stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
-    """On an accelerator work inside goes on beside that of the main thread's stream."""
-    return new_stream(device) if has_streams(device) else nullcontext()
 
 
 def _loop_s(product: Callable[[], None], goes_on: Callable[[float], bool]) -> float:

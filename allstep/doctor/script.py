@@ -229,26 +229,19 @@ class Watchdog:
         """Ends the thread."""
         self._stopped.set()
 
-    def _watch(self, thread: int, num_events: Callable[[], int], launcher: int) -> None:
-        code = self._wait_for_end(thread, num_events, launcher)
-        if code is not None:
-            self._end(code)
-
-    def _wait_for_end(
-        self, thread: int, num_events: Callable[[], int], launcher: int
-    ) -> int | None:
-        """The exit code to end with; None if nobody needs watching any more."""
+    def _watch(self, thread: int, num_events: Callable[[], int], launcher: int) -> object:
+        """Until it ends the process, or nobody needs watching any more."""
         seen, since_s = -1, time.monotonic()
         while not self._stopped.wait(self._poll_s):
             now_s = time.monotonic()
             if self._parent() != launcher:
-                return 1
+                return self._end(1)
             if num_events() != seen:
                 seen, since_s = num_events(), now_s
             if self._deadline_s is not None:
                 if now_s > self._deadline_s:
-                    return 0
+                    return self._end(0)
             elif now_s - since_s > self._timeout_s:
                 self._give_up(extract_stack(sys._current_frames()[thread]))
-                return 1
+                return self._end(1)
         return None

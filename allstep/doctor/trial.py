@@ -298,7 +298,8 @@ def sleeping_training(workload: Workload) -> Training:
         workload: seconds of a step; its gradients become as many layers, or eight, of a dtype
             that has as many bytes.
     """
-    sizes = workload.gradients or tuple(workload.bucket_sizes(_eighth_bytes(workload)))
+    eighth_bytes = -(-workload.num_params // 8) * workload.element_bytes
+    sizes = workload.gradients or tuple(workload.bucket_sizes(eighth_bytes))
     buckets = reversed(workload.buckets(sizes))  # ready first is last in the forward pass
     forward_s = workload.forward_s / len(sizes)
     dtype = _DTYPES[workload.element_bytes]
@@ -314,7 +315,3 @@ def pausing_training(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     x = torch.zeros((), requires_grad=True, device=device)
     return Training(model, lambda net: net(x), optimizer)
-
-
-def _eighth_bytes(workload: Workload) -> int:
-    return -(-workload.num_params // 8) * workload.element_bytes

@@ -118,7 +118,9 @@ def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
         mine = few[key][: len(theirs)]
         if np.allclose(mine, theirs, rtol=_RATE_TOLERANCE, atol=0, equal_nan=True):
             continue
-        found = [_other_option(key, mine, theirs, other)]
+        step = int(np.argmax(mine != theirs))
+        values = f"{mine[step]:g} on the fewest workers and {theirs[step]:g} on {other.size}"
+        found = [Cause("optimizer options", f"`{key}` is {values}")]
         if key.startswith("lr "):
             found = _rate_causes(few[key], theirs, one, other)
         for cause in found:
@@ -142,12 +144,6 @@ def _option_series(run: RunRecord) -> dict[str, Series]:
             for key, value in group.items():
                 found.setdefault(step.option_name(key, i), []).append(value)
     return {key: np.array(values) for key, values in found.items()}
-
-
-def _other_option(key: str, mine: Series, theirs: Series, other: RunRecord) -> Cause:
-    step = int(np.argmax(mine != theirs))
-    values = f"{mine[step]:g} on the fewest workers and {theirs[step]:g} on {other.size}"
-    return Cause("optimizer options", f"`{key}` is {values}")
 
 
 def _rate_causes(few: Series, many: Series, one: RunRecord, other: RunRecord) -> list[Cause]:

@@ -88,9 +88,13 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
     divergence = find_divergence(one, other)
     causes = _signatures(one, other, divergence)
     base: list[Factor] = []
-    if divergence is not None and _may_be_rounding(divergence, causes):
+    # Rounding is small in the first step, and no signature of a mistake.
+    is_small = divergence is not None and (divergence.step > 0 or divergence.difference < _LARGE)
+    if divergence is not None and is_small and not _explains(divergence, causes):
         num_steps = min(one.num_steps, other.num_steps)
-        for factor in _rounding_factors(one, other):
+        is_exact = one.first.is_in_steps and other.first.is_in_steps and not other.first.policies
+        surest_first: list[RoundingFactor] = ["order of sums", "float32"]
+        for factor in surest_first[not is_exact :]:
             again = _made_again(rerun, [factor], num_steps)
             if again is None:
                 continue
@@ -126,18 +130,6 @@ def _explains(divergence: Divergence | None, causes: Sequence[Cause]) -> bool:
     if divergence.quantity == "gradient":
         return any(cause.name not in _CAUSES_OF_OPTIONS for cause in causes)
     return bool(causes)
-
-
-def _may_be_rounding(divergence: Divergence, causes: Sequence[Cause]) -> bool:
-    """Rounding is small in the first step, and no signature of a mistake."""
-    is_small = divergence.step > 0 or divergence.difference < _LARGE
-    return is_small and not _explains(divergence, causes)
-
-
-def _rounding_factors(one: RunRecord, other: RunRecord) -> list[RoundingFactor]:
-    """What to take out, the surest first."""
-    is_exact = one.first.is_in_steps and other.first.is_in_steps and not other.first.policies
-    return ["order of sums", "float32"] if is_exact else ["float32"]
 
 
 def _made_again(
