@@ -11,7 +11,7 @@ from allstep.cli.advise_files import check_files, write_files, write_plain
 from allstep.cli.advise_flags import check_numbers, read_machines, read_price
 from allstep.cli.advise_measure import Answer, check_flags, measure_here, worker_counts
 from allstep.cli.advise_mesh import (
-    answer,
+    MeshAnswer,
     check_mesh_flags,
     plain_mesh,
     read_question,
@@ -59,6 +59,8 @@ def run(
         check_files(known)
     recipe = None if name is None or is_script(name) else name
     price = read_price(known)
+    if recipe is None:  # whose length nothing else tells
+        _check_length(known, known.total_samples)
     growth = None if known.curve is None else read_growth(known.curve, recipe)
     subject = read_subject(known, name, rest, launch)
     advise = partial(
@@ -94,8 +96,16 @@ def _mesh(known: Namespace, subject: Subject, name: str | None) -> int:
     """Predicts meshes, and recommends one of them."""
     question = read_question(known, subject)
     job = _with_length(known, subject.job(question.cluster))
-    lent_speed = _lent_speed(known, name, question.cluster)
-    found = answer(known, question, job, subject.model(job.micro), _target(known, job), lent_speed)
+    transformer, states_per_param = subject.model(job.micro)
+    found = MeshAnswer(
+        question=question,
+        job=job,
+        transformer=transformer,
+        states_per_param=states_per_param,
+        memory_gib=known.memory_gib,
+        target=_target(known, job),
+        lent_speed=_lent_speed(known, name, question.cluster),
+    )
     show_mesh(found, with_timeline=known.timeline)
     write_plain(known, plain_mesh(found))
     return 0
@@ -142,12 +152,16 @@ def _target(known: Namespace, job: TrainingSpec) -> Target | None:
 def _with_length(known: Namespace, job: TrainingSpec) -> TrainingSpec:
     """The training with the length that a flag gives it, if one does; a price needs one."""
     job = replace(job, total_samples=known.total_samples or job.total_samples)
-    if known.price_per_hour is not None and job.total_samples is None:
+    _check_length(known, job.total_samples)
+    return job
+
+
+def _check_length(known: Namespace, total_samples: int | None) -> None:
+    if known.price_per_hour is not None and total_samples is None:
         raise UsageError(
             f"`price_per_hour` (={known.price_per_hour:g}) says what a training costs whose length"
             " is known; give `--total-samples`, too."
         )
-    return job
 
 
 def _show(known: Namespace, advice: Advice) -> None:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from rich.markup import escape
@@ -131,51 +132,34 @@ class MeshAnswer:
     """What was found.
 
     Attributes:
-        question, job, transformer, states_per_param, target: what it is about.
+        question, job, transformer, states_per_param, memory_gib, target: what it is about.
         lent_speed: where the cluster's file says how fast the model is, in words; else "".
-        advice: the predictions and what follows.
     """
 
     question: MeshQuestion
     job: TrainingSpec
     transformer: TransformerSpec
     states_per_param: float
+    memory_gib: float | None
     target: Target | None
     lent_speed: str
-    advice: MeshAdvice
 
-
-def answer(
-    known: Namespace,
-    question: MeshQuestion,
-    job: TrainingSpec,
-    model: tuple[TransformerSpec, float],
-    target: Target | None,
-    lent_speed: str,
-) -> MeshAnswer:
-    """Predicts the meshes and chooses one."""
-    transformer, states_per_param = model
-    advice = recommend_mesh(
-        job,
-        transformer,
-        question.cluster,
-        _POLICY,
-        question.meshes,
-        stages_per_worker=question.stages_per_worker,
-        states_per_param=states_per_param,
-        memory_gib=known.memory_gib,
-        target=target,
-        refused=question.refused,
-    )
-    return MeshAnswer(
-        question=question,
-        job=job,
-        transformer=transformer,
-        states_per_param=states_per_param,
-        target=target,
-        lent_speed=lent_speed,
-        advice=advice,
-    )
+    @cached_property
+    def advice(self) -> MeshAdvice:
+        """The predictions and what follows."""
+        asked = self.question
+        return recommend_mesh(
+            self.job,
+            self.transformer,
+            asked.cluster,
+            _POLICY,
+            asked.meshes,
+            stages_per_worker=asked.stages_per_worker,
+            states_per_param=self.states_per_param,
+            memory_gib=self.memory_gib,
+            target=self.target,
+            refused=asked.refused,
+        )
 
 
 def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:

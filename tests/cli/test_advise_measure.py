@@ -100,11 +100,17 @@ def test_a_worker_that_fails_or_is_interrupted_ends_it(code):
         (BARE[2:], "`params` is missing"),
         (("--params", "0", *BARE[2:]), "`params` (=0) must be at least 1."),
         ((*BARE, "--noise-scale", "0"), "`noise_scale` (=0) must be at least 1."),
-        ((*BARE, "--stragglers", "3"), "`stragglers` (=3.0) describes machines"),
+        ((*BARE, "--stragglers", "3"), "`stragglers` (=3) describes machines"),
     ],
 )
 def test_what_cannot_be_measured_is_one_message(refuse, arguments, message):
     assert message in refuse(*arguments, "--measure", num_local=(0, 2))
+
+
+def test_a_price_without_a_length_is_refused_before_anything_is_measured(refuse):
+    flags = ["--price-per-hour", "3", "--measure"]
+    message = refuse(*BARE, *flags, num_local=(0, 2), start=None)
+    assert "`price_per_hour` (=3) says what a training costs whose length is known" in message
 
 
 def test_a_launcher_has_its_own_number_of_workers(refuse, monkeypatch):
