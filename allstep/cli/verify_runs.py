@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -67,11 +67,8 @@ class Runs:
         paths = [record_path(folder, rank) for rank in range(size)]
         records = {rank: read_worker(path) for rank, path in enumerate(paths) if path.exists()}
         failed = {rank: r.failure for rank, r in records.items() if r.failure is not None}
-        if any(failure.kind == "timeout" for failure in failed.values()):
-            raise UsageError(self._explain_stuck(failed, workers))
         if failed:
-            rank = min(failed, key=lambda rank: (not failed[rank].is_own, failed[rank].time_s))
-            raise UsageError(self._explain(failed[rank], rank, folder, workers))
+            raise UsageError(f"`script` (={self.script}) {self._explain(failed, workers, folder)}")
         if code > 128:
             sys.exit(code)
         if len(records) < size:
@@ -84,20 +81,15 @@ class Runs:
         self._check_trained(run, workers)
         return run
 
-    def _explain(self, failure: Failure, rank: int, folder: Path, workers: str) -> str:
-        where = f"on {workers}" + (f" (rank {rank})" if workers != "1 worker" else "")
-        name = f"`script` (={self.script})"
-        if failure.kind == "exit":
-            return f"{name} exited with {failure.text} {where}.{_last_lines(folder, rank)}"
-        return f"{name} failed {where}:\n{failure.text.rstrip()}"
-
-    def _explain_stuck(self, failed: Mapping[int, Failure], workers: str) -> str:
-        places = "".join(f"rank {rank}:\n{failed[rank].text}" for rank in sorted(failed))
-        return (
-            f"`script` (={self.script}) made no forward and no step for {self.timeout_s:g} s on"
-            f" {workers}. It was at\n{places}"
-            "Give it more time with `--timeout-s`, if that is what it needs."
-        )
+    def _explain(self, failed: Mapping[int, Failure], workers: str, folder: Path) -> str:
+        stuck = next((failure for failure in failed.values() if failure.kind == "timeout"), None)
+        if stuck is not None:
+            places = "".join(f"rank {rank}:\n{failed[rank].text}" for rank in sorted(failed))
+            return replace(stuck, text=places).words(self.timeout_s, f" on {workers}")
+        rank = min(failed, key=lambda rank: (not failed[rank].is_own, failed[rank].time_s))
+        where = f" on {workers}" + (f" (rank {rank})" if workers != "1 worker" else "")
+        last = _last_lines(folder, rank) if failed[rank].kind == "exit" else ""
+        return failed[rank].words(self.timeout_s, where) + last
 
     def _check_trained(self, run: RunRecord, workers: str) -> None:
         if not any(worker.num_attached for worker in run.workers):

@@ -58,7 +58,7 @@ def profile_script(script: Path, arguments: Sequence[str], result: Path, timeout
     """
 
     def report(failure: Failure | None) -> None:
-        mistake = _mistake(profiler) if failure is None else _describe(failure, timeout_s)
+        mistake = _mistake(profiler) if failure is None else failure.words(timeout_s)
         table = asdict(_profile(profiler)) if mistake is None else {"mistake": mistake}
         write_json(result, table)
 
@@ -98,16 +98,6 @@ def _profile(profiler: Profiler) -> ScriptProfile:
         num_micro_batches=num_micro_batches,
         global_batch=global_batch,
     )
-
-
-def _describe(failure: Failure, timeout_s: float) -> str:
-    text = failure.text.rstrip()
-    if failure.kind == "timeout":
-        return (
-            f"made no forward and no step for {timeout_s:g} s. It was at\n{text}\n"
-            "Give it more time with `--timeout-s`, if that is what it needs."
-        )
-    return f"exited with {text}." if failure.kind == "exit" else f"failed:\n{text}"
 
 
 def _mistake(profiler: Profiler) -> str | None:

@@ -56,6 +56,21 @@ class Failure:
     is_own: bool
     time_s: float
 
+    def words(self, timeout_s: float, where: str = "") -> str:
+        """What became of the script, for a sentence that begins with its name.
+
+        Args:
+            timeout_s: that it was given for a forward or a step.
+            where: it failed, such as " on 2 workers".
+        """
+        text = self.text.rstrip()
+        if self.kind == "timeout":
+            return (
+                f"made no forward and no step for {timeout_s:g} s{where}. It was at\n{text}\n"
+                "Give it more time with `--timeout-s`, if that is what it needs."
+            )
+        return f"exited with {text}{where}." if self.kind == "exit" else f"failed{where}:\n{text}"
+
 
 class _EnoughSteps(BaseException):
     """Leaves the script."""
