@@ -91,6 +91,10 @@ class Advice:
         """One worker, if it was asked about; with any policy, as nothing is exchanged."""
         return next((p for p in self.predictions if p.num_workers == 1), None)
 
+    def label(self, prediction: Prediction) -> str:
+        """The policy, where there is an exchange."""
+        return prediction.policy.name if prediction.num_workers > 1 else "one worker"
+
     @property
     def worth_showing(self) -> list[Prediction]:
         """One worker, and of each other number of workers what may be recommended."""
@@ -224,7 +228,7 @@ def _beside(advice: Advice) -> Table:
             seconds_text(measured_s),
             f"{step_s / measured_s - 1:+.0%}",
             f"{speed:.2f}x",
-            "one worker" if p is one_worker else p.policy.name,
+            advice.label(p),
         )
     return table
 
@@ -240,14 +244,13 @@ def _to_target(advice: Advice, target: Target) -> Table:
         left=["policy"],
         gap=1,
     )
-    one_worker = advice.one_worker
     for p in advice.worth_showing:
         table.add_row(
             f"{p.num_workers:,}",
             f"{p.global_batch:,}",
             f"{target.samples(p.global_batch) / target.samples(p.single_worker_batch):.2f}x",
             f"{target.speed_up(p):.1f}x",
-            "one worker" if p is one_worker else p.policy.name,
+            advice.label(p),
         )
     return table
 
@@ -264,6 +267,6 @@ def _bills(advice: Advice) -> Table:
             f"{bill.num_machines:,}",
             f"{bill.hours:,.2f}",
             f"{star}{bill.total:,.2f}",
-            "one worker" if p is advice.one_worker else p.policy.name,
+            advice.label(p),
         )
     return table

@@ -3,11 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from allstep.cli.curve_output import Curve, draw, plain_curve, show_check, show_prediction
 from allstep.cli.run_folder import data_parallel, usual_folder
@@ -231,10 +230,10 @@ def _measure(
     if any(outcome.report is None for outcome in outcomes):
         print("error: without these trainings there is no curve", file=sys.stderr)
         return [], FAILED
-    return [_errors(outcome, outcome.report or {}, num_samples) for outcome in outcomes], 0
-
-
-def _errors(outcome: Outcome, report: Mapping[str, Any], num_samples: int) -> HeldOutErrors:
-    num_right, num_held_out = report["totals"]["accuracy"]
-    amount = subset_size(num_samples, outcome.training.recipe.train_share)
-    return HeldOutErrors(amount, num_held_out - num_right, num_held_out)
+    found = []
+    for outcome in outcomes:
+        assert outcome.report is not None
+        num_right, num_held_out = outcome.report["totals"]["accuracy"]
+        amount = subset_size(num_samples, outcome.training.recipe.train_share)
+        found.append(HeldOutErrors(amount, num_held_out - num_right, num_held_out))
+    return found, 0

@@ -83,9 +83,8 @@ def probe(address: str, stream_port: int, datagram_port: int) -> dict[str, Any]:
         host sends, and from which the other gets it; is_large_lost: small messages arrive and
         large ones don't; latency_s, rate_bps: of a stream; loss: share of datagrams, there or back.
     """
-    found: dict[str, Any] = {"error": "", "is_large_lost": False, "latency_s": None}
-    found |= {"own": "", "seen": ""}
-    found |= {"rate_bps": None, "loss": None}
+    found: dict[str, Any] = {"error": "", "own": "", "seen": "", "is_large_lost": False}
+    found |= {"latency_s": None, "rate_bps": None, "loss": None}
     try:
         stream = socket.create_connection((address, stream_port), _CONNECT_S)
     except OSError as error:

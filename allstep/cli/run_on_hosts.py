@@ -95,9 +95,7 @@ def _check_hosts(links: Sequence[HostLink], paths: list[str], files: list[str]) 
 def _find_address(links: Sequence[HostLink]) -> tuple[str, int]:
     """Where the first host listens, tried from each other one."""
     others = links[1:]
-    peer = None
-    for link in others:
-        peer = peer or _outer(link)
+    peer = next(filter(None, map(_outer, others)), None)
     found = links[0].ask("listen", towards=peer, port=0)
     if "error" in found:
         raise UsageError(f"`hosts`: {links[0].name} can't open a port: {found['error']}.")

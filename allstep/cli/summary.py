@@ -31,10 +31,6 @@ class Summary:
     mfu: float | None
     next_step: str
 
-    def show(self, report: RunReport) -> None:
-        """Prints the run's numbers: a table on a terminal, plain lines elsewhere."""
-        print_rows(_rows(report, self))
-
 
 def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     """Measures the machine's peak and draws the conclusions. All workers call it."""
@@ -61,7 +57,8 @@ def summarize(report: RunReport, recipe: Recipe, comm: Communicator) -> Summary:
     return Summary(workers=comm.size, gemm_flops_per_s=peak, mfu=mfu, next_step=next_step(numbers))
 
 
-def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
+def show(report: RunReport, summary: Summary) -> None:
+    """Prints the run's numbers: a table on a terminal, plain lines elsewhere."""
     rows = [(name, _metric(report, name)) for name in report.metrics]
     if report.samples_per_s:
         plural = "s" if summary.workers > 1 else ""
@@ -91,7 +88,7 @@ def _rows(report: RunReport, summary: Summary) -> list[tuple[str, str]]:
         rows.append(("stopped", f"after {report.num_epochs} epochs, without a gain for `patience`"))
     rows.append(("run", str(report.run_dir)))
     rows.append(("next", summary.next_step))
-    return rows
+    print_rows(rows)
 
 
 def _metric(report: RunReport, name: str) -> str:

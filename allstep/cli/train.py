@@ -435,7 +435,7 @@ def train_worker(comm: Communicator, folder: str | None, resume: bool) -> int:
 def _train_recipe(
     comm: Communicator, recipe: AnyRecipe, run_dir: Path, *, resume: bool, elastic: bool = False
 ) -> int:
-    from allstep.cli.summary import summarize
+    from allstep.cli.summary import show, summarize
 
     if comm.rank == 0 and not read_launch().joins:
         run_folder.forget_report(run_dir)
@@ -450,5 +450,5 @@ def _train_recipe(
     summary = summarize(report, recipe, comm)
     if comm.rank == 0:
         run_folder.write_report(run_dir, {**asdict(report), **asdict(summary)})
-        summary.show(report)
+        show(report, summary)
     return 128 + report.interrupted if report.interrupted else 0

@@ -392,7 +392,7 @@ def test_columns_set_the_width_in_a_pipe(say, monkeypatch):
             "`params` (=1M) is measured for a recipe or a script: leave `--params` out",
         ),
         (["--dtype", "float64"], "`dtype` (=float64) is measured for a recipe or a script: leave"),
-        (["--step-ms", "9"], "`step_ms` (=9.0) is measured for a recipe or a script: leave"),
+        (["--step-ms", "9"], "`step_ms` (=9) is measured for a recipe or a script: leave"),
         (
             ["--workers", "none"],
             "`workers` (=none) must be numbers between commas, such as 1,2,4,8",

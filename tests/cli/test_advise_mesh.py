@@ -169,7 +169,7 @@ MESH = (*BARE, *BLOCKS, "--mesh")
         ((*MESH, "auto", "--workers", "2,4"), "`workers` (=2,4) are several numbers"),
         ((*MESH, "auto", "--workers", "4", "--memory-gib", "0"), "`memory_gib` (=0.0) must be abo"),
         ((*MESH, "data=2", "--states-per-param", "-1"), "`states_per_param` (=-1.0) must be 0 or"),
-        ((*MESH, "data=2", "--stragglers", "5"), "`stragglers` (=5.0) isn't known of a `mesh`"),
+        ((*MESH, "data=2", "--stragglers", "5"), "`stragglers` (=5) isn't known of a `mesh`"),
         ((*MESH, "data=2", "--plot", "a.png"), "`plot` (=a.png) isn't known of a `mesh` (=data=2)"),
         ((*MESH, "data=2", "--measure"), "`measure` (=True) isn't known of a `mesh` (=data=2)"),
         (
@@ -202,7 +202,7 @@ MESH = (*BARE, *BLOCKS, "--mesh")
             "`pipeline x tensor` (=3) must divide the 2 workers of a node",
         ),
         ((*BARE, *BLOCKS), "counts where a model is divided; give `--mesh` auto or"),
-        ((*BARE, "--memory-gib", "2"), "`memory_gib` (=2.0) counts where a model is divided"),
+        ((*BARE, "--memory-gib", "2"), "`memory_gib` (=2) counts where a model is divided"),
         (
             (*BARE, "--mesh", "data=2", "--transformer", "depth=2,width=8"),
             "`transformer` (=depth=2,width=8) doesn't say `heads`.",

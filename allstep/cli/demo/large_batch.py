@@ -164,7 +164,15 @@ def _panel(accuracies: dict[str, list[float]], status: str, num_seeds: int) -> P
         title=f"Large batch: digits, {num_seeds} seed{'s' * (num_seeds > 1)}, test accuracy",
         header=("", "batch", "rate", "warm-up", "accuracy, %", "v. small"),
         rows=[_row(line, accuracies[line.name], small) for line in LINES],
-        chart=Chart("test accuracy, %", _bars(accuracies), starts_at_zero=False),
+        chart=Chart(
+            "test accuracy, %",
+            [
+                Bar(n, mean(found), spread=_spread(found))
+                for n, found in accuracies.items()
+                if found
+            ],
+            starts_at_zero=False,
+        ),
         notes=_NOTES,
         status=status,
         conclusion="" if status else _conclude(accuracies),
@@ -181,12 +189,6 @@ _NOTES = (
     "Linear scaling and the old rate follow from the small batch's rate. All else was found in"
     " four trials a line on training digits held out, with other seeds and without the test set.",
 )
-
-
-def _bars(accuracies: dict[str, list[float]]) -> list[Bar]:
-    return [
-        Bar(name, mean(found), spread=_spread(found)) for name, found in accuracies.items() if found
-    ]
 
 
 def _row(line: Line, found: Sequence[float], small: Sequence[float]) -> tuple[str, ...]:
