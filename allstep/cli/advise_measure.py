@@ -10,7 +10,7 @@ from allstep.cli.advise_flags import MACHINE_FLAGS, refuse_given
 from allstep.cli.advise_subject import Question, recipe_training
 from allstep.cli.quantities import parse_counts
 from allstep.cli.run_folder import data_parallel
-from allstep.cli.workers import ask_workers, run_here
+from allstep.cli.workers import run_here
 from allstep.comm import Communicator
 from allstep.doctor import (
     Measurements,
@@ -91,7 +91,7 @@ def measure_here(
     ask: Callable[[], Question],
     counts: Sequence[int],
     finish: Callable[[list[Answer]], None],
-    start: Callable[..., tuple[int, Any]] = ask_workers,
+    start: Callable[..., tuple[int, Any]],
 ) -> int:
     """Runs the policies on each number of workers, or as one of a launcher's workers.
 

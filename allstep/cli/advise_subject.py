@@ -17,7 +17,7 @@ from allstep import data
 from allstep.cli.advise_blocks import GivenBlocks, check_pipeline, num_states
 from allstep.cli.advise_flags import DTYPE_BYTES, make_parser, refuse_given
 from allstep.cli.flags import read_flags
-from allstep.cli.launch import Workers, launch_workers
+from allstep.cli.launch import Workers
 from allstep.cli.quantities import parse_count
 from allstep.cli.run_folder import data_parallel
 from allstep.cli.script_worker import PROFILE, profile_path
@@ -111,7 +111,7 @@ def _read_recipe(name: str, flags: Sequence[str]) -> Recipe:
 
 
 def read_subject(
-    known: Namespace, name: str | None, rest: Sequence[str], launch: Launch = launch_workers
+    known: Namespace, name: str | None, rest: Sequence[str], launch: Launch
 ) -> Subject:
     """The training that a command line means; mistakes show before anything is measured.
 

@@ -25,12 +25,11 @@ def has_gpus() -> bool:
     return any(Path(device).exists() for device in _DEVICES)
 
 
-def probe_gpus(command: Sequence[str] = _COMMAND, start_s: float = _START_S) -> dict[str, Any]:
+def probe_gpus(command: Sequence[str] = _COMMAND) -> dict[str, Any]:
     """Readings of this host's GPUs, as plain data.
 
     Args:
         command: measures them.
-        start_s: within which it says what it does first.
 
     Returns:
         driver, nccl: their versions, where there are any; gpus: of each what `measure_gpus` says;
@@ -50,7 +49,7 @@ def probe_gpus(command: Sequence[str] = _COMMAND, start_s: float = _START_S) -> 
     lines: queue.Queue[str | None] = queue.Queue()
     reading = threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True)
     reading.start()
-    doing, limit_s, last = "start", start_s, ""
+    doing, limit_s, last = "start", _START_S, ""
     try:
         while (line := lines.get(timeout=limit_s)) is not None:
             if not line.startswith("{"):

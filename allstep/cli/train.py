@@ -347,7 +347,7 @@ def _train_on(
     options: LaunchOptions,
     *,
     resume: bool,
-    min_workers: int | None = None,
+    min_workers: int | None,
 ) -> int:
     """Trains; says how to continue if workers that were started didn't come to their end."""
     folder = None if run_dir is None else str(run_dir)

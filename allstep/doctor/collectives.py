@@ -177,9 +177,7 @@ def _disconnect(transport: Transport, comm: Communicator) -> None:
         transport.comm.close()
 
 
-def measure_burst_s(
-    comm: Communicator, timed: MeasuredCollective, effort: Effort = USUAL_EFFORT
-) -> float:
+def measure_burst_s(comm: Communicator, timed: MeasuredCollective, effort: Effort) -> float:
     """By how much an exchange is faster after a pause than right after another. Collective.
 
     Args:

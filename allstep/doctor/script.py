@@ -24,6 +24,7 @@ from allstep.exchange import Exchange
 Attach = Callable[..., Exchange]
 
 _MEETING_S, _STUCK_S = 60.0, 5.0
+_POLL_S = 0.2
 
 
 class Observer(Protocol):
@@ -214,12 +215,11 @@ class Watchdog:
         give_up: Callable[[StackSummary], None],
         *,
         tidy_s: float = 10.0,
-        poll_s: float = 0.2,
         end: Callable[[int], object] = os._exit,
         parent: Callable[[], int] = os.getppid,
     ) -> None:
         self._timeout_s, self._give_up = timeout_s, give_up
-        self._tidy_s, self._poll_s = tidy_s, poll_s
+        self._tidy_s = tidy_s
         self._end, self._parent = end, parent
         self._deadline_s: float | None = None
         self._stopped = threading.Event()
@@ -247,7 +247,7 @@ class Watchdog:
     def _watch(self, thread: int, num_events: Callable[[], int], launcher: int) -> object:
         """Until it ends the process, or nobody needs watching any more."""
         seen, since_s = -1, time.monotonic()
-        while not self._stopped.wait(self._poll_s):
+        while not self._stopped.wait(_POLL_S):
             now_s = time.monotonic()
             if self._parent() != launcher:
                 return self._end(1)

@@ -20,6 +20,7 @@ from allstep.exchange import Exchange, ExchangePolicy, attach, make_policy
 from allstep.plan import PolicySpec, Workload
 
 _WARM_STEPS = 3  # buckets are made anew after the first
+_NUM_FORWARDS = 10
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -44,13 +45,12 @@ class Training:
     optimizer: torch.optim.Optimizer
 
 
-def forward_share(training: Training, layers: Sequence[nn.Module], num_passes: int = 10) -> float:
+def forward_share(training: Training, layers: Sequence[nn.Module]) -> float:
     """Share of a forward pass's seconds that some layers take, the median of several passes.
 
     Args:
         training: whose model has them; it is not trained.
         layers: none of them in another.
-        num_passes: to time.
     """
     device = next(training.model.parameters()).device
     seconds, starts_s = [0.0], [0.0]
@@ -68,7 +68,7 @@ def forward_share(training: Training, layers: Sequence[nn.Module], num_passes: i
     hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
     hooks += [layer.register_forward_hook(end) for layer in layers]
     shares = []
-    for _ in range(num_passes + 1):  # the first one loads kernels
+    for _ in range(_NUM_FORWARDS + 1):  # the first one loads kernels
         seconds[0], start_s = 0.0, now()
         training.loss_of(training.model)
         shares.append(seconds[0] / (now() - start_s))
