@@ -10,7 +10,7 @@ from pathlib import Path
 from allstep.cli.run_folder import usual_folder
 from allstep.cli.sweep_output import as_plain, make_results, show, write_files
 from allstep.cli.sweep_plan import keep_plan, make_plan
-from allstep.cli.trainings import Outcome, metric_of, read_jobs, run_trainings
+from allstep.cli.trainings import Outcome, read_jobs, run_trainings
 from allstep.errors import UsageError
 from allstep.recipes import find_recipe
 from allstep.train import FAILED
@@ -98,12 +98,11 @@ def _whole_number(name: str, text: str | None) -> int | None:
 
 def tell_end(outcome: Outcome) -> None:
     """Prints what a training came to, on standard error: standard output has the table only."""
-    training, report = outcome.training, outcome.report
-    if report is not None:
-        words = f"{metric_of(training.recipe, report):.4f}"
+    if outcome.report is not None:
+        words = f"{outcome.score:.4f}"
     else:
         words = f"failed: {outcome.failure}" if outcome.failure else "ended with a checkpoint"
-    print(f"{training.name}: {words}", file=sys.stderr, flush=True)
+    print(f"{outcome.training.name}: {words}", file=sys.stderr, flush=True)
 
 
 def tell_how_to_go_on(

@@ -35,12 +35,10 @@ class Plan:
     Attributes:
         axes: the flags with several values, and these.
         trainings: one for each of their combinations, the last flag's values changing first.
-        values: by a training's name, its value of each of them.
     """
 
     axes: Mapping[str, Sequence[str]]
     trainings: Sequence[Training]
-    values: Mapping[str, Mapping[str, str]]
 
 
 def read_axes(flags: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -102,20 +100,18 @@ def make_plan(recipe_name: str, flags: Sequence[str], folder: Path) -> Plan:
     """
     axes, others = read_axes(flags)
     trainings: list[Training] = []
-    values: dict[str, dict[str, str]] = {}
     for combination in itertools.product(*axes.values()):
         chosen = dict(zip(axes, combination, strict=True))
         training = make_training(recipe_name, chosen, others, folder)
         same = [each.name for each in trainings if each.recipe == training.recipe]
-        if same or training.name in values:
+        if same or training.name in {each.name for each in trainings}:
             raise UsageError(
                 f"{training.name} and {(same or [training.name])[0]} are the same training; give"
                 " each value once."
             )
         training.recipe.check()
         trainings.append(training)
-        values[training.name] = chosen
-    return Plan(axes, trainings, values)
+    return Plan(axes, trainings)
 
 
 def make_training(
@@ -134,7 +130,7 @@ def make_training(
         _, recipe = read_command_line(recipe_name, *others, *words)
     parts = [f"{name.replace('_', '-')}={value}" for name, value in chosen.items()]
     name = re.sub(r"[^\w.=,+-]", "_", ",".join(parts)) or "run"
-    return Training(name, data_parallel(recipe), folder / name)
+    return Training(name, data_parallel(recipe), folder / name, chosen)
 
 
 def _word(name: str, value: str) -> str:

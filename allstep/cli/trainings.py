@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +43,13 @@ class Training:
         name: unlike the others', the folder's name too.
         recipe: with all its fields.
         run_dir: the run's folder.
+        values: of the flags in which trainings differ.
     """
 
     name: str
     recipe: Recipe
     run_dir: Path
+    values: Mapping[str, str] = field(default_factory=dict)
 
     def read_report(self) -> dict[str, Any] | None:
         """What the run came to; None if it has not come to its end."""
@@ -67,6 +69,25 @@ class Outcome:
     training: Training
     report: Mapping[str, Any] | None = None
     failure: str | None = None
+
+    @property
+    def state(self) -> str:
+        """A word."""
+        if self.report is not None:
+            return "finished"
+        return "failed" if self.failure is not None else "open"
+
+    @property
+    def score(self) -> float:
+        """What runs are compared by: `best_metric` at its best, else the last accuracy.
+
+        NaN if there is none.
+        """
+        if self.report is None:
+            return math.nan
+        is_last = self.training.recipe.best is None
+        value = self.report["metrics"].get("accuracy") if is_last else self.report["best_value"]
+        return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)
@@ -191,15 +212,6 @@ def _outcome(training: Training, watch: Watch, *, is_stopped: bool) -> Outcome:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     words = [*errors, *lines[-1:], f"it ended with code {workers.exit_codes[rank]}"]
     return Outcome(training, failure=words[0])
-
-
-def metric_of(recipe: Recipe, report: Mapping[str, Any]) -> float:
-    """What runs of a recipe are compared by: `best_metric` at its best, else the last accuracy.
-
-    NaN if the run has none.
-    """
-    value = report["metrics"].get("accuracy") if recipe.best is None else report["best_value"]
-    return math.nan if value is None else float(value)
 
 
 def write_json(path: Path, plain: Any) -> None:

@@ -36,7 +36,7 @@ def test_a_sweep_has_all_combinations():
     names = [training.name for training in found.trainings]
     assert names == [f"lr={lr},optimizer={o}" for lr in ("0.1", "0.2") for o in ("sgd", "lamb")]
     for training in found.trainings:
-        recipe, values = training.recipe, found.values[training.name]
+        recipe, values = training.recipe, training.values
         assert (str(recipe.lr), recipe.optimizer) == (values["lr"], values["optimizer"])
         assert (recipe.epochs, recipe.shares) == (3, "3,1")
         assert training.run_dir == Path("none") / training.name
@@ -185,16 +185,16 @@ REPORTS = [reported(0.5), None, reported(0.9), "the disk is full"]
 
 
 def test_rows_are_sorted_by_accuracy_then_as_planned():
-    rows = results(reports=REPORTS).rows
-    assert [row.values["lr"] for row in rows] == ["0.3", "0.1", "0.2", "0.4"]
+    rows = results(reports=REPORTS).outcomes
+    assert [row.training.values["lr"] for row in rows] == ["0.3", "0.1", "0.2", "0.4"]
     assert [row.state for row in rows] == ["finished", "finished", "open", "failed"]
 
 
 def test_rows_are_sorted_by_the_best_metric_at_its_best():
     flags = ["--best-metric", "loss", "--best-mode", "min"]
     reports = [reported(0.5, best_value=v) for v in (0.3, 0.1, 0.2, 0.4)]
-    rows = results(*flags, reports=reports).rows
-    assert [row.values["lr"] for row in rows] == ["0.2", "0.3", "0.1", "0.4"]
+    rows = results(*flags, reports=reports).outcomes
+    assert [row.training.values["lr"] for row in rows] == ["0.2", "0.3", "0.1", "0.4"]
 
 
 def test_the_table_and_its_files(tmp_path, capsys, in_empty_folder):
