@@ -13,7 +13,7 @@ from allstep.exchange.agreement import agree, check_same_policy
 from allstep.exchange.attachable import check_module
 from allstep.exchange.divided import check_divided
 from allstep.exchange.exchange import Exchange, exchanges_of
-from allstep.exchange.fully_sharded import check_fully_sharded
+from allstep.exchange.fully_sharded import FullyShardedExchange, check_fully_sharded
 from allstep.exchange.hooks import owners_of
 from allstep.exchange.optimizer_watch import watch
 from allstep.exchange.overlapped import OverlappedExchange
@@ -102,8 +102,9 @@ def attach(
     if comm.rank == 0:
         logging.getLogger("allstep").info(_announcement(policy, comm.size, global_batch))
     exchange: Exchange
-    has_nothing_to_overlap = bool(fsdp_modules(model))
-    if has_nothing_to_overlap or (isinstance(policy, Synchronous) and policy.plain):
+    if fsdp_modules(model):
+        exchange = FullyShardedExchange(model, comm, policy)
+    elif isinstance(policy, Synchronous) and policy.plain:
         exchange = PlainExchange(model, comm, policy)
     else:
         exchange = OverlappedExchange(model, comm, policy, scaler, optimizer=optimizer)

@@ -3,8 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import chain
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -20,7 +19,6 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
-from allstep.exchange.fully_sharded import FullySharded
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, owners_of
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.model_hooks import ModelHooks
@@ -78,7 +76,6 @@ class Exchange(ABC):
         """Takes up the model, with the workers that `comm` is of now."""
         model, comm, policy = self.model, self.comm, self.policy
         self._parameters = ParameterSet(model)
-        self._fully_sharded = FullySharded(model, comm) if fsdp_modules(model) else None
         self._divided = DividedParameters(model, WeakHook(self, type(self)._scale_divided))
         self.shards: Mapping[str, Shard] = shards_of(model)
         self._parts = PartGradients(model, self._parameters, self._divided, self.shards, comm)
@@ -101,7 +98,6 @@ class Exchange(ABC):
         self.is_attached = True
         self.awaits_update = False
         try:
-            self._scale_sharded()
             if self._is_active:
                 self._activate()
             self._hook_lazy_modules()
@@ -125,12 +121,21 @@ class Exchange(ABC):
     def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
         """A backward pass has added to `p.grad`; more may follow in others."""
 
-    def _begin_rounding(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
-        """Before a global batch's backward passes, whose gradients "exact" rounds."""
+    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
+        """Before its backward passes; a kind of exchange may prepare for their gradients."""
+
+    def _end_global_batch(self) -> None:
+        """After them, also where they have failed."""
+        self._give_back()
 
     def _averaging_algorithm(self) -> Callable[[int], str] | None:
         """What tells how parameters of so many bytes are summed, if the policy does not."""
         return None
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP2 has sharded the model, so that its passes are collective."""
+        return False
 
     @property
     def is_exact(self) -> bool:
@@ -143,8 +148,7 @@ class Exchange(ABC):
 
     def held(self, ids: set[int]) -> set[int]:
         """Those `id`s that are of a parameter of the model, which may be frozen."""
-        others = chain(self.divided.values(), self._fully_sharded_parameters.values())
-        return self._parameters.held(ids) | (ids & set(map(id, others)))
+        return self._parameters.held(ids) | (ids & set(map(id, self.divided.values())))
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
@@ -159,7 +163,7 @@ class Exchange(ABC):
     @property
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """name -> parameter that may have a gradient here, exchanged or this worker's only."""
-        return {**self.trained, **self.divided, **self._fully_sharded_parameters}
+        return {**self.trained, **self.divided}
 
     @property
     def is_divided(self) -> bool:
@@ -169,8 +173,6 @@ class Exchange(ABC):
     @property
     def workers_with_other_parts(self) -> list[Communicator]:
         """Those whose gradients this worker does not see, along each axis over which parts lie."""
-        if self._fully_sharded is not None:
-            return [self.comm] if self.comm.size > 1 else []
         return self._parts.workers
 
     def note_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -228,8 +230,6 @@ class Exchange(ABC):
             >>> round(float(torch.cat([model.weight.grad[0], model.bias.grad]).norm()), 4)
             0.5
         """
-        if self._fully_sharded is not None:
-            return self._fully_sharded.clip_norm_(max_norm)
         return self._parts.clip_norm_(max_norm)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -281,19 +281,17 @@ class Exchange(ABC):
         if self.averaging is not None:
             self.averaging.average_if_due()  # where the optimizer's step was skipped
         self.global_step, self._samples = step, samples
-        self._scale_sharded()
         self.weighing, self._total_weight = Weighing(sum_factor), None
         self._carry()
         try:
-            self._begin_rounding(num_micro_batches, num_passes)
+            self._begin_global_batch(num_micro_batches, num_passes)
             yield
             if self.weighing.has_sums and not self._is_active:
                 divide_gradients(self.with_gradients.values(), self.weighing.divisor())
         finally:
             self.global_step = None
-            self._scale_sharded()
             self.weighing = Weighing.of_means()
-            self._give_back()
+            self._end_global_batch()
         self.awaits_update = True
         self._parts.note_global()
 
@@ -316,8 +314,7 @@ class Exchange(ABC):
     def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
         """After an exchange; the divided parameters' gradients are sums already."""
         if divisor is not None:
-            others = {**self.divided, **self._fully_sharded_parameters}
-            divide_gradients([*summed, *others.values()], divisor)
+            divide_gradients([*summed, *self.divided.values()], divisor)
 
     def _agree_on_divisor(self) -> Tensor | None:
         """Of a global batch's sums; None for means. Collective, in a message of its own."""
@@ -328,51 +325,24 @@ class Exchange(ABC):
         self._total_weight = total = total_weight(notes, self.weighing)
         return None if total is None else total * self.weighing.factor
 
-    def begin_micro_batch(self) -> None:
-        """The backward passes that follow are of another micro-batch of the global batch."""
-        if self._fully_sharded is not None:
-            self._fully_sharded.begin_micro_batch()
-
-    @property
-    def is_fully_sharded(self) -> bool:
-        """Whether FSDP2 has sharded the model, so that its passes are collective."""
-        return self._fully_sharded is not None
-
-    def begin_batch(self, num_micro_batches: int) -> None:
+    def begin_batch(self, num_micro_batches: int) -> None:  # noqa: B027 (few need to know)
         """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.
 
         Args:
             num_micro_batches: that this worker is about to run.
         """
-        if self._fully_sharded is not None and self.comm.size > 1:
-            self._fully_sharded.begin_batch(num_micro_batches)
 
-    def join_others(self) -> None:
-        """At its end: takes part in the passes of workers with more micro-batches."""
-        if self._fully_sharded is None:
-            return
-        is_training = self.global_step is not None
-        with self.statistics.micro_batch(0.0) if is_training else nullcontext(), self.no_sync():
-            self._fully_sharded.join_others()
+    def begin_micro_batch(self) -> None:  # noqa: B027
+        """The backward passes that follow are of another micro-batch of the global batch."""
 
-    @property
-    def _fully_sharded_parameters(self) -> Mapping[str, nn.Parameter]:
-        return {} if self._fully_sharded is None else self._fully_sharded.parameters
-
-    def _scale_sharded(self) -> None:
-        if self._fully_sharded is not None:
-            self._fully_sharded.set_scale(self.gradient_scale)
+    def join_others(self) -> None:  # noqa: B027
+        """At its end: takes part in the passes of workers with more micro-batches, if need be."""
 
     def local_gradients(self) -> dict[str, Tensor]:
         """name -> the sum of this worker's gradients so far, before they are exchanged.
 
         It is `p.grad`, but for "exact", which keeps apart what doesn't fit its grid.
         """
-        if self._fully_sharded is not None:
-            raise UsageError(
-                "`local_gradients` was asked of a model that FSDP2 has sharded, which sums the"
-                " workers' gradients before anybody sees one worker's."
-            )
         trained = self._parameters.trained.items()
         return {name: p.grad for name, p in trained if p.grad is not None}
 
@@ -525,7 +495,7 @@ class Exchange(ABC):
         is_in_round = self.averaging is not None and not self.averaging.is_synchronized
         trained = known if is_in_round else {id(p) for p in self._hooks.parameters}
         check_divided(self.model, self.comm, self.policy)
-        if fsdp_modules(self.model) and self._fully_sharded is None:
+        if fsdp_modules(self.model) and not self.is_fully_sharded:
             raise UsageError(
                 "`model` is sharded by FSDP2 since it was attached: call `fully_shard` before"
                 " `attach`, or `detach()` before it and attach again."
@@ -558,8 +528,6 @@ class Exchange(ABC):
         self._hooks.remove()
         self._divided.detach()
         self.statistics.detach()
-        if self._fully_sharded is not None:
-            self._fully_sharded.detach()
         if self.averaging is not None:
             self.averaging.detach()
 

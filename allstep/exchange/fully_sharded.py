@@ -1,5 +1,7 @@
 """Models that FSDP2 shards over the workers that they are attached to."""
 
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +14,7 @@ from torch.utils import _pytree as pytree
 from allstep.comm import Communicator, divided_modules, fsdp_modules, shards_of, stages_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import ModuleHook, WeakHook
+from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, Synchronous
 from allstep.torch_classes import is_dtensor
 
@@ -25,8 +28,8 @@ class _Call:
     has_gradients: bool
 
 
-class FullySharded:
-    """FSDP2's part in the exchange of a model that it has sharded.
+class CollectivePasses:
+    """Passes through a model that FSDP2 has sharded.
 
     [Note: fully sharded models] Each worker keeps a shard of every parameter; FSDP2 gathers them
     for each pass and sums gradients by itself, so that as soon as backward has returned
@@ -56,7 +59,7 @@ class FullySharded:
         self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
         self._calls = self._calls_by_mode[True]
         self._num_missing = 0  # passes that others have more in this batch
-        self._is_joining = False
+        self._is_noting = False  # calls, which a micro-batch makes
         for module in self._modules:  # Gloo and other backends may have no other reduction
             module.set_force_sum_reduction_for_comms(True)
         register = partial(model.register_forward_pre_hook, with_kwargs=True)
@@ -78,11 +81,6 @@ class FullySharded:
         """Of the sums that FSDP2 makes from now on."""
         for module in self._modules:
             module.set_gradient_divide_factor(1 / scale)
-
-    def clip_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients by their norm, which torch takes over all shards. Collective."""
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
-        return norm.full_tensor() if is_dtensor(norm) else norm
 
     def begin_batch(self, num_micro_batches: int) -> None:
         """A global batch begins, or an evaluation, without gradients. Collective.
@@ -108,16 +106,14 @@ class FullySharded:
     def begin_micro_batch(self) -> None:
         """The calls that follow are another micro-batch's."""
         self._calls.clear()
+        self._is_noting = True
 
     def join_others(self) -> None:
         """Takes part in the passes of workers with more micro-batches. Collective."""
-        self._is_joining = True
-        try:
-            while self._num_missing:
-                self._pass_with_zero_loss()
-                self._num_missing -= 1
-        finally:
-            self._is_joining = False
+        self._is_noting = False
+        for _ in range(self._num_missing):
+            self._pass_with_zero_loss()
+        self._num_missing = 0
         if not torch.is_grad_enabled():
             self.reshard()
 
@@ -133,8 +129,69 @@ class FullySharded:
             torch.stack(zeros).sum().backward()  # type: ignore[no-untyped-call]
 
     def _note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._is_joining:
+        if self._is_noting:
             self._calls.append(_Call(args, kwargs, torch.is_grad_enabled()))
+
+
+class FullyShardedExchange(PlainExchange):
+    """Leaves the gradients to FSDP2. [Note: fully sharded models]"""
+
+    def _begin(self) -> None:
+        self._passes = CollectivePasses(self.model, self.comm)
+        super()._begin()
+        self._set_scale()
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        return True
+
+    def held(self, ids: set[int]) -> set[int]:
+        return ids & set(map(id, self._passes.parameters.values()))
+
+    @property
+    def with_gradients(self) -> dict[str, nn.Parameter]:
+        return dict(self._passes.parameters)
+
+    @property
+    def workers_with_other_parts(self) -> list[Communicator]:
+        return [self.comm] if self.comm.size > 1 else []
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self._passes.parameters.values(), max_norm)
+        return norm.full_tensor() if is_dtensor(norm) else norm
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        raise UsageError(
+            "`local_gradients` was asked of a model that FSDP2 has sharded, which sums the workers'"
+            " gradients before anybody sees one worker's."
+        )
+
+    def begin_batch(self, num_micro_batches: int) -> None:
+        self._passes.begin_batch(num_micro_batches)
+
+    def begin_micro_batch(self) -> None:
+        self._passes.begin_micro_batch()
+
+    def join_others(self) -> None:
+        is_training = self.global_step is not None
+        with self.statistics.micro_batch(0.0) if is_training else nullcontext(), self.no_sync():
+            self._passes.join_others()
+
+    def detach(self) -> None:
+        super().detach()
+        self._passes.detach()
+
+    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
+        self._set_scale()
+
+    def _end_global_batch(self) -> None:
+        self._set_scale()
+
+    def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
+        super()._divide_sums([*summed, *self._passes.parameters.values()], divisor)
+
+    def _set_scale(self) -> None:
+        self._passes.set_scale(self.gradient_scale)
 
 
 def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:

@@ -286,12 +286,11 @@ class OverlappedExchange(Exchange):
         """What rounds gradients now, if anything does."""
         return None if self.global_step is None or self._stays_local else self._exact
 
-    def _begin_rounding(self, num_micro_batches: int, num_passes: int) -> None:
+    def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         if self._rounder is not None:
             self._rounder.begin(self._buckets, num_micro_batches, num_passes)
 
     def begin_micro_batch(self) -> None:
-        super().begin_micro_batch()
         if self._exact is not None:
             self._exact.begin_micro_batch()
 
