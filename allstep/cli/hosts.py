@@ -66,7 +66,9 @@ def split_host_options(arguments: Sequence[str]) -> tuple[HostOptions | None, li
         own, rest = own[:cut], own[cut:]
     if not any(word == "--hosts" or word.startswith("--hosts=") for word in own):
         return None, [*own, *rest]
-    parser = argparse.ArgumentParser(prog="allstep", allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser(
+        prog="allstep", usage=argparse.SUPPRESS, allow_abbrev=False, add_help=False
+    )
     parser.add_argument("--hosts", required=True)
     parser.add_argument("--ssh", default="ssh")
     parser.add_argument("--python", default=sys.executable)

@@ -244,6 +244,13 @@ def test_options_of_hosts_are_split_off(monkeypatch: pytest.MonkeyPatch) -> None
     assert split_host_options(["digits"]) == (None, ["digits"])
 
 
+def test_hosts_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose message shows no flags of other commands."""
+    with pytest.raises(SystemExit):
+        split_host_options(["--hosts"])
+    assert capsys.readouterr().err == "allstep: error: argument --hosts: expected one argument\n"
+
+
 def test_workers_contradict_hosts(refused: Callable[..., str]) -> None:
     assert "HOST:N" in refused("train", "digits", "--hosts", "a:1,b:1", "--workers", "2")
 
