@@ -53,12 +53,12 @@ def attach(
         The exchange.
 
     Raises:
-        UsageError: if `model` is no module, if it is wrapped, sharded or scripted (DDP, FSDP,
+        UsageError: if `model` is no module, if it is wrapped or scripted (DDP, the first FSDP,
             `torch.jit`), if it or one of its parameters is attached already, if
             `comm` is no Communicator, if `global_batch` isn't positive, if local SGD is not told
             its optimizer, or if a part of the model is divided over other workers than `comm`,
             divided at all with staleness, local SGD or "exact", or shares a parameter with the
-            rest.
+            rest; if FSDP2 has sharded it over others, or the policy is not `Synchronous()` then.
         DisagreementError: if policies differ between workers, or names, shapes or dtypes.
 
     Example:
