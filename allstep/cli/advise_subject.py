@@ -188,6 +188,12 @@ class _NamedRecipe:
 
     def job(self, cluster: Cluster) -> TrainingSpec:
         recipe = self._recipe
+        if recipe.divides_model:  # with a mesh that is refused before
+            raise UsageError(
+                f"Flags of recipe `{recipe.name}` divide its model, and whole copies are predicted:"
+                " leave these out, such as `--tensor-parallel` and `--shard`. `--mesh"
+                " data=2,tensor=2` predicts copies on several workers each."
+            )
         with closing(Communicator.single_process()) as comm:
             make_training, total_samples = recipe_training(recipe, comm)
             training = make_training()
@@ -209,7 +215,7 @@ class _NamedRecipe:
         if self._recipe.divides_model:
             raise UsageError(
                 f"`mesh` (={mesh}) and flags of recipe `{self._recipe.name}` both say how the model"
-                " is divided: leave these out, such as `--tensor-parallel`."
+                " is divided: leave these out, such as `--tensor-parallel` and `--shard`."
             )
         divided = self._recipe.with_mesh(pipeline=mesh.pipeline, tensor=mesh.tensor)
         blocks = divided.transformer

@@ -243,6 +243,14 @@ def test_a_recipe_that_does_not_divide_is_refused(refuse, tmp_path, flags, messa
     assert message in refuse(*arguments, *flags)
 
 
+@pytest.mark.parametrize("flags", [("--shard",), ("--tensor-parallel", "2"), ("--pipeline", "2")])
+def test_a_divided_recipe_without_a_mesh_is_refused(refuse, tmp_path, flags):
+    """Whose prediction would be of whole copies."""
+    folder = write_topics(tmp_path / "texts", 4)
+    found = refuse("text", "--folder", str(folder), "--link", "1gbit", *flags)
+    assert "divide its model, and whole copies are predicted" in found
+
+
 def test_a_recipe_whose_blocks_make_no_equal_stages_is_refused(refuse, tmp_path):
     folder = write_topics(tmp_path / "texts", 4)
     arguments = ("text", "--folder", str(folder), "--link", "1gbit", "--mesh", "data=1,pipeline=2")
