@@ -14,7 +14,7 @@ def check_training(seed: int) -> None:
     simulation = Simulation(seed)
     try:
         simulation.run()
-    except AssertionError as error:
+    except Exception as error:
         raise AssertionError(f"seed {seed}: {simulation.faults}: {error}") from error
 
 
@@ -28,7 +28,7 @@ def check_checkpoints(seed: int) -> None:
         lives = Lives(seed, folder)
         try:
             lives.run()
-        except AssertionError as error:
+        except Exception as error:
             raise AssertionError(f"seed {seed}: {lives.faults}: {error}") from error
 
 
