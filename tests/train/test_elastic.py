@@ -90,9 +90,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MOMENTS: dict[str, Mapping[int, Moment]] = {
-    "forward": {1: ("_local_gradient", 9)},
+    "forward": {1: ("_add_gradient", 9)},
     "exchange of gradients": {1: ("_send_next", 9)},
-    "sums of batch norm": {2: ("_take_in_sums", 7)},
+    "sums of batch norm": {2: ("_sum_micro_batches", 7)},
     "before the last message": {0: ("commit", 7)},
     "update": {0: ("update", 7)},
     "log": {0: ("_append", 8)},
@@ -439,7 +439,7 @@ def task_in_stages() -> Task:
 @pytest.mark.slow
 def test_killed_in_the_first_step_of_a_stage(tmp_path: Path) -> None:
     allstep.fit(task_in_stages(), OPTIONS, Communicator.single_process(), tmp_path / "undisturbed")
-    dies_at = {1: ("_local_gradient", 2 * (4 * 3 + 2) + 1)}  # three of 12, thrice, and two of 6
+    dies_at = {1: ("_add_gradient", 2 * (4 * 3 + 2) + 1)}  # three of 12, thrice, and two of 6
     arguments = (tmp_path / "run", dies_at, None, OPTIONS, task_in_stages)
     with Workers(3, train, arguments, min_workers=1) as workers:
         assert ended(workers) == [0, -signal.SIGKILL, 0], workers.outcomes()

@@ -231,7 +231,7 @@ MOMENTS: dict[str, tuple[Mapping[int, Moment], Mapping[int, Any]]] = {
     "forward": ({}, {1: Ends("forward", 5, 2)}),
     "after the exchange of one": ({}, {1: Ends("backward", 5, 3)}),
     "exchange of gradients": ({1: ("_send_next", 9)}, {}),
-    "sums of batch norm": ({2: ("_take_in_sums", 7)}, {}),
+    "sums of batch norm": ({2: ("_sum_micro_batches", 7)}, {}),
     "last message": ({0: ("commit", 13)}, {}),
     "update": ({}, {0: Ends("update", 6)}),
     "after the update": ({}, {2: Ends("batch", 6)}),
@@ -239,7 +239,7 @@ MOMENTS: dict[str, tuple[Mapping[int, Moment], Mapping[int, Any]]] = {
     "counts of an evaluation": ({2: ("_agreed_names", 2)}, {}),
     "end of an epoch": ({}, {0: Ends("epoch", 8)}),
     "the last update": ({}, {3: Ends("update", NUM_STEPS - 1)}),
-    "two at once": ({1: ("_take_in_sums", 7)}, {3: Ends("forward", 6, 1)}),
+    "two at once": ({1: ("_sum_micro_batches", 7)}, {3: Ends("forward", 6, 1)}),
     "meeting again": ({1: ("meet", 1)}, {0: Ends("update", 6)}),
     "beginning again": ({3: ("begin_again", 2)}, {0: Ends("update", 6)}),
 }
