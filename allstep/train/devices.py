@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
 
 from allstep.device import has_streams
 
@@ -30,6 +32,21 @@ def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(data, (list, tuple)):
         return type(data)(map_tensors(value, function) for value in data)
     return data
+
+
+def map_held(
+    optimizer: Optimizer,
+    optimizer_state: Mapping[str, Any],
+    function: Callable[[Any, Tensor], Any],
+) -> dict[str, Any]:
+    """The state with `function(value, p)` for each value that it has of a parameter p."""
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    saved = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
+    held = dict(optimizer_state["state"])
+    for p, number in zip(own, saved, strict=False):  # what doesn't fit is refused later
+        if isinstance(held.get(number), dict):
+            held[number] = {key: function(value, p) for key, value in held[number].items()}
+    return {**optimizer_state, "state": held}
 
 
 def to_device(data: Any, device: torch.device) -> Any:

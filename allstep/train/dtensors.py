@@ -1,8 +1,7 @@
 """Torch's distributed tensors as those that a checkpoint takes in pieces."""
 
 import math
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Window
 from allstep.torch_classes import is_dtensor
-from allstep.train.devices import map_tensors
+from allstep.train.devices import map_held, map_tensors
 from allstep.train.packing import tensors_in
 
 if TYPE_CHECKING:
@@ -60,31 +59,19 @@ def lay_out(model_state: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[st
 
 def cut_dtensors_of_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """The same for what an optimizer has of each parameter."""
-    return _map_held(optimizer, state, _cut)
+    return map_held(optimizer, state, _cut)
 
 
 def lay_out_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """What `cut_dtensors_of_optimizer` gave, as DTensors like the parameters."""
-    return _map_held(optimizer, state, _laid_out)
+    return map_held(optimizer, state, _laid_out)
 
 
-def _map_held(
-    optimizer: Optimizer,
-    state: Mapping[str, Any],
-    function: Callable[[Any, Any], Any],
-) -> dict[str, Any]:
-    saved = chain.from_iterable(group["params"] for group in state["param_groups"])
-    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    held = dict(state["state"])
-    for p, number in zip(own, saved, strict=False):  # what doesn't fit is refused later
-        if is_dtensor(p) and isinstance(held.get(number), dict):
-            held[number] = {key: function(x, p) for key, x in held[number].items()}
-    return {**state, "state": held}
-
-
-def _cut(value: Any, like: "DTensor") -> Any:
+def _cut(value: Any, like: Any) -> Any:
     """This worker's part of a whole tensor, laid out like another of its shape: a view."""
-    if not isinstance(value, Tensor) or is_dtensor(value) or value.shape != like.shape:
+    if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
+        return value
+    if value.shape != like.shape:
         return value
     start, stop = _bounds(like)
     return value[tuple(map(slice, start, stop))]

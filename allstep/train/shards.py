@@ -1,7 +1,6 @@
 """What training does differently where workers share a copy of the model. [Note: shards]"""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from allstep.comm import Communicator, Shard, parts_along_axes, shards_of
 from allstep.errors import UsageError
 from allstep.nn import DividedTensor, Layout
+from allstep.train.devices import map_held
 from allstep.train.options import TrainOptions
 
 State = dict[Any, Any]
@@ -117,19 +117,10 @@ def cut_optimizer(
     model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
 ) -> State:
     """This worker's part of a whole optimizer's state; what doesn't fit is left."""
-    numbers, held = _numbers(model, optimizer, optimizer_state), dict(optimizer_state["state"])
-    for name, shard in shards_of(model).items():
-        shape, key = model.get_parameter(name).shape, numbers.get(name)
-        if isinstance(held.get(key), dict):
-            held[key] = {k: cut(value, shape, shard) for k, value in held[key].items()}
-    return {**optimizer_state, "state": held}
+    shard_of = {id(model.get_parameter(name)): shard for name, shard in shards_of(model).items()}
 
+    def part(value: Any, p: Tensor) -> Any:
+        shard = shard_of.get(id(p))
+        return value if shard is None else cut(value, p.shape, shard)
 
-def _numbers(
-    model: nn.Module, optimizer: Optimizer, optimizer_state: Mapping[str, Any]
-) -> dict[str, int]:
-    """name of a parameter -> its number in the optimizer's state."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    own = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
-    saved = chain.from_iterable(group["params"] for group in optimizer_state["param_groups"])
-    return dict(zip(own, saved, strict=False))  # what doesn't fit is refused later
+    return map_held(optimizer, optimizer_state, part)
