@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from bench_overhead import CLOCKS, Cut
 from common import interleave
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -22,7 +21,12 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import tensor_parallel
-from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
+from allstep.recipes.transformer import (
+    Transformer,
+    TransformerConfig,
+    shard_blocks,
+    tensor_parallel_plan,
+)
 
 VOCAB, TOKENS, MICRO_BATCH, NUM_MICRO_BATCHES = 2048, 64, 16, 2  # as `text`, on each data worker
 STEPS_PER_EPOCH = 20
@@ -48,12 +52,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def shard(model: Transformer, mesh: Mesh[Communicator]) -> None:
-    """Each block for itself, then what is around them."""
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh.device_mesh()["data"])
-
-
 def bare_loop(
     engine: str, mesh: Mesh[Communicator], width: int, batches: list[list[Tensor]], updates: bool
 ) -> Loop:
@@ -62,7 +60,7 @@ def bare_loop(
     if engine == "tensor":
         parallelize_module(model, of_torch["tensor"], tensor_parallel_plan(model))
     elif engine == "fsdp":
-        shard(model, mesh)
+        shard_blocks(model, mesh.device_mesh()["data"])
     optimizer = torch.optim.AdamW(model.parameters())
     while True:
         for batch in batches:
@@ -95,7 +93,7 @@ def allstep_loop(
     if engine == "tensor":
         tensor_parallel(model, mesh, tensor_parallel_plan(model))
     else:
-        shard(model, mesh)
+        shard_blocks(model, mesh.device_mesh()["data"])
     optimizer = torch.optim.AdamW(model.parameters())
     exchange = allstep.attach(model, mesh["data"])
     pairs = Cut([[(tokens, tokens) for tokens in batch] for batch in batches])

@@ -17,6 +17,7 @@ from allstep.recipes.transformer import (
     Transformer,
     TransformerConfig,
     TransformerStage,
+    shard_blocks,
     tensor_parallel_plan,
 )
 
@@ -281,7 +282,7 @@ class Text(TokenRecipe):
             allstep.nn.tensor_parallel(model, self._mesh(comm), tensor_parallel_plan(model))
         if comm.size > 1 and self.shard:
             model.to(comm.device)
-            _shard(model, comm)
+            shard_blocks(model, comm.mesh(data=comm.size).device_mesh())
         return model
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:
@@ -333,16 +334,6 @@ class Text(TokenRecipe):
         if self.objective == "causal":
             return reader.CausalSequences(tokens, sequence_length)
         return reader.MaskedSequences(tokens, sequence_length, self.vocab_size)
-
-
-def _shard(model: Transformer, comm: Communicator) -> None:
-    """Each block for itself, so that one at a time is whole, and what is around them together."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = comm.mesh(data=comm.size).device_mesh()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 @dataclass(frozen=True)

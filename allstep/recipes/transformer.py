@@ -13,6 +13,7 @@ import allstep
 from allstep import Communicator
 
 if TYPE_CHECKING:  # its import takes seconds
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -240,6 +241,19 @@ def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
     for i in range(len(model.blocks)):
         plan |= _block_plan(f"blocks.{i}")
     return plan
+
+
+def shard_blocks(model: Transformer, mesh: "DeviceMesh") -> None:
+    """Shards each block for itself by FSDP2, so that one is whole at a time, and the rest together.
+
+    Args:
+        model: on its device.
+        mesh: one axis, of all workers.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
 
 
 def _block_plan(block: str) -> dict[str, "ParallelStyle"]:
