@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from allstep.comm import Communicator, Work, init
+from allstep.comm import Communicator, Work, fsdp_modules, init
 from allstep.device import lend_to_current_stream, new_future
 from allstep.errors import UsageError
 from allstep.exchange.agreement import check_same_policy
@@ -90,7 +89,7 @@ def fsdp_hook(
     """
     policy = policy or Synchronous()
     _refuse_what_no_hook_can_do(policy)
-    units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    units = fsdp_modules(model)
     if not units:
         raise UsageError(
             f"`model` is a {type(model).__name__} that FSDP2 has not sharded; call"

@@ -338,10 +338,7 @@ class Run:
         update, without waiting for data or workers. The worker uses all cores, unless the number
         of threads belongs to the run.
         """
-        exchange = self.exchange
-        if exchange.is_divided or exchange.is_fully_sharded or exchange.shards:
-            return None
-        if stages_of(self._model):
+        if self.exchange.workers_with_other_parts:
             return None
         stage = self.stage
         data, num_threads = self.train_step.first_data, self._threads.num

@@ -17,6 +17,7 @@ from allstep import Communicator, UsageError
 from allstep.exchange import ParameterServer
 from allstep.exchange.fully_sharded import CollectivePasses
 from tests.exchange.nets import assert_same, differs
+from tests.helpers.divided import whole_state
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.process
@@ -55,11 +56,6 @@ def samples() -> TensorDataset:
 def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
     x, y = batch
     return {"loss": (F.cross_entropy(model(x), y, reduction="sum"), len(y))}
-
-
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict().items()
-    return {n: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for n, x in state}
 
 
 def train(
