@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from allstep.exchange import optimizer_watch
 from tests.helpers import generators
+from tests.helpers.gpus import ON_CPU, on_cpu
 
 # Ranks are threads or processes on few cores; more threads inside each only fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +32,12 @@ settings.load_profile("allstep")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle-seed", type=int, help="run the tests in a random order")
+    parser.addoption("--gpu-tests-on-cpu", action="store_true", help="see tests/helpers/on_gpu.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("gpu_tests_on_cpu"):
+        os.environ[ON_CPU] = "1"  # also of the processes that tests start
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,7 +69,7 @@ def _shared_out(items: list[pytest.Item], num_shares: int) -> list[pytest.Item]:
 
 
 def _no_gpu() -> str | None:
-    return None if torch.cuda.is_available() else "needs CUDA"
+    return None if on_cpu() or torch.cuda.is_available() else "needs CUDA"
 
 
 def _no_net() -> str | None:

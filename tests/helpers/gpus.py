@@ -1,8 +1,17 @@
 """Accelerators that are not there."""
 
+import os
+
 import torch
 
 from allstep.device import Driver
+
+ON_CPU = "ALLSTEP_GPU_TESTS_ON_CPU"  # set by pytest's --gpu-tests-on-cpu
+
+
+def on_cpu() -> bool:
+    """Whether tests of GPUs run without one."""
+    return ON_CPU in os.environ
 
 
 class Gpus(Driver):
