@@ -113,6 +113,11 @@ class Driver:
         """Keeps memory from being taken anew before the stream is done with it."""
         tensor.record_stream(cast(torch.Stream, stream))
 
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether what its current stream gets is written down as a graph instead of done."""
+        ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
+
     def new_pinned(self, like: Tensor) -> Tensor:
         """Memory of the host that the device copies to and from while the host goes on."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
@@ -222,6 +227,11 @@ def lend_to_current_stream(tensor: Tensor) -> None:
     """Keeps the memory of a tensor of another stream until the current one is done with it."""
     if has_streams(tensor.device):
         _driver.record_stream(tensor, _driver.current_stream(tensor.device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what its current stream gets is written down as a graph instead of done."""
+    return has_streams(device) and _driver.is_capturing(device)
 
 
 def copy_to_host(tensor: Tensor) -> tuple[Tensor, Event | None]:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from allstep.comm import Communicator, Shard, fsdp_modules, shards_of
 from allstep.comm.agreement import digest
+from allstep.device import is_capturing
 from allstep.errors import DisagreementError, UsageError
 from allstep.exchange.agreement import agree
 from allstep.exchange.backward import BackwardPass
@@ -674,6 +675,7 @@ class Exchange(ABC):
         if torch.compiler.is_compiling():
             return
         if self.comm.size > 1:
+            self._refuse_capture()
             if self.model.training:
                 self.statistics.mark_local()
                 if self.global_step is None:  # else `steps` says so
@@ -683,6 +685,15 @@ class Exchange(ABC):
         self._divided.follow()
         if torch.is_grad_enabled() and self._parameters.has_joined():
             self.sync_parameters()
+
+    def _refuse_capture(self) -> None:
+        """A replayed graph would not ask whether all workers came for the same thing."""
+        if torch.is_grad_enabled() and is_capturing(self.comm.device):
+            raise UsageError(
+                "A training step of an attached model is captured in a graph; the workers agree on"
+                " each step, which a graph can't repeat. Capture parts of the model"
+                " (`torch.cuda.make_graphed_callables`, before `attach`) or the optimizer's step."
+            )
 
     def _on_lazy_forward(self, module: nn.Module, args: Any) -> None:
         self._before_forward()

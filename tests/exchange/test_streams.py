@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import allstep
 from allstep import Communicator, device
+from allstep.errors import UsageError
 from allstep.exchange import Exchange, ExchangePolicy, make_policy
 from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
 from tests.exchange.nets import mlp
@@ -188,6 +189,22 @@ def test_a_wait_that_is_left_out_is_found(site: Site) -> None:
 def test_every_wait_has_a_mutant() -> None:
     """A new one goes into `SITES`, with a training that needs it."""
     assert waits_of_package() == SITES.keys() | CLOCKS
+
+
+class Capturing(StreamsAsNames):
+    def is_capturing(self, device: torch.device) -> bool:
+        return True
+
+
+def test_a_captured_training_step_is_refused() -> None:
+    def infer(comm: Communicator, policy: ExchangePolicy) -> None:
+        model, _, _ = attached(comm, policy)
+        with torch.no_grad():
+            model(torch.ones(2, 5))
+
+    with pytest.raises(UsageError, match="step of an attached model is captured in a graph"):
+        run(train, POLICIES["fp32"], Capturing())
+    run(infer, POLICIES["fp32"], Capturing())
 
 
 def test_times_of_exchanges_are_those_of_the_device() -> None:

@@ -212,6 +212,9 @@ class StreamsAsNames(device.Driver):
             assert isinstance(stream, NamedStream)
             self._rank.lent.append((Site.here("record_stream"), stream.id))
 
+    def is_capturing(self, device: torch.device) -> bool:
+        return False
+
     def new_pinned(self, like: Tensor) -> Tensor:
         on_host = torch.empty_like(like)
         self._rank.host.add(_memory(on_host))
