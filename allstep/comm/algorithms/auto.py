@@ -82,7 +82,8 @@ class Auto(AllReduce):
     def _measure(self, size_bytes: int) -> dict[str, float]:
         """Each candidate's seconds, the same on every rank."""
         size = size_bytes // self._dtype.itemsize
-        x = torch.zeros(size, dtype=self._dtype, device=self.comm.device)
+        device = self.comm.wire.transport_device(self.comm.device)
+        x = torch.zeros(size, dtype=self._dtype, device=device)
         names = list(self._algorithms)
         own = [self._time(self._algorithms[name], x) for name in names]
         by_name = zip(*self.comm.all_gather_object(own), strict=True)

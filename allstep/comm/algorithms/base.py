@@ -54,16 +54,20 @@ class AllReduce(ABC):
         assert flat.dim() == 1 and flat.is_contiguous()
         if self.comm.size == 1 or not flat.numel():
             return
+        flat = flat.detach()
+        on_wire = flat.to(self.comm.wire.transport_device(flat.device))
         try:
-            self._reduce_(flat.detach())
+            self._reduce_(on_wire)
         except BaseException:
             self.abort()
             raise
+        if on_wire is not flat:
+            flat.copy_(on_wire)
         self._note_meeting()
 
     @abstractmethod
     def _reduce_(self, flat: Tensor) -> None:
-        """`reduce_` for at least two ranks and one element."""
+        """`reduce_` for at least two ranks and one element, on a device that the wire takes."""
 
     def _note_meeting(self) -> None:
         """Tells the names that all ranks have come to a sum."""

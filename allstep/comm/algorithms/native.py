@@ -20,10 +20,7 @@ class Native(AllReduce):
     name: ClassVar[str] = "native"
 
     def _reduce_(self, flat: Tensor) -> None:
-        on_wire = flat.to(self.comm.wire.transport_device(flat.device))
-        self.post(on_wire).wait()
-        if on_wire is not flat:
-            flat.copy_(on_wire)
+        self.post(flat).wait()
 
     def post(self, flat: Tensor) -> Work[None]:
         """Starts a sum, in place, and returns at once; several may be under way.
