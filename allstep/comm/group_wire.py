@@ -6,6 +6,12 @@ that call may miss it, and last until its timeout. So a group that is closed fir
 while, for calls that it has started and whose results nobody has asked for; the other ranks have
 started them, too, unless one failed. A group whose calls don't end by then, or that is aborted, is
 left to a thread.
+
+[Note: elastic workers on a GPU] What NCCL has begun with a worker that is lost stays in the
+device's queue, and nothing behind it is done until the communicator is aborted. Gloo's calls end
+with an error, in the thread that waits. So workers that may go on without each other have Gloo
+alone, and what is on a GPU goes through the host's memory, as NCCL's messages do between hosts that
+Ethernet joins.
 """
 
 import time
@@ -366,6 +372,8 @@ class GroupWire:
         store = PrefixStore(f"allstep/split/{name}", self._store())
         rank, size = ranks.index(self.rank), len(ranks)
         names = self.names.part(ranks, rank)
+        if device.type not in self._device_types:
+            device = torch.device("cpu")  # a group of Gloo's alone has parts of Gloo's alone
         with translated("split", self.names.number, self.names.size, self.timeout_s):
             group = connect(
                 store,

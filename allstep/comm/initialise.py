@@ -220,8 +220,10 @@ def _meet(
         _stores[launch] = served  # after a meeting that failed, all is made anew
         choose_interface(store, launch, places, rendezvous.deadline_s)
     names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
-    check_own_devices(places)
-    backend = backend_name(device)
+    # [Note: elastic workers on a GPU]
+    backend = backend_name(device) if launch.min_workers is None else None
+    if backend:
+        check_own_devices(places)
     rendezvous.doing = "all workers came, but could not connect with each other"
     with explained("init", names, timeout_s):
         dist.init_process_group(

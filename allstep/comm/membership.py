@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 
-import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from allstep.comm.activity import Activity
@@ -347,7 +346,7 @@ class Membership:
             " says what the others are doing"
         )
 
-    def meet(self, device: torch.device, timeout_s: float, activity: Activity) -> Wire:
+    def meet(self, timeout_s: float, activity: Activity) -> Wire:
         """Connects with the other workers of this generation.
 
         Raises:
@@ -364,7 +363,7 @@ class Membership:
         check = partial(self._check_all_there, store, names, deadline_s)
         with lost_store_told():
             try:
-                wire = self._system.connect(store, names, device, timeout_s, check)
+                wire = self._system.connect(store, names, timeout_s, check)
             except CommunicationError:
                 store.set("failed", "")
                 raise
@@ -406,7 +405,7 @@ def regroup(comm: Communicator, membership: Membership, progress: int) -> None:
     while True:
         membership.next(progress)
         with suppress(PeerLostError, CollectiveTimeoutError):
-            wire = membership.meet(comm.device, comm.timeout_s, comm.activity)
+            wire = membership.meet(comm.timeout_s, comm.activity)
             break
     hosts: Sequence[str] = [member.place.host for member in membership.members]
     comm.become(wire, Topology.from_nodes(hosts, membership.rank))

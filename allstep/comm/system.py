@@ -85,16 +85,14 @@ class System:
         self,
         store: Store,
         names: RankNames,
-        device: torch.device,
         timeout_s: float,
         check: Callable[[], None],
     ) -> Wire:
-        """Meets the other workers of a group.
+        """Meets the other workers of a group of Gloo's. [Note: elastic workers on a GPU]
 
         Args:
             store: of this group alone.
             names: of its ranks; it is no part of another group.
-            device: where this worker computes.
             timeout_s: how long a call may take afterwards.
             check: called again and again; raises if a worker will not come.
 
@@ -102,7 +100,7 @@ class System:
             PeerLostError, CollectiveTimeoutError: if not all have met.
         """
         self._choose_interface(store, names, check)
-        group_store = PrefixStore("group", store)
+        group_store, device = PrefixStore("group", store), torch.device("cpu")
         with translated("regroup", names.number, names.size, CONNECT_S):
             group = connect(
                 group_store,

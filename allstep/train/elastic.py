@@ -24,7 +24,6 @@ from allstep.comm import Communicator, shards_of, stages_of
 from allstep.comm.membership import Membership, regroup
 from allstep.data import MapLoader
 from allstep.data.batches import GlobalBatchLoader
-from allstep.device import is_accelerator
 from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError, UsageError
 from allstep.exchange import Exchange
 from allstep.nn import GroupedBatchNorm
@@ -114,12 +113,17 @@ def check_elastic(options: TrainOptions) -> None:
             raise UsageError(f"`{name}` (={getattr(options, name)!r}) can't be elastic: {reason}.")
 
 
-def check_device(device: torch.device) -> None:
-    """Raises UsageError on an accelerator, whose calls can't be broken off from outside yet."""
-    if is_accelerator(device):
+def check_backend(comm: Communicator) -> None:
+    """Refuses a backend that holds up a device for a lost worker. [Note: elastic workers on a GPU]
+
+    Raises:
+        UsageError: names the cure.
+    """
+    if comm.size > 1 and comm.wire.transport_device(comm.device).type != "cpu":
         raise UsageError(
-            f"`elastic` on {device.type}: how its backend lets go of a worker that is lost has not"
-            " been tested; leave it out and resume from checkpoints, or train on CPUs."
+            f"`elastic`: the workers' process group has a backend for {comm.device.type} that does"
+            " not let go of a lost worker: call `allstep.init` without `process_group` under"
+            " `allstep launch --elastic`, or leave it out and resume from checkpoints."
         )
 
 
@@ -154,7 +158,7 @@ def check_loop(loader: GlobalBatchLoader, exchanges: tuple[Exchange, ...]) -> No
             ' numbers of workers; set "equal" or "measured".'
         )
     for exchange in exchanges:
-        check_device(exchange.comm.device)
+        check_backend(exchange.comm)
         check_whole(exchange.model, "`exchanges`: `model", "use `AutoCheckpoint`")
         policy = exchange.policy
         if exchange.comm is not loader.comm:

@@ -43,7 +43,8 @@ class Elastic:
 
     Raises:
         UsageError: if an argument is of a wrong kind, if what a worker keeps for itself would be
-            lost with it, on accelerators, or if the launcher ends all workers when one fails.
+            lost with it, if their process group is another library's and on accelerators, or if the
+            launcher ends all workers when one fails.
 
     Example:
         >>> import torch, allstep

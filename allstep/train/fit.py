@@ -16,7 +16,7 @@ from allstep.train.elastic import (
     StepCommit,
     WorkersWaitError,
     admit,
-    check_device,
+    check_backend,
     check_elastic,
     check_whole,
     go_on,
@@ -95,7 +95,7 @@ def fit(
     run_dir = Path(run_dir)
     if elastic:
         check_elastic(options)
-        check_device(comm.device)
+        check_backend(comm)
         check_whole(
             task.model, "`elastic` (=True): `task.model", "leave it out, and resume a checkpoint"
         )

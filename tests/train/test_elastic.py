@@ -21,11 +21,12 @@ from torch import nn
 import allstep
 from allstep import Communicator, Task, TrainOptions, init
 from allstep.comm.membership import Membership
+from allstep.comm.wire import SingleProcessWire
 from allstep.env import read_launch
 from allstep.errors import PeerLostError, UsageError
 from allstep.train import read_checkpoint
 from allstep.train.checkpoint import Checkpoints
-from allstep.train.elastic import StepCommit, check_device
+from allstep.train.elastic import StepCommit, check_backend
 from allstep.train.evaluator import Evaluator
 from allstep.train.fit import fit_elastic
 from allstep.train.run import Run
@@ -60,6 +61,7 @@ def train(
     options: TrainOptions = OPTIONS,
     make_task: Callable[[], Task] | None = None,
     until: Path | None = None,
+    device: str = "cpu",
 ) -> int:
     """What each worker runs; returns how many calls it made."""
     rank = read_launch().rank
@@ -72,7 +74,7 @@ def train(
             return schedule(step)
 
         task = Task(**{**vars(task), "schedule": stepwise})
-    with init(device="cpu", timeout_s=30.0) as comm:
+    with init(device=device, timeout_s=30.0) as comm:
         calls = Calls(dies_at.get(rank), until)
         try:
             allstep.fit(task, options, comm, run_dir, elastic=True)
@@ -547,7 +549,11 @@ def test_a_launcher_that_ends_all(tmp_path: Path) -> None:
         allstep.fit(task, OPTIONS, Communicator.single_process(), tmp_path, elastic=True)
 
 
-def test_accelerators() -> None:
-    with pytest.raises(UsageError, match="on meta: how its backend"):
-        check_device(torch.device("meta"))
-    check_device(torch.device("cpu"))
+def test_a_backend_that_does_not_let_go_of_a_lost_worker() -> None:
+    wire = SingleProcessWire(timeout_s=1.0)  # which carries tensors of any device as they are
+    check_backend(
+        cast(Communicator, SimpleNamespace(size=2, device=torch.device("cpu"), wire=wire))
+    )
+    meta = cast(Communicator, SimpleNamespace(size=2, device=torch.device("meta"), wire=wire))
+    with pytest.raises(UsageError, match="a backend for meta that does not let go"):
+        check_backend(meta)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 from torch._C._distributed_c10d import Store
 
 from allstep.comm.generations import POLL_S
@@ -140,7 +139,6 @@ class SimulatedSystem(System):
         self,
         store: Store,
         names: RankNames,
-        device: torch.device,
         timeout_s: float,
         check: Callable[[], None],
     ) -> Wire:
