@@ -692,7 +692,7 @@ class Exchange(ABC):
             raise UsageError(
                 "A training step of an attached model is captured in a graph; the workers agree on"
                 " each step, which a graph can't repeat. Capture parts of the model"
-                " (`torch.cuda.make_graphed_callables`, before `attach`) or the optimizer's step."
+                " (torch's `make_graphed_callables`, before `attach`) or the optimizer's step."
             )
 
     def _on_lazy_forward(self, module: nn.Module, args: Any) -> None:
