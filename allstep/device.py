@@ -49,6 +49,9 @@ class Stream(Protocol):
 class Driver:
     """What is asked of an accelerator; this one asks torch."""
 
+    def __init__(self) -> None:
+        self._copy_streams: dict[torch.device, Stream] = {}
+
     def is_accelerator(self, device: torch.device) -> bool:
         """Whether its kernels run later than they are called. [Note: accelerator]"""
         return device.type != "cpu"
@@ -90,6 +93,12 @@ class Driver:
     def new_stream(self, device: torch.device, *, is_urgent: bool) -> Stream:
         """Another stream; an urgent one's kernels go before those of others that wait."""
         return cast(Stream, torch.Stream(device, priority=-1 if is_urgent else 0))
+
+    def copy_stream(self, device: torch.device) -> Stream:
+        """The stream that brings what comes from the host, always the same."""
+        if device not in self._copy_streams:
+            self._copy_streams[device] = self.new_stream(device, is_urgent=False)
+        return self._copy_streams[device]
 
     def synchronize(self, device: torch.device) -> None:
         """Makes the host wait for all streams of the device."""
@@ -210,6 +219,11 @@ def new_stream(device: torch.device, *, is_urgent: bool = False) -> Stream:
         is_urgent: its kernels go before those of other streams that wait.
     """
     return _driver.new_stream(device, is_urgent=is_urgent)
+
+
+def copy_stream(device: torch.device) -> Stream:
+    """The stream of an accelerator that brings what comes from the host, always the same."""
+    return _driver.copy_stream(device)
 
 
 def synchronize(device: torch.device) -> None:

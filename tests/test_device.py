@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 
 import allstep
 from allstep import device
@@ -108,6 +109,12 @@ def test_a_model_elsewhere_than_its_communicator_is_refused() -> None:
     comm = Communicator.single_process()
     with pytest.raises(UsageError, match=r"`0.weight` on meta, and `comm` computes on cpu"):
         allstep.attach(mlp().to("meta"), comm)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UsageError, match=r"several devices \(`0.bias` on cpu, `1.bias` on meta\)"):
+        allstep.attach(model, Communicator.single_process())
 
 
 def test_buckets_of_an_accelerator_are_large() -> None:

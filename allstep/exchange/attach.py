@@ -130,7 +130,17 @@ def _in_words(
 
 
 def _check_device(model: nn.Module, comm: Communicator) -> None:
-    """A CPU communicator has neither the streams nor the backend for an accelerator's gradients."""
+    """A CPU communicator has neither the streams nor the backend for an accelerator's gradients.
+
+    Where gradients come on several devices, autograd calls hooks in several threads at once.
+    """
+    places = {p.device: name for name, p in model.named_parameters() if p.requires_grad}
+    if len(places) > 1 and any(map(is_accelerator, places)):
+        where = ", ".join(f"`{name}` on {device}" for device, name in places.items())
+        raise UsageError(
+            f"`model` has parameters on several devices ({where}), and a worker computes on one:"
+            " call `model.to(comm.device)`, or freeze what shall stay elsewhere."
+        )
     for name, p in model.named_parameters():
         if is_accelerator(p.device) and not is_accelerator(comm.device):
             raise UsageError(

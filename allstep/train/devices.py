@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-from allstep.device import has_streams
+from allstep.device import copy_stream, current_stream, has_streams, lend_to_current_stream
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -50,14 +50,28 @@ def map_held(
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """The same nested data with its tensors on `device`; pinned memory is copied while we go on.
+    """The same nested data with its tensors on `device`.
+
+    Pinned memory is copied beside what the device does, and the host goes on.
 
     Args:
         data: tensors in dicts, lists and tuples; anything else is left as it is.
         device: where the tensors shall be.
     """
-    non_blocking = has_streams(device)  # towards the CPU one could read before the copy is done
-    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    move = _copy_beside if has_streams(device) else Tensor.to
+    return map_tensors(data, lambda tensor: move(tensor, device))
+
+
+def _copy_beside(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy whose reader waits for it, but which waits for nothing."""
+    if tensor.device == device:
+        return tensor
+    stream = copy_stream(device)
+    with stream:
+        copied = tensor.to(device, non_blocking=True, copy=True)
+    current_stream(device).wait_stream(stream)
+    lend_to_current_stream(copied)
+    return copied
 
 
 def is_alive(pid: int) -> bool:

@@ -19,6 +19,7 @@ from allstep import Communicator, device
 from allstep.errors import UsageError
 from allstep.exchange import Exchange, ExchangePolicy, make_policy
 from allstep.exchange.torch_hooks import FSDPCommHook, ddp_hook
+from allstep.train.devices import to_device
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sites import Site, waits_of_package
@@ -126,12 +127,26 @@ def with_fsdp(comm: Communicator, policy: ExchangePolicy) -> None:
         x.sum().backward()
 
 
+def with_copies(comm: Communicator, policy: ExchangePolicy) -> None:
+    """Batches that come from the host."""
+    model, exchange, optimizer = attached(comm, policy)
+    device_of_batches = torch.device("cpu", 0)  # torch takes it for another than "cpu"
+    for _ in range(3):
+        on_host = device._driver.new_pinned(torch.ones(2, 5)).fill_(1.0)
+        x = to_device({"x": on_host}, device_of_batches)["x"]
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exchange.detach()
+
+
 CASES: list[tuple[str, Train]] = [
     *((name, train) for name in POLICIES),
     *((name, accumulate) for name in ("fp32", "int8", "stale")),
     *((name, leave_out) for name in ("fp32", "int8", "stale")),
     *((name, with_ddp) for name in ("fp32", "int8", "stale")),
     *((name, with_fsdp) for name in ("fp32", "int8", "stale")),
+    ("fp32", with_copies),
 ]
 IDS = [f"{train.__name__}-{name}" for name, train in CASES]
 
@@ -161,6 +176,8 @@ SITES = {
     Site("comm/work.py", "StreamWork.wait", "wait_event"): ("fp32", train),
     Site("comm/failures.py", "wait_for_event", "wait_until"): ("fp32", train),
     Site("exchange/torch_hooks.py", "FSDPCommHook.reduce_", "record_stream"): ("fp32", with_fsdp),
+    Site("train/devices.py", "_copy_beside", "wait_stream"): ("fp32", with_copies),
+    Site("train/devices.py", "_copy_beside", "record_stream"): ("fp32", with_copies),
 }
 
 # They only keep a clock or a copy from being read too early, or a group from being left too early.

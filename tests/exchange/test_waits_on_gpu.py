@@ -21,6 +21,8 @@ from allstep.comm.group_wire import GroupWire
 from allstep.errors import UsageError
 from allstep.exchange import ExchangePolicy, make_policy
 from allstep.exchange.runner import StreamRunner
+from allstep.train import devices
+from allstep.train.devices import to_device
 from tests.exchange.test_host_waits import OPTIMIZERS, POLICIES, Parameters
 from tests.helpers.gpus import on_cpu
 from tests.helpers.on_gpu import gpu, run_on_gpu
@@ -215,6 +217,27 @@ def test_a_stream_that_waits_for_nothing_reads_too_early() -> None:
     assert read_beside(StreamRunner(gpu())) == 1.0
     with device.replaced(DeafStreams()):
         assert read_beside(StreamRunner(gpu())) == 0.0
+
+
+def read_two_copies() -> list[float]:
+    """What the current stream reads, late, of two copies from the host, the first let go of."""
+    first, second = (torch.full((1 << 20,), value).pin_memory() for value in (1.0, 2.0))
+    torch.cuda.synchronize()
+    with device.copy_stream(gpu()):
+        sleep()
+    copied = to_device(first, gpu())
+    sleep()
+    read = copied.max() - copied.min() + copied.mean()
+    del copied
+    other = to_device(second, gpu())
+    return [read.item(), other.mean().item()]
+
+
+@pytest.mark.skipif(on_cpu(), reason="a CPU has no streams")
+def test_copies_from_the_host_are_waited_for_and_kept() -> None:
+    assert read_two_copies() == [1.0, 2.0]
+    with mock.patch.object(devices, "lend_to_current_stream"):
+        assert read_two_copies() != [1.0, 2.0]  # the control: the second lies where the first lay
 
 
 def capture(comm: Communicator, *, is_refused: bool) -> None:

@@ -18,6 +18,7 @@ class Gpus(Driver):
     """A machine whose accelerators need not be there."""
 
     def __init__(self, num: int) -> None:
+        super().__init__()
         self.num = num
         self.chosen: list[torch.device] = []
 

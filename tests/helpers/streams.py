@@ -67,6 +67,7 @@ class Rank:
     host: set[int] = field(default_factory=set)  # storages that are not the device's
     landing: dict[int, tuple[int, int]] = field(default_factory=dict)  # of the host: stream, number
     current: "NamedStream" = field(init=False)
+    copies: Any = None  # the stream of copies from the host, once there is one
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -148,6 +149,7 @@ class StreamsAsNames(device.Driver):
     """
 
     def __init__(self, left_out: Site | None = None) -> None:
+        super().__init__()
         self.left_out = left_out
         self.seen: set[Site] = set()
         self._own = threading.local()
@@ -195,6 +197,10 @@ class StreamsAsNames(device.Driver):
 
     def new_stream(self, device: torch.device, *, is_urgent: bool) -> device.Stream:
         return NamedStream(self._rank, next(self._rank.ids))
+
+    def copy_stream(self, device: torch.device) -> device.Stream:
+        self._rank.copies = self._rank.copies or self.new_stream(device, is_urgent=False)
+        return self._rank.copies
 
     def synchronize(self, device: torch.device) -> None:
         if self._rank.does("synchronize"):
@@ -279,7 +285,8 @@ class _Watch(TorchDispatchMode):
         if name == "aten::lift_fresh":
             rank.host.add(_memory(args[0]))
         rank.kept.append(out)
-        if tensors and {*map(_memory, tensors)} <= rank.host:  # the host's own work
+        is_of_host = {*map(_memory, tensors)} <= rank.host
+        if tensors and is_of_host and kwargs.get("device") is None:  # the host's own work
             made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
             rank.host.update(map(_memory, made))
         self._forget_fresh(arguments)
