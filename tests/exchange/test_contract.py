@@ -89,7 +89,7 @@ ACTIONS: dict[Action, int] = {
 def follow(seed: int, comm: Communicator, *policies: ExchangePolicy) -> list[list[list[float]]]:
     """[policy, time, element]: p.grad after each of some random actions."""
     shared, own = random.Random(seed), random.Random(1000 * seed + comm.rank)
-    pairs = [(m := Parts(), attach(m, comm, each)) for each in policies]
+    pairs = [(m := Parts().to(comm.device), attach(m, comm, each)) for each in policies]
     seen: list[list[list[float]]] = [[] for _ in policies]
     for _ in range(14):
         (action,) = shared.choices(list(ACTIONS), list(ACTIONS.values()))
@@ -124,14 +124,14 @@ def train(comm: Communicator, policy: ExchangePolicy, between: Action | None) ->
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator))
-    exchange = attach(model, comm, policy)
+    exchange = attach(model.to(comm.device), comm, policy)
     samples = TensorDataset(torch.randn(22, 3, generator=generator))
     loader = allstep.data.loader(samples, comm, global_batch=6, micro_batch=1, seed=0)
     seen = []
     for batch in allstep.steps(loader, exchange):
         for (x,) in batch:
             batch.backward(model(x).square().mean())
-        seen.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+        seen.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]).cpu())
         if batch.step % 2:
             model.zero_grad(set_to_none=batch.step % 4 == 1)
         elif between is not None:

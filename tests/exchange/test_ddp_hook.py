@@ -34,20 +34,22 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def train(start: nn.Module, batches: Tensor, wrap: Wrap) -> list[dict[str, Tensor]]:
     """Each worker's parameters; worker r trains on batches[:, r]."""
+    return run_ranks(batches.shape[1], lambda comm: train_worker(comm, start, batches, wrap))
 
-    def worker(comm: Communicator) -> dict[str, Tensor]:
-        model = copy.deepcopy(start)
-        wrapped, flush = wrap(model, comm)
-        step = optimizer(model)
-        for batch in batches[:, comm.rank]:
-            step.zero_grad()
-            wrapped(batch).square().mean().backward()
-            step.step()
-        for _ in flush():
-            step.step()
-        return states(model)
 
-    return run_ranks(batches.shape[1], worker)
+def train_worker(
+    comm: Communicator, start: nn.Module, batches: Tensor, wrap: Wrap
+) -> dict[str, Tensor]:
+    model = copy.deepcopy(start).to(comm.device)
+    wrapped, flush = wrap(model, comm)
+    step = optimizer(model)
+    for batch in batches[:, comm.rank].to(comm.device):
+        step.zero_grad()
+        wrapped(batch).square().mean().backward()
+        step.step()
+    for _ in flush():
+        step.step()
+    return states(model)
 
 
 def with_hook(policy: ExchangePolicy, use_names: bool = True) -> Wrap:

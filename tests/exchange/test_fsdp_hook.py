@@ -53,20 +53,22 @@ def refuse_to_attach(comm: Communicator, model: nn.Module) -> None:
     part.weight = model[0].weight
     with pytest.raises(UsageError, match="`weight` is a DTensor, and FSDP2 has not"):
         attach(part, comm)
-    later = mlp()
+    later = mlp().to(comm.device)
     exchange = attach(later, comm)
     fully_shard(later)
     with pytest.raises(UsageError, match="`model` is sharded by FSDP2 since it was attached"):
-        later(torch.ones(2, 5))
+        later(torch.ones(2, 5, device=comm.device))
     exchange.detach()
 
 
 def work(comm: Communicator) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replicas = init(process_group=mesh["replicate"], device="cpu")
+    kind = comm.device.type
+    mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas = init(process_group=mesh["replicate"], device=comm.device)
     torch.manual_seed(0)
-    start, batches = mlp(), torch.randn(6, 4, 3, 5)[:, comm.rank]
+    start = mlp().to(comm.device)
+    batches = torch.randn(6, 4, 3, 5)[:, comm.rank].to(comm.device)
     results: dict[str, Any] = {}
     for name, policy in CASES.items():
         model = copy.deepcopy(start)
@@ -80,7 +82,7 @@ def work(comm: Communicator) -> dict[str, Any]:
             refuse_to_attach(comm, model)
         hook = fsdp_hook(model, replicas, policy)
         had = train(model, batches)
-        whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        whole = {n: p.full_tensor().detach().cpu() for n, p in model.named_parameters()}
         assert all(isinstance(p, DTensor) for p in model.parameters())
         results[name] = (had, whole, hook.sent_bytes)
         saved = hook.state_dict()
@@ -97,19 +99,23 @@ def work(comm: Communicator) -> dict[str, Any]:
             hook = fsdp_hook(model, replicas, CASES["stale"])
             hook.load_state_dict(saved if name == "resumed" else {**saved, "in_flight": {}})
         train(model, batches[3:])
-        results[name] = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        results[name] = {n: p.full_tensor().detach().cpu() for n, p in model.named_parameters()}
     for name in ("fp32", "stale"):
         model = copy.deepcopy(start)
         exchange = attach(model, comm, CASES[name])
         train(model, batches)
         exchange.detach()
-        results[f"{name} exchange"] = {n: p.detach() for n, p in model.named_parameters()}
+        results[f"{name} exchange"] = {n: p.detach().cpu() for n, p in model.named_parameters()}
     return results
 
 
 @pytest.mark.process
 def test_equals_the_exchange_on_four_workers() -> None:
-    workers = run_processes(4, work, timeout_s=100.0)
+    check(run_processes(4, work, timeout_s=100.0))
+
+
+def check(workers: list[dict[str, Any]]) -> None:
+    """What `work` has come to."""
     results = workers[0]
     for worker in workers:
         for name in CASES:

@@ -68,7 +68,9 @@ def train(
     spoil: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """Parameters, statistics and losses, with uneven micro-batches, dropout and clipping."""
-    model = shard(make_model(), comm) if is_sharded else make_model()
+    model = make_model().to(comm.device)
+    if is_sharded:
+        shard(model, comm)
     exchange = allstep.attach(model, comm)
     spoil()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -94,7 +96,7 @@ def train(
         exchange.sync_buffers()
         found["metric"] = torch.tensor(evaluator(model)["loss"], dtype=torch.float64)
         with torch.no_grad():  # no call of a micro-batch
-            model.eval()(torch.ones(1, 6, dtype=torch.float64))
+            model.eval()(torch.ones(1, 6, dtype=torch.float64, device=comm.device))
         model.train()
 
     if run_dir is None:

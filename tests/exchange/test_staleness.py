@@ -60,13 +60,13 @@ class Late:
     """A training with an attached model, one step at a time."""
 
     def __init__(self, start: nn.Module, comm: Communicator, staleness: int, kind: str, **kw: Any):
-        self.model = copy.deepcopy(start)
+        self.model = copy.deepcopy(start).to(comm.device)
         self.comm, self.staleness = comm, staleness
         self.optimizer = OPTIMIZERS[kind](self.model.parameters())
         self.exchange = attach(self.model, comm, late(staleness, **kw))
 
     def step(self, number: int, batch: Tensor) -> None:
-        self.model(shard(batch, self.comm)).square().mean().backward()
+        self.model(shard(batch, self.comm).to(self.comm.device)).square().mean().backward()
         if self.exchange.has_gradients:
             self.update(number - self.staleness)
         else:
@@ -217,12 +217,12 @@ def scaled_run(
     start: nn.Module, comm: Communicator, batches: Tensor, knows: bool, wire: str = "fp32"
 ) -> list[Tensor]:
     """SGD one step late with a scaler whose scale grows and falls."""
-    model = copy.deepcopy(start)
+    model = copy.deepcopy(start).to(comm.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(comm.device.type, init_scale=8.0, growth_interval=2)
     exchange = attach(model, comm, late(1, compression=wire), scaler=scaler if knows else None)
     for number, batch in enumerate(batches):
-        loss = model(shard(batch, comm)).square().mean()
+        loss = model(shard(batch, comm).to(comm.device)).square().mean()
         if number == 4:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
