@@ -149,8 +149,8 @@ class _CommHook:
         reducer.load_state_dict(state)
         self._in_flight.clear()
         for name, steps in state["in_flight"].items():
-            for step in steps:
-                self._steps_of(name).push(_copy(step), ())
+            for step in steps:  # from a file they may come on the CPU
+                self._steps_of(name).push(_copy(step, reducer.comm.device), ())
 
     def _meet(self, comm: Communicator) -> Reducer:
         """The reducer, made for these workers."""
@@ -361,8 +361,8 @@ def _refuse_what_no_hook_can_do(policy: ExchangePolicy) -> None:
         )
 
 
-def _copy(step: Gradients) -> Gradients:
-    return {name: gradient.clone() for name, gradient in step.items()}
+def _copy(step: Gradients, device: torch.device | None = None) -> Gradients:
+    return {name: gradient.to(device, copy=True) for name, gradient in step.items()}
 
 
 def _after_engine(function: Any) -> None:
