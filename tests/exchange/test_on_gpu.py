@@ -53,9 +53,11 @@ WORKERS = pytest.mark.parametrize(
 
 FULL_PRECISION: Policies = {
     **{name: policy for name, policy in POLICIES.items() if name != "exact"},
-    "ring": Synchronous(algorithm="ring", bucket_bytes=64),
+    "ring": Synchronous(algorithm="ring"),
+}
+MEASURED: Policies = {  # which takes some hundred messages more
     "auto": Synchronous(algorithm="auto"),
-    "measured-buckets": Synchronous(bucket_bytes="auto"),
+    "auto-buckets": Synchronous(bucket_bytes="auto"),
 }
 
 
@@ -106,10 +108,11 @@ def test_plain_backward_trains_the_model_of_the_whole_batch(size: int, link: str
     start, batches = mlp(), torch.randn(6, 12, 5)
     one = Communicator.single_process()
     [expected] = train_by_backward(one, start, batches, {"": None}).values()
-    policies = {**FULL_PRECISION, "alone": None}
-    for found in run(size, train_by_backward, start, batches, policies, link=link):
+    policies = {**FULL_PRECISION, **MEASURED}
+    asked = {**policies, "alone": None}
+    for found in run(size, train_by_backward, start, batches, asked, link=link):
         assert differs(found.pop("alone"), expected, by=1e-3)
-        assert_near(found, dict.fromkeys(FULL_PRECISION, expected))
+        assert_near(found, dict.fromkeys(policies, expected))
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -260,14 +263,15 @@ def train_on_one_two_three(comm: Communicator) -> dict[str, list[bytes]]:
     """By compression: the bits of all gradients, of three workers, and of two beside one."""
     part = comm.split(int(comm.rank == 2))
     assert part is not None
-    return {
-        compression: [
-            bits_of(test_contract.train(workers, Synchronous(compression=compression), None))
-            + bits_of([train_images(workers, compression)])
-            for workers in (comm, part)
-        ]
-        for compression in ("exact", "fp32")
-    }
+    with part:
+        return {
+            compression: [
+                bits_of(test_contract.train(workers, Synchronous(compression=compression), None))
+                + bits_of([train_images(workers, compression)])
+                for workers in (comm, part)
+            ]
+            for compression in ("exact", "fp32")
+        }
 
 
 def bits_of(tensors: Sequence[Tensor]) -> bytes:
@@ -306,7 +310,7 @@ def test_exact_sums_have_the_same_bits_on_one_two_and_three_ranks() -> None:
 
 # -- parameters without gradients, accumulation, clipping, scaling -----------------------------
 
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 def follow(comm: Communicator, names: Sequence[str]) -> list[list[list[list[float]]]]:
@@ -471,12 +475,10 @@ def test_a_model_on_the_cpu_is_exchanged_by_a_communicator_of_gpus() -> None:
 # -- checkpoints -------------------------------------------------------------------------------
 
 REMEMBERING: Policies = {
-    "int8": Synchronous(compression="int8", bucket_bytes=64),
-    "topk": Synchronous(compression=TopK(fraction=0.3)),
+    "int8": Synchronous(compression="int8", bucket_bytes=128),
     "powersgd": Synchronous(compression=PowerSGD(rank=1)),
-    "exact": Synchronous(compression="exact"),
     "stale": Stale(steps=2),
-    "stale-int8": Stale(steps=2, compression="int8"),
+    "stale-topk": Stale(steps=2, compression=TopK(fraction=0.3)),
 }
 
 
@@ -515,10 +517,10 @@ def train_three_ways(
 
 
 def test_residuals_and_late_gradients_go_through_a_checkpoint() -> None:
-    start, batches = mlp(), torch.randn(8, 12, 5)
+    start, batches = mlp(), torch.randn(6, 12, 5)
     for whole, resumed, begun_anew in run(2, train_three_ways, start, batches, REMEMBERING):
         assert_near(resumed, whole, 1e-12)
-        for name in REMEMBERING.keys() - {"exact"}:  # whose rounding shows in `steps` alone
+        for name in REMEMBERING:
             assert differs(begun_anew[name], whole[name], by=1e-6), name
 
 
@@ -549,7 +551,7 @@ def train_batch_norm(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_batch_norm_trains_the_model_of_one_process(size: int) -> None:
-    """cuDNN's kernels round otherwise than the CPU's; 1e-4 is some thousand roundings of float32."""
+    """cuDNN rounds otherwise than the CPU does: by less than a thousand roundings of float32."""
     start, batches = test_batch_norm.conv_net(), test_batch_norm.images()
     one = Communicator.single_process()
     kinds = [(d, m) for d in ("float64", "float32") for m in ("nchw", "nhwc")]
@@ -721,6 +723,6 @@ def test_fully_sharded_model_is_that_of_one_worker(size: int) -> None:
     """The oracle computes on the GPU, too: dropout draws from its generator."""
     [(means, sums, _)] = run(1, test_fully_sharded.train_both, False)
     for of_means, of_sums, of_torch in run(size, test_fully_sharded.train_both, True):
-        assert_same(of_means, means)
-        assert_same(of_sums, sums)
+        assert_same(of_means, means, rtol=1e-10)
+        assert_same(of_sums, sums, rtol=1e-10)
         assert differs(of_torch, means, by=1e-6)
