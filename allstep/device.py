@@ -8,7 +8,7 @@ would be a race or a hidden wait on an accelerator.
 called, so that the host must not look at numbers. So does "meta", which has no numbers at all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter, sleep
 from typing import Any, Protocol, Self, cast
@@ -262,6 +262,17 @@ def copy_to_host(tensor: Tensor) -> tuple[Tensor, Event | None]:
     on_host = _driver.new_pinned(tensor)
     on_host.copy_(tensor, non_blocking=True)
     return on_host, _driver.current_stream(tensor.device).record_event()
+
+
+def tensor_on(
+    device: torch.device, numbers: Sequence[float], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Some numbers of the host on a device; the host does not wait until they are there.
+
+    >>> tensor_on(torch.device("cpu"), [1, 2])
+    tensor([1, 2])
+    """
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm.autograd import all_reduce
+from allstep.device import tensor_on
 from allstep.errors import UsageError
 from allstep.nn.batch_last import from_batch_last, to_batch_last
 from allstep.nn.over_windows import OverWindows
@@ -53,7 +54,7 @@ class _LocalMean(nn.Module):
             for i in positions
         ]
         shape = [-1 if d == dim else 1 for d in range(like.dim())]
-        return torch.tensor(sums, dtype=like.dtype, device=like.device).view(shape)
+        return tensor_on(like.device, sums, like.dtype).view(shape)
 
 
 class SubtractiveNorm(_LocalMean):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, max_pool2d
 
+from allstep.device import tensor_on
 from allstep.errors import UsageError
 from allstep.nn.batch_last import from_batch_last, to_batch_last
 from allstep.nn.over_windows import OverWindows
@@ -148,7 +149,7 @@ class AvgPool2d(_Pool2d):
             for output in range(outputs.start[dim], outputs.stop[dim])
         ]
         counts = [min(first + kernel, length + margin) - max(first, -margin) for first in firsts]
-        return torch.tensor(counts, dtype=like.dtype, device=like.device) / kernel
+        return tensor_on(like.device, counts, like.dtype) / kernel
 
 
 class L2Pool2d(_Pool2d):

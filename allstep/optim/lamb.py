@@ -114,7 +114,7 @@ class LAMB(TrustRatioOptimizer):
             return torch.zeros(2, len(batch.leaves), dtype=torch.float64, device=batch.device)
         if not is_accelerator(batch.device):
             return self._measure_blocks(batch, flats)
-        batch.directions, batch.owns_directions = _directions(batch, flats), True
+        batch.directions = _directions(batch, flats)
         return self._sums(batch, batch.directions)
 
     def _measure_blocks(self, batch: Batch, flats: list[list[Tensor]]) -> Tensor:
@@ -186,7 +186,9 @@ def _steps(batch: Batch) -> list[Tensor]:
 def _step_adamw(batch: Batch, flats: list[list[Tensor]]) -> None:
     """With a ratio of 1, LAMB is AdamW."""
     group = batch.group
-    lr = float(group["lr"]) if not is_accelerator(batch.device) else group["lr"]
+    lr = group["lr"]
+    if isinstance(lr, Tensor):  # on a device torch's kernel reads a float there
+        lr = lr.float() if is_accelerator(batch.device) else lr.item()
     options = {**_fused_options(group), "lr": lr, "weight_decay": group["weight_decay"]}
     weights, gradients, exp_avgs, exp_avg_sqs = flats
     torch._fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, [], _steps(batch), **options)

@@ -191,7 +191,9 @@ class LARS(TrustRatioOptimizer):
     ) -> None:
         steps = list(torch._foreach_mul(gradients, -1 if group["maximize"] else 1))
         torch._foreach_add_(steps, weights, alpha=self._coupled_decay(group))
-        torch._foreach_mul_(steps, list(scales.to(weights[0].dtype)))
+        # Layers that do not adapt share one scale, and kernels.
+        factors = scales.to(weights[0].dtype)
+        torch._foreach_mul_(steps, list(factors) if adapts(group) else factors[0])
         torch._foreach_mul_(buffers, group["momentum"] * momentum_correction.factor(group))
         torch._foreach_add_(buffers, steps)
         if group["nesterov"]:

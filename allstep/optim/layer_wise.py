@@ -190,13 +190,10 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         if not batch.directions:
             return
         if is_accelerator(batch.device):
-            factors: list[Tensor] = list(scales.to(batch.weights[0].dtype))
-            steps = batch.directions
-            if batch.owns_directions:
-                torch._foreach_mul_(steps, factors)
-            else:
-                steps = list(torch._foreach_mul(steps, factors))
-            torch._foreach_sub_(batch.weights, steps)
+            # A scale on the device has another shape than its layer: no multi-tensor kernel takes
+            # both, so that each layer has a kernel of its own.
+            factors = list(scales.to(batch.dtype))
+            torch._foreach_addcmul_(batch.weights, batch.directions, factors, value=-1)
             return
         for weight, direction, scale in zip(
             batch.weights, batch.directions, scales.tolist(), strict=True

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allstep.device import is_accelerator
+from allstep.device import is_accelerator, tensor_on
 from allstep.torch_classes import is_dtensor
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -72,13 +72,11 @@ class Batch:
     """Leaves of one group that are updated together, and what is known of them so far.
 
     `directions` are what the weights move against, and `weights` views of them that go with it.
-    `owns_directions` says that nobody else needs them.
     """
 
     leaves: list[Leaf]
     directions: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    owns_directions: bool = False
 
     def __post_init__(self) -> None:
         self.weights = [leaf.weight for leaf in self.leaves]
@@ -218,7 +216,7 @@ def reduce_over_shards(columns: Tensor, leaves: Sequence[Leaf], op: Literal["sum
             for group in _shard_groups(leaf.parameter):
                 members.setdefault(group, []).append(index)
     for group, indices in members.items():
-        chosen = torch.tensor(indices, device=columns.device)
+        chosen = tensor_on(columns.device, indices)
         parts = columns[:, chosen]
         if op == "max":
             parts = parts.nan_to_num(nan=math.inf, posinf=math.inf)  # Gloo's maximum loses NaN
