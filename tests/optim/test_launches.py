@@ -38,7 +38,7 @@ def bert_large() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return decayed, others
 
 
-@pytest.mark.parametrize(("kind", "most"), [(LAMB, 32), (LARS, 42)])
+@pytest.mark.parametrize(("kind", "most"), [(LAMB, 29), (LARS, 40)])
 def test_a_step_of_bert_large_launches_few_kernels(kind: type[Any], most: int) -> None:
     decayed, others = bert_large()
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "adapt": False}]
