@@ -133,7 +133,7 @@ class FaceTest:
             parts = []
             for pictures in self._pictures(stimuli):
                 if own_part:
-                    pictures = self.form.own_part(self.grid, pictures)
+                    pictures = self.form.own_part(self.grid, pictures).to(self.grid.comm.device)
                 parts.append(net(pictures).flatten(1).cpu())
             return torch.cat(parts)
 

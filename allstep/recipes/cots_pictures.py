@@ -94,6 +94,7 @@ class TrainingPictures:
             )
             for x in (patches, faces)
         )
+        self._device = grid.comm.device
         self._face_share = face_share
         self._batch = batch
 
@@ -104,4 +105,5 @@ class TrainingPictures:
         patch_numbers = torch.randint(len(self._patches), (num,), generator=generator)
         face_numbers = torch.randint(len(self._faces), (num,), generator=generator)
         places = are_faces.view(-1, 1, 1, 1)
-        return torch.where(places, self._faces[face_numbers], self._patches[patch_numbers])
+        drawn = torch.where(places, self._faces[face_numbers], self._patches[patch_numbers])
+        return drawn.to(self._device)
