@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, device
+from allstep.nn import AvgPool2d, Grid, LocalContrastNorm, LocallyConnected2d
 from allstep.optim import LAMB
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
@@ -68,6 +69,35 @@ def test_host_waits_once_for_an_optimizer_that_stops_before_a_bad_gradient() -> 
     for steps in waits_of_steps(POLICIES["fp32"], lambda p: LAMB(p, 0.1, nonfinite="raise")):
         assert [len(waits) for waits in steps] == [1, 1]
         assert {site.function for waits in steps for site in waits} == {"_nonfinite_norms"}
+
+
+def test_host_waits_for_nothing_in_layers_of_distributed_arrays() -> None:
+    grid = Grid(Communicator.single_process())
+    layout = grid.split((6, 6))
+    layers = [
+        AvgPool2d(grid, layout, 3, 1, 1, count_include_pad=False),
+        LocalContrastNorm(grid, layout, 3),
+        LocallyConnected2d(grid, layout, 2, 3, 1, (2, 1, 1), seed=0),
+    ]
+    driver = StreamsAsNames()
+    for layer in layers:
+        with device.replaced(driver), driver.rank(lints=True) as rank:
+            layer(torch.ones(2, 2, 6, 6, requires_grad=True)).sum().backward()
+        assert rank.waits == []
+
+
+def test_host_waits_for_nothing_in_a_step_of_shards() -> None:
+    shards = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    for shard in shards:
+        shard.grad = torch.ones_like(shard)
+        shard.shard_group = Communicator.single_process()
+    optimizer = LAMB(shards, nonfinite="propagate")
+    driver = StreamsAsNames()
+    with device.replaced(driver), driver.rank(lints=True) as rank:
+        optimizer.step()
+        rank.waits.clear()
+        optimizer.step()
+    assert rank.waits == []
 
 
 def test_host_waits_are_found() -> None:
