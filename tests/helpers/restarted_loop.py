@@ -59,7 +59,7 @@ def train(
     for module in task.model.modules():
         if isinstance(module, torch.nn.Dropout) and not draws:
             module.p = 0.0
-    model, optimizer = task.model, task.optimizer(task.model)
+    model, optimizer = task.model.to(comm.device), task.optimizer(task.model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
     exchange = allstep.attach(model, comm, policy, optimizer=optimizer)
     loader = allstep.data.loader(

@@ -93,7 +93,7 @@ def train_with_steps(
 ) -> dict[str, Tensor]:
     """A user's own loop; returns the trained model's state."""
     task = make_task(optimizer, augment=augment)
-    model, update = task.model, task.optimizer(task.model)
+    model, update = task.model.to(comm.device), task.optimizer(task.model)
     base_rate = update.param_groups[0]["lr"]
     exchange = allstep.attach(model, comm)
     with allstep.data.loader(
