@@ -65,7 +65,8 @@ def probe(
 def _measure(
     task: Task, precision: Precision, data: Any, num_threads: int | None
 ) -> tuple[float | None, float, float]:
-    model = copy.deepcopy(task.model).train()
+    # Prepared anew: recurrent layers of a copy are not in one piece, as cuDNN wants them.
+    model = precision.prepare_model(copy.deepcopy(task.model)).train()
     for module in model.modules():
         if isinstance(module, GroupedBatchNorm):
             module.leave_peers()  # they aren't called
