@@ -28,8 +28,8 @@ class Classifier:
 
     def normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """(images - mean) / std per channel, [batch, channel, height, width] in `dtype`."""
-        mean = torch.tensor(self.mean, dtype=dtype, device=images.device).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=dtype, device=images.device).view(-1, 1, 1)
+        units = torch.tensor([self.mean, self.std], dtype=dtype)
+        mean, std = units.to(images.device, non_blocking=True).view(2, -1, 1, 1)
         return (images.to(dtype) - mean) / std
 
     def logits(self, model: nn.Module, images: Tensor) -> Tensor:

@@ -204,10 +204,8 @@ class _Sums:
 
     def _checked(self, name: str, pair: Any) -> Tensor:
         try:
-            numbers = [
-                torch.as_tensor(x, dtype=torch.float64, device=self._device).detach().reshape(())
-                for x in pair
-            ]
+            given = [torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in pair]
+            numbers: list[Tensor] = to_device(given, self._device)
         except (TypeError, ValueError, RuntimeError):
             numbers = []
         if len(numbers) != 2:

@@ -92,7 +92,7 @@ class Losses:
         for loss, factor, weight in self._found:
             numbers = torch.tensor((weight, float(are_sums)), dtype=torch.float64)
             total[0] += digits_of(loss.double() * (1.0 if are_sums else factor)).to(total)
-            total[1:] += digits_of(numbers).to(total)
+            total[1:] += digits_of(numbers).to(total, non_blocking=True)
         return total
 
     def _check_weight(self, weight: float) -> None:

@@ -3,16 +3,21 @@
 CPU tensors are taken for an accelerator's, as in `test_streams`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, device
 from allstep.nn import AvgPool2d, Grid, LocalContrastNorm, LocallyConnected2d
 from allstep.optim import LAMB
+from allstep.recipes.classification import Classifier
+from allstep.recipes.digits import digits_net
+from allstep.train import Evaluator
 from tests.exchange.nets import mlp
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sites import Site
@@ -100,6 +105,41 @@ def test_host_waits_for_nothing_in_a_step_of_shards() -> None:
     assert rank.waits == []
 
 
+def waits_of_recipe(num_samples: int) -> tuple[list[list[Site]], list[Site]]:
+    """Of each step of a loop with `steps`, and of an evaluation, on one worker."""
+    driver = StreamsAsNames()
+    classifier = Classifier(mean=[5.0], std=[6.0])
+    images = torch.randint(0, 16, (num_samples, 1, 8, 8), dtype=torch.uint8)
+    samples = TensorDataset(images, torch.randint(0, 10, (num_samples,)))
+    comm, found = Communicator.single_process(), []
+    with device.replaced(driver), driver.rank(lints=True) as rank:
+        model = digits_net(width=4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        exchange = allstep.attach(model, comm)
+        loader = allstep.data.loader(samples, comm, global_batch=16, micro_batch=4)
+        for batch in allstep.steps(loader, exchange):
+            rank.waits.clear()
+            for data in batch:
+                batch.backward(classifier.loss(model, data))
+            batch.local_sums()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(list(rank.waits))
+        evaluator = Evaluator(classifier.metrics, samples, comm, micro_batch=4)
+        rank.waits.clear()
+        evaluator(model)
+        exchange.detach()
+    return found, list(rank.waits)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of the evaluator
+def test_host_waits_at_the_end_of_an_evaluation_and_in_no_step_of_a_recipe() -> None:
+    few, many = waits_of_recipe(16), waits_of_recipe(40)
+    assert [len(steps) for steps, _ in (few, many)] == [1, 3]
+    assert not [wait for steps, _ in (few, many) for waits in steps for wait in waits]
+    assert Counter(map(str, many[1])) == Counter(map(str, few[1]))  # however long it is
+
+
 def test_host_waits_are_found() -> None:
     """The control: each way to look at numbers, or to write one, is seen."""
     driver = StreamsAsNames()
@@ -110,7 +150,9 @@ def test_host_waits_are_found() -> None:
         "nonzero": lambda x: x.nonzero(),
         "new_tensor": lambda x: x.new_tensor([1.0]),
         "tensor": lambda x: torch.tensor([1.0], device=x.device),
+        "as_tensor": lambda x: torch.as_tensor([1.0], device=x.device),
         "to": lambda x: torch.tensor([1.0]).to(x.device),
+        "to of another": lambda x: torch.tensor([1.0]).to(x),
         "copy_ of a scalar": lambda x: x.__setitem__(0, 1.0),
     }
     for name, way in ways.items():
@@ -120,4 +162,4 @@ def test_host_waits_are_found() -> None:
             torch.tensor([1.0]).to(x.device, non_blocking=True)
             assert not rank.waits
             way(x)
-        assert [site.verb for site in rank.waits] == [name]
+        assert [site.verb for site in rank.waits] == [name.removesuffix(" of another")]

@@ -284,6 +284,8 @@ class _Watch(TorchDispatchMode):
             arguments.dataptrs_written |= {m for m in map(_memory, tensors) if m}
         if name == "aten::lift_fresh":
             rank.host.add(_memory(args[0]))
+        if name == "aten::scalar_tensor":  # a number that an operator was given
+            rank.host.add(_memory(out))
         rank.kept.append(out)
         is_of_host = {*map(_memory, tensors)} <= rank.host
         if tensors and is_of_host and kwargs.get("device") is None:  # the host's own work
@@ -341,13 +343,22 @@ class _Lint(TorchFunctionMode):
 
     def _copies_from_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """A copy of the host's numbers for which the host waits."""
-        if func is Tensor.new_tensor or (func is torch.tensor and kwargs.get("device") is not None):
+        is_made = func is torch.tensor or (
+            func is torch.as_tensor and not isinstance(args[0], Tensor)
+        )
+        if func is Tensor.new_tensor or (is_made and kwargs.get("device") is not None):
             return True
         source = {Tensor.to: 0, Tensor.copy_: 1}.get(func)
         if source is None or _memory(args[source]) not in self._rank.host:
             return False
-        moves = func is Tensor.copy_ or any(isinstance(a, torch.device) for a in args)
+        moves = func is Tensor.copy_ or any(map(self._is_on_device, args[1:]))
         return moves and not kwargs.get("non_blocking", False)
+
+    def _is_on_device(self, target: Any) -> bool:
+        """Whether what is copied there leaves the host."""
+        is_tensor = isinstance(target, Tensor)
+        is_there = is_tensor and _memory(target) not in self._rank.host
+        return is_there or isinstance(target, torch.device)
 
 
 class _LintBelow(TorchDispatchMode):
