@@ -343,6 +343,6 @@ def test_host_waits_for_nothing_in_a_loop_with_steps() -> None:
 @pytest.mark.skipif(on_cpu(), reason="trainings on CPUs are elastic")
 def test_an_elastic_training_is_refused_before_its_first_step(tmp_path: Path) -> None:
     options = replace(OPTIONS, compression="exact")
-    with pytest.raises(UsageError, match="`elastic` on cuda: .* resume from checkpoints"):
+    with pytest.raises(UsageError, match=r"`elastic` on cuda: .* resume from checkpoints"):
         allstep.fit(wide_task(), options, single_process(), tmp_path, elastic=True)
     assert not list(tmp_path.iterdir())
