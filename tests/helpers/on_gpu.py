@@ -50,6 +50,7 @@ def run_on_gpu(
 def _with_comm(link: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     rank = read_launch().rank
     os.environ["NCCL_HOSTID"] = f"host of rank {rank}"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"  # else cuDNN's recurrent layers vary
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     with mock.patch.object(initialise, "check_own_devices"), _init(link, timeout_s) as comm:
