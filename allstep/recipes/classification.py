@@ -29,7 +29,7 @@ class Classifier:
     def normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """(images - mean) / std per channel, [batch, channel, height, width] in `dtype`."""
         units = torch.tensor([self.mean, self.std], dtype=dtype)
-        mean, std = units.to(images.device, non_blocking=True).view(2, -1, 1, 1)
+        mean, std = units.to(images.device, non_blocking=True).view(2, -1, 1, 1).unbind()
         return (images.to(dtype) - mean) / std
 
     def logits(self, model: nn.Module, images: Tensor) -> Tensor:
