@@ -43,19 +43,32 @@ def run_on_gpu(
         link: one of `LINKS`.
         timeout_s: of the communicators, and of all.
     """
-    with Workers(n, _with_comm, (link, timeout_s, fn, args)) as workers:
+    with start_on_gpu(n, fn, *args, link=link, timeout_s=timeout_s) as workers:
         return workers.results(timeout_s)
 
 
-def _with_comm(link: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    rank = read_launch().rank
-    os.environ["NCCL_HOSTID"] = f"host of rank {rank}"
+def start_on_gpu(
+    n: int, fn: Callable[..., Any], *args: Any, link: str = "nccl", timeout_s: float = 100.0
+) -> Workers:
+    """Starts what `run_on_gpu` runs."""
+    return Workers(n, _with_comm, (link, timeout_s, fn, args))
+
+
+def share_the_gpu() -> None:
+    """Lets this rank's NCCL share a GPU with others, and its products be those of float32."""
+    os.environ["NCCL_HOSTID"] = f"host of rank {read_launch().rank}"
+    os.environ["NCCL_NET"], os.environ["NCCL_SOCKET_IFNAME"] = "Socket", "lo"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"  # else cuDNN's recurrent layers vary
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
+
+
+def _with_comm(link: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    share_the_gpu()
     with mock.patch.object(initialise, "check_own_devices"), _init(link, timeout_s) as comm:
         result = fn(comm, *args)
-        comm.barrier()
+        if comm.size == 1 or comm.process_group is not None:  # `fn` may have left the group
+            comm.barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
