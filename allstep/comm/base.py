@@ -14,6 +14,7 @@ from allstep.comm.group import Dependent, Topology
 from allstep.comm.inbox import Inbox
 from allstep.comm.messages import Messages
 from allstep.comm.wire import Wire
+from allstep.device import is_accelerator
 from allstep.errors import UsageError
 
 PRIVATE_TAG = 1 << 30  # gather and scatter; users' tags are below
@@ -43,7 +44,9 @@ class CommunicatorBase:
         self.wire = wire  # raw tensors to and from other ranks
         self._dependents: WeakValueDictionary[int, Dependent] = WeakValueDictionary()
         self.messages = Messages(wire, wire.transport_device(torch.device("cpu")))
-        self._inbox = Inbox(wire.names)
+        # An accelerator's backend knows no tags: what is sent first arrives first.
+        has_tags = not is_accelerator(wire.transport_device(self.device))
+        self._inbox = Inbox(wire.names, has_tags=has_tags)
         store = None if wire.group is None else wire.group.get_group_store()
         self.announced = AnnouncedCalls(store, wire.names.number, self.activity)
 

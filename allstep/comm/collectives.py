@@ -4,7 +4,8 @@ Shapes, dtypes and structure travel with the values, but for `all_gather_into_te
 `all_to_all_single`: there all ranks know them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -15,6 +16,13 @@ from allstep.comm.group import Topology
 from allstep.comm.layout import Layout, Tensors, as_tuple, bytes_of
 from allstep.comm.wire import Wire
 from allstep.comm.work import JoinedWork, Work
+from allstep.device import (
+    Event,
+    current_stream,
+    has_streams,
+    lend_to_current_stream,
+    new_stream,
+)
 from allstep.errors import DisagreementError, UsageError
 
 X = TypeVar("X", Tensor, Sequence[Tensor], Tensor | Sequence[Tensor])
@@ -271,7 +279,8 @@ class TensorCollectives(CommunicatorBase):
             return _to(self._recv(source, tag, "recv", "send"), self.device)
 
         if async_op:
-            return self._inbox.start(source, tag, receive)
+            own = self._inbox.start(source, tag, partial(_in_own_stream, receive, self.device))
+            return JoinedWork([own], lambda: _hand_over(*own.wait()))
         return self._inbox.receive(source, tag, receive)
 
     def _send(self, x: Tensor | Sequence[Tensor], dest: int, tag: int, verb: str) -> Work[None]:
@@ -301,6 +310,29 @@ def _device_of(x: Tensor | Sequence[Tensor], default: torch.device) -> torch.dev
 
 def _to(x: Tensors, device: torch.device) -> Tensors:
     return x.to(device) if isinstance(x, Tensor) else tuple(tensor.to(device) for tensor in x)
+
+
+def _in_own_stream(
+    receive: Callable[[], Tensors], device: torch.device
+) -> tuple[Tensors, Event | None]:
+    """Receives in a thread, and the event after which an accelerator has what was received.
+
+    The current stream of a new thread is the device's default one: it would wait for the message
+    with all that the program gives to it meanwhile.
+    """
+    if not has_streams(device):
+        return receive(), None
+    with new_stream(device) as stream:
+        return receive(), stream.record_event()
+
+
+def _hand_over(x: Tensors, event: Event | None) -> Tensors:
+    """What another stream has received, to the current one."""
+    for tensor in as_tuple(x):
+        if event is not None:
+            current_stream(tensor.device).wait_event(event)
+            lend_to_current_stream(tensor)
+    return x
 
 
 def _own_copy(x: Tensor | Sequence[Tensor]) -> Tensors:

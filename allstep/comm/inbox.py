@@ -19,22 +19,29 @@ class Inbox:
 
     Args:
         names: what errors call the ranks.
+        has_tags: whether messages of unlike tags may come in any order.
     """
 
-    def __init__(self, names: RankNames) -> None:
+    def __init__(self, names: RankNames, *, has_tags: bool = True) -> None:
         self._names = names
+        self._has_tags = has_tags
         self._last: dict[tuple[int, int], ThreadWork[Any]] = {}  # under way, by source and tag
         self._lock = threading.Lock()
 
     def receive(self, source: int, tag: int, receive: Callable[[], T]) -> T:
         """Runs `receive` now, after all that were started for the same source and tag."""
-        previous = self._last.get((source, tag))
+        previous = self._last.get(self._key(source, tag))
         if previous is not None:
             previous.join()
         return receive()
 
+    def _key(self, source: int, tag: int) -> tuple[int, int]:
+        """The same for messages that come in the order of their calls."""
+        return source, tag if self._has_tags else 0
+
     def start(self, source: int, tag: int, receive: Callable[[], T]) -> Work[T]:
         """Runs `receive` in a thread, after all that were started for the same source and tag."""
+        key = self._key(source, tag)
 
         def run() -> T:
             try:
@@ -43,11 +50,11 @@ class Inbox:
                 return receive()
             finally:  # lets go of a result, which may be large, and of tags that are used once
                 with self._lock:
-                    if self._last.get((source, tag)) is work:
-                        del self._last[source, tag]
+                    if self._last.get(key) is work:
+                        del self._last[key]
 
         with self._lock:
-            previous = self._last.get((source, tag))
+            previous = self._last.get(key)
             name = f"`recv` from {self._names.named(source)} (tag {tag})"
-            work = self._last[source, tag] = ThreadWork.start(run, name)
+            work = self._last[key] = ThreadWork.start(run, name)
         return work
