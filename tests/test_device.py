@@ -10,7 +10,7 @@ import allstep
 from allstep import device
 from allstep.comm import Communicator
 from allstep.comm.failures import wait_for_event
-from allstep.comm.group_wire import GroupWire, backend_name, backend_timeout
+from allstep.comm.group_wire import GroupWire, backend_name, backend_timeout, shut_down
 from allstep.comm.missing import RankNames
 from allstep.errors import CollectiveTimeoutError, UsageError
 from allstep.exchange.reducer import Reducer
@@ -98,6 +98,24 @@ def test_a_new_timeout_reaches_a_backend_that_ignores_those_of_calls() -> None:
     assert group.backend.timeouts == []
     wire.timeout_s = 7.0
     assert group.backend.timeouts == [timedelta(seconds=14)] == [backend_timeout(7.0)]
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_an_aborted_group_does_not_wait_for_its_device(is_aborted: bool) -> None:
+    """Which may wait for ever: for another group's call, to which a rank never comes."""
+    calls: list[str] = []
+
+    class Busy(device.Driver):
+        def synchronize(self, device: torch.device) -> None:
+            calls.append("synchronize")
+
+    class Group:
+        def shutdown(self) -> None:
+            calls.append("shutdown")
+
+    with device.replaced(Busy()):
+        shut_down(Group(), torch.device("cuda", 0), is_aborted)  # type: ignore[arg-type]
+    assert calls == ([] if is_aborted else ["synchronize"]) + ["shutdown"]
 
 
 def test_backends_are_those_of_torchs_table() -> None:

@@ -30,6 +30,7 @@ from allstep.comm.failures import explained, is_timeout, translated
 from allstep.comm.missing import RankNames
 from allstep.comm.work import END_S, BackendWork, ThreadWork, Work
 from allstep.device import current_device, default_device, synchronize
+from allstep.env import allow_messages_in_turn
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 _MOMENT_S = 0.05  # between two looks whether members are still there
@@ -87,8 +88,11 @@ def connect(
     own: Store = store.clone()  # type: ignore[attr-defined]
     make = partial(make_group, own, rank, size, device=device, timeout_s=timeout_s)
     meeting = ThreadWork.start(make, "the meeting")
+    deadline_s = time.monotonic() + 2 * timeout_s  # an accelerator's backend waits without end
     while not meeting.is_completed():
         check()
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("the meeting timed out")
         with suppress(CollectiveTimeoutError):
             meeting.wait(_MOMENT_S)
     return meeting.wait()
@@ -122,7 +126,11 @@ def _add_backend(
     options = kind.Options()
     options._timeout = backend_timeout(timeout_s)
     options.is_high_priority_stream = True  # else its kernels queue up behind the backward pass
+    allow_messages_in_turn()
     backend = kind(PrefixStore(f"{device.type}/", store), group.rank(), group.size(), options)
+    # Else it connects in the first calls, each time only those ranks that make the call: others
+    # may wait elsewhere meanwhile, and nothing ends that.
+    backend.eager_connect_single_device(device)
     group.bound_device_id = device
     kind_of_backend = getattr(_BackendType, name.upper())
     group._register_backend(torch.device(device.type), kind_of_backend, backend)
@@ -135,7 +143,7 @@ class GroupWire:
     Args:
         group: whose calls this makes.
         timeout_s: how long a call may take.
-        close: called once when the wire is closed.
+        close: called once when the wire is closed, with whether the group was aborted.
         names: what errors call the ranks; None for the numbers that they have here.
         chunk_bytes: the longest message; longer ones go in pieces.
     """
@@ -144,7 +152,7 @@ class GroupWire:
         self,
         group: dist.ProcessGroup,
         timeout_s: float,
-        close: Callable[[], None] = lambda: None,
+        close: Callable[[bool], None] = lambda is_aborted: None,
         names: RankNames | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
@@ -185,6 +193,7 @@ class GroupWire:
     def _post(
         self,
         verb: str,
+        device: torch.device,
         starts: Sequence[_Start],
         timeout_s: float | None = None,
         *,
@@ -194,6 +203,7 @@ class GroupWire:
 
         Args:
             verb: names them in errors.
+            device: where their tensors are.
             starts: what starts them.
             timeout_s: of messages; without it they end after the timeout of their own options.
             meets: whether a wait for them ends only when all ranks have come.
@@ -212,7 +222,8 @@ class GroupWire:
 
         name = f"`{verb}` on {self.names.own}"
         explained = partial(self._explained, verb)
-        work = BackendWork(works, explained, name, note_meeting, timeout_s)
+        polls = device.type != "cpu"
+        work = BackendWork(works, explained, name, note_meeting, timeout_s, polls=polls)
         self._under_way = {work, *self._not_ended()}
         return work
 
@@ -233,11 +244,12 @@ class GroupWire:
         options = self._options(dist.AllreduceOptions)
         options.reduceOp = op
         starts: list[_Start] = [lambda group: group.allreduce([tensor], options)]
-        return self._post(verb, starts, meets=tensor.device.type == "cpu")
+        return self._post(verb, tensor.device, starts, meets=tensor.device.type == "cpu")
 
     def reduce_scatter(
         self, parts: Sequence[Tensor], op: dist.ReduceOp.RedOpType, verb: str
     ) -> tuple[Tensor, Work[None]]:
+        device = parts[0].device
         if len({part.numel() for part in parts}) == 1:
             options = self._options(dist.ReduceScatterOptions)
             options.reduceOp = op
@@ -245,7 +257,7 @@ class GroupWire:
             output = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format)
             flat = output.reshape(-1)
             starts: list[_Start] = [lambda group: group._reduce_scatter_base(flat, joined, options)]
-            return output, self._post(verb, starts, meets=flat.device.type == "cpu")
+            return output, self._post(verb, device, starts, meets=device.type == "cpu")
         own = [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
         def reduce_to(root: int) -> _Start:
@@ -255,7 +267,7 @@ class GroupWire:
             return lambda group: group.reduce([own[root]], options)
 
         starts = [reduce_to(root) for root in range(self.size)]
-        return own[self.rank], self._post(verb, starts, meets=own[0].device.type == "cpu")
+        return own[self.rank], self._post(verb, device, starts, meets=device.type == "cpu")
 
     def _broadcasts(self, buffer: Tensor, root: int) -> list[_Start]:
         options = self._options(dist.BroadcastOptions)
@@ -265,7 +277,7 @@ class GroupWire:
         return [partial(_broadcast, chunk=chunk, options=options) for chunk in self._chunks(buffer)]
 
     def broadcast(self, buffer: Tensor, root: int, verb: str) -> Work[None]:
-        return self._post(verb, self._broadcasts(buffer, root))
+        return self._post(verb, buffer.device, self._broadcasts(buffer, root))
 
     def all_gather(self, buffer: Tensor, sizes_bytes: Sequence[int], verb: str) -> list[Tensor]:
         output = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=buffer.device)
@@ -275,7 +287,8 @@ class GroupWire:
         elif len(set(sizes_bytes)) == 1 and output.numel() <= self._chunk_bytes:
             base = buffer.contiguous()
             options = self._options(AllgatherOptions)
-            self._post(verb, [lambda group: group._allgather_base(output, base, options)]).wait()
+            start: _Start = lambda group: group._allgather_base(output, base, options)  # noqa: E731
+            self._post(verb, buffer.device, [start]).wait()
         else:
             pieces[self.rank].copy_(buffer)
             starts = [
@@ -283,7 +296,7 @@ class GroupWire:
                 for root, piece in enumerate(pieces)
                 for start in self._broadcasts(piece, root)
             ]
-            self._post(verb, starts).wait()
+            self._post(verb, buffer.device, starts).wait()
         return pieces
 
     def all_to_all(
@@ -300,6 +313,7 @@ class GroupWire:
         sent_bytes = [buffer.numel() for buffer in buffers]
         self._post(
             verb,
+            device,
             [
                 lambda group: group.alltoall_base(
                     output, joined, list(sizes_bytes), sent_bytes, options
@@ -318,20 +332,22 @@ class GroupWire:
             source, dest = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             starts += self._recvs(incoming[source], source, _SWAP_TAG)
             starts += self._sends(outgoing[dest], dest, _SWAP_TAG)
-        self._post(verb, starts, self.timeout_s, meets=True).wait()
+        self._post(verb, incoming[0].device, starts, self.timeout_s, meets=True).wait()
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
-        return self._post(verb, self._sends(buffer, dest, tag), self._limit_s(buffer))
+        starts = self._sends(buffer, dest, tag)
+        return self._post(verb, buffer.device, starts, self._limit_s(buffer))
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
-        return self._post(verb, self._recvs(buffer, source, tag), self._limit_s(buffer))
+        starts = self._recvs(buffer, source, tag)
+        return self._post(verb, buffer.device, starts, self._limit_s(buffer))
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
         starts = [*self._recvs(incoming, source, tag), *self._sends(outgoing, dest, tag)]
         if incoming.device.type == "cpu":
-            return self._post(verb, starts, self._limit_s(incoming))
+            return self._post(verb, incoming.device, starts, self._limit_s(incoming))
 
         def together(group: dist.ProcessGroup) -> dist.Work:
             """One after the other NCCL would wait forever: each for a peer that does the same."""
@@ -340,7 +356,7 @@ class GroupWire:
                 start(group)
             return group._end_coalescing(incoming.device)
 
-        return self._post(verb, [together] if starts else [])
+        return self._post(verb, incoming.device, [together] if starts else [])
 
     def _sends(self, buffer: Tensor, dest: int, tag: int) -> list[_Start]:
         return [partial(_send, chunk=chunk, dest=dest, tag=tag) for chunk in self._chunks(buffer)]
@@ -405,20 +421,25 @@ class GroupWire:
         if group is None:
             return
         deadline_s = time.monotonic() + min(END_S, self.timeout_s)
-        if abort or not all(work.outlast(deadline_s) for work in self._not_ended()):
+        is_aborted = abort or not all(work.outlast(deadline_s) for work in self._not_ended())
+        if is_aborted:
             self._break_off(group)
             with suppress(RuntimeError):
                 group.abort()
         left = self._not_ended()
         if left:
             ThreadWork.start(partial(_hold, group, left, self.timeout_s), "the end of a group")
-        self._close()
+        self._close(is_aborted)
 
 
-def shut_down(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Ends a group of our own: one that is merely forgotten aborts what its device still does."""
+def shut_down(group: dist.ProcessGroup, device: torch.device, is_aborted: bool) -> None:
+    """Ends a group of our own: one that is merely forgotten aborts what its device still does.
+
+    After an abort the device may still be busy with another group's call, which never ends.
+    """
     if backend_name(device) is not None:
-        synchronize(device)
+        if not is_aborted:
+            synchronize(device)
         with suppress(RuntimeError):  # it was aborted before
             group.shutdown()
 

@@ -30,7 +30,7 @@ from allstep.comm.rendezvous import Rendezvous
 from allstep.comm.work import ThreadWork
 from allstep.device import default_device, is_accelerator, set_current_device
 from allstep.device import num_devices as count_devices
-from allstep.env import Launch, make_room, read_launch, read_run_dir
+from allstep.env import Launch, allow_messages_in_turn, make_room, read_launch, read_run_dir
 from allstep.errors import CommunicationError, UsageError, check_positive
 
 _GRACE_S = 0.5
@@ -222,8 +222,9 @@ def _meet(
     names = RankNames(range(launch.size), launch.rank, launch.size, store, places)
     # [Note: elastic workers on a GPU]
     backend = backend_name(device) if launch.min_workers is None else None
-    if backend:
+    if backend is not None:
         check_own_devices(places)
+        allow_messages_in_turn()
     rendezvous.doing = "all workers came, but could not connect with each other"
     with explained("init", names, timeout_s):
         dist.init_process_group(
@@ -242,7 +243,7 @@ def _check_devices(comm: Communicator) -> None:
     agree(comm, f"compute on {comm.device.type}", cure=cure)
 
 
-def _destroy(rendezvous: Rendezvous) -> None:
+def _destroy(rendezvous: Rendezvous, is_aborted: bool) -> None:
     """Ends the default group that `init` has made, unless the user was faster."""
     rendezvous.leave_master_port()
     if dist.is_initialized():

@@ -176,7 +176,9 @@ class BackendWork:
     """Calls that a process group of torch's works on by itself.
 
     Gloo closes all its connections when a wait for a message runs out of time. So whoever waits
-    for a message for less than `message_timeout_s` waits for a thread, which goes on.
+    for a message for less than `message_timeout_s` waits for a thread, which goes on. NCCL gives a
+    call up, and soon ends the process, when a wait for it runs out of time. So whoever waits for
+    an accelerator for a limited time looks at the call again and again.
 
     Args:
         works: the group's, in the order in which they were started.
@@ -186,6 +188,7 @@ class BackendWork:
         on_end: called when all of them have ended.
         message_timeout_s: of messages between CPU ranks; None for calls that end after the
             timeout of their own options.
+        polls: whether to look at the calls instead, as an accelerator's backend makes them.
     """
 
     def __init__(
@@ -195,12 +198,15 @@ class BackendWork:
         name: str,
         on_end: Callable[[], None] = lambda: None,
         message_timeout_s: float | None = None,
+        *,
+        polls: bool = False,
     ) -> None:
         self._works = deque(works)
         self._explained = explained
         self._name = name
         self._on_end = on_end
         self._message_timeout_s = message_timeout_s
+        self._polls = polls
         self._thread: ThreadWork[None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -253,6 +259,10 @@ class BackendWork:
 
     def _finish(self, timeout_s: float | None) -> None:
         with self._explained(timeout_s):
+            if self._polls and timeout_s is not None:
+                if not self.outlast(time.monotonic() + timeout_s):
+                    raise RuntimeError("the device's call timed out")
+                timeout_s = None
             while self._works:
                 if timeout_s is None:
                     self._works[0].wait()

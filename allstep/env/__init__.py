@@ -19,6 +19,7 @@ from allstep.env.silence import limit_silence as limit_silence
 from allstep.env.slurm import expand_counts as expand_counts
 from allstep.env.slurm import first_host as first_host
 from allstep.env.worker import RUN_DIR as RUN_DIR
+from allstep.env.worker import allow_messages_in_turn as allow_messages_in_turn
 from allstep.env.worker import environment_of_joiner as environment_of_joiner
 from allstep.env.worker import environment_of_worker as environment_of_worker
 from allstep.env.worker import forget_launch as forget_launch

@@ -39,6 +39,21 @@ def forget_launch(environ: MutableMapping[str, str] | None = None) -> None:
             del variables[name]
 
 
+def allow_messages_in_turn(environ: MutableMapping[str, str] | None = None) -> None:
+    """Has torch not warn that a group's messages over NCCL go one after the other, as is meant.
+
+    Args:
+        environ: variables to change; the process's own if None.
+
+    >>> variables = {}
+    >>> allow_messages_in_turn(variables)
+    >>> variables
+    {'TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING': 'false'}
+    """
+    variables = os.environ if environ is None else environ
+    variables.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+
+
 def read_error_file(environ: Mapping[str, str] | None = None) -> Path | None:
     """Where torchrun's agent looks for what made this worker fail; None without an agent."""
     path = Variables(environ).text("TORCHELASTIC_ERROR_FILE")

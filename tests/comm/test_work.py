@@ -1,10 +1,14 @@
 """The kinds of `Work`: results, errors and time limits."""
 
 import threading
+from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 
-from allstep.comm.work import CompletedWork, JoinedWork, ThreadWork
+from allstep.comm.inbox import Inbox
+from allstep.comm.missing import RankNames
+from allstep.comm.work import BackendWork, CompletedWork, JoinedWork, ThreadWork
 from allstep.errors import CollectiveTimeoutError, UsageError
 
 
@@ -53,3 +57,41 @@ def test_thread_work_makes_no_call_after_an_earlier_error():
 def test_wait_refuses_a_timeout_that_is_not_positive(work, timeout_s):
     with pytest.raises(UsageError, match=r"`timeout_s` \(=.*\) must be above 0"):
         work.wait(timeout_s)
+
+
+class DeviceCall:
+    """A call of a backend that gives it up when a wait for it runs out of time."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        assert timeout is None, "the call is given up"
+
+
+def test_a_call_of_a_device_goes_on_where_a_wait_ran_out_of_time() -> None:
+    call = DeviceCall()
+    work = BackendWork([call], lambda _: nullcontext(), "call", polls=True)  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(0.01)
+    assert not work.is_completed()
+    call.has_ended = True
+    work.wait(20.0)
+    assert work.is_completed()
+
+
+@pytest.mark.parametrize("has_tags", [True, False])
+def test_messages_without_tags_are_received_in_the_order_of_the_calls(has_tags: bool) -> None:
+    inbox, go = Inbox(RankNames(range(2), 0, 2), has_tags=has_tags), threading.Event()
+    order: list[int] = []
+    first = inbox.start(1, 5, lambda: go.wait(20) and order.append(5))
+    second = inbox.start(1, 6, lambda: order.append(6))
+    if has_tags:
+        second.wait(20)
+    go.set()
+    for work in (first, second):
+        work.wait(20)
+    assert order == ([6, 5] if has_tags else [5, 6])
