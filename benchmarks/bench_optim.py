@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 from common import Estimate, estimate, interleave, print_headline, ratio, write_results
-from optim_variants import FAMILIES, SHAPES, Groups, make_groups
+from optim_variants import FAMILIES, SHAPES, make_groups, with_own_gradients
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 LAMB_TARGET = 2.2
 PEER_TARGET = 2.0
@@ -44,19 +43,8 @@ def measure(
     for name, make in variants().items():
         if not slow and name.endswith(", plain"):
             continue
-        steps[name] = _synchronised(make(_with_own_gradients(weights)), device)
+        steps[name] = _synchronised(make(with_own_gradients(weights)), device)
     return interleave(steps, repeats, warmups=2, clock=clock)
-
-
-def _with_own_gradients(groups: Groups) -> Groups:
-    """The same memory for weights; gradients are copied, because peers' steps change them."""
-    own: Groups = []
-    for group in groups:
-        params = [nn.Parameter(p.detach()) for p in group["params"]]
-        for parameter, source in zip(params, group["params"], strict=True):
-            parameter.grad = source.grad.clone()
-        own.append({**group, "params": params})
-    return own
 
 
 def _synchronised(optimizer: torch.optim.Optimizer, device: str) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from allstep.optim import LAMB, LARS
 
-__all__ = ["FAMILIES", "SHAPES", "Groups", "make_groups"]
+__all__ = ["FAMILIES", "SHAPES", "Groups", "make_groups", "with_own_gradients"]
 
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], torch.optim.Optimizer]
@@ -59,6 +59,17 @@ def make_groups(shapes: Iterable[tuple[int, ...]], device: str, weight_decay: fl
         parameter.grad = 1e-3 * torch.randn_like(parameter)
         groups[len(shape) < 2]["params"].append(parameter)
     return groups
+
+
+def with_own_gradients(groups: Groups) -> Groups:
+    """The same memory for weights; gradients are copied, because peers' steps change them."""
+    own: Groups = []
+    for group in groups:
+        params = [nn.Parameter(p.detach()) for p in group["params"]]
+        for parameter, source in zip(params, group["params"], strict=True):
+            parameter.grad = source.grad.clone()
+        own.append({**group, "params": params})
+    return own
 
 
 def timm_lamb() -> Any:
