@@ -17,6 +17,9 @@ for new pages; here all variants keep their heap, as allocators that are made fo
 Working memory is what a step needs at its peak beyond input, weight, output and their gradients,
 which every variant has; each is measured in a process of its own.
 
+On a GPU times are of the wall clock between synchronisations, of ten calls without one, memory is
+that of torch's allocator, and JAX and the sparse formats are left out.
+
 Prints tables, adds each shape to benchmarks/results/bench_local.json (with `--quick`:
 ..._quick.json) as it ends, and ends with one line of JSON, the worst over the shapes:
 `forward_share_of_peak` (aim: 0.75) and `step_share_of_peak` (0.65), `speedup_vs_unfold`,
@@ -31,6 +34,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
+import torch
 from common import RESULTS, print_headline, write_results
 from local_variants import Shape, jax
 from local_worker import Setting, curve_point, measure, working_memory_bytes
@@ -52,7 +56,11 @@ CURVE = tuple(
 
 
 def in_own_process(function: Callable[..., T], *arguments: object) -> T:
-    """What a function returns in a new process."""
+    """What a function returns in a new process; in this one on a GPU, whose memory is torch's."""
+    if any(isinstance(x, Setting) and x.device == "cuda" for x in arguments):
+        result = function(*arguments)
+        torch.cuda.empty_cache()
+        return result
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -60,8 +68,9 @@ def in_own_process(function: Callable[..., T], *arguments: object) -> T:
 def row_of(shape: Shape, setting: Setting) -> dict[str, Any]:
     """All that is measured of a shape."""
     row = in_own_process(measure, shape, setting)
-    if (setting.device, setting.dtype) == ("cpu", "float32"):
-        found = {n: in_own_process(working_memory_bytes, n, shape) for n in ("ours", "unfold")}
+    if setting.device == "cuda" or setting.dtype == "float32":
+        names = ("ours", "unfold")
+        found = {n: in_own_process(working_memory_bytes, n, shape, setting) for n in names}
         row["memory_vs_unfold"] = found["ours"] / found["unfold"]
         row["working_memory_bytes"] = found
     return row
@@ -127,7 +136,8 @@ def main() -> None:
     if numbers is None:
         numbers = range(2 if arguments.quick else len(SHAPES))
     file = RESULTS / f"{name}.json"
-    rows = json.loads(file.read_text())["shapes"] if arguments.shapes is not None else {}
+    adds = arguments.shapes is not None and file.exists()
+    rows = json.loads(file.read_text())["shapes"] if adds else {}
     curve: dict[str, float] = {}
 
     def write() -> None:

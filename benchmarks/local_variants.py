@@ -103,7 +103,7 @@ class Unfold:
         filters = weight.detach().unflatten(3, (shape.kernel**2, -1)).transpose(3, 4)
         self.weight = filters.reshape(shape.rows**2, shape.filters, -1).requires_grad_()
         self.x = x.detach().contiguous().requires_grad_()
-        self.grad = torch.randn(shape.batch, shape.filters, shape.rows**2)
+        self.grad = torch.randn(shape.batch, shape.filters, shape.rows**2).to(self.x)
 
     def _response(self) -> Tensor:
         fields = torch.nn.functional.unfold(self.x, self.shape.kernel, stride=self.shape.step)
