@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Two more than cores, as tests of faults mostly wait; one where trainings are whole.
 TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 SLOW_TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+# They share the GPU and its memory.
+GPU_TEST_PROCESSES ?= $(shell expr $$(nproc) / 2 + 1)
 # How long nemesis and fuzz look for failures.
 MINUTES ?= 30
 # Two makes at once take turns; without flock they had better not be.
@@ -13,9 +15,9 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start hundreds of processes: what one has compiled the others take, wherever this was set.
 export PYTHONDONTWRITEBYTECODE :=
 # They share few cores: OpenMP's threads had better sleep than wait for each other awake.
-test test-slow test-many nemesis kill-anywhere simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
+test test-gpu test-slow test-many nemesis kill-anywhere simulate fuzz: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: train test test-slow test-many nemesis kill-anywhere simulate fuzz lint docs clean
+.PHONY: train test test-gpu test-slow test-many nemesis kill-anywhere simulate fuzz lint docs clean
 
 train: $(VENV)/recipes.stamp
 	$(BIN)/allstep train digits --workers 2
@@ -23,6 +25,10 @@ train: $(VENV)/recipes.stamp
 test: $(VENV)/test.stamp
 	scripts/install_test_packages
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(TEST_PROCESSES) --dist worksteal
+
+# Those that need a GPU; without one they are skipped.
+test-gpu: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m gpu --numprocesses $(GPU_TEST_PROCESSES) --dist worksteal
 
 # Real clusters, other people's frameworks and long random runs; every property-based test with many
 # more examples.
