@@ -1,6 +1,8 @@
 """Waits for a device that end, and what is asked of torch."""
 
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +135,54 @@ def test_a_model_on_several_devices_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(UsageError, match=r"several devices \(`0.bias` on cpu, `1.bias` on meta\)"):
         allstep.attach(model, Communicator.single_process())
+
+
+ODD = {"scalar": (), "vector": (7,), "empty": (0, 3), "matrix": (5, 3), "last": (33,)}
+
+
+def odd_model() -> nn.Module:
+    model = nn.Module()
+    for number, (name, shape) in enumerate(ODD.items()):
+        generator = torch.Generator().manual_seed(number)
+        setattr(model, name, nn.Parameter(torch.randn(shape, generator=generator)))
+    return model
+
+
+def exchanged(comm: Communicator, compression: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The second exchange's gradients, with a checkpoint before it; where each of them begins."""
+    model = odd_model()
+    policy = allstep.Synchronous(compression=compression)
+    exchange = allstep.attach(model, comm, policy)
+    for step in range(2):
+        model.zero_grad()
+        sum((p * p * (1 + comm.rank + step)).sum() for p in model.parameters()).backward()
+        if step == 0:
+            saved = exchange.state_dict()
+            exchange.load_state_dict(saved)
+    found = [p.grad.clone() for p in model.parameters()]
+    saved["offsets"] = [p.grad.storage_offset() for p in model.parameters() if p.numel()]
+    exchange.detach()
+    return found, saved
+
+
+@pytest.mark.parametrize("compression", ["fp32", "fp16", "powersgd", "exact"])
+def test_gradients_in_buckets_of_an_accelerator_begin_where_kernels_want_it(
+    compression: str,
+) -> None:
+    driver = StreamsAsNames()
+
+    def worker(comm: Communicator) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        with driver.rank():
+            return exchanged(comm, compression)
+
+    plain = run_ranks(2, partial(exchanged, compression=compression))
+    with device.replaced(driver):
+        aligned = run_ranks(2, worker)
+    for (expected, saved), (found, saved_there) in zip(plain, aligned, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        assert not any(offset % 16 for offset in saved_there["offsets"])
+        assert any(offset % 16 for offset in saved["offsets"])
+        assert str(saved_there["residuals"]) == str(saved["residuals"])  # for devices of any kind
 
 
 def test_buckets_of_an_accelerator_are_large() -> None:

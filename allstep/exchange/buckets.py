@@ -30,6 +30,10 @@ from allstep.exchange.state_sweep import StatePart
 from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import Weighing
 
+# [Note: alignment] A GPU's kernels read four elements or more at a time from where a tensor begins,
+# if that is a multiple of so many, else one by one; a sum over the elements, such as a norm, has
+# other last bits then. So a gradient in a bucket lies as one in memory of its own does.
+_ALIGNMENT_ON_ACCELERATOR = 16
 _LARGE = 1 << 14  # elements; below, a call costs more than another pass
 
 
@@ -58,7 +62,9 @@ class BucketPlan:
             num_tail = check_size(size) + note_size(size) if index == 0 else 0
             num_tail += num_flags if index == len(buckets) - 1 else 0
             members = [(name, parameters[name]) for name in names]
-            layouts.append(BucketLayout.of(members, num_tail))
+            is_aligned = is_accelerator(members[0][1].device)
+            alignment = _ALIGNMENT_ON_ACCELERATOR if is_aligned else 1
+            layouts.append(BucketLayout.of(members, num_tail, alignment))
         return cls(tuple(layouts), size)
 
     @cached_property

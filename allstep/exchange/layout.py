@@ -25,6 +25,7 @@ class BucketLayout:
         dtype: theirs; the flat tensor holds a complex number as two reals.
         device: theirs.
         num_tail: elements behind the gradients.
+        alignment: elements of which each parameter begins at a multiple, with zeros before it.
     """
 
     names: tuple[str, ...]
@@ -33,10 +34,14 @@ class BucketLayout:
     dtype: torch.dtype
     device: torch.device
     num_tail: int = 0
+    alignment: int = 1
 
     @classmethod
     def of(
-        cls, parameters: Sequence[tuple[str, nn.Parameter]], num_tail: int = 0
+        cls,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        num_tail: int = 0,
+        alignment: int = 1,
     ) -> "BucketLayout":
         """The layout of parameters of one dtype and device."""
         (dtype,) = {p.dtype for _, p in parameters}
@@ -48,6 +53,7 @@ class BucketLayout:
             dtype,
             device,
             num_tail,
+            alignment,
         )
 
     def __hash__(self) -> int:
@@ -71,7 +77,13 @@ class BucketLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins."""
-        return tuple(accumulate(self.sizes, initial=0))[:-1]
+        return self._bounds[:-1]
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """Where each parameter begins, and the next one would."""
+        step = self.alignment
+        return tuple(accumulate((-(-size // step) * step for size in self.sizes), initial=0))
 
     def name_at(self, element: int) -> str:
         """The parameter whose gradient holds an element of the flat tensor."""
@@ -81,8 +93,8 @@ class BucketLayout:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements of all gradients, without the tail."""
-        return sum(self.sizes)
+        """Elements of all gradients and what is between them, without the tail."""
+        return self._bounds[-1]
 
     @property
     def num_bytes(self) -> int:
@@ -94,16 +106,23 @@ class BucketLayout:
         size = self.num_elements + self.num_tail
         return torch.zeros(size, dtype=self.flat_dtype, device=self.device)
 
+    def pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The parameters' elements as slices of a flat tensor, with or without a tail."""
+        members = zip(self.offsets, self.sizes, strict=True)
+        return tuple(flat[offset : offset + size] for offset, size in members)
+
+    def without_gaps(self, flat: Tensor) -> Tensor:
+        """The parameters' elements side by side, as they are on devices of any kind."""
+        return flat[: self.num_elements] if self.alignment == 1 else torch.cat(self.pieces(flat))
+
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """The gradients as views of the flat tensor, in the parameters' shapes and strides."""
-        pieces = []
-        layout = zip(self.offsets, self.sizes, self.shapes, self.strides, strict=True)
-        for offset, size, shape, strides in layout:
-            piece = flat[offset : offset + size]
+        views = []
+        for piece, shape, strides in zip(self.pieces(flat), self.shapes, self.strides, strict=True):
             if self.dtype.is_complex:
                 piece = torch.view_as_complex(piece.view(-1, 2))
-            pieces.append(piece.as_strided(shape, strides))
-        return tuple(pieces)
+            views.append(piece.as_strided(shape, strides))
+        return tuple(views)
 
 
 def _dense_strides(p: Tensor) -> tuple[int, ...]:

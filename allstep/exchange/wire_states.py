@@ -85,9 +85,10 @@ class WireStates:
     def gather(self, comm: Communicator, layouts: Sequence[BucketLayout]) -> dict[str, Any]:
         """All workers' states of these buckets; residuals only on rank 0. Collective."""
         residuals, tensors = self._tensors_of(layouts)
+        whole = [layout.without_gaps(residual) for layout, residual in residuals]
         # Each goes to the host before the next comes: all workers' together are many models.
         columns: list[list[Tensor]] = []
-        for residual in residuals:
+        for residual in whole:
             gathered = comm.gather(residual, root=0)
             if gathered is not None:
                 columns.append([worker.cpu() for worker in gathered])
@@ -112,14 +113,20 @@ class WireStates:
         if workers is None:
             return
         is_same = len(workers) == comm.size
-        for residual, *saved in zip(residuals, *workers, strict=True):
-            residual.copy_(saved[comm.rank] if is_same else torch.stack(saved).sum(0) / comm.size)
+        for (layout, residual), *saved in zip(residuals, *workers, strict=True):
+            own = saved[comm.rank] if is_same else torch.stack(saved).sum(0) / comm.size
+            for piece, part in zip(
+                layout.pieces(residual), own.split_with_sizes(list(layout.sizes)), strict=True
+            ):
+                piece.copy_(part)
 
-    def _tensors_of(self, layouts: Sequence[BucketLayout]) -> tuple[list[Tensor], list[Tensor]]:
+    def _tensors_of(
+        self, layouts: Sequence[BucketLayout]
+    ) -> tuple[list[tuple[BucketLayout, Tensor]], list[Tensor]]:
         """Residuals, which are this worker's, and what is the same on all workers."""
-        states = [self.of(layout) for layout in layouts]
-        residuals = [state.residual for state in states if state.residual is not None]
-        return residuals, [tensor for state in states for tensor in state.tensors.values()]
+        states = [(layout, self.of(layout)) for layout in layouts]
+        residuals = [(x, state.residual) for x, state in states if state.residual is not None]
+        return residuals, [tensor for _, state in states for tensor in state.tensors.values()]
 
     def _drop(self, layout: BucketLayout) -> None:
         pieces = _pieces(layout, self._states.pop(layout))
@@ -130,5 +137,4 @@ def _pieces(layout: BucketLayout, state: WireState) -> dict[str, Tensor]:
     """name -> its slice of a bucket's residual; empty for formats without."""
     if state.residual is None:
         return {}
-    pieces = state.residual.split_with_sizes(list(layout.sizes))
-    return dict(zip(layout.names, pieces, strict=True))
+    return dict(zip(layout.names, layout.pieces(state.residual), strict=True))

@@ -316,6 +316,12 @@ class Pipeline(nn.Module):
         except RuntimeError as error:  # torch's own, around what a stage has raised
             if isinstance(error.__cause__, UsageError):
                 raise error.__cause__ from None
+            if "only Tensors of floating point" in str(error):
+                raise UsageError(
+                    "A stage is sent whole numbers, which the pipelines of torch"
+                    f" {torch.__version__} can't: use torch 2.13, or send numbers of a"
+                    " floating-point dtype."
+                ) from error
             raise
 
     def _new_schedule(self, num_micro_batches: int) -> "_PipelineSchedule":

@@ -55,8 +55,19 @@ def _one_recurrent_layer(x: _Shape, w_input: _Shape, w_hidden: _Shape, *_: Any, 
     return 2 * prod(x[:-1]) * (prod(w_input) + prod(w_hidden))
 
 
-def _recurrent_layers(x: _Shape, weights: Sequence[_Shape], *_: Any, **__: Any) -> int:
-    return 2 * prod(x[:-1]) * sum(prod(shape) for shape in weights if len(shape) == 2)
+def _recurrent_layers(
+    x: _Shape, weights: Sequence[_Shape], num_each: int, *_: Any, **__: Any
+) -> int:
+    """Of layers with two matrices, maybe two biases, and a projection's matrix where it is an odd
+    number; under autocast all of them come as columns.
+    """
+    is_odd = num_each % 2
+    matrices = (
+        n
+        for n in range(len(weights))
+        if n % num_each < 2 or (is_odd and n % num_each == num_each - 1)
+    )
+    return 2 * prod(x[:-1]) * sum(prod(weights[n]) for n in matrices)
 
 
 def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:

@@ -102,7 +102,7 @@ def test_verify_says_that_there_are_too_few_gpus(script: Path) -> None:
     done = command(script.parent, "verify", script, "-n", "1,2")
     assert done.returncode == 2
     assert "on 2 workers (rank 1)" in done.stderr
-    assert "sees 1; start at most 1 workers here" in done.stderr
+    assert "ranks 0 and 1 both compute on accelerator" in done.stderr
 
 
 def test_advice_on_a_script_and_by_measurement(script: Path) -> None:

@@ -26,7 +26,7 @@ from allstep.comm.layout import bytes_of
 from allstep.comm.reduce_ops import ReduceOp
 from allstep.device import has_streams, new_stream
 from allstep.env import forget_launch
-from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
+from allstep.errors import CommunicationError, PeerLostError, UsageError
 from tests.comm.test_autograd import ROOTED, SYMMETRIC, derivatives, inputs, loss_of
 from tests.comm.test_tensors import DTYPES, MOVED
 from tests.helpers.gpus import on_cpu
@@ -550,7 +550,7 @@ def wait_in_vain(comm: Communicator) -> list[str]:
         store.wait(["done/0", "done/1"], timedelta(seconds=90))
     else:
         for group, call in zip(groups, calls, strict=True):
-            with pytest.raises(CollectiveTimeoutError) as caught:
+            with pytest.raises(CommunicationError) as caught:
                 call(group, x)
             told.append(str(caught.value))
         # What the device still waits for in one group does not keep another from its end.
@@ -564,8 +564,11 @@ def wait_in_vain(comm: Communicator) -> list[str]:
 def test_every_wait_ends_and_names_the_rank_that_did_not_come(link: str) -> None:
     told = run_on_gpu(3, wait_in_vain, link=link)
     assert [len(messages) for messages in told] == [4, 4, 0]
-    for message in (*told[0], *told[1]):
-        assert "within 3 s" in message and "missing: rank 2." in message
+    for messages in zip(*told[:2], strict=True):
+        assert all("rank 2" in message for message in messages), messages
+        # The first to give up breaks connections, which the other may see before its own timeout.
+        first = [m for m in messages if "within 3 s" in m and "missing: rank 2." in m]
+        assert first, messages
 
 
 def lose_one(comm: Communicator, verb: str) -> str:
@@ -593,7 +596,9 @@ def test_no_call_goes_on_without_a_rank_that_was_killed(verb: str, link: str) ->
     """Over NCCL an all-reduce has no word with the others: its own watchdog ends the process."""
     with start_on_gpu(3, lose_one, verb, link=link) as workers:
         is_told = verb == "all_gather" or link == "gloo" or on_cpu()
-        wait_until(lambda: {0, 1, 2} <= workers.outcomes().keys(), 60.0, workers.folder / "no log")
+        # NCCL's watchdog writes down what it knows for a minute before.
+        limit_s = 60.0 if is_told else 180.0
+        wait_until(lambda: {0, 1, 2} <= workers.outcomes().keys(), limit_s, workers.folder / "log")
         outcomes = workers.outcomes()
     for rank in (0, 1):
         value = outcomes[rank].value

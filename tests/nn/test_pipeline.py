@@ -53,6 +53,8 @@ class Head(Block):
         return super().forward(x, counts)[0]
 
 
+# Older ones of torch's pipelines send no whole numbers.
+COUNT_DTYPE = torch.int64 if torch.__version__ >= "2.13" else torch.float64
 MAKERS: Sequence[Maker] = (Block, Block, Block, Head)
 
 
@@ -83,7 +85,7 @@ def counts_of(data: Sequence[Tensor]) -> Tensor:
 def samples(num: int) -> TensorDataset:
     torch.manual_seed(1)
     x, y = (torch.randn(num, 6, dtype=torch.float64) for _ in range(2))
-    return TensorDataset(x, torch.randint(1, 4, (num, 6)), y)
+    return TensorDataset(x, torch.randint(1, 4, (num, 6)).to(COUNT_DTYPE), y)
 
 
 def train(

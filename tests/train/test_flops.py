@@ -1,6 +1,7 @@
 """Operations are counted as by hand, on the paths that torch's counter does not know, too."""
 
 from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
@@ -90,6 +91,13 @@ def test_cudnn_formula_takes_its_arguments_as_they_come() -> None:
     shapes = [p.shape for p in net.parameters()]
     flops = _recurrent_layers((STEPS, BATCH, WIDTH), shapes, 4, None)
     assert flops == recurrent_flops(4, layers=2, directions=2) / 3
+    columns = [(prod(shape), 1) for shape in shapes]  # under autocast
+    assert _recurrent_layers((STEPS, BATCH, WIDTH), columns, 4, None) == flops
+    projected = nn.LSTM(WIDTH, HIDDEN, proj_size=3)
+    shapes = [p.shape for p in projected.parameters()]
+    matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
+    flops = _recurrent_layers((STEPS, BATCH, WIDTH), shapes, 5, None)
+    assert flops == 2 * STEPS * BATCH * matrices
 
 
 def test_what_cannot_be_counted_is_not_known() -> None:
