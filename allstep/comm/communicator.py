@@ -24,8 +24,8 @@ class Communicator(Reductions, TensorCollectives, ObjectCollectives):
 
     Every rank must call the same verbs in the same order. Every wait ends after `timeout_s`
     with CollectiveTimeoutError, or at once with PeerLostError when another rank failed. A sum or an
-    equal exchange of a GPU's tensors, of shapes that were agreed on before, makes no rank wait: if one
-    of them doesn't come, NCCL ends the others' processes.
+    equal exchange of a GPU's tensors, of shapes that were agreed on before, makes no rank wait: if
+    one of them doesn't come, NCCL ends the others' processes.
 
     Attributes:
         rank, size: this worker's number and how many there are.
