@@ -275,6 +275,19 @@ def tensor_on(
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
+def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
+    """Numbers of a device, for all of which the host waits once.
+
+    >>> read_scalars([torch.tensor(1.5), torch.tensor(2.0)])
+    [1.5, 2.0]
+    """
+    if not scalars:
+        return []
+    device = scalars[0].device
+    found: list[float] = torch.stack([x.to(device, non_blocking=True) for x in scalars]).tolist()
+    return found
+
+
 def new_future(device: torch.device) -> torch.futures.Future[Tensor]:
     """A future of a tensor there; who waits for it waits for the stream that completed it."""
     return _driver.new_future(device) if has_streams(device) else torch.futures.Future()

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from allstep.comm.reproducible import ReproducibleSum
-from allstep.device import is_accelerator
+from allstep.device import is_accelerator, read_scalars
 from allstep.errors import UsageError
 from allstep.exchange.buckets import BucketSet, has_form_of
-from allstep.exchange.grid import Grid
+from allstep.exchange.grid import Grid, Share
 from allstep.exchange.parameters import ParameterSet
 
 
@@ -25,6 +25,7 @@ class ExactSums:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grid = Grid()
+        self._unread: dict[str, tuple[Tensor, Share]] = {}  # gradients that may not have fitted
 
     @property
     def num_completed(self) -> int:
@@ -45,24 +46,46 @@ class ExactSums:
         """A global batch begins."""
         self._grid.begin(num_micro_batches, num_passes)
         buckets.off_grid.clear()
+        self._unread.clear()
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, buckets: BucketSet) -> None:
         """The backward passes that follow are of another micro-batch."""
+        self.settle(buckets)
         self._grid.begin_micro_batch()
+
+    def settle(self, buckets: BucketSet) -> None:
+        """Adds apart what did not fit so far; on an accelerator the host reads now which it is."""
+        unread, self._unread = self._unread, {}
+        numbers = read_scalars([share.number for _, share in unread.values()])
+        for (name, (gradient, share)), number in zip(unread.items(), numbers, strict=True):
+            if not share.fits(number):
+                _add_apart(buckets, name, gradient)
 
     def round(self, buckets: BucketSet, name: str, p: nn.Parameter, new: Tensor) -> Tensor:
         """What is to be added to `p.grad` for a gradient."""
         with torch.no_grad():
-            gradient, zero = new.detach(), new.new_zeros(()).expand_as(new)
-            rounded = self._round_in_place(buckets, name, p, gradient)
+            gradient = new.detach()
+            if is_accelerator(new.device):
+                rounded = self._round_unread(buckets, name, new)
+            else:
+                rounded = self._round_in_place(buckets, name, p, gradient)
             if rounded is None:
-                if name not in buckets.off_grid:
-                    buckets.off_grid[name] = ReproducibleSum(gradient)
-                buckets.off_grid[name].add(gradient)
+                _add_apart(buckets, name, gradient)
             if rounded is None or rounded is p.grad:
-                rounded = zero  # what is left to be added
+                rounded = new.new_zeros(()).expand_as(new)  # what is left to be added
         # With a graph for second derivatives the difference is taken off, which is exact.
         return new + (rounded - gradient) if new.requires_grad else rounded
+
+    def _round_unread(self, buckets: BucketSet, name: str, new: Tensor) -> Tensor | None:
+        """Keeps the gradient until `settle`, one of each parameter at most."""
+        if name in self._unread:
+            self.settle(buckets)
+        found = self._grid.round_unread(name, new.detach())
+        if found is None:
+            return None
+        rounded, share = found
+        self._unread[name] = new, share  # not a view, whose memory autograd may hand on
+        return rounded
 
     def _round_in_place(
         self, buckets: BucketSet, name: str, p: nn.Parameter, gradient: Tensor
@@ -83,10 +106,9 @@ class ExactSums:
     ) -> None:
         """After an exchange: the next units follow its sums."""
         self._grid.num_completed += bool(off_grid)
-        for name in self._grid.names_to_look_at(num_exchanges, summed, off_grid):
-            total = summed[name].grad
-            assert total is not None
-            self._grid.look_at(name, total, is_off=name in off_grid)
+        names = self._grid.names_to_look_at(num_exchanges, summed, off_grid)
+        totals = {name: total for name in names if (total := summed[name].grad) is not None}
+        self._grid.look_at(totals, off_grid)
 
     def state_dict(self) -> dict[str, Any]:
         """The grid, and the threads that a worker's products depend on."""
@@ -112,3 +134,10 @@ class ExactSums:
                 f" last bit. Call `torch.set_num_threads({saved})` before the first step.",
                 stacklevel=5,
             )
+
+
+def _add_apart(buckets: BucketSet, name: str, gradient: Tensor) -> None:
+    """A gradient that did not fit."""
+    if name not in buckets.off_grid:
+        buckets.off_grid[name] = ReproducibleSum(gradient)
+    buckets.off_grid[name].add(gradient)

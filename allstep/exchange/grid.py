@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allstep.device import is_accelerator
+from allstep.device import is_accelerator, read_scalars
 
 _MARGIN = 32.0  # of a global gradient's largest element, before it leaves the grid
 _KEPT = 0.9  # share of the largest element that is left when it is looked at again
@@ -43,6 +43,22 @@ class _Unit:
         return fits and (max(shares) == 0 or max(shares) >= self.smallest)
 
 
+@dataclass(frozen=True)
+class Share:
+    """How much of its limits a gradient's largest elements take, which only the device knows yet.
+
+    Attributes:
+        number: a scalar.
+    """
+
+    number: Tensor
+    _unit: _Unit
+
+    def fits(self, number: float) -> bool:
+        """Whether the gradient does, once the number has been read."""
+        return self._unit.is_good([number])
+
+
 class Grid:
     """Rounds each micro-batch's gradients to multiples of a unit that all workers know.
 
@@ -69,6 +85,10 @@ class Grid:
     workers of it, and the sums of such parameters are completed in a second exchange. Whether a
     gradient fits depends on it alone, so the result is the same bits still. NaN and infinity don't
     fit, and arrive.
+
+    On an accelerator the host would wait for each of these decisions. There the device makes them,
+    and puts zeros in place of what does not fit; the host reads all of them together, once a
+    micro-batch, and then adds those gradients apart, which it has kept until then.
     """
 
     def __init__(self) -> None:
@@ -130,6 +150,27 @@ class Grid:
             return rounded
         return out.add_(rounded) if adds else out.copy_(rounded)
 
+    def round_unread(self, name: str, gradient: Tensor) -> tuple[Tensor, Share] | None:
+        """The gradient on the grid, or zeros if it does not fit, which the host doesn't wait for.
+
+        Args:
+            name: of the parameter.
+            gradient: as for `round`.
+
+        Returns:
+            None if nothing is known of the parameter, so that it does not fit.
+        """
+        unit = self._unit_of(name, gradient)
+        if unit is None or not gradient.numel():
+            return None
+        order = _order_in_memory(gradient)
+        rows = _in_rows(gradient, order)
+        share = _share(rows, unit.limit)
+        is_off = share.clamp(unit.smallest, 1) != share  # NaN is, and zeros, which stay zeros
+        rounded = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        torch.add(rows, unit.shift, out=rounded).sub_(unit.shift).masked_fill_(is_off, 0.0)
+        return _from_rows(rounded, gradient.shape, order), Share(share, unit)
+
     def _unit_of(self, name: str, gradient: Tensor) -> _Unit | None:
         """How to round another gradient of the micro-batch; None if nothing is known."""
         num_added = self._num_added[name] = self._num_added.get(name, 0) + 1
@@ -183,32 +224,37 @@ class Grid:
         always = num_exchanges < _LOOK_ALWAYS or num_exchanges % _LOOK_EVERY == 0
         return [name for name in summed if always or name in off_grid]
 
-    def look_at(self, name: str, total: Tensor, *, is_off: bool = False) -> None:
-        """Lets the unit follow a global gradient.
+    def look_at(self, totals: Mapping[str, Tensor], off_grid: Collection[str] = ()) -> None:
+        """Lets the units follow global gradients; on an accelerator the host waits once.
 
         Args:
-            name: of the parameter.
-            total: its global gradient, the same on all workers.
-            is_off: whether a part of it did not fit.
+            totals: name -> global gradient, the same on all workers.
+            off_grid: those of which a part did not fit.
         """
-        if total.dtype not in _DIGITS or not total.numel():
-            return
-        new = _largest_of_rows(total).to(torch.float64)
-        if not new.isfinite().all():
-            return  # a later one tells more
+        new = {
+            name: _largest_of_rows(total).to(torch.float64)
+            for name, total in totals.items()
+            if total.dtype in _DIGITS and total.numel()
+        }
+        old = {name: top for name in new if (top := self._top_like(name, new[name])) is not None}
+        largest = read_scalars([x.amax() for x in (*new.values(), *old.values())])
+        largest_new = dict(zip(new, largest, strict=False))
+        largest_old = dict(zip(old, largest[len(new) :], strict=True))
+        for name, top in new.items():
+            if not math.isfinite(largest_new[name]):
+                continue  # a later one tells more
+            if name in old:
+                fallen = _FALLEN_OFF if name in off_grid else _FALLEN
+                has_fallen = largest_new[name] < fallen * largest_old[name]
+                top = _followed(top, old[name], largest_old[name], has_fallen=has_fallen)
+            self._tops[name] = top
+            self._units.pop(name, None)
+
+    def _top_like(self, name: str, new: Tensor) -> Tensor | None:
+        """What is known of a parameter, unless it is another by now."""
         old = self._tops.get(name)
-        if old is None or len(old) != len(new) or old.device != new.device:
-            top = new
-        else:
-            largest = float(old.amax())
-            fallen = _FALLEN_OFF if is_off else _FALLEN
-            has_fallen = float(new.amax()) < fallen * largest
-            top = new if has_fallen else torch.maximum(_KEPT * old, new)
-            top = torch.where(new == 0, old, top)  # zeros tell nothing of the next ones
-            if largest > 0:
-                top = top.clamp_(max=_GROWTH * largest)
-        self._tops[name] = top
-        self._units.pop(name, None)
+        is_same = old is not None and len(old) == len(new) and old.device == new.device
+        return old if is_same else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next units depend on, the same on all workers."""
@@ -224,8 +270,10 @@ class Grid:
         terms = self._num_terms
         room = 2.0 ** max(2, math.ceil(math.log2(terms)))  # for the terms of a sum
         limit_in_units = 2.0**digits / room
-        largest = torch.maximum(top, _QUIET_ROW * top.amax())
-        largest[top == 0] = _UNKNOWN_ROW * top.amax()
+        of_all = top.amax()
+        largest = torch.where(
+            top == 0, _UNKNOWN_ROW * of_all, torch.maximum(top, _QUIET_ROW * of_all)
+        )
         largest *= _MARGIN / math.sqrt(terms)
         largest.clamp_(limits.tiny * 2.0**digits, limits.max / (4 * room))  # sums are finite, too
         unit = _power_of_two_above(largest) / limit_in_units
@@ -234,6 +282,13 @@ class Grid:
             limit=((limit_in_units - 1) * unit).to(dtype),  # one less, for what is rounded up
             smallest=1 / limit_in_units,
         )
+
+
+def _followed(new: Tensor, old: Tensor, largest: float, *, has_fallen: bool) -> Tensor:
+    """T of each row, after another sum; `largest` is that of `old`."""
+    top = new if has_fallen else torch.maximum(_KEPT * old, new)
+    top = torch.where(new == 0, old, top)  # zeros tell nothing of the next ones
+    return top.clamp_(max=_GROWTH * largest) if largest > 0 else top
 
 
 _DIGITS = {torch.float32: 24, torch.float64: 53}
@@ -300,11 +355,19 @@ def _pieces(rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def _largest_share(rows: Tensor, limit: Tensor) -> float:
     """Of the limits of some rows: how much the largest elements take."""
-    return float(_largest(rows).div_(limit).amax())
+    return float(_share(rows, limit))
+
+
+def _share(rows: Tensor, limit: Tensor) -> Tensor:
+    shares = _largest(rows).div_(limit)
+    return shares.amax() if len(shares) > 1 else shares[0]
 
 
 def _largest(rows: Tensor) -> Tensor:
     """The largest magnitudes in [rows, n], faster than by `abs`; NaN where there is one."""
+    if is_accelerator(rows.device):
+        found: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)  # one kernel
+        return found
     return torch.maximum(rows.amax(1), rows.amin(1).neg_())
 
 

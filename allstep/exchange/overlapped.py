@@ -260,6 +260,8 @@ class OverlappedExchange(Exchange):
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
+            if self._exact is not None:
+                self._exact.settle(buckets)
             buckets.write_flags(self._touched, self._failure)
             self._missing = []
         has_residuals = self._reducer.has_residuals
@@ -292,10 +294,12 @@ class OverlappedExchange(Exchange):
 
     def begin_micro_batch(self) -> None:
         if self._exact is not None:
-            self._exact.begin_micro_batch()
+            self._exact.begin_micro_batch(self._buckets)
 
     def local_gradients(self) -> dict[str, Tensor]:
         found = super().local_gradients()
+        if self._exact is not None:
+            self._exact.settle(self._buckets)
         off_grid = self._buckets.off_grid.items()
         return found | {n: found[n] + x.total().to(found[n]) for n, x in off_grid if n in found}
 

@@ -219,7 +219,7 @@ def test_units_follow_gradients_that_have_fallen() -> None:
             if number in (0, 19, 33, 63):
                 assert error < 2.0**-16 * float(terms.abs().max()), number
         for name in grid.names_to_look_at(number, ["p"], []):
-            grid.look_at(name, terms.sum(0))
+            grid.look_at({name: terms.sum(0)})
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -257,7 +257,7 @@ def test_rounding_keeps_every_element_in_its_place() -> None:
     for gradient in shapes:
         grid = Grid()
         grid.begin(4)
-        grid.look_at("p", gradient)
+        grid.look_at({"p": gradient})
         orders = [None, torch.zeros(gradient.shape), torch.zeros_like(gradient)]
         orders += [torch.zeros(gradient.shape[::-1]).permute(*reversed(range(gradient.dim())))]
         for out in orders:
@@ -276,7 +276,7 @@ def test_largest_magnitudes_stay_finite(num_terms: int) -> None:
     for top in (1e34, 1e36, 1e38, 3e38):
         grid, total = Grid(), torch.full((1, 80), top)
         grid.begin(num_terms)
-        grid.look_at("p", total)
+        grid.look_at({"p": total})
         rounded = grid.round("p", total / num_terms)
         assert rounded is None or bool((num_terms * rounded).isfinite().all())
 
@@ -499,5 +499,5 @@ def test_steps_off_the_grid_are_few() -> None:
             has_left |= grid.round("p", term / 16) is None
         num_off += has_left
         for name in grid.names_to_look_at(number, ["p"], ["p"] if has_left else []):
-            grid.look_at(name, terms.mean(0))
+            grid.look_at({name: terms.mean(0)})
     assert num_off == 1
