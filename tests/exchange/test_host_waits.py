@@ -29,6 +29,13 @@ POLICIES = {
     "int8": allstep.Synchronous(bucket_bytes=64, compression="int8"),
     "stale": allstep.Stale(bucket_bytes=64),
 }
+SITES_OF_EXACT = Counter(
+    {
+        "exchange/exact_sums.py ExactSums.settle tolist": 3,
+        "exchange/buckets.py BucketSet.complete _local_scalar_dense": 1,
+        "exchange/grid.py Grid.look_at tolist": 1,
+    }
+)
 Parameters = Iterable[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
@@ -68,6 +75,33 @@ def waits_of_steps(
 def test_host_waits_for_nothing_in_a_step(optimizer: str, policy: str) -> None:
     for steps in waits_of_steps(POLICIES[policy], OPTIMIZERS[optimizer]):
         assert steps == [[], []]
+
+
+def waits_of_exact_sums(comm: Communicator, num_layers: int) -> list[Counter[str]]:
+    """Of each global batch of three micro-batches."""
+    layers = [nn.Linear(5, 5) for _ in range(num_layers)]
+    model = nn.Sequential(*layers).float()
+    exchange = allstep.attach(model, comm, allstep.Synchronous(compression="exact"))
+    samples = TensorDataset(torch.ones(18 * comm.size, 5, dtype=torch.float32))
+    loader = allstep.data.loader(samples, comm, global_batch=3 * comm.size, micro_batch=1)
+    driver, found = StreamsAsNames(), []
+    with device.replaced(driver), driver.rank(lints=True) as rank:
+        for batch in allstep.steps(loader, exchange):
+            rank.waits.clear()
+            for (x,) in batch:
+                batch.backward(model(x).square().mean())
+            model.zero_grad()
+            found.append(Counter(map(str, rank.waits)))
+    return found
+
+
+def test_host_waits_once_a_micro_batch_for_exact_sums() -> None:
+    """And once for the flags, and once to look at sums, whatever the number of parameters."""
+    lone = Communicator.single_process()
+    first, *later = waits_of_exact_sums(lone, 2)
+    assert all(waits == SITES_OF_EXACT for waits in later)
+    assert first.total() > SITES_OF_EXACT.total()  # nothing is known of the parameters yet
+    assert waits_of_exact_sums(lone, 5)[1:] == later
 
 
 def test_host_waits_once_for_an_optimizer_that_stops_before_a_bad_gradient() -> None:

@@ -79,6 +79,20 @@ def accumulate(comm: Communicator, policy: ExchangePolicy) -> None:
     exchange.detach()
 
 
+def in_global_batches(comm: Communicator, policy: ExchangePolicy) -> None:
+    """Of two micro-batches; the gradients of the third batch leave the grid of "exact"."""
+    model, exchange, optimizer = attached(comm, policy)
+    for step, scale in enumerate((1.0, 1.0, 1e9, 1.0)):
+        with exchange.global_batch(step, num_micro_batches=2 * comm.size):
+            exchange.begin_micro_batch()
+            with exchange.no_sync():
+                (scale * model(torch.ones(2, 5))).sum().backward()
+            exchange.begin_micro_batch()
+            model(torch.ones(2, 5)).sum().backward()
+        optimizer.zero_grad()
+    exchange.detach()
+
+
 def leave_out(comm: Communicator, policy: ExchangePolicy) -> None:
     """A worker without a gradient for some parameters."""
     model, exchange, optimizer = attached(comm, policy)
@@ -143,6 +157,7 @@ def with_copies(comm: Communicator, policy: ExchangePolicy) -> None:
 CASES: list[tuple[str, Train]] = [
     *((name, train) for name in POLICIES),
     *((name, accumulate) for name in ("fp32", "int8", "stale")),
+    ("exact", in_global_batches),
     *((name, leave_out) for name in ("fp32", "int8", "stale")),
     *((name, with_ddp) for name in ("fp32", "int8", "stale")),
     *((name, with_fsdp) for name in ("fp32", "int8", "stale")),

@@ -339,6 +339,10 @@ class _Lint(TorchFunctionMode):
         on_host = first is not None and _memory(first) in self._rank.host
         if (func in _HOST_READS and not on_host) or self._copies_from_host(func, args, kwargs):
             self._rank.waits.append(Site.here(func.__name__))
+        if func is Tensor.backward:  # its hooks would run outside of the mode
+            gradient = kwargs.pop("gradient", None)
+            with self:
+                return torch.autograd.backward(first, gradient, **kwargs)
         return func(*args, **kwargs)
 
     def _copies_from_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
