@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.cuda import _sanitizer
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,9 +341,9 @@ class _Lint(TorchFunctionMode):
         if (func in _HOST_READS and not on_host) or self._copies_from_host(func, args, kwargs):
             self._rank.waits.append(Site.here(func.__name__))
         if func is Tensor.backward:  # its hooks would run outside of the mode
-            gradient = kwargs.pop("gradient", None)
+            gradient, edge = kwargs.pop("gradient"), get_gradient_edge(first)
             with self:
-                return torch.autograd.backward(first, gradient, **kwargs)
+                return torch.autograd.backward(edge, gradient, **kwargs)
         return func(*args, **kwargs)
 
     def _copies_from_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
