@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import parent_process
@@ -138,7 +138,8 @@ class Items(Iterator[Any]):
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
             impatience = Timer(_GRACE_S, _kill, [iterator._workers])
-            impatience.start()
+            with suppress(RuntimeError):  # Python 3.12 starts no thread at exit: there torch waits
+                impatience.start()
             iterator._shutdown_workers()
             impatience.cancel()
             _kill(iterator._workers)
