@@ -519,7 +519,10 @@ class OverlappedExchange(Exchange):
         self._plan = BucketPlan.of(buckets, self._parameters.trained, self.comm.size)
         self._reducer.set_layouts(self._plan.layouts)
         self._idle.clear()
+        # A parameter may join in the middle of a global batch; what was sent keeps its own.
+        off_grid = {} if self._buckets.works else self._buckets.off_grid
         self._take_buckets()
+        self._buckets.off_grid |= off_grid
 
     def _take_buckets(self) -> None:
         """Buckets for the next exchange, in memory that is used no more if there is any."""

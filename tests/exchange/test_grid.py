@@ -480,6 +480,24 @@ def test_an_aborted_batch_leaves_nothing_behind() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_what_left_the_grid_stays_when_a_parameter_joins_in_the_middle_of_a_batch() -> None:
+    def worker(comm: Communicator, policy: ExchangePolicy) -> Tensor:
+        model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float32))
+        exchange = attach(model, comm, policy)
+        x = torch.ones(1, 3, dtype=torch.float32)
+        with exchange.global_batch(0, num_micro_batches=2 * comm.size):
+            with exchange.no_sync():
+                model(x).sum().backward()  # whose units nobody knows
+            model.append(nn.Linear(3, 3, dtype=torch.float32))
+            nn.init.constant_(model[1].weight, 0.5)
+            model(x).sum().backward()
+        return model[0].bias.grad.clone()
+
+    for policy in (Synchronous(), EXACT):
+        for found in run_ranks(2, lambda comm, policy=policy: worker(comm, policy)):
+            assert found.tolist() == [5.0] * 3
+
+
 def test_complex_parameters_are_refused() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(UsageError, match="sums can't be made exact"):
