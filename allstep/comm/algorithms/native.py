@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allstep.comm.algorithms.base import AllReduce
-from allstep.comm.algorithms.ring import chunks_sent
+from allstep.comm.algorithms.ring import ring_sends
 from allstep.comm.work import Work
 
 
@@ -28,8 +28,8 @@ class Native(AllReduce):
         Args:
             flat: as in `reduce_`, on a device that the backend takes.
         """
-        for chunk in chunks_sent(flat.tensor_split(self.comm.size), self.comm.rank):
-            self._messenger.count(chunk.nbytes)
+        num_elements, num_messages = ring_sends(len(flat), self.comm.size, self.comm.rank)
+        self._messenger.count(num_elements * flat.itemsize, num_messages)
         return self.comm.wire.all_reduce(flat.detach(), dist.ReduceOp.SUM, "all_reduce")
 
 

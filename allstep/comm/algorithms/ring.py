@@ -67,9 +67,15 @@ class Ring(AllReduce):
             self._messenger.exchange(outgoing, self._next, incoming, self._previous)
 
 
-def chunks_sent(chunks: Sequence[Tensor], place: int) -> list[Tensor]:
-    """What a place of the ring sends in an all-reduce: twice all chunks but one."""
-    size = len(chunks)
-    scattered = [chunks[(place - step) % size] for step in range(size - 1)]
-    gathered = [chunks[(place + 1 - step) % size] for step in range(size - 1)]
-    return scattered + gathered
+def ring_sends(num_elements: int, size: int, place: int) -> tuple[int, int]:
+    """Elements and messages that a place of the ring sends: twice all chunks but one.
+
+    >>> ring_sends(5, 2, 0), ring_sends(5, 2, 1), ring_sends(1, 3, 0)
+    ((5, 2), (5, 2), (2, 2))
+    """
+    shortest, num_longer = divmod(num_elements, size)  # the first chunks are longer by one
+    kept = ((place + 1) % size, (place + 2) % size)  # in the scatter, and in the gather
+    num_sent = 2 * num_elements - sum(shortest + (chunk < num_longer) for chunk in kept)
+    if shortest:
+        return num_sent, 2 * (size - 1)
+    return num_sent, num_sent  # of one element each; empty ones are not sent
