@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 _NUM_STEPS = 10  # of whose times means are kept
 
@@ -64,18 +63,9 @@ class Activity:
             wait + (wait_s - wait) / self._num_timed,
         )
 
-    @contextmanager
-    def call(self, verb: str) -> Iterator[None]:
+    def call(self, verb: str) -> "Call":
         """Around a wait for other workers; one inside another belongs to it."""
-        thread = threading.get_ident()
-        if thread in self._calls:
-            yield
-            return
-        self._calls[thread] = verb, time.monotonic()
-        try:
-            yield
-        finally:
-            self._calls.pop(thread, None)
+        return Call(self._calls, verb)
 
     def oldest_call(self) -> tuple[str, float] | None:
         """The wait that has taken longest, and since when; None if nothing waits."""
@@ -85,3 +75,28 @@ class Activity:
         """Says how this worker ends, where a file is kept."""
         if self.on_end is not None:
             self.on_end(how, message)
+
+
+class Call:
+    """A context noted in a dict of calls by thread; a class, as there are many of them in a step.
+
+    Args:
+        calls: thread -> the outermost call in which it waits, and since when.
+        verb: of the call.
+    """
+
+    __slots__ = ("_calls", "_thread", "_verb")
+
+    def __init__(self, calls: dict[int, tuple[str, float]], verb: str) -> None:
+        self._calls, self._verb = calls, verb
+        self._thread: int | None = None  # where this is the outermost one
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        if thread not in self._calls:
+            self._calls[thread] = self._verb, time.monotonic()
+            self._thread = thread
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._calls.pop(self._thread, None)

@@ -33,29 +33,36 @@ def translated(verb: str, rank: int, size: int, timeout_s: float) -> Iterator[No
     """Raises PeerLostError or CollectiveTimeoutError for a backend's own error inside."""
     try:
         yield
-    except CommunicationError:
-        raise
     except RuntimeError as error:  # torch's DistError is one too
-        where = f"`{verb}` on rank {rank} of {size}"
-        if is_peer_lost(error):
-            raise PeerLostError(
-                f"{where}: another rank closed its connection; it failed, timed out or was "
-                f"stopped. Look for the first error among the other ranks. ({_gist(error)})"
-            ) from error
-        if is_timeout(error):
-            raise CollectiveTimeoutError(
-                f"{where} did not finish within {timeout_s:g} s: another rank is slow or never "
-                "made this call. Check that all ranks make the same calls in the same order, or "
-                "raise `timeout_s`."
-            ) from error
-        raise
+        typed = _translation(error, verb, rank, size, timeout_s)
+        if typed is None:
+            raise
+        raise typed from error
 
 
-@contextmanager
-def explained(
-    verb: str, names: RankNames, timeout_s: float, *, is_final: bool = True
-) -> Iterator[None]:
-    """Typed errors for what fails inside; they say who is missing.
+def _translation(
+    error: RuntimeError, verb: str, rank: int, size: int, timeout_s: float
+) -> PeerLostError | CollectiveTimeoutError | None:
+    """The typed error for a backend's own; None for what is not the backend's, or typed already."""
+    if isinstance(error, CommunicationError):
+        return None
+    where = f"`{verb}` on rank {rank} of {size}"
+    if is_peer_lost(error):
+        return PeerLostError(
+            f"{where}: another rank closed its connection; it failed, timed out or was "
+            f"stopped. Look for the first error among the other ranks. ({_gist(error)})"
+        )
+    if is_timeout(error):
+        return CollectiveTimeoutError(
+            f"{where} did not finish within {timeout_s:g} s: another rank is slow or never "
+            "made this call. Check that all ranks make the same calls in the same order, or "
+            "raise `timeout_s`."
+        )
+    return None
+
+
+class explained:  # noqa: N801 (called as a function; each call of a step enters two)
+    """A context: typed errors for what fails inside, which say who is missing.
 
     Args:
         verb: the call.
@@ -63,26 +70,45 @@ def explained(
         timeout_s: how long it may take.
         is_final: whether the caller will not wait again after that.
     """
-    try:
-        with (
-            names.activity.call(verb),
-            translated(verb, names.number, names.size, timeout_s),
-        ):
-            yield
-    except PeerLostError as error:
-        raise _left(names, verb, error.__cause__) from error.__cause__
-    except CollectiveTimeoutError as error:
+
+    __slots__ = ("_call", "_is_final", "_names", "_timeout_s", "_verb")
+
+    def __init__(
+        self, verb: str, names: RankNames, timeout_s: float, *, is_final: bool = True
+    ) -> None:
+        self._verb, self._names = verb, names
+        self._timeout_s, self._is_final = timeout_s, is_final
+        self._call = names.activity.call(verb)
+
+    def __enter__(self) -> None:
+        self._call.__enter__()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._call.__exit__()
+        if isinstance(error, RuntimeError):
+            self._raise_typed(error)
+
+    def _raise_typed(self, error: RuntimeError) -> None:
+        """Raises a better error, if there is one."""
+        names, verb, cause = self._names, self._verb, error.__cause__
+        typed = _translation(error, verb, names.number, names.size, self._timeout_s)
+        if typed is not None:
+            error, cause = typed, error
+        if isinstance(error, PeerLostError):
+            raise _left(names, verb, cause) from cause
+        if not isinstance(error, CollectiveTimeoutError):
+            return
         if names.is_interrupted:  # which Gloo tells as a timeout
-            raise _left(names, verb, error.__cause__) from error.__cause__
-        if not is_final:
-            raise
+            raise _left(names, verb, cause) from cause
+        if not self._is_final:
+            raise error from cause
         missing = find_missing_ranks(names, verb)
         ended = names.ended(missing.missing)
         if ended:  # nobody was told in time: a machine may have stood still
             raise PeerLostError(
                 f"`{verb}` on {names.own}: {names.placed_all(ended)} has ended. {START_AGAIN}"
-            ) from error.__cause__
-        raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from error.__cause__
+            ) from cause
+        raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from cause
 
 
 def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLostError | None:

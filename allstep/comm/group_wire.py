@@ -16,7 +16,7 @@ Ethernet joins.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -162,7 +162,7 @@ class GroupWire:
         self._timeout_s = timeout_s
         self._close = close
         self._chunk_bytes = chunk_bytes
-        self._under_way: set[BackendWork] = set()  # of the last calls, those that nobody awaited
+        self._under_way: list[BackendWork] = []  # of the last calls, those that nobody awaited
         self.names = names or RankNames.of(group)
         self._device_types = {
             device.type
@@ -216,21 +216,24 @@ class GroupWire:
         with self._explained(verb, None):
             works = [start(group) for start in starts]
 
-        def note_meeting() -> None:
-            if meets:
-                self.names.last_call = verb
-
-        name = f"`{verb}` on {self.names.own}"
-        explained = partial(self._explained, verb)
-        polls = device.type != "cpu"
-        work = BackendWork(works, explained, name, note_meeting, timeout_s, polls=polls)
-        self._under_way = {work, *self._not_ended()}
+        work = BackendWork(
+            works,
+            partial(self._explained, verb),
+            f"`{verb}` on {self.names.own}",
+            partial(self._note_meeting, verb) if meets else None,
+            timeout_s,
+            polls=device.type != "cpu",
+        )
+        self._under_way = [work, *self._not_ended()]
         return work
 
-    def _not_ended(self) -> list[BackendWork]:
-        return [work for work in list(self._under_way) if not work.has_ended]
+    def _note_meeting(self, verb: str) -> None:
+        self.names.last_call = verb
 
-    def _explained(self, verb: str, timeout_s: float | None) -> AbstractContextManager[None]:
+    def _not_ended(self) -> list[BackendWork]:
+        return [work for work in self._under_way if not work.has_ended]
+
+    def _explained(self, verb: str, timeout_s: float | None) -> explained:
         """Typed errors for what fails inside; who is missing after the group's own timeout."""
         limit_s = timeout_s or self.timeout_s
         return explained(verb, self.names, limit_s, is_final=limit_s >= self.timeout_s)

@@ -196,7 +196,7 @@ class BackendWork:
         works: Sequence[dist.Work],
         explained: Callable[[float | None], AbstractContextManager[None]],
         name: str,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] | None = None,
         message_timeout_s: float | None = None,
         *,
         polls: bool = False,
@@ -229,7 +229,7 @@ class BackendWork:
     @property
     def has_ended(self) -> bool:
         """Whether nothing is under way any more, as far as is known without a wait."""
-        return all(work.is_completed() for work in self._works)
+        return not self._works or all(work.is_completed() for work in self._works)
 
     def outlast(self, deadline_s: float) -> bool:
         """Waits until the calls have ended, whatever comes of them; whether they have in time.
@@ -269,7 +269,8 @@ class BackendWork:
                 else:
                     self._works[0].wait(timedelta(seconds=timeout_s))
                 self._works.popleft()
-        self._on_end()
+        if self._on_end is not None:
+            self._on_end()
 
 
 class StreamWork:
