@@ -202,11 +202,31 @@ class BucketSet:
     @cached_property
     def views(self) -> dict[str, Tensor]:
         """name -> its gradient, as a view of a flat tensor."""
-        views: dict[str, Tensor] = {}
-        for layout, flat in zip(self.plan.layouts, self.flats, strict=True):
-            # With versions of their own: what is compared in the buckets changes no gradient.
-            views |= zip(layout.names, layout.views(flat.data), strict=True)
-        return views
+        return {name: view for places in self._places for name, view in places}
+
+    @cached_property
+    def _places(self) -> list[list[tuple[str, Tensor]]]:
+        """Of each bucket, names and views."""
+        # With versions of their own: what is compared in the buckets changes no gradient.
+        return [
+            list(zip(layout.names, layout.views(flat.data), strict=True))
+            for layout, flat in zip(self.plan.layouts, self.flats, strict=True)
+        ]
+
+    @cached_property
+    def _all_gradients(self) -> list[Tensor]:
+        """Of each bucket, all of it but the tail."""
+        layouts = self.plan.layouts
+        return [x[: y.num_elements] for x, y in zip(self.flats, layouts, strict=True)]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """All of them, to be summed."""
+        last = len(self.flats) - 1
+        return [
+            Bucket(layout, flat, index, index == last)
+            for index, (layout, flat) in enumerate(zip(self.plan.layouts, self.flats, strict=True))
+        ]
 
     def write_check(
         self,
@@ -263,11 +283,6 @@ class BucketSet:
         self.completed = None
         self.weighing, self.divisor = Weighing.of_means(), None
 
-    def bucket(self, index: int) -> Bucket:
-        """One of the buckets, to be summed."""
-        is_last = index == len(self.flats) - 1
-        return Bucket(self.plan.layouts[index], self.flats[index], index, is_last)
-
     def place_large(self, name: str, p: nn.Parameter, scale: float) -> None:
         """Puts one of the plan's large gradients in place; the backward pass adds no more to it.
 
@@ -289,7 +304,6 @@ class BucketSet:
             torch.mul(gradient, scale, out=self.views[name])
             self.scaled.add(name)
 
-    @torch.no_grad()
     def fill(
         self,
         index: int,
@@ -297,7 +311,7 @@ class BucketSet:
         touched: MutableSet[str],
         scale: float,
     ) -> None:
-        """Puts the gradients of a bucket in their places, scaled, to be summed.
+        """Puts the gradients of a bucket in their places, scaled, to be summed; without grad mode.
 
         What this worker has a new gradient for then lies in the bucket only, and `p.grad` points
         there. What `p.grad` holds of others is sent, too, but left as it is.
@@ -310,10 +324,10 @@ class BucketSet:
         """
         small_views: list[Tensor] = []
         small_gradients: list[Tensor] = []
-        layout, large = self.plan.layouts[index], self.plan.large
-        is_all_new = touched >= set(layout.names)
-        for name in layout.names:
-            p, view = parameters[name], self.views[name]
+        large = self.plan.large
+        is_all_new = touched >= self.plan.layouts[index].name_set
+        for name, view in self._places[index]:
+            p = parameters[name]
             gradient = p.grad
             if gradient is None:
                 view.zero_()
@@ -330,8 +344,8 @@ class BucketSet:
             if not is_all_new and name not in touched:
                 if gradient.data_ptr() == view.data_ptr():
                     p.grad = view.clone(memory_format=torch.preserve_format)
-            elif not gradient.requires_grad:  # else it belongs to a graph for second derivatives
-                p.grad = view
+            elif gradient is not view and not gradient.requires_grad:
+                p.grad = view  # else it belongs to a graph for second derivatives
         if small_views:
             torch._foreach_copy_(small_views, small_gradients)
         if scale != 1:
@@ -342,7 +356,7 @@ class BucketSet:
         """The stretches of a bucket that are not scaled yet."""
         layout, flat = self.plan.layouts[index], self.flats[index]
         if not self.scaled:
-            yield flat[layout.offsets[0] : layout.offsets[-1] + layout.sizes[-1]]
+            yield self._all_gradients[index]
             return
         members = zip(layout.names, layout.offsets, layout.sizes, strict=True)
         for is_scaled, group in groupby(members, lambda member: member[0] in self.scaled):
@@ -365,12 +379,12 @@ class BucketSet:
 
     def flags_without(self, index: int, touched: Set[str]) -> dict[str, Tensor]:
         """name -> its flag, for a bucket's parameters without a gradient here."""
-        names = self.plan.layouts[index].names
-        if touched >= set(names):
+        layout = self.plan.layouts[index]
+        if touched >= layout.name_set:
             return {}
         start = 1 + sum(len(layout.names) for layout in self.plan.layouts[:index])
         flags = self.plan.flags(self.flats)[start:]
-        return {name: flags[i] for i, name in enumerate(names) if name not in touched}
+        return {name: flags[i] for i, name in enumerate(layout.names) if name not in touched}
 
     def write_flags(self, touched: Set[str], failure: str | None = None) -> None:
         """Tells the others which gradients this worker has, and why it failed if it did."""

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-from torch.profiler import record_function
-
 from allstep.comm.work import Work
+from allstep.exchange.runner import span
 
 T = TypeVar("T")
 
@@ -70,7 +69,7 @@ class InFlight(Generic[T]):
         step, works = self._steps.popleft()
         start_s = perf_counter()
         for index, work in enumerate(works):
-            with record_function(f"allstep::bucket {index} wait"):
+            with span(f"allstep::bucket {index} wait"):
                 self._wait_for(step, work)
         self.last_wait_s = perf_counter() - start_s
         self.exposed_s += self.last_wait_s

@@ -63,6 +63,11 @@ class BucketLayout:
     def _hash(self) -> int:
         return hash((self.names, self.shapes, self.dtype))
 
+    @cached_property
+    def name_set(self) -> frozenset[str]:
+        """The names, to compare with others."""
+        return frozenset(self.names)
+
     @property
     def flat_dtype(self) -> torch.dtype:
         """The dtype of the flat tensor."""

@@ -75,9 +75,10 @@ class OverlappedExchange(Exchange):
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._held = HeldGradients()
         self._pass_number = 0
-        self._is_local_pass = False
+        self._is_local_pass = self._may_overlap = False
         self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
+        self._has_residuals = False
         self._pass_start_s = 0.0
         super()._begin()
 
@@ -194,15 +195,16 @@ class OverlappedExchange(Exchange):
         if name in self._arrivals:
             self._take_again(name)
             return
-        plan, missing = self._plan, self._missing
-        if name in plan.large and self._bucketing.may_overlap:
-            self._buckets.place_large(name, p, self.gradient_scale)
         self._arrivals[name] = perf_counter()
+        if not self._may_overlap:
+            return
+        plan = self._plan
+        if name in plan.large:
+            self._buckets.place_large(name, p, self.gradient_scale)
         bucket = plan.bucket_of[name]
-        missing[bucket] -= 1
-        if not missing[bucket] and self._bucketing.may_overlap:
-            while self._missing and not missing[len(self._buckets.works)]:
-                self._send_next()
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self._send_full()
 
     def _take_again(self, name: str) -> None:
         """A second gradient of a parameter in one pass; too late where the first is on its way."""
@@ -220,6 +222,7 @@ class OverlappedExchange(Exchange):
     def _begin_pass(self) -> None:
         self._pass_number = self._backward_pass.number
         self._is_local_pass = self._stays_local
+        self._may_overlap = self._bucketing.may_overlap
         self._pass_start_s = perf_counter()
         self._forget_aborted_pass()
         self._missing = [len(layout.names) for layout in self._plan.layouts]
@@ -244,11 +247,18 @@ class OverlappedExchange(Exchange):
             )
         scaled.clear()
 
+    @torch.no_grad()
+    def _send_full(self) -> None:
+        """Sends the next buckets that are full, in the plan's order."""
+        while self._missing and not self._missing[len(self._buckets.works)]:
+            self._send_next()
+
     def _send_next(self) -> None:
         """Sends the next bucket in the plan's order."""
         buckets, index = self._buckets, len(self._buckets.works)
         if index == 0:
             self._raise_if_bad()
+            self._has_residuals = self._reducer.has_residuals
             buckets.step, buckets.amp_scale = self.num_exchanges, self._present_amp_scale()
             self._residual_factor = buckets.amp_scale / self._last_amp_scale
             self._last_amp_scale = buckets.amp_scale
@@ -264,11 +274,10 @@ class OverlappedExchange(Exchange):
                 self._exact.settle(buckets)
             buckets.write_flags(self._touched, self._failure)
             self._missing = []
-        has_residuals = self._reducer.has_residuals
         work = self._reducer.start(
-            buckets.bucket(index),
+            buckets.buckets[index],
             residual_factor=self._residual_factor,
-            flags=buckets.flags_without(index, self._touched) if has_residuals else None,
+            flags=buckets.flags_without(index, self._touched) if self._has_residuals else None,
             then=self._comparison(buckets) if index == 0 else None,
         )
         buckets.works.append(work)
@@ -434,7 +443,7 @@ class OverlappedExchange(Exchange):
         if not buckets.flats:
             super()._agree(action, agreed, described)
             return
-        first = buckets.bucket(0)
+        first = buckets.buckets[0]
         kept = first.flat.clone()
         first.flat.zero_()
         buckets.write_check(self.comm.rank, action, described, agreed)
@@ -453,7 +462,7 @@ class OverlappedExchange(Exchange):
             indices = list(range(len(buckets.flats)))
             for index in indices[1:] + self.policy.staleness * indices:
                 buckets.flats[index].zero_()
-                self._reducer.start(buckets.bucket(index))
+                self._reducer.start(buckets.buckets[index])
         result.raise_if_bad(self.comm)
 
     def _stop_all(self, message: str) -> NoReturn:

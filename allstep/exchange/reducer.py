@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from os import getpid
 from time import perf_counter
 from typing import Any
@@ -44,7 +45,7 @@ class Bucket:
     index: int | None = None
     is_last: bool = True
 
-    @property
+    @cached_property
     def span_name(self) -> str:
         """The name in a profiler's trace."""
         return f"allstep::bucket {'' if self.index is None else f'{self.index} '}reduce"

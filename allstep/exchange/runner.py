@@ -9,8 +9,8 @@ all threads sees.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -23,6 +23,8 @@ from torch.profiler import record_function
 from allstep.comm.work import StreamWork, ThreadWork, Work
 from allstep.device import current_stream, has_streams, new_stream
 from allstep.errors import UsageError
+
+_NO_SPAN = nullcontext()
 
 
 class Runner(ABC):
@@ -55,13 +57,6 @@ class Runner(ABC):
     def _submit(self, call: Callable[[], None]) -> Work[None]:
         """Takes a call."""
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start_s = perf_counter()
-        with torch.no_grad():
-            yield
-        self.busy_s += perf_counter() - start_s
-
 
 def make_runner(device: torch.device, *, overlaps: bool = True) -> Runner:
     """The runner for tensors on a device.
@@ -90,8 +85,10 @@ class InlineRunner(Runner):
         return work
 
     def _make(self, work: ThreadWork[None]) -> None:
-        with self._timed():
+        start_s = perf_counter()
+        with torch.no_grad():
             self._error = work.run(self._error)
+        self.busy_s += perf_counter() - start_s
 
 
 class ThreadRunner(InlineRunner):
@@ -135,11 +132,12 @@ class StreamRunner(Runner):
         self._device = device
 
     def _submit(self, call: Callable[[], None]) -> Work[None]:
-        with self._timed():
-            self._stream.wait_stream(current_stream(self._device))
-            with self._stream:
-                call()
-        return StreamWork(self._stream.record_event(), self._device)
+        start_s, stream = perf_counter(), self._stream
+        stream.wait_stream(current_stream(self._device))
+        with stream, torch.no_grad():
+            call()
+        self.busy_s += perf_counter() - start_s
+        return StreamWork(stream.record_event(), self._device)
 
 
 def begin_span(name: str, end: Callable[[], Future[Any]] = Future) -> Future[Any] | None:
@@ -166,7 +164,14 @@ def job_span(name: str, device: torch.device, staleness: int) -> AbstractContext
         device: of the job: on an accelerator whoever hands it over does it at once, in a stream.
         staleness: steps that the job may take.
     """
-    return _JobSpan(name) if not has_streams(device) and not staleness else record_function(name)
+    if has_streams(device):
+        return span(name)
+    return record_function(name) if staleness else _JobSpan(name)
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Of what this thread does inside, at once; nothing unless it is profiled."""
+    return record_function(name) if _profiler_enabled() else _NO_SPAN
 
 
 class _JobSpan(AbstractContextManager[None]):

@@ -46,8 +46,7 @@ class WireStates:
         """Has states of these buckets and of no others."""
         for layout in self._states.keys() - set(layouts):
             self._drop(layout)
-        for layout in layouts:
-            self.of(layout)
+        self._states = {layout: self.of(layout) for layout in layouts}  # by these very objects
 
     def remember(self, layout: BucketLayout, state: WireState, flags: Mapping[str, Tensor]) -> None:
         """Before a bucket is summed: keeps some parameters' residuals for `restore`.

@@ -28,7 +28,7 @@ class Native(AllReduce):
         Args:
             flat: as in `reduce_`, on a device that the backend takes.
         """
-        num_elements, num_messages = ring_sends(len(flat), self.comm.size, self.comm.rank)
+        num_elements, num_messages = ring_sends(flat.numel(), self.comm.size, self.comm.rank)
         self._messenger.count(num_elements * flat.itemsize, num_messages)
         return self.comm.wire.all_reduce(flat.detach(), dist.ReduceOp.SUM, "all_reduce")
 
