@@ -160,6 +160,7 @@ class GroupWire:
         self.rank = group.rank()
         self.size = group.size()
         self._timeout_s = timeout_s
+        self._reductions: dict[Any, Any] = {}  # operation -> its options, of the present timeout
         self._close = close
         self._chunk_bytes = chunk_bytes
         self._under_way: list[BackendWork] = []  # of the last calls, those that nobody awaited
@@ -177,6 +178,7 @@ class GroupWire:
     @timeout_s.setter
     def timeout_s(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._reductions.clear()
         if self.group is not None:
             for kind in self._device_types - {"cpu"}:
                 backend = self.group._get_backend(torch.device(kind))
@@ -213,8 +215,11 @@ class GroupWire:
             raise UsageError(
                 f"`{verb}` was called on a closed communicator; call it before `close()`."
             )
-        with self._explained(verb, None):
+        try:
             works = [start(group) for start in starts]
+        except RuntimeError:
+            with self._explained(verb, None):
+                raise
 
         work = BackendWork(
             works,
@@ -244,8 +249,11 @@ class GroupWire:
         return options
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, verb: str) -> Work[None]:
-        options = self._options(dist.AllreduceOptions)
-        options.reduceOp = op
+        options = self._reductions.get(op)
+        if options is None:
+            options = self._options(dist.AllreduceOptions)
+            options.reduceOp = op
+            self._reductions[op] = options
         starts: list[_Start] = [lambda group: group.allreduce([tensor], options)]
         return self._post(verb, tensor.device, starts, meets=tensor.device.type == "cpu")
 

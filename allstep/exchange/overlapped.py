@@ -184,7 +184,10 @@ class OverlappedExchange(Exchange):
     # -- the backward pass ---------------------------------------------------------------------
 
     def _take(self, name: str, p: nn.Parameter) -> None:
-        """A gradient is ready: counts it, and sends the buckets that are full."""
+        """A gradient is ready: counts it, and sends the buckets that are full.
+
+        Called for each parameter, it does as little as it can.
+        """
         if self._num_suspended:
             self._refuse_scaled()
             return

@@ -188,11 +188,16 @@ def times_of(notes: Tensor) -> list[WorkerTimes]:
     >>> times_of(told.sum(0))[0]
     WorkerTimes(data_s=0.25, compute_s=0.5, wait_s=0.0, num_micro_batches=300)
     """
-    rows = notes.view(-1, _NUM_NOTE).double()
-    low, high, exponent = rows[:, _TIMES].view(len(rows), 3, _NUM_SECONDS).unbind(-1)
-    seconds = torch.ldexp(low + _BASE * high, exponent - _EXPONENT - 14).tolist()
-    nums = (rows[:, _TIMES.stop] + _BASE * rows[:, _TIMES.stop + 1]).tolist()
-    return [WorkerTimes(a, b, c, int(n)) for (a, b, c), n in zip(seconds, nums, strict=True)]
+    return [_times_in(row) for row in notes.view(-1, _NUM_NOTE).tolist()]
+
+
+def _times_in(note: list[float]) -> WorkerTimes:
+    a, b, c = (
+        _seconds_of_digits(note[start : start + _NUM_SECONDS])
+        for start in range(_TIMES.start, _TIMES.stop, _NUM_SECONDS)
+    )
+    low, high = note[_TIMES.stop :]
+    return WorkerTimes(a, b, c, int(low + _BASE * high))
 
 
 def _digits_of_seconds(seconds: float) -> list[int]:
@@ -202,6 +207,11 @@ def _digits_of_seconds(seconds: float) -> list[int]:
     mantissa, exponent = math.frexp(seconds)
     whole = int(mantissa * 2**14)
     return [whole % _BASE, whole // _BASE, min(max(exponent + _EXPONENT, 0), _BASE - 1)]
+
+
+def _seconds_of_digits(digits: list[float]) -> float:
+    low, high, exponent = digits
+    return math.ldexp(low + _BASE * high, int(exponent) - _EXPONENT - 14)
 
 
 def reads_late(device: torch.device) -> bool:

@@ -134,7 +134,7 @@ class StreamRunner(Runner):
     def _submit(self, call: Callable[[], None]) -> Work[None]:
         start_s, stream = perf_counter(), self._stream
         stream.wait_stream(current_stream(self._device))
-        with stream, torch.no_grad():
+        with stream:  # nothing here requires a gradient
             call()
         self.busy_s += perf_counter() - start_s
         return StreamWork(stream.record_event(), self._device)

@@ -55,7 +55,8 @@ class AllReduce(ABC):
         if self.comm.size == 1 or not flat.numel():
             return
         flat = flat.detach()
-        on_wire = flat.to(self.comm.wire.transport_device(flat.device))
+        device = self.comm.wire.transport_device(flat.device)
+        on_wire = flat if device == flat.device else flat.to(device)
         try:
             self._reduce_(on_wire)
         except BaseException:
