@@ -85,30 +85,35 @@ class explained:  # noqa: N801 (called as a function; each call of a step enters
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._call.__exit__()
-        if isinstance(error, RuntimeError):
-            self._raise_typed(error)
+        if not isinstance(error, RuntimeError):
+            return
+        better, cause = self._better(error)
+        try:
+            if better is not error:
+                raise better from cause
+        finally:
+            del better, error  # an error whose traceback holds itself would keep the group
 
-    def _raise_typed(self, error: RuntimeError) -> None:
-        """Raises a better error, if there is one."""
+    def _better(self, error: RuntimeError) -> tuple[RuntimeError, BaseException | None]:
+        """The error to raise instead, and its cause; the same one if there is none."""
         names, verb, cause = self._names, self._verb, error.__cause__
         typed = _translation(error, verb, names.number, names.size, self._timeout_s)
         if typed is not None:
             error, cause = typed, error
         if isinstance(error, PeerLostError):
-            raise _left(names, verb, cause) from cause
+            return _left(names, verb, cause), cause
         if not isinstance(error, CollectiveTimeoutError):
-            return
+            return error, cause
         if names.is_interrupted:  # which Gloo tells as a timeout
-            raise _left(names, verb, cause) from cause
+            return _left(names, verb, cause), cause
         if not self._is_final:
-            raise error from cause
+            return error, cause
         missing = find_missing_ranks(names, verb)
         ended = names.ended(missing.missing)
         if ended:  # nobody was told in time: a machine may have stood still
-            raise PeerLostError(
-                f"`{verb}` on {names.own}: {names.placed_all(ended)} has ended. {START_AGAIN}"
-            ) from cause
-        raise CollectiveTimeoutError(f"{error} {missing}".rstrip()) from cause
+            where = f"`{verb}` on {names.own}: {names.placed_all(ended)}"
+            return PeerLostError(f"{where} has ended. {START_AGAIN}"), cause
+        return CollectiveTimeoutError(f"{error} {missing}".rstrip()), cause
 
 
 def loss_told_by_torch(error: BaseException | None, names: RankNames) -> PeerLostError | None:

@@ -1,7 +1,10 @@
 """What is said of a call that failed, where the backend says only that time ran out."""
 
+import gc
 import subprocess
 import sys
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from allstep.comm.failures import explained
 from allstep.comm.missing import RankNames
 from allstep.comm.places import Place
-from allstep.errors import CommunicationError, PeerLostError
+from allstep.errors import CollectiveTimeoutError, CommunicationError, PeerLostError
 
 
 def lost_pid() -> int:
@@ -32,3 +35,26 @@ def test_a_call_that_timed_out_says_which_process_has_ended(is_known: bool) -> N
     message = str(caught.value)
     assert (f"rank 1 ({gone}) has ended" in message) == is_known
     assert ("missing: rank 1." in message) != is_known
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+def test_error_that_is_dropped_keeps_nothing_of_the_call(is_final: bool) -> None:
+    held: list[weakref.ref[Group]] = []
+
+    def call() -> None:
+        group = Group()
+        held.append(weakref.ref(group))
+        with explained("all_reduce", RankNames([0], 0, 1), 0.5, is_final=is_final):
+            raise RuntimeError("timed out")
+
+    gc.disable()  # a group must end at once, not when the collector comes
+    try:
+        with suppress(CollectiveTimeoutError):
+            call()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+class Group:
+    """Stands for what the frame of a call holds."""
