@@ -268,7 +268,9 @@ class TensorCollectives(CommunicatorBase):
         Args:
             source: the rank that sends; not this one.
             tag: as in `send`.
-            async_op: return a Work at once.
+            async_op: return a Work at once. Over NCCL a pair's messages go one after the other,
+                whatever their tags, and a group's calls in one stream: make them in an order in
+                which no rank waits for one that stands behind.
 
         Returns:
             A tensor or a tuple of tensors, as sent, on the communicator's device.
