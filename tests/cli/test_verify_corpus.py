@@ -76,7 +76,7 @@ def test_verify_on_some_of_the_scripts(name, capsys):
 )
 def test_verify_tells_amplified_rounding_from_a_mistake(name, size, gone_without, capsys):
     """PyTorch's MNIST example: conv net, Adadelta, StepLR; with dropout in `steps`."""
-    found = result_of(name, capsys, size=size, num_steps=26)
+    found = result_of(name, capsys, size=size, num_steps=44)
     check(name, found)
     assert max(found["differences"]) > found["limit"]  # else the test shows nothing
     rounding = found["rounding"]
