@@ -4,8 +4,7 @@ import textwrap
 
 import pytest
 
-from tests.helpers.launched import Launched
-from tests.helpers.ports import free_port
+from tests.helpers.launched import run_as_two_ranks
 
 pytestmark = pytest.mark.process
 
@@ -35,15 +34,5 @@ SCRIPT = textwrap.dedent("""
 
 
 def test_close_ends_backend_threads(tmp_path, monkeypatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    runs = []
-    for rank in range(2):
-        monkeypatch.setenv("RANK", str(rank))
-        runs.append(Launched("script.py", cwd=tmp_path))
-    for run in runs:
-        run.finish(within_s=60.0)
-        assert run.code == 0, run.errors
+    for run in run_as_two_ranks(SCRIPT, tmp_path, monkeypatch, within_s=60.0):
         assert run.output == "gloo threads: 0;\n"

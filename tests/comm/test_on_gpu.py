@@ -30,9 +30,8 @@ from allstep.errors import CommunicationError, PeerLostError, UsageError
 from tests.comm.test_autograd import ROOTED, SYMMETRIC, derivatives, inputs, loss_of
 from tests.comm.test_tensors import DTYPES, MOVED
 from tests.helpers.gpus import on_cpu
-from tests.helpers.launched import Launched
+from tests.helpers.launched import run_as_two_ranks
 from tests.helpers.on_gpu import gpu, over_links, run_on_gpu, share_the_gpu, start_on_gpu
-from tests.helpers.ports import free_port
 from tests.helpers.processes import Workers, wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
@@ -511,18 +510,8 @@ def test_close_leaves_nothing_that_warns_at_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor aborts it: the group, and one that was split off."""
-    (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    runs = []
-    for rank in range(2):
-        monkeypatch.setenv("RANK", str(rank))
-        runs.append(Launched("script.py", cwd=tmp_path))
-    for run in runs:
-        run.finish(within_s=90.0)
-        assert run.code == 0, run.errors
+    for run in run_as_two_ranks(SCRIPT, tmp_path, monkeypatch, within_s=90.0):
         assert run.output.endswith("[2.0, 2.0]\n")
         assert not re.search(r"(?i)warning|destroy|abort|error", run.errors), run.errors
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
+
+from tests.helpers.ports import free_port
 
 START_S = 120.0
 
@@ -64,3 +67,21 @@ class Launched:
             for process in family:
                 if process.is_running():
                     process.kill()
+
+
+def run_as_two_ranks(
+    script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, within_s: float
+) -> list[Launched]:
+    """A script in a process for each of two ranks; they must end well, and in time."""
+    (folder / "script.py").write_text(script)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    runs = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        runs.append(Launched("script.py", cwd=folder))
+    for run in runs:
+        run.finish(within_s=within_s)
+        assert run.code == 0, run.errors
+    return runs
