@@ -88,8 +88,8 @@ class Profiler:
         self._passes: list[_Backward] = []  # of this step
         self._pass = _Backward(0.0)  # the last
         self._ready_s: dict[Tensor, float] = {}  # after it began, in order
-        self._backward = BackwardPass(self._end_pass)
-        self._watched_pass = 0  # the number of the last that came through the outputs
+        self._backward = BackwardPass(self._begin_pass, self._end_pass)
+        self._is_watched = False  # whether the pass came through the outputs
         self._handle = register_optimizer_step_post_hook(self._after_step)
 
     def attach(self, attach: Attach, model: nn.Module, *args: Any, **options: Any) -> Exchange:
@@ -138,8 +138,8 @@ class Profiler:
 
     def _on_output_gradient(self, forward: _Forward, _: Tensor) -> None:
         self._backward.request()
-        if self._watched_pass != self._backward.number:
-            self._watched_pass = self._backward.number
+        if not self._is_watched:
+            self._is_watched = True
             self._pass = _Backward(self._now())
             self._passes.append(self._pass)
             self._ready_s = dict.fromkeys(self._ready_s, 0.0)
@@ -148,9 +148,12 @@ class Profiler:
 
     def _on_gradient(self, p: Tensor) -> None:
         self._backward.enter()
-        if self._watched_pass == self._backward.number:
+        if self._is_watched:
             self._ready_s.pop(p, None)
             self._ready_s[p] = perf_counter() - self._pass.begin_s
+
+    def _begin_pass(self) -> None:
+        self._is_watched = False
 
     def _end_pass(self) -> None:
         self._pass.end_s = self._now()

@@ -18,13 +18,13 @@ class BackwardPass:
     model's outputs is called in that one, before any hook inside: it calls `enter`.
 
     Args:
-        finish: called without arguments.
+        begin: called in the first hook of a pass.
+        finish: called at the end of each that asked for it, with no arguments either.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
+    def __init__(self, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+        self._begin_pass, self._finish = begin, finish
         self._end: ref[_End] | None = None
-        self.number = 0  # of the pass under way, or of the last
 
     def enter(self) -> None:
         """A backward pass is under way, which may be the outermost of several."""
@@ -39,8 +39,8 @@ class BackwardPass:
     def _begin(self) -> "_End":
         end = _End(self)
         self._end = ref(end)
-        self.number += 1
         Variable._execution_engine.queue_callback(end)
+        self._begin_pass()
         return end
 
     def finish(self, is_requested: bool) -> None:

@@ -85,7 +85,7 @@ class Exchange(ABC):
         self._has_told = False  # of gradients that were not exchanged
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
-        self._backward_pass = BackwardPass(self._finish_backward)
+        self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
         self._hooks = ModelHooks(self, model)
         self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
@@ -118,9 +118,6 @@ class Exchange(ABC):
         Returns:
             name -> parameter that any worker has touched; others keep `p.grad` as it is.
         """
-
-    def _take(self, name: str, p: nn.Parameter) -> None:  # noqa: B027 (the plain one waits)
-        """A backward pass has added to `p.grad`; more may follow in others."""
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:  # noqa: B027
         """Before its backward passes; a kind of exchange may prepare for their gradients."""
@@ -569,10 +566,10 @@ class Exchange(ABC):
         """Adds what was held apart, if anything was, to what the exchange has left."""
 
     def _on_gradient(self, name: str, p: nn.Parameter) -> None:
+        """A backward pass has added to `p.grad`; more may follow in others."""
         self._touched.add(name)
         if not self._num_suspended:
             self._backward_pass.request()
-        self._take(name, p)
 
     def _scale_divided(self, gradient: Tensor | None) -> Tensor | None:
         """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
@@ -587,6 +584,9 @@ class Exchange(ABC):
     def _touch_all(self) -> None:
         trained = self._parameters.trained
         self._touched = {name for name, p in trained.items() if p.grad is not None}
+
+    def _begin_backward(self) -> None:  # noqa: B027
+        """Before the first gradient of a pass; a kind of exchange may prepare for them."""
 
     def _finish_backward(self) -> None:
         self._refuse_late_parameters()

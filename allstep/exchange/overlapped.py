@@ -72,10 +72,8 @@ class OverlappedExchange(Exchange):
         self._agreement: AgreementResult | None = None  # of the last sums, if not looked at yet
         self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
-        self._missing: list[int] = []  # gradients that each bucket waits for
+        self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
         self._held = HeldGradients()
-        self._pass_number = 0
-        self._is_local_pass = self._may_overlap = False
         self._failure: str | None = None
         self._last_amp_scale = self._residual_factor = 1.0
         self._has_residuals = False
@@ -183,31 +181,26 @@ class OverlappedExchange(Exchange):
 
     # -- the backward pass ---------------------------------------------------------------------
 
-    def _take(self, name: str, p: nn.Parameter) -> None:
+    def _on_gradient(self, name: str, p: nn.Parameter) -> None:
         """A gradient is ready: counts it, and sends the buckets that are full.
 
         Called for each parameter, it does as little as it can.
         """
+        super()._on_gradient(name, p)
         if self._num_suspended:
             self._refuse_scaled()
-            return
-        if self._pass_number != self._backward_pass.number:
-            self._begin_pass()
-        if p.grad is None or self._is_local_pass or self._failure is not None:
-            return
-        if name in self._arrivals:
+        elif name in self._arrivals:
             self._take_again(name)
-            return
-        self._arrivals[name] = perf_counter()
-        if not self._may_overlap:
-            return
-        plan = self._plan
-        if name in plan.large:
-            self._buckets.place_large(name, p, self.gradient_scale)
-        bucket = plan.bucket_of[name]
-        self._missing[bucket] -= 1
-        if not self._missing[bucket]:
-            self._send_full()
+        else:
+            self._arrivals[name] = perf_counter()
+            missing, plan = self._missing, self._plan
+            if missing:
+                if name in plan.large:
+                    self._buckets.place_large(name, p, self.gradient_scale)
+                bucket = plan.bucket_of[name]
+                missing[bucket] -= 1
+                if not missing[bucket]:
+                    self._send_full()
 
     def _take_again(self, name: str) -> None:
         """A second gradient of a parameter in one pass; too late where the first is on its way."""
@@ -215,20 +208,23 @@ class OverlappedExchange(Exchange):
         if self._plan.bucket_of[name] >= len(buckets.works) and name not in buckets.scaled:
             self._bucketing.note_second_gradient()
             return
-        self._failure = (
+        self._fail(
             f"Parameter `{name}` got a second gradient in one backward pass, after the first had"
             " been put in its bucket (reentrant checkpointing, or a module used in several of"
             f" them); attach with `{type(self.policy).__name__}(overlap=False)` or use"
             " `use_reentrant=False`."
         )
 
-    def _begin_pass(self) -> None:
-        self._pass_number = self._backward_pass.number
-        self._is_local_pass = self._stays_local
-        self._may_overlap = self._bucketing.may_overlap
+    def _begin_backward(self) -> None:
         self._pass_start_s = perf_counter()
         self._forget_aborted_pass()
-        self._missing = [len(layout.names) for layout in self._plan.layouts]
+        if self._bucketing.may_overlap and self._failure is None and not self._stays_local:
+            self._missing = [len(layout.names) for layout in self._plan.layouts]
+
+    def _fail(self, message: str) -> None:
+        """This worker can't take part; the others learn it at the end of the exchange."""
+        self._failure = self._failure or message
+        self._missing = []
 
     def _forget_aborted_pass(self) -> None:
         """One that ended with an exception; what it has sent cannot be taken back."""
@@ -239,12 +235,13 @@ class OverlappedExchange(Exchange):
             )
         self._refuse_scaled()
         self._arrivals.clear()
+        self._missing = []
 
     def _refuse_scaled(self) -> None:
         """What a pass that ended with an exception has scaled already may not be added to."""
         scaled, trained = self._buckets.scaled, self._parameters.trained
         if any(trained[name].grad is self._buckets.views[name] for name in scaled & trained.keys()):
-            self._failure = (
+            self._fail(
                 "An earlier backward pass ended with an exception after some of its gradients had"
                 " been scaled for the exchange; call `optimizer.zero_grad()` before the next one."
             )
@@ -291,7 +288,7 @@ class OverlappedExchange(Exchange):
             trained, scale = self._parameters.trained, self.gradient_scale
             self._buckets.fill(index, trained, self._touched, scale)
         except UsageError as error:
-            self._failure = str(error)
+            self._fail(str(error))
 
     # -- exact sums ------------------------------------------------------------------------------
 
