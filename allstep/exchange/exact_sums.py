@@ -11,7 +11,7 @@ from allstep.comm.reproducible import ReproducibleSum
 from allstep.device import is_accelerator, read_scalars
 from allstep.errors import UsageError
 from allstep.exchange.buckets import BucketSet, has_form_of
-from allstep.exchange.grid import Grid, Share
+from allstep.exchange.grid import Grid, Unit
 from allstep.exchange.parameters import ParameterSet
 
 
@@ -25,7 +25,8 @@ class ExactSums:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grid = Grid()
-        self._unread: dict[str, tuple[Tensor, Share]] = {}  # gradients that may not have fitted
+        # Gradients that may not have fitted, with what `Grid.round_unread` says of them.
+        self._unread: dict[str, tuple[Tensor, Tensor, Unit]] = {}
 
     @property
     def num_completed(self) -> int:
@@ -56,9 +57,9 @@ class ExactSums:
     def settle(self, buckets: BucketSet) -> None:
         """Adds apart what did not fit so far; on an accelerator the host reads now which it is."""
         unread, self._unread = self._unread, {}
-        numbers = read_scalars([share.number for _, share in unread.values()])
-        for (name, (gradient, share)), number in zip(unread.items(), numbers, strict=True):
-            if not share.fits(number):
+        numbers = read_scalars([share for _, share, _ in unread.values()])
+        for (name, (gradient, _, unit)), number in zip(unread.items(), numbers, strict=True):
+            if not unit.is_good([number]):
                 _add_apart(buckets, name, gradient)
 
     def round(self, buckets: BucketSet, name: str, p: nn.Parameter, new: Tensor) -> Tensor:
@@ -83,8 +84,8 @@ class ExactSums:
         found = self._grid.round_unread(name, new.detach())
         if found is None:
             return None
-        rounded, share = found
-        self._unread[name] = new, share  # not a view, whose memory autograd may hand on
+        rounded, share, unit = found
+        self._unread[name] = new, share, unit  # not a view, whose memory autograd may hand on
         return rounded
 
     def _round_in_place(

@@ -24,7 +24,7 @@ _CHUNK = 1 << 18  # elements that stay in the cache between the passes
 
 
 @dataclass(frozen=True)
-class _Unit:
+class Unit:
     """How the rows of one gradient are rounded.
 
     Attributes:
@@ -41,22 +41,6 @@ class _Unit:
         """Whether a gradient fits whose parts have these shares of the limits; NaN does not."""
         fits = all(share <= 1 for share in shares)
         return fits and (max(shares) == 0 or max(shares) >= self.smallest)
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much of its limits a gradient's largest elements take, which only the device knows yet.
-
-    Attributes:
-        number: a scalar.
-    """
-
-    number: Tensor
-    _unit: _Unit
-
-    def fits(self, number: float) -> bool:
-        """Whether the gradient does, once the number has been read."""
-        return self._unit.is_good([number])
 
 
 class Grid:
@@ -93,7 +77,7 @@ class Grid:
 
     def __init__(self) -> None:
         self._tops: dict[str, Tensor] = {}  # T by row
-        self._units: dict[str, _Unit] = {}  # for the present number of terms
+        self._units: dict[str, Unit] = {}  # for the present number of terms
         self._num_terms = 1
         self._num_terms_each = 1
         self._num_added: dict[str, int] = {}  # in this micro-batch
@@ -150,7 +134,7 @@ class Grid:
             return rounded
         return out.add_(rounded) if adds else out.copy_(rounded)
 
-    def round_unread(self, name: str, gradient: Tensor) -> tuple[Tensor, Share] | None:
+    def round_unread(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor, Unit] | None:
         """The gradient on the grid, or zeros if it does not fit, which the host doesn't wait for.
 
         Args:
@@ -158,7 +142,9 @@ class Grid:
             gradient: as for `round`.
 
         Returns:
-            None if nothing is known of the parameter, so that it does not fit.
+            The gradient; how much of its limits its largest elements take, a scalar that only the
+            device knows yet; and the unit that says whether this is good. None if nothing is known
+            of the parameter, so that it does not fit.
         """
         unit = self._unit_of(name, gradient)
         if unit is None or not gradient.numel():
@@ -169,9 +155,9 @@ class Grid:
         is_off = share.clamp(unit.smallest, 1) != share  # NaN is, and zeros, which stay zeros
         rounded = torch.empty_like(rows, memory_format=torch.contiguous_format)
         torch.add(rows, unit.shift, out=rounded).sub_(unit.shift).masked_fill_(is_off, 0.0)
-        return _from_rows(rounded, gradient.shape, order), Share(share, unit)
+        return _from_rows(rounded, gradient.shape, order), share, unit
 
-    def _unit_of(self, name: str, gradient: Tensor) -> _Unit | None:
+    def _unit_of(self, name: str, gradient: Tensor) -> Unit | None:
         """How to round another gradient of the micro-batch; None if nothing is known."""
         num_added = self._num_added[name] = self._num_added.get(name, 0) + 1
         top = self._tops.get(name)
@@ -184,7 +170,7 @@ class Grid:
             unit = self._units[name] = self._new_unit(top, gradient.dtype)
         return unit
 
-    def _round(self, rows: Tensor, unit: _Unit, out: Tensor, *, adds: bool) -> bool:
+    def _round(self, rows: Tensor, unit: Unit, out: Tensor, *, adds: bool) -> bool:
         """Rounds [rows, n] and looks whether it fits, in parts that stay in the cache."""
         if adds:
             pieces = _pieces(rows)
@@ -265,7 +251,7 @@ class Grid:
         self._tops = {name: top.to(device) for name, top in state["tops"].items()}
         self._units.clear()
 
-    def _new_unit(self, top: Tensor, dtype: torch.dtype) -> _Unit:
+    def _new_unit(self, top: Tensor, dtype: torch.dtype) -> Unit:
         digits, limits = _DIGITS[dtype], torch.finfo(dtype)
         terms = self._num_terms
         room = 2.0 ** max(2, math.ceil(math.log2(terms)))  # for the terms of a sum
@@ -277,7 +263,7 @@ class Grid:
         largest *= _MARGIN / math.sqrt(terms)
         largest.clamp_(limits.tiny * 2.0**digits, limits.max / (4 * room))  # sums are finite, too
         unit = _power_of_two_above(largest) / limit_in_units
-        return _Unit(
+        return Unit(
             shift=(1.5 * 2.0 ** (digits - 1) * unit).to(dtype)[:, None],
             limit=((limit_in_units - 1) * unit).to(dtype),  # one less, for what is rounded up
             smallest=1 / limit_in_units,
