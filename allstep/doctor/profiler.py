@@ -129,7 +129,7 @@ class Profiler:
             return
         self._hook_parameters()
         assert self._exchange is not None
-        self.is_cut |= self._exchange.global_step is not None
+        self.is_cut |= self._exchange.batch.step is not None
         forward = _Forward(_num_samples((args, options)))
         hook = functools.partial(self._on_output_gradient, forward)
         for x in _tensors(output):

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -20,16 +20,16 @@ from allstep.exchange.backward import BackwardPass
 from allstep.exchange.batch_norm import RunningStatistics
 from allstep.exchange.carry_over import CarryOver
 from allstep.exchange.divided import DividedParameters, check_divided
+from allstep.exchange.global_batch import BatchSum
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook, owners_of
 from allstep.exchange.local_sgd import ParameterAveraging
 from allstep.exchange.model_hooks import ModelHooks
 from allstep.exchange.parameters import ParameterSet, Signature, signature
 from allstep.exchange.part_gradients import PartGradients
-from allstep.exchange.piggyback import all_reduce_notes, times_of, total_weight
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats, LocalSGD
 from allstep.exchange.state_sweep import StatePart, StateSweep
-from allstep.exchange.stragglers import Stragglers, WorkerTimes
-from allstep.exchange.weighing import Weighing, divide_gradients
+from allstep.exchange.stragglers import Stragglers
+from allstep.exchange.weighing import divide_gradients
 
 
 class Exchange(ABC):
@@ -47,13 +47,12 @@ class Exchange(ABC):
         statistics: batch norm's running statistics.
         is_attached: until `detach`.
         num_exchanges: exchanges of gradients so far.
-        global_step: the number of the global batch that is being run, if one is.
+        batch: the global batch that is being run, and how gradients add up.
         has_gradients: whether the last exchange left a gradient to make an update with.
         averaging: of the parameters, with local SGD.
         awaits_update: whether a global batch has been run whose turn in `steps` is not over, and
             no update was made yet.
         optimizers: that have updated the model.
-        weighing: of this worker's losses of the global batch; see [Note: weights].
         stragglers: the workers' times.
     """
 
@@ -90,10 +89,7 @@ class Exchange(ABC):
         self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
-        self.global_step: int | None = None
-        self._samples = ""  # of the global batch
-        self.weighing = Weighing.of_means()
-        self._total_weight: Tensor | None = None  # of the last exchange's losses
+        self.batch = BatchSum(comm, policy.reduction, self.stragglers)
         self._carry_over = CarryOver(self._parameters, comm.size)
         self.averaging: ParameterAveraging | None = None
         self.is_attached = True
@@ -113,7 +109,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _reduce(self) -> Mapping[str, nn.Parameter]:
-        """Replaces `p.grad` by the sum of all times `gradient_scale`. Collective.
+        """Replaces `p.grad` by the sum of all times `batch.scale`. Collective.
 
         Returns:
             name -> parameter that any worker has touched; others keep `p.grad` as it is.
@@ -278,17 +274,15 @@ class Exchange(ABC):
             self._follow_model()
         if self.averaging is not None:
             self.averaging.average_if_due()  # where the optimizer's step was skipped
-        self.global_step, self._samples = step, samples
-        self.weighing, self._total_weight = Weighing(sum_factor), None
+        self.batch.begin(step, samples, sum_factor)
         self._carry()
         try:
             self._begin_global_batch(num_micro_batches, num_passes)
             yield
-            if self.weighing.has_sums and not self._is_active:
-                divide_gradients(self.with_gradients.values(), self.weighing.divisor())
+            if self.batch.weighing.has_sums and not self._is_active:
+                divide_gradients(self.with_gradients.values(), self.batch.weighing.divisor())
         finally:
-            self.global_step = None
-            self.weighing = Weighing.of_means()
+            self.batch.end()
             self._end_global_batch()
         self.awaits_update = True
         self._parts.note_global()
@@ -298,30 +292,14 @@ class Exchange(ABC):
 
         On CUDA the host waits for it.
         """
-        if self.weighing.has_sums and not self._is_active:
-            return self.weighing.total()
-        return 1.0 if self._total_weight is None else float(self._total_weight)
-
-    def _see_times(self, times: Sequence[WorkerTimes]) -> None:
-        """What the workers told each other; rank 0 says who keeps the others waiting."""
-        words = self.stragglers.see(times)
-        self.comm.activity.straggler = self.stragglers.words
-        if words and self.comm.rank == 0:
-            logging.getLogger("allstep").warning(words)
+        if self.batch.weighing.has_sums and not self._is_active:
+            return self.batch.weighing.total()
+        return self.batch.total_weight()
 
     def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
         """After an exchange; the divided parameters' gradients are sums already."""
         if divisor is not None:
             divide_gradients([*summed, *self.divided.values()], divisor)
-
-    def _agree_on_divisor(self) -> Tensor | None:
-        """Of a global batch's sums; None for means. Collective, in a message of its own."""
-        if self.global_step is None:
-            return None
-        notes = all_reduce_notes(self.comm, self.weighing, self.stragglers.own_times)
-        self._see_times(times_of(notes))
-        self._total_weight = total = total_weight(notes, self.weighing)
-        return None if total is None else total * self.weighing.factor
 
     def begin_batch(self, num_micro_batches: int) -> None:  # noqa: B027 (few need to know)
         """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.
@@ -343,15 +321,6 @@ class Exchange(ABC):
         """
         trained = self._parameters.trained.items()
         return {name: p.grad for name, p in trained if p.grad is not None}
-
-    @property
-    def gradient_scale(self) -> float:
-        """What gradients are multiplied by before they are summed over the workers.
-
-        1/size for a mean; 1 for a sum, and for a global batch, whose losses are weighed already.
-        """
-        is_weighed = self.global_step is not None or self.policy.reduction == "sum"
-        return 1.0 if is_weighed else 1 / self.comm.size
 
     def synchronize(self) -> None:
         """Exchanges what is in `p.grad` now. Collective.
@@ -472,7 +441,7 @@ class Exchange(ABC):
         self._refuse_detached("sync_parameters")
         before = set(map(id, self._parameters.trained.values()))
         self._follow_model()
-        if self.global_step is not None:  # their first gradients are to be summed
+        if self.batch.step is not None:  # their first gradients are to be summed
             self._carry(n for n, p in self._parameters.trained.items() if id(p) not in before)
 
     def _follow_changes(self) -> None:
@@ -549,14 +518,9 @@ class Exchange(ABC):
         """Whether there is anything to do; gradients of a lone worker are their own mean."""
         return self.comm.size > 1
 
-    @property
-    def _carries_over(self) -> bool:
-        """Whether what an earlier exchange has left in `p.grad` would count once a worker."""
-        return self.comm.size > 1 and self.gradient_scale == 1
-
     def _carry(self, names: Iterable[str] | None = None) -> None:
         """Before gradients are summed, of all parameters if None; see `CarryOver.carry`."""
-        if self._carries_over:
+        if self.comm.size > 1 and self.batch.scale == 1:
             self._carry_over.carry(names)
 
     def _carry_one(self, name: str, _: Tensor | None) -> None:
@@ -573,7 +537,7 @@ class Exchange(ABC):
 
     def _scale_divided(self, gradient: Tensor | None) -> Tensor | None:
         """What is added to `p.grad`, of all workers' losses; None for the gradient as it is."""
-        scale = self.gradient_scale
+        scale = self.batch.scale
         return None if gradient is None or scale == 1 else gradient * scale
 
     def _on_output_gradient(self, _: Tensor) -> None:
@@ -603,7 +567,9 @@ class Exchange(ABC):
         self._carry()
         with torch.no_grad():
             if stays_local:
-                self._take_own_for_all()
+                trained = self._parameters.trained.values()
+                self.batch.take_own_for_all(trained, self.comm.size)
+                self._carry_over.finish(trained)
             else:
                 self._carry_over.finish(self._reduce().values())
                 self._give_back()
@@ -618,20 +584,6 @@ class Exchange(ABC):
             # workers may have different numbers of them.
             self._follow_model()
         self.comm.activity.enter("optimizer")
-
-    def _take_own_for_all(self) -> None:
-        """In a local step: makes `p.grad` the sum as if all workers had this gradient."""
-        factor = self.gradient_scale * self.comm.size
-        if self.weighing.has_sums:
-            factor = 1.0
-            total = self.weighing.total() * self.comm.size
-            self._total_weight = torch.tensor(total, dtype=torch.float64)
-            if total:
-                divide_gradients(self._parameters.trained.values(), self.weighing.divisor())
-        for p in self._parameters.trained.values():
-            if factor != 1 and p.grad is not None:
-                p.grad.mul_(factor)
-        self._carry_over.finish(self._parameters.trained.values())
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
@@ -678,7 +630,7 @@ class Exchange(ABC):
             self._refuse_capture()
             if self.model.training:
                 self.statistics.mark_local()
-                if self.global_step is None:  # else `steps` says so
+                if self.batch.step is None:  # else `steps` says so
                     self.comm.activity.enter("forward", self.num_exchanges)
             else:
                 self.statistics.warn_if_local()

@@ -173,7 +173,7 @@ class FullyShardedExchange(PlainExchange):
         self._passes.begin_micro_batch()
 
     def join_others(self) -> None:
-        is_training = self.global_step is not None
+        is_training = self.batch.step is not None
         with self.statistics.micro_batch(0.0) if is_training else nullcontext(), self.no_sync():
             self._passes.join_others()
 
@@ -191,7 +191,7 @@ class FullyShardedExchange(PlainExchange):
         super()._divide_sums([*summed, *self._passes.parameters.values()], divisor)
 
     def _set_scale(self) -> None:
-        self._passes.set_scale(self.gradient_scale)
+        self._passes.set_scale(self.batch.scale)
 
 
 def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePolicy) -> None:

@@ -156,10 +156,10 @@ def _refuse_early(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
             " Call it after the backward pass, and remove the hook."
         )
     for exchange in exchanges:
-        if exchange.global_step is not None:
+        if exchange.batch.step is not None:
             raise UsageError(
                 f"`{_kind(optimizer)}.step()` was called in the loop over global batch"
-                f" {exchange.global_step}'s micro-batches, whose gradient is whole only when the"
+                f" {exchange.batch.step}'s micro-batches, whose gradient is whole only when the"
                 " loop has ended. Call it after that loop, `zero_grad()` too."
             )
 

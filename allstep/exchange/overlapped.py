@@ -196,7 +196,7 @@ class OverlappedExchange(Exchange):
             missing, plan = self._missing, self._plan
             if missing:
                 if name in plan.large:
-                    self._buckets.place_large(name, p, self.gradient_scale)
+                    self._buckets.place_large(name, p, self.batch.scale)
                 bucket = plan.bucket_of[name]
                 missing[bucket] -= 1
                 if not missing[bucket]:
@@ -266,7 +266,7 @@ class OverlappedExchange(Exchange):
             state = self._next_state(buckets.flats[0].device)
             described = (self._signature, self._digest)
             buckets.write_check(self.comm.rank, self._describe(), *described, state)
-            buckets.write_note(self.comm.rank, self.weighing, self.stragglers.own_times)
+            buckets.write_note(self.comm.rank, self.batch.weighing, self.stragglers.own_times)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
@@ -285,7 +285,7 @@ class OverlappedExchange(Exchange):
     def _fill(self, index: int) -> None:
         """Puts a bucket's gradients in it; what is wrong with them is told to all at the end."""
         try:
-            trained, scale = self._parameters.trained, self.gradient_scale
+            trained, scale = self._parameters.trained, self.batch.scale
             self._buckets.fill(index, trained, self._touched, scale)
         except UsageError as error:
             self._fail(str(error))
@@ -295,7 +295,7 @@ class OverlappedExchange(Exchange):
     @property
     def _rounder(self) -> ExactSums | None:
         """What rounds gradients now, if anything does."""
-        return None if self.global_step is None or self._stays_local else self._exact
+        return None if self.batch.step is None or self._stays_local else self._exact
 
     def _begin_global_batch(self, num_micro_batches: int, num_passes: int) -> None:
         if self._rounder is not None:
@@ -331,7 +331,7 @@ class OverlappedExchange(Exchange):
         buckets = self._buckets
         if not buckets.flats:
             if self.is_divided:
-                self._divide_sums((), self._agree_on_divisor())
+                self._divide_sums((), self.batch.agree_on_divisor())
             return {}
         while len(buckets.works) < len(buckets.flats):
             self._send_next()
@@ -377,17 +377,14 @@ class OverlappedExchange(Exchange):
         """Of sums that have come, once; None for gradients of means. [Note: weights]"""
         if buckets.divisor is not None:
             return buckets.divisor
-        self._total_weight = buckets.total_weight(adds_up=self._reducer.adds_up)
-        total, factor = self._total_weight, buckets.weighing.factor
-        return None if total is None else total * factor
+        total = buckets.total_weight(adds_up=self._reducer.adds_up)
+        return self.batch.divisor(total, buckets.weighing)
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
-        if self.global_step is not None:
-            batch = f"global batch {self.global_step}"
-            batch += f" ({self._samples})" if self._samples else ""
+        if self.batch.step is not None:
             held = "" if self._exact is None else self._held.in_words()
-            return f"exchange gradients {self.num_exchanges}, of {batch}{held}"
+            return f"exchange gradients {self.num_exchanges}, of {self.batch.in_words()}{held}"
         return f"exchange gradients {self.num_exchanges}, after {self._num_no_sync} `no_sync`"
 
     def _present_amp_scale(self) -> float:
@@ -431,7 +428,7 @@ class OverlappedExchange(Exchange):
         result, self._agreement = self._agreement, None
         if result is not None:
             result.raise_if_bad(self.comm)
-            self._see_times(times_of(result.notes))
+            self.batch.see_times(times_of(result.notes))
 
     def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
         """Sends what looks like the first bucket of an exchange, but is only its comparison.

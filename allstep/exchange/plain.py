@@ -18,7 +18,7 @@ class PlainExchange(Exchange):
 
     grad = sum_r scale * grad_r
 
-    with `gradient_scale`, which is 1/size for a mean. A worker without a gradient counts as zero.
+    with `batch.scale`, which is 1/size for a mean. A worker without a gradient counts as zero.
     A parameter that no worker has a gradient for keeps `p.grad` as it is. Sums of losses with
     weights are divided by the weights' total, which is one more all-reduce.
     """
@@ -40,12 +40,12 @@ class PlainExchange(Exchange):
         names = self._agree_on_parameters()
         gradients = tuple(_gradient(trained[name]) for name in names)
         if gradients:
-            torch._foreach_mul_(gradients, self.gradient_scale)
+            torch._foreach_mul_(gradients, self.batch.scale)
             self.comm.all_reduce(gradients)
         payload_bytes = sum(gradient.nbytes for gradient in gradients)
         self._sent_bytes += 2 * (self.comm.size - 1) * payload_bytes // self.comm.size
         self._exchange_s += perf_counter() - start_s
-        self._divide_sums((trained[name] for name in names), self._agree_on_divisor())
+        self._divide_sums((trained[name] for name in names), self.batch.agree_on_divisor())
         return {name: trained[name] for name in names}
 
     def _agree_on_parameters(self) -> list[str]:

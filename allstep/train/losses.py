@@ -80,7 +80,7 @@ class Losses:
         else:
             self._check_weight(weight)
             self._note_kind(is_sum=True)
-            self._exchanges[0].weighing.add(weight)
+            self._exchanges[0].batch.weighing.add(weight)
             self._weight, factor = weight, self.sum_factor
         self._found.append((loss.detach(), factor, weight or 0.0))
         return factor
@@ -132,7 +132,7 @@ class Losses:
             raise UsageError(mixed_message(has_both, has_both))
         if not is_sum:
             for exchange in self._exchanges:
-                exchange.weighing.add_mean()
+                exchange.batch.weighing.add_mean()
 
 
 def mean_of(sums: Tensor) -> float:

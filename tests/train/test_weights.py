@@ -218,7 +218,7 @@ def test_weights_survive_formats_with_few_digits(compression: str) -> None:
         for data in batch:
             backward_sums(batch, model, data)
         if comm.rank == 0:
-            weight = batch._exchanges[0]._total_weight
+            weight = exchange.batch.total_weight()
             seen[name] = [torch.as_tensor(weight), *(p.grad for p in model.parameters())]
 
     for name in ("fp32", compression):

@@ -137,13 +137,13 @@ class Recorder:
         def add(gradient: Tensor | None) -> None:
             if gradient is None:
                 return
-            if exchange.global_step is None:
+            if exchange.batch.step is None:
                 self.record.is_in_steps = False
             with torch.no_grad():
                 earlier = self._local.get(p)
                 whole = self._whole(p, gradient)
                 products = torch.tensor(self._sketch(whole).products, dtype=torch.float64)
-                products *= exchange.gradient_scale * exchange.comm.size  # the workers' mean counts
+                products *= exchange.batch.scale * exchange.comm.size  # the workers' mean counts
                 self._local[p] = products if earlier is None else earlier + products
 
         self._hooks.append(AccumulationHook(p, add))
@@ -152,7 +152,7 @@ class Recorder:
         self.num_events += 1
         if not (torch.is_grad_enabled() and model.training):
             return
-        in_steps = self._exchanges[model].global_step is not None  # which seeds each micro-batch
+        in_steps = self._exchanges[model].batch.step is not None  # which seeds each micro-batch
         if len(self.record.torch_seeds) == 1 and not in_steps:
             self.record.torch_seeds.append(torch.initial_seed())
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -1,0 +1,95 @@
+"""The global batch that is being run: how its gradients add up to one, over all workers."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from allstep.comm import Communicator
+from allstep.exchange.piggyback import all_reduce_notes, times_of, total_weight
+from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.weighing import Weighing, divide_gradients
+
+
+class BatchSum:
+    """What gradients are multiplied by before their sum over the workers, and that divided by.
+
+    grad = sum_r scale * grad_r / divisor
+
+    The divisor is 1 unless losses are sums themselves. [Note: weights]
+
+    Args:
+        comm: the workers.
+        reduction: of gradients outside of a global batch, "mean" or "sum".
+        stragglers: told the workers' times, which come with their weights.
+
+    Attributes:
+        step: the number of the global batch that is being run, if one is.
+        weighing: of this worker's losses.
+    """
+
+    def __init__(self, comm: Communicator, reduction: str, stragglers: Stragglers) -> None:
+        self._comm, self._reduction, self._stragglers = comm, reduction, stragglers
+        self._samples = ""
+        self._total_weight: Tensor | None = None  # of the last exchange's losses
+        self.step: int | None = None
+        self.weighing = Weighing.of_means()
+
+    def begin(self, step: int, samples: str, sum_factor: float) -> None:
+        """A global batch begins; see `Exchange.global_batch`."""
+        self.step, self._samples = step, samples
+        self.weighing, self._total_weight = Weighing(sum_factor), None
+
+    def end(self) -> None:
+        """It has ended, maybe with an exception."""
+        self.step, self.weighing = None, Weighing.of_means()
+
+    def in_words(self) -> str:
+        """Which one it is, to be compared with the other workers'."""
+        return f"global batch {self.step}" + (f" ({self._samples})" if self._samples else "")
+
+    @property
+    def scale(self) -> float:
+        """The only factor between a gradient and its share of the sum.
+
+        1/size for a mean; 1 for a sum, and for a global batch, whose losses are weighed already.
+        """
+        is_weighed = self.step is not None or self._reduction == "sum"
+        return 1.0 if is_weighed else 1 / self._comm.size
+
+    def total_weight(self) -> float:
+        """All workers' weights, after the exchange; 1 where losses are means."""
+        return 1.0 if self._total_weight is None else float(self._total_weight)
+
+    def divisor(self, total: Tensor | None, weighing: Weighing) -> Tensor | None:
+        """Of an exchange's sums, whose losses have these weights; None for means."""
+        self._total_weight = total
+        return None if total is None else total * weighing.factor
+
+    def agree_on_divisor(self) -> Tensor | None:
+        """Of the global batch's sums; None for means. Collective, in a message of its own."""
+        if self.step is None:
+            return None
+        notes = all_reduce_notes(self._comm, self.weighing, self._stragglers.own_times)
+        self.see_times(times_of(notes))
+        return self.divisor(total_weight(notes, self.weighing), self.weighing)
+
+    def take_own_for_all(self, parameters: Iterable[nn.Parameter], num_workers: int) -> None:
+        """Makes `p.grad` the sum as if so many workers had this one's gradient."""
+        if self.weighing.has_sums:
+            total = self.weighing.total() * num_workers
+            self._total_weight = torch.tensor(total, dtype=torch.float64)
+            if total:
+                divide_gradients(parameters, self.weighing.divisor())
+        elif (factor := self.scale * num_workers) != 1:
+            for p in parameters:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+
+    def see_times(self, times: Sequence[WorkerTimes]) -> None:
+        """What the workers told each other; rank 0 says who keeps the others waiting."""
+        words = self._stragglers.see(times)
+        self._comm.activity.straggler = self._stragglers.words
+        if words and self._comm.rank == 0:
+            logging.getLogger("allstep").warning(words)
