@@ -1,6 +1,5 @@
 """What all exchanges share: hooks, the end of backward, parameters that come and go."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,7 +80,6 @@ class Exchange(ABC):
         self._parts = PartGradients(model, self._parameters, self._divided, self.shards, comm)
         self.statistics = RunningStatistics(self._parameters, comm, is_exact=self.is_exact)
         self._sweep = StateSweep()
-        self._has_told = False  # of gradients that were not exchanged
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
@@ -175,25 +173,13 @@ class Exchange(ABC):
         self.awaits_update = False
         self._parts.warn_if_changed(optimizer)
         if self.comm.size > 1:
-            has_exchanged = self.num_exchanges and not self._sweep.has_updated(optimizer)
-            if not (has_exchanged or self.policy.staleness or self.averaging):
-                self._tell_of_own_gradients(optimizer)
             self._sweep.note_update(optimizer, self.num_exchanges)
 
-    def _tell_of_own_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Says once that an update is made of gradients which nobody has exchanged."""
-        gradients = (p.grad for p in self._parameters.trained.values() if p.grad is not None)
-        if self._has_told or self.comm.rank > 0 or not any(x.any() for x in gradients):
-            return
-        self._has_told = True
-        logging.getLogger("allstep").warning(
-            "the %s makes a step, and no gradient was exchanged since its last one: `p.grad` is of"
-            " a backward pass in `no_sync`, of `torch.autograd.grad` or set by hand. Unless it is"
-            " the same on all %d workers each of them trains another model: call"
-            " `exchange.synchronize()` before the step.",
-            type(optimizer).__name__,
-            self.comm.size,
-        )
+    def has_exchanged_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `p.grad` was exchanged since the optimizer's last step, where it ought to be."""
+        if self.comm.size == 1 or self.policy.staleness or self.averaging is not None:
+            return True
+        return self.num_exchanges > 0 and not self._sweep.has_updated(optimizer)
 
     def _next_state(self, device: torch.device) -> StatePart | None:
         """What the exchange that starts compares of the workers' models, if there are several."""

@@ -34,6 +34,7 @@ class _Here(threading.local):
         self.exchanges = WeakSet[Exchange]()
         self.has_updated = False  # an optimizer of theirs has made a step
         self.told = WeakSet[Optimizer]()  # those of models that were not attached
+        self.told_own = WeakSet[Exchange]()  # whose workers were told of their own gradients
 
 
 _here = _Here()
@@ -99,6 +100,8 @@ def _before_step(
     for exchange, ids in held:
         if ids:
             _refuse_shards(optimizer, exchange, ids)
+            if not exchange.has_exchanged_for(optimizer):
+                _tell_of_own_gradients(optimizer, exchange)
             exchange.note_update(optimizer)
     return _with_compared_closure(exchanges[0].comm, args, kwargs)
 
@@ -132,6 +135,23 @@ def _tell_of_stranger(optimizer: Optimizer, comm: Communicator) -> None:
             _kind(optimizer),
             comm.size,
         )
+
+
+def _tell_of_own_gradients(optimizer: Optimizer, exchange: Exchange) -> None:
+    """Says once that an update is made of gradients which nobody has exchanged."""
+    gradients = (p.grad for p in exchange.trained.values() if p.grad is not None)
+    is_told = exchange in _here.told_own or exchange.comm.rank > 0
+    if is_told or not any(x.any() for x in gradients):
+        return
+    _here.told_own.add(exchange)
+    logging.getLogger("allstep").warning(
+        "the %s makes a step, and no gradient was exchanged since its last one: `p.grad` is of"
+        " a backward pass in `no_sync`, of `torch.autograd.grad` or set by hand. Unless it is"
+        " the same on all %d workers each of them trains another model: call"
+        " `exchange.synchronize()` before the step.",
+        _kind(optimizer),
+        exchange.comm.size,
+    )
 
 
 def _refuse_shards(optimizer: Optimizer, exchange: Exchange, ids: set[int]) -> None:
