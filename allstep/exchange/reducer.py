@@ -187,7 +187,6 @@ class Reducer:
                 if then is not None:
                     then(error)
                 raise
-            self._lift_first_timeout()
             if then is not None:
                 then(None)
 
@@ -208,6 +207,7 @@ class Reducer:
         self.wire.sum_(bucket.flat, bucket.layout, state, self.transport)
         if bucket.is_last:
             self._states.restore()
+            self._lift_first_timeout()
 
     def _post(self, native: Native, bucket: Bucket, then: Then | None) -> Work[None]:
         """Hands a bucket to the backend itself, which works on several at once."""
@@ -217,7 +217,8 @@ class Reducer:
             end_s = perf_counter()
             self._posted_s += end_s - max(start_s, self._last_end_s)
             self._last_end_s = end_s
-            self._lift_first_timeout()
+            if bucket.is_last:
+                self._lift_first_timeout()
             if then is not None:
                 then(None)
 
