@@ -328,7 +328,7 @@ class BucketSet:
         is_all_new = touched >= self.plan.layouts[index].name_set
         for name, view in self._places[index]:
             p = parameters[name]
-            gradient = p.grad
+            gradient, is_new = p.grad, is_all_new or name in touched
             if gradient is None:
                 view.zero_()
                 touched.discard(name)  # autograd knows that it is zero, or it was dropped since
@@ -341,11 +341,10 @@ class BucketSet:
                     small_gradients.append(gradient)
                 elif gradient.data_ptr() != view.data_ptr():
                     self._copy_large(name, gradient, scale)
-            if not is_all_new and name not in touched:
-                if gradient.data_ptr() == view.data_ptr():
-                    p.grad = view.clone(memory_format=torch.preserve_format)
-            elif gradient is not view and not gradient.requires_grad:
-                p.grad = view  # else it belongs to a graph for second derivatives
+                if is_new and not gradient.requires_grad:
+                    p.grad = view  # else it belongs to a graph for second derivatives
+            if not is_new and gradient.data_ptr() == view.data_ptr():
+                p.grad = view.clone(memory_format=torch.preserve_format)
         if small_views:
             torch._foreach_copy_(small_views, small_gradients)
         if scale != 1:
@@ -369,7 +368,7 @@ class BucketSet:
         view = self.views[name]
         if p.grad is not None and p.grad.requires_grad:
             p.grad.detach().copy_(view)
-        elif p.grad is not view:
+        else:
             p.grad = view
 
     def rescale(self, factor: float) -> None:
@@ -415,12 +414,10 @@ class BucketSet:
         """
         if self.completed is not None:
             return self.completed
-        flags = self.plan.flags(self.flats)[1:]
-        self.completed = ()
-        if not (flags > self.plan.size).any():
-            return ()
-        pairs = zip(self.plan.names, flags.tolist(), strict=True)
+        pairs = zip(self.plan.names, self.plan.flags(self.flats)[1:].tolist(), strict=True)
         self.completed = names = tuple(name for name, flag in pairs if flag > self.plan.size)
+        if not names:
+            return ()
         local = [self.off_grid.get(name) or ReproducibleSum(self.views[name]) for name in names]
         totals = (
             [x.total() for x in local] if comm is None else reproducible_all_reduce(comm, local)
