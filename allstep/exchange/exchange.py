@@ -155,7 +155,7 @@ class Exchange(ABC):
     @property
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """name -> parameter that may have a gradient here, exchanged or this worker's only."""
-        return {**self.trained, **self.divided}
+        return {**self.trained, **self._parameters.fully_sharded, **self.divided}
 
     @property
     def is_divided(self) -> bool:
@@ -283,9 +283,10 @@ class Exchange(ABC):
         return self.batch.total_weight()
 
     def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
-        """After an exchange; the divided parameters' gradients are sums already."""
+        """After an exchange; gradients that nobody exchanges are sums already."""
         if divisor is not None:
-            divide_gradients([*summed, *self.divided.values()], divisor)
+            sharded = self._parameters.fully_sharded
+            divide_gradients([*summed, *sharded.values(), *self.divided.values()], divisor)
 
     def begin_batch(self, num_micro_batches: int) -> None:  # noqa: B027 (few need to know)
         """A global batch or an evaluation begins; collective if FSDP2 has sharded the model.

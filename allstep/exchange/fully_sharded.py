@@ -1,22 +1,24 @@
 """Models that FSDP2 shards over the workers that they are attached to."""
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, divided_modules, fsdp_modules, shards_of, stages_of
+from allstep.comm import Communicator, divided_modules, fsdp_modules, stages_of
 from allstep.errors import UsageError
 from allstep.exchange.hooks import ModuleHook, WeakHook
 from allstep.exchange.plain import PlainExchange
 from allstep.exchange.policy import ExchangePolicy, Synchronous
 from allstep.torch_classes import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,6 @@ class CollectivePasses:
     Args:
         model: sharded by `fully_shard`.
         comm: the workers.
-
-    Attributes:
-        parameters: name -> this worker's shard, a DTensor.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -54,7 +53,6 @@ class CollectivePasses:
         self._comm = comm
         self._modules = list(fsdp_modules(model).values())
         self.reshard()
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         # Of the last micro-batch, without gradients and with them.
         self._calls_by_mode: tuple[list[_Call], list[_Call]] = [], []
         self._calls = self._calls_by_mode[True]
@@ -139,26 +137,17 @@ class FullyShardedExchange(PlainExchange):
     def _begin(self) -> None:
         self._passes = CollectivePasses(self.model, self.comm)
         super()._begin()
+        for name, shard in self.shards.items():  # FSDP2 has other tensors in a forward pass
+            self.with_gradients[name].shard_group = shard.comm  # type: ignore[attr-defined]
         self._set_scale()
 
     @property
     def is_fully_sharded(self) -> bool:
         return True
 
-    def held(self, ids: set[int]) -> set[int]:
-        return ids & set(map(id, self._passes.parameters.values()))
-
-    @property
-    def with_gradients(self) -> dict[str, nn.Parameter]:
-        return dict(self._passes.parameters)
-
     @property
     def workers_with_other_parts(self) -> list[Communicator]:
-        return [self.comm] if self.comm.size > 1 else []
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self._passes.parameters.values(), max_norm)
-        return norm.full_tensor() if is_dtensor(norm) else norm
+        return [*super().workers_with_other_parts, *([self.comm] if self.comm.size > 1 else [])]
 
     def local_gradients(self) -> dict[str, Tensor]:
         raise UsageError(
@@ -187,9 +176,6 @@ class FullyShardedExchange(PlainExchange):
     def _end_global_batch(self) -> None:
         self._set_scale()
 
-    def _divide_sums(self, summed: Iterable[nn.Parameter], divisor: Tensor | None) -> None:
-        super()._divide_sums([*summed, *self._passes.parameters.values()], divisor)
-
     def _set_scale(self) -> None:
         self._passes.set_scale(self.batch.scale)
 
@@ -214,27 +200,45 @@ def check_fully_sharded(model: nn.Module, comm: Communicator, policy: ExchangePo
             " a model that it has sharded: use `Synchronous()`; with a mesh whose nodes have"
             " copies, `allstep.fsdp_hook` brings formats and staleness between them."
         )
-    if shards_of(model) or stages_of(model) or divided_modules(model):
+    if stages_of(model) or divided_modules(model):
         raise UsageError(
-            "`model` is sharded by FSDP2 and has experts, stages or tensor-parallel layers, which"
-            " can't be attached together: leave one of them out."
+            "`model` is sharded by FSDP2 and has experts or stages on several workers, which can't"
+            " be attached together: leave one of them out."
         )
-    ranks = comm.all_gather_object(dist.get_rank() if dist.is_initialized() else 0)
     for module in modules.values():
         module.reshard()
-    for name, p in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, p in parameters.items():
         if not is_dtensor(p):
             raise UsageError(
                 f"`{name}` is not sharded by FSDP2, and other parameters are: leave it out of"
                 " `ignored_params`."
             )
         mesh = p.device_mesh
-        if mesh.ndim != 1 or mesh.mesh.tolist() != ranks:
+        if mesh.ndim > 2 or (mesh.ndim == 2 and not p.placements[0].is_replicate()):
             raise UsageError(
-                f"`{name}` is sharded over {mesh}, and `comm` is of the ranks {ranks}: pass"
-                " `comm.mesh(data=comm.size).device_mesh()` as `mesh` to `fully_shard`. For nodes"
-                " that have copies there is `allstep.fsdp_hook`."
+                f"`{name}` is laid out by `parallelize_module` and sharded by FSDP2 ({mesh}):"
+                " divide layers by `allstep.nn.tensor_parallel` before `fully_shard`, in its place."
             )
+    ranks = comm.all_gather_object(dist.get_rank() if dist.is_initialized() else 0)
+    for name, p in parameters.items():
+        assert is_dtensor(p)
+        _check_mesh(name, p.device_mesh, ranks)
+
+
+def _check_mesh(name: str, mesh: "DeviceMesh", ranks: list[int]) -> None:
+    """Of shards over one axis, or copied along a first one; `ranks` are those of the workers."""
+    if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
+        raise UsageError(
+            f"`{name}` is sharded over {mesh}, and `comm` is of the ranks {ranks}: pass"
+            " `comm.mesh(data=comm.size).device_mesh()` as `mesh` to `fully_shard`, or that of"
+            " `comm.mesh(replicate=..., shard=...)`."
+        )
+    if mesh.ndim == 2 and mesh.size(1) == 1 < len(ranks):  # torch would divide a mean twice
+        raise UsageError(
+            f"`{name}` is copied over {mesh}, which has one worker along its last axis to shard"
+            " over: leave `fully_shard` out, or give that axis several."
+        )
 
 
 def _detached(x: Any) -> Any:

@@ -94,6 +94,7 @@ class ParameterSet(Snapshot):
 
     Attributes:
         trained: name -> parameter that requires a gradient and has a shape.
+        fully_sharded: name -> this worker's shard of all that FSDP2 has sharded, frozen or not.
         tensors: name -> parameter or buffer that has a shape.
         modules: all modules.
     """
@@ -111,15 +112,16 @@ class ParameterSet(Snapshot):
         self.note(() if is_fully_sharded else self.modules)
         prefixes = divided_prefixes(self._model)
         parameters = {
-            name: p
-            for name, p in self._model.named_parameters()
-            if not name.startswith(prefixes) and not is_fully_sharded
+            name: p for name, p in self._model.named_parameters() if not name.startswith(prefixes)
         }
+        self._ids = set(map(id, parameters.values()))
+        self.fully_sharded = parameters if is_fully_sharded else {}
+        if is_fully_sharded:
+            parameters = {}
         buffers = {
             name: b for name, b in self._model.named_buffers() if not name.startswith(prefixes)
         }
         self.trained = {n: p for n, p in parameters.items() if p.requires_grad and not is_lazy(p)}
-        self._ids = set(map(id, parameters.values()))
         tensors: dict[str, Tensor] = {**parameters, **buffers}
         self.tensors = {name: tensor for name, tensor in tensors.items() if not is_lazy(tensor)}
         for name, tensor in self.tensors.items():

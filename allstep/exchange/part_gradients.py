@@ -10,6 +10,7 @@ from torch.nn.utils import get_total_norm
 from allstep.comm import Communicator, Shard, stages_of
 from allstep.exchange.divided import DividedParameters
 from allstep.exchange.parameters import ParameterSet
+from allstep.torch_classes import is_dtensor, local_part
 
 
 class PartGradients:
@@ -37,7 +38,7 @@ class PartGradients:
         self._comm = comm
         self._along_shards = list({shard.comm: None for shard in shards.values()})
         self._along_stages = list({stages.comm: None for stages in stages_of(model).values()})
-        self._versions: list[int] | None = None  # of the global gradients
+        self._versions: list[float] | None = None  # of the global gradients
         self._has_told = False
 
     def clip_norm_(self, max_norm: float) -> Tensor:
@@ -49,8 +50,9 @@ class PartGradients:
         """
         trained = self._trained
         if not self.workers:
-            return nn.utils.clip_grad_norm_(trained, max_norm)
-        shards, by_name = self._shards, self._parameters.trained
+            return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
+        shards = self._shards
+        by_name = {**self._parameters.trained, **self._parameters.fully_sharded}
         total = self._square(p for name, p in by_name.items() if name not in shards)
         for comm in self._along_shards:
             cut = (by_name[name] for name, shard in shards.items() if shard.comm is comm)
@@ -98,7 +100,8 @@ class PartGradients:
 
     @property
     def _trained(self) -> list[nn.Parameter]:
-        return [*self._parameters.trained.values(), *self._divided.by_name.values()]
+        found = (self._parameters.trained, self._parameters.fully_sharded, self._divided.by_name)
+        return [p for by_name in found for p in by_name.values()]
 
     @property
     def workers(self) -> list[Communicator]:
@@ -110,10 +113,20 @@ class PartGradients:
         over_data = [self._comm] if self._divided.has_modules else []
         return [*self._along_shards, *over_data, *self._along_stages]
 
-    def _seen(self) -> list[int]:
-        return [-1 if p.grad is None else p.grad._version for p in self._trained]
+    def _seen(self) -> list[float]:
+        """What changes with the gradients."""
+        found = [x for x in (p.grad for p in self._trained) if x is not None]
+        # Foreach operations on DTensors, as torch's clipping is, leave `_version` as it was.
+        first = [local_part(x).detach().flatten()[:1] for x in found if is_dtensor(x)]
+        numbers: list[float] = torch.cat(first).nan_to_num().tolist() if first else []
+        return [*numbers, *(x._version for x in found)]
 
     def _square(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """In float64, as one worker may have no gradient and another many."""
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        return norm.to(self._comm.device, torch.float64).square()
+        return _whole(norm).to(self._comm.device, torch.float64).square()
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Of DTensors' gradients, whose parts' norms FSDP2's workers add up. Collective then."""
+    return norm.full_tensor() if is_dtensor(norm) else norm

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from allstep.comm import Communicator, Mesh, Shard, ShardHook, shards_of
+from allstep.comm import Communicator, Mesh, Shard, ShardHook, fsdp_modules, shards_of
 from allstep.errors import UsageError
 
 if TYPE_CHECKING:  # their import takes seconds
@@ -42,8 +42,9 @@ def tensor_parallel(
         The model.
 
     Raises:
-        UsageError: if the axis is not there, if a parameter is shared by several modules, or if one
-            doesn't divide by the axis's length: torch may compute with uneven shards what is wrong.
+        UsageError: if the axis is not there, if a parameter is shared by several modules, if one
+            doesn't divide by the axis's length, as torch may compute with uneven shards what is
+            wrong, or if FSDP2 has sharded the model before.
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -56,6 +57,8 @@ def tensor_parallel(
         return model
     if shards_of(model):
         raise UsageError("`model` is divided already; make it anew to divide it otherwise.")
+    if fsdp_modules(model):
+        raise UsageError("`model` is sharded by FSDP2 already: call `fully_shard` after this.")
     _refuse_shared(model)
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module

@@ -165,9 +165,7 @@ def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:
 
 def is_sharded(parameter: Tensor) -> bool:
     """Whether other workers hold other parts of it."""
-    if is_dtensor(parameter):
-        return any(not placement.is_replicate() for placement in parameter.placements)
-    return hasattr(parameter, "shard_group")
+    return bool(_shard_groups(parameter))
 
 
 def flat(tensor: Tensor) -> Tensor | None:
@@ -234,12 +232,14 @@ def _all_reduce(
 
 
 def _shard_groups(parameter: Tensor) -> Sequence[dist.ProcessGroup | ShardGroup]:
-    """The workers along which a parameter is cut, in the mesh's order."""
-    if not is_dtensor(parameter):
-        group: ShardGroup = parameter.shard_group  # type: ignore[attr-defined]
-        return [group]
-    return [
-        parameter.device_mesh.get_group(dim)
-        for dim, placement in enumerate(parameter.placements)
-        if not placement.is_replicate()
-    ]
+    """The workers along which a parameter is cut, a DTensor's in the mesh's order."""
+    groups: list[dist.ProcessGroup | ShardGroup] = []
+    if is_dtensor(parameter):
+        groups += [
+            parameter.device_mesh.get_group(dim)
+            for dim, placement in enumerate(parameter.placements)
+            if not placement.is_replicate()
+        ]
+    if hasattr(parameter, "shard_group"):
+        groups.append(parameter.shard_group)
+    return groups

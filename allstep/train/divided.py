@@ -20,8 +20,9 @@ from allstep.comm import (
     stages_of,
 )
 from allstep.errors import UsageError
+from allstep.torch_classes import local_part
 from allstep.train.devices import map_tensors
-from allstep.train.dtensors import cut_dtensors, cut_dtensors_of_optimizer
+from allstep.train.dtensors import bounds_of, cut_dtensors, cut_dtensors_of_optimizer
 from allstep.train.shards import (
     Part,
     cut,
@@ -108,11 +109,11 @@ def local_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     if owned is not None:
         own, prefixes = model.state_dict(), owned.prefixes
         tensors = {n: x for n, x in tensors.items() if n in own or not n.startswith(prefixes)}
-    tensors = cut_dtensors(model, tensors)
-    return {
+    tensors = {
         name: cut(x, model.get_parameter(name).shape, shards[name]) if name in shards else x
         for name, x in tensors.items()
     }
+    return cut_dtensors(model, tensors)
 
 
 def whole_optimizer(model: nn.Module, optimizer: Optimizer) -> State:
@@ -167,7 +168,7 @@ def local_optimizer(
         param_groups.append(group)
     state = {key: value for key, value in optimizer_state["state"].items() if key not in others}
     own_state = {**optimizer_state, "state": state, "param_groups": param_groups}
-    return cut_optimizer(model, optimizer, own_state)
+    return cut_dtensors_of_optimizer(optimizer, cut_optimizer(model, optimizer, own_state))
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -225,10 +226,10 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
         for k, v in state.items()
         if k in shards or (isinstance(k, str) and k.startswith(owned.prefixes))
     }
-    cuts = {
-        n: (list(model.get_parameter(n).shape), (s.dim, s.comm.rank, s.comm.size))
-        for n, s in shards.items()
-    }
+    cuts = {}
+    for n, s in shards.items():
+        p = model.get_parameter(n)
+        cuts[n] = list(p.shape), (s.dim, s.comm.rank, s.comm.size, bounds_of(p))
     by_rank = workers.all_gather_object((map_tensors(own, _described), cuts))
     whole = {key: value for key, value in state.items() if key not in own}
     for name in dict.fromkeys(chain.from_iterable(entries for entries, _ in by_rank)):
@@ -241,9 +242,10 @@ def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:
             parts: list[Part | None] = []
             for entries, cuts in by_rank:
                 cut_shape, part = cuts.get(name, (None, None))
-                is_cut = cut_shape == list(shape)
-                parts.append((part if is_cut else (0, 0, 1)) if name in entries else None)
-            return divided(x, shape, parts, workers)
+                if cut_shape != list(shape):
+                    part = (0, 0, 1, ([0] * len(shape), shape))
+                parts.append(part if name in entries else None)
+            return divided(local_part(x), shape, parts, workers)
 
         whole[name] = map_tensors(own.get(name, told), of_all)
     return whole

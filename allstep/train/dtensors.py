@@ -33,7 +33,7 @@ def divide_dtensors(state: Any, comm: Communicator) -> Any:
         return state
     for name, x in found.items():
         _check(name, x, comm)
-    by_rank = comm.all_gather_object([_bounds(x) for x in found.values()])
+    by_rank = comm.all_gather_object([bounds_of(x) for x in found.values()])
     divided = {
         id(x): _divided(name, x, bounds, comm)
         for (name, x), *bounds in zip(found.items(), *by_rank, strict=True)
@@ -73,7 +73,7 @@ def _cut(value: Any, like: Any) -> Any:
         return value
     if value.shape != like.shape:
         return value
-    start, stop = _bounds(like)
+    start, stop = bounds_of(like)
     return value[tuple(map(slice, start, stop))]
 
 
@@ -81,7 +81,7 @@ def _laid_out(value: Any, like: Any) -> Any:
     """The DTensor that has this part; anything else as it is."""
     if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, Tensor):
         return value
-    start, stop = _bounds(like)
+    start, stop = bounds_of(like)
     if [b - a for a, b in zip(start, stop, strict=True)] != list(value.shape):
         return value
     from torch.distributed.tensor import DTensor
@@ -98,7 +98,7 @@ def _laid_out(value: Any, like: Any) -> Any:
 
 def _check(name: str, x: "DTensor", comm: Communicator) -> None:
     mesh = x.device_mesh
-    if sorted(mesh.mesh.flatten().tolist()) != list(range(comm.size)):
+    if not set(mesh.mesh.flatten().tolist()) <= set(range(comm.size)):  # others have copies
         raise UsageError(
             f"`state` holds a DTensor at `{name}` on a mesh of {mesh.size()} workers, and the"
             f" checkpoint is of {comm.size}; give `x.full_tensor()` of it."
@@ -110,8 +110,10 @@ def _check(name: str, x: "DTensor", comm: Communicator) -> None:
         )
 
 
-def _bounds(x: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Start and stop of this worker's part."""
+def bounds_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Start and stop of this worker's part of a DTensor; of another tensor all of it."""
+    if not is_dtensor(x):
+        return (0,) * x.dim(), tuple(x.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, start = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)

@@ -9,12 +9,14 @@ from torch.optim import Optimizer
 
 from allstep.comm import Communicator, Shard, parts_along_axes, shards_of
 from allstep.errors import UsageError
-from allstep.nn import DividedTensor, Layout
+from allstep.nn import DividedTensor, Window
 from allstep.train.devices import map_held
 from allstep.train.options import TrainOptions
 
 State = dict[Any, Any]
-Part = tuple[int, int, int]  # of a tensor: the dimension that is cut, which part, of how many
+# Of a tensor: the dimension that is cut, which part, of how many; where in the part that begins and
+# ends which a worker has, all of it but for FSDP2.
+Part = tuple[int, int, int, tuple[Sequence[int], Sequence[int]]]
 
 _LOSSLESS = ("fp32", "bf16", "fp16", "exact")  # which leave nothing for a later step
 
@@ -87,20 +89,28 @@ def check_sharded(options: TrainOptions, reason: str) -> None:
 def divided(
     x: Tensor, shape: Sequence[int], parts: Sequence[Part | None], workers: Communicator
 ) -> DividedTensor:
-    """A tensor whose equal parts lie on workers.
+    """A tensor whose equal parts lie on workers, each whole or cut once more by FSDP2.
 
     Args:
-        x: this worker's part; where it has none another of the same dtype.
+        x: what this worker has of its part; where it has none another of the same dtype.
         shape: of each part.
         parts: by rank; None for a worker without one.
         workers: all of them.
     """
-    dim, _, count = next(part for part in parts if part is not None)
+    dim, _, count, _ = next(part for part in parts if part is not None)
     whole = [*shape[:dim], shape[dim] * count, *shape[dim + 1 :]]
-    layout = Layout.split(whole[: dim + 1], [1] * dim + [count])
-    windows = [None if part is None else layout.windows[part[1]] for part in parts]
+    windows = [None if part is None else _in_whole(part, shape) for part in parts]
     local = None if parts[workers.rank] is None else x
     return DividedTensor(local, whole, x.dtype, windows, workers)
+
+
+def _in_whole(part: Part, shape: Sequence[int]) -> Window:
+    """Where that which a worker has of a part lies in the whole tensor."""
+    dim, index, _, bounds = part
+    start, stop = map(list, bounds)
+    start[dim] += index * shape[dim]
+    stop[dim] += index * shape[dim]
+    return Window(tuple(start), tuple(stop))
 
 
 def cut(value: Any, shape: torch.Size, shard: Shard) -> Any:
