@@ -86,8 +86,9 @@ class Text(TokenRecipe):
     worker has all of it whatever this is."""
 
     shard: bool = False
-    """Shard parameters, gradients and the optimizer's state over all workers by torch's FSDP2,
-    which gathers a block's when it computes. A single worker has all of them whatever this is."""
+    """Shard parameters, gradients and the optimizer's state by torch's FSDP2, which gathers a
+    block's when it computes, over the workers that share out the samples: all, or beside
+    `tensor_parallel` those with the same part. A single worker has all of them whatever this is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,7 +168,7 @@ class Text(TokenRecipe):
     def _check_shard(self) -> None:
         reason = f"`shard` (={self.shard}) does"
         others = {"experts": self.experts is not None, "compression": self.compression != "fp32"}
-        others |= {name: getattr(self, name) > 1 for name in ("tensor_parallel", "pipeline")}
+        others["pipeline"] = self.pipeline > 1
         for name in (name for name, is_set in others.items() if is_set):
             raise UsageError(
                 f"`{name}` (={getattr(self, name)!r}) is for a model that FSDP2 has not sharded,"
@@ -278,11 +279,14 @@ class Text(TokenRecipe):
 
     def _model(self, comm: Communicator) -> nn.Module:
         model = Transformer(self._config, self._experts(comm))
-        if comm.size > 1 and self.tensor_parallel > 1:
-            allstep.nn.tensor_parallel(model, self._mesh(comm), tensor_parallel_plan(model))
-        if comm.size > 1 and self.shard:
+        if comm.size == 1 or not self.divides_model:
+            return model
+        mesh = self._mesh(comm)
+        if self.tensor_parallel > 1:
+            allstep.nn.tensor_parallel(model, mesh, tensor_parallel_plan(model))
+        if self.shard and mesh["data"].size > 1:
             model.to(comm.device)
-            shard_blocks(model, comm.mesh(data=comm.size).device_mesh())
+            shard_blocks(model, mesh.device_mesh()["data"])
         return model
 
     def _pipeline(self, comm: Communicator, objective: "LanguageModelling") -> nn.Module:

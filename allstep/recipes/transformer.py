@@ -248,7 +248,7 @@ def shard_blocks(model: Transformer, mesh: "DeviceMesh") -> None:
 
     Args:
         model: on its device.
-        mesh: one axis, of all workers.
+        mesh: the axis of the workers that share out the samples.
     """
     from torch.distributed.fsdp import fully_shard
 

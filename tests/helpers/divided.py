@@ -61,7 +61,7 @@ def train_text(
     task = recipe.task(comm)
     assert bool(shards_of(task.model)) == (comm.size > 1 and recipe.tensor_parallel > 1)
     assert bool(stages_of(task.model)) == (comm.size > 1 and recipe.pipeline > 1)
-    assert bool(fsdp_modules(task.model)) == (comm.size > 1 and recipe.shard)
+    assert bool(fsdp_modules(task.model)) == (comm.size > recipe.copy_size and recipe.shard)
     if spoil is not None:
         spoil(task.model)
     report = allstep.fit(task, recipe, comm, run_dir, resume=resume)

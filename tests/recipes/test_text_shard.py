@@ -71,6 +71,25 @@ def test_shards_of_a_model_of_padded_paragraphs(folder: Path, tmp_path: Path) ->
     assert largest_difference(one, three) < 1e-10
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_shards_beside_tensor_parallelism(folder: Path, tmp_path: Path) -> None:
+    """data x tensor of 2 x 2; resumed on 1 x 2, on 2 x 2, on 2 x 1 and on one worker."""
+    recipe = small(folder, train_share=0.15, checkpoint_every_steps=3, keep_checkpoints=9)
+    one = train_on(1, recipe, tmp_path / "one")
+    both = replace(recipe, tensor_parallel=2)
+    four = train_on(4, both, tmp_path / "four")
+    assert largest_difference(one, four) < 1e-10
+    keep_one_checkpoint(tmp_path / "four", 3)
+    for size, resumed_recipe in ((1, both), (2, recipe), (2, both), (4, both)):
+        run_dir = tmp_path / f"resumed-{size}-{resumed_recipe.tensor_parallel}"
+        shutil.copytree(tmp_path / "four", run_dir)
+        resumed = train_on(size, resumed_recipe, run_dir, None, True)
+        assert largest_difference(one, resumed) < 1e-10
+        if size == 4:
+            assert all(torch.equal(resumed[0][n], four[0][n]) for n in resumed[0])
+
+
 def overflow(model: nn.Module) -> None:
     """Of the first bias's gradient, in the rows of the last worker."""
     last = torch.distributed.get_world_size() - 1
@@ -85,15 +104,16 @@ def test_one_shards_bad_gradient_counts_on_all(folder: Path, tmp_path: Path) -> 
     recipe = small(folder, train_share=0.1)
     with pytest.raises(RemoteError, match=r"blocks\.1\.mlp\.hidden\.bias"):
         train_on(2, recipe, tmp_path / "raised", overflow)
-    _, report = train_on(2, replace(recipe, nonfinite="skip"), tmp_path / "skipped", overflow)
-    assert report.num_skipped == report.num_steps > 0
+    for size, tensor in ((2, 1), (4, 2)):
+        skipping = replace(recipe, nonfinite="skip", tensor_parallel=tensor)
+        _, report = train_on(size, skipping, tmp_path / f"skipped-{size}", overflow)
+        assert report.num_skipped == report.num_steps > 0
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"experts": 4}, r"`experts` \(=4\) is for a model that FSDP2 has not sharded"),
-        ({"tensor_parallel": 2}, r"`tensor_parallel` \(=2\) is for a model that FSDP2 has not"),
         ({"pipeline": 2}, r"`pipeline` \(=2\) is for a model that FSDP2 has not"),
         ({"compression": "exact"}, r"`compression` \(='exact'\) is for a model that FSDP2"),
         ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
