@@ -145,10 +145,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     cluster.add_argument(
         "--mesh",
-        metavar="data=N,pipeline=N,tensor=N|auto",
+        metavar="data=N,pipeline=N,tensor=N,shard=N|auto",
         help="copies of a transformer, workers that have some of its blocks each, and workers that"
-        " share a block (tensor parallelism); auto ranks all meshes of --workers N, those with"
-        " pipelines if there is a --global-batch",
+        " share a block (tensor parallelism); those along data over which FSDP2 shards; auto ranks"
+        " all meshes of --workers N, those with pipelines if there is a --global-batch",
     )
     cluster.add_argument(
         "--stages-per-worker",

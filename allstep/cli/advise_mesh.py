@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -107,11 +107,12 @@ def read_question(known: Namespace, subject: Subject) -> MeshQuestion:
         )
     meshes, refused = MeshSpec.all_of(num_workers, subject.longest_pipeline), {}
     subject.check_mesh(meshes[0])
-    for mesh in meshes[1:]:
+    for mesh in (m for m in meshes[1:] if m.shard == 1):
         try:
             subject.check_mesh(mesh)
         except UsageError as error:
             refused[mesh] = str(error)
+    meshes = [m for m in meshes if m.shard == 1 or replace(m, shard=1) not in refused]
     return MeshQuestion(
         cluster=cluster, meshes=meshes, refused=refused, stages_per_worker=stages_per_worker
     )
@@ -178,10 +179,13 @@ def show_mesh(found: MeshAnswer, *, with_timeline: bool) -> None:
     console.print(f"\n[bold]advice:[/] {escape(found.advice.sentence)}")
     if choice is not None:
         mesh = choice.prediction.mesh
-        code = f"comm.mesh({str(mesh).replace(',', ', ')}) and {_POLICY.in_code}"
+        axes = replace(mesh, shard=1)
+        code = f"comm.mesh({str(axes).replace(',', ', ')}) and {_POLICY.in_code}"
         if mesh.pipeline > 1:
             schedule = "1f1b" if found.question.stages_per_worker == 1 else "interleaved"
             code = f'allstep.nn.Pipeline(..., schedule="{schedule}"), {code}'
+        if mesh.shard > 1:
+            code = f"torch's fully_shard over {mesh.shard} workers along `data`, {code}"
         console.print(f"[bold]in code:[/] {escape(code)}", soft_wrap=True)
 
 
@@ -233,6 +237,7 @@ def _plain_option(option: MeshOption) -> dict[str, Any]:
         **asdict(p.mesh),
         "activations_s": p.activations_s,
         "bubble_s": p.bubble_s,
+        "sharding_s": p.sharding_s,
         "waiting_share": p.waiting_share,
         "memory_bytes": {**asdict(option.memory), "total": option.memory.total},
     }

@@ -16,6 +16,15 @@ keys, values, attention, and the hidden features before and after GELU, which ar
 gradients are 3 v. It is for attention that keeps no scores (flash) and without activation
 checkpointing; what the framework, kernels and collectives take beside is not in it.
 
+Where FSDP2 shards over s workers, each has 1/s of parameters, gradients and optimizer states, and
+whole what a pass needs at a time: the rest r all the time, a block B that computes, the next one
+that is gathered, and gradients of a block or of the rest that are summed, with a copy of them on
+their way:
+
+    parameters     (n / s + r + 2 B) b
+    gradients      (n / s + 2 max(r, B)) b
+    optimizer      k n b / s
+
 Of a pipeline's p workers the first has the embeddings, the last also the logits' matrix as its own,
 with the last norm, logits and loss; each has its blocks. Worker i of the 1F1B schedule keeps the
 activations of p - i micro-batches at most, and torch's schedules keep room for what all m
@@ -25,6 +34,7 @@ most.
 
 from dataclasses import dataclass
 
+from allstep.errors import UsageError
 from allstep.plan.pipeline import PipelineSpec
 from allstep.plan.transformer import TransformerSpec
 from allstep.plan.workload import Workload
@@ -67,6 +77,7 @@ def memory_of(
     pipeline: int = 1,
     stages_per_worker: int = 1,
     num_micro_batches: int = 1,
+    shard: int = 1,
 ) -> Memory:
     """What a worker of a copy needs; of a pipeline the one that needs most.
 
@@ -79,12 +90,13 @@ def memory_of(
         pipeline: workers that have some of the blocks each.
         stages_per_worker: of the pipeline; above 1 its schedule is the interleaved one.
         num_micro_batches: of a copy in a step.
+        shard: workers over which FSDP2 shards what each of them has, if there is no pipeline.
 
     Returns:
         Its bytes.
 
     Raises:
-        UsageError: if there are fewer blocks than stages.
+        UsageError: if there are fewer blocks than stages, or shards of stages.
 
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
@@ -93,7 +105,15 @@ def memory_of(
     >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
     >>> f"{found.total / 1e6:.1f} MB"
     '58.6 MB'
+    >>> f"{memory_of(micro, small, shard=4).total / 1e6:.1f} MB"
+    '74.3 MB'
     """
+    if shard > 1 and pipeline > 1:
+        raise UsageError(
+            f"`shard` (={shard}) and `pipeline` (={pipeline}) don't go together: leave one out."
+        )
+    if shard > 1:
+        return _sharded_memory(micro, transformer, tensor, states_per_param, shard)
     stages = PipelineSpec(
         transformer=transformer,
         num_workers=pipeline,
@@ -132,6 +152,24 @@ def memory_of_workers(
             )
         )
     return found
+
+
+def _sharded_memory(
+    micro: Workload,
+    transformer: TransformerSpec,
+    tensor: int,
+    states_per_param: float,
+    shard: int,
+) -> Memory:
+    whole = memory_of(micro, transformer, tensor, states_per_param)
+    rest = transformer.outside_params(micro.num_params) * micro.element_bytes
+    block = (whole.parameters - rest) // transformer.depth
+    return Memory(
+        parameters=whole.parameters // shard + rest + 2 * block,
+        gradients=whole.gradients // shard + 2 * max(rest, block),
+        optimizer=whole.optimizer // shard,
+        activations=whole.activations,
+    )
 
 
 def _kept_of_token(

@@ -1,4 +1,4 @@
-"""A mesh of data x pipeline x tensor: how many workers share a copy, and over which links."""
+"""A mesh of data x pipeline x tensor, sharded or not: who shares a copy, and over which links."""
 
 from dataclasses import dataclass, replace
 
@@ -15,42 +15,66 @@ class MeshSpec:
         data: copies of the model, which share out the samples.
         pipeline: workers of each copy, one after the other, which have some of the blocks.
         tensor: workers of each of these, neighbours, which have a part of every divided layer.
+        shard: of `data`, workers over which FSDP2 shards parameters, gradients and the optimizer's
+            states: all of them, or neighbours, if `tensor` is 1.
 
     Raises:
-        UsageError: if a length is less than 1.
+        UsageError: if a length is less than 1, or `shard` doesn't go with the others.
 
     >>> str(MeshSpec(data=4, tensor=2)), MeshSpec(data=4, tensor=2).num_workers
     ('data=4,tensor=2', 8)
-    >>> print(MeshSpec(data=2, pipeline=4, tensor=2))
-    data=2,pipeline=4,tensor=2
+    >>> print(MeshSpec(data=2, pipeline=4, tensor=2), MeshSpec(data=8, shard=4))
+    data=2,pipeline=4,tensor=2 data=8,tensor=1,shard=4
     """
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
+    shard: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "pipeline", "tensor"):
+        for name in ("data", "pipeline", "tensor", "shard"):
             check_integer(name, getattr(self, name))
+        if self.shard == 1:
+            return
+        if self.pipeline > 1:
+            raise UsageError(
+                f"`shard` (={self.shard}) and `pipeline` (={self.pipeline}) don't go together:"
+                " leave one of them out."
+            )
+        if self.data % self.shard or (self.tensor > 1 and self.shard < self.data):
+            raise UsageError(
+                f"`shard` (={self.shard}) must be `data` (={self.data}), or divide it if `tensor`"
+                f" (={self.tensor}) is 1."
+            )
 
     def __str__(self) -> str:
         pipeline = f"pipeline={self.pipeline}," if self.pipeline > 1 else ""
-        return f"data={self.data},{pipeline}tensor={self.tensor}"
+        shard = f",shard={self.shard}" if self.shard > 1 else ""
+        return f"data={self.data},{pipeline}tensor={self.tensor}{shard}"
 
     @classmethod
     def all_of(cls, num_workers: int, longest_pipeline: int = 1) -> "list[MeshSpec]":
         """Every mesh of so many workers, the least divided first.
 
-        >>> print(*MeshSpec.all_of(6))
-        data=6,tensor=1 data=3,tensor=2 data=2,tensor=3 data=1,tensor=6
+        Sharded are those without a pipeline, over all of `data`.
+
+        >>> print(*MeshSpec.all_of(4))
+        data=4,tensor=1 data=4,tensor=1,shard=4 data=2,tensor=2 data=2,tensor=2,shard=2
+        data=1,tensor=4
         >>> print(*MeshSpec.all_of(3, longest_pipeline=3))
-        data=3,tensor=1 data=1,tensor=3 data=1,pipeline=3,tensor=1
+        data=3,tensor=1 data=3,tensor=1,shard=3 data=1,tensor=3 data=1,pipeline=3,tensor=1
         """
-        return [
+        whole = [
             cls(data=num_workers // size, pipeline=pipeline, tensor=size // pipeline)
             for size in _divisors(num_workers)
             for pipeline in _divisors(size)
             if pipeline <= longest_pipeline
+        ]
+        return [
+            mesh if shard == 1 else replace(mesh, shard=shard)
+            for mesh in whole
+            for shard in ((1,) if mesh.pipeline > 1 else sorted({1, mesh.data}))
         ]
 
     @property
@@ -126,6 +150,20 @@ class MeshSpec:
         if inter is not None:
             inter = replace(inter, bandwidth_bps=inter.bandwidth_bps / num_parts)
         return _axis(part, self.data, max(1, part.workers_per_node // self.copy_size), inter)
+
+    def shard_axes(self, cluster: Cluster) -> tuple[Cluster, Cluster]:
+        """The workers that have the shards of one copy, and those that have the same shards.
+
+        Args:
+            cluster: of which the mesh takes the first workers, node by node.
+
+        Raises:
+            UsageError: as `tensor_axis`.
+        """
+        if self.tensor > 1:
+            return self.data_axis(cluster), cluster.of(1)
+        sharers = MeshSpec(data=self.data // self.shard, tensor=self.shard)
+        return sharers.tensor_axis(cluster), sharers.data_axis(cluster)
 
     def _part(self, cluster: Cluster) -> Cluster:
         part = cluster.of(self.num_workers, argument="mesh")

@@ -2,9 +2,9 @@
 
 [Note: which mesh] Meshes are ranked by the time to train: samples per second, or the time to the
 target. Of those within 2 % of the fastest, the least divided is chosen: copies that are whole take
-no message in the middle of a layer, or between layers. A mesh drops out if a copy can't be divided
-so, if a pipeline has fewer micro-batches than workers, or if a worker would need more memory than
-it has.
+no message in the middle of a layer, or between layers; of equal copies, those that aren't sharded.
+A mesh drops out if a copy can't be divided so, if a pipeline has fewer micro-batches than workers,
+or if a worker would need more memory than it has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -95,7 +95,7 @@ def recommend_mesh(
     ...     TrainingSpec(micro=micro), blocks, read_cluster("ethernet-100g"),
     ...     PolicySpec(name="fp32"), MeshSpec.all_of(8), memory_gib=30)
     >>> str(found.choice.prediction.mesh), [str(mesh) for mesh in found.left_out]
-    ('data=2,tensor=4', ['data=8,tensor=1', 'data=4,tensor=2'])
+    ('data=4,tensor=2,shard=4', ['data=8,tensor=1', 'data=8,tensor=1,shard=8', 'data=4,tensor=2'])
     """
     if memory_gib is not None:
         check_positive("memory_gib", memory_gib, "32 is 32 GiB a worker")
@@ -111,6 +111,7 @@ def recommend_mesh(
             pipeline=mesh.pipeline,
             stages_per_worker=stages_per_worker,
             num_micro_batches=training.num_micro_batches(mesh.data),
+            shard=mesh.shard,
         )
 
     def fits(found: Memory) -> bool:
@@ -149,7 +150,11 @@ def _least_divided(fitting: Sequence[MeshOption], target: Target | None) -> Mesh
     """Of those as good as the first."""
     most = gain_of(fitting[0].prediction, target)
     as_fast = [o for o in fitting if gain_of(o.prediction, target) * (1 + AS_FAST) >= most]
-    return min(as_fast, key=lambda option: option.prediction.mesh.copy_size)
+
+    def division(option: MeshOption) -> tuple[int, int]:
+        return option.prediction.mesh.copy_size, option.prediction.mesh.shard
+
+    return min(as_fast, key=division)
 
 
 def _none_fits(options: Sequence[MeshOption]) -> str:

@@ -187,8 +187,10 @@ class CopyStep:
         activations_s: seconds in which the busiest of them waits for activations, of neighbours
             in a pipeline and of tensor parallelism.
         bubble_s: seconds in which a pipeline has nothing to do for it.
+        sharding_s: seconds in which it waits for parameters and gradients that FSDP2 has sharded.
     """
 
     workload: Workload
     activations_s: float
     bubble_s: float = 0.0
+    sharding_s: float = 0.0

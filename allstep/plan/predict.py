@@ -9,6 +9,7 @@ from allstep.plan.cost import bucket_cost
 from allstep.plan.mesh import MeshSpec
 from allstep.plan.pipeline import CopyStep, PipelineSpec
 from allstep.plan.policies import MIB, PolicySpec
+from allstep.plan.sharding import sharded_step
 from allstep.plan.simulate import StepReport, simulate
 from allstep.plan.stragglers import NO_STRAGGLERS, Stragglers
 from allstep.plan.transformer import TransformerSpec
@@ -38,6 +39,8 @@ class Prediction:
             activations; counted as compute in the report.
         bubble_s: seconds of a step in which a pipeline has nothing to do for the busiest of its
             workers; counted as compute, too.
+        sharding_s: seconds of a step in which workers wait for parameters and gradients that FSDP2
+            has sharded; counted as compute, too.
     """
 
     policy: PolicySpec
@@ -50,6 +53,7 @@ class Prediction:
     total_samples: int | None = None
     activations_s: float = 0.0
     bubble_s: float = 0.0
+    sharding_s: float = 0.0
 
     @property
     def num_workers(self) -> int:
@@ -58,8 +62,8 @@ class Prediction:
 
     @property
     def waiting_share(self) -> float:
-        """Share of a step spent waiting: for activations and gradients, bubble and stragglers."""
-        report, in_copy_s = self.report, self.activations_s + self.bubble_s
+        """Share of a step spent waiting: for others' numbers, in the bubble and for stragglers."""
+        report, in_copy_s = self.report, self.activations_s + self.bubble_s + self.sharding_s
         return (in_copy_s + report.exposed_s + report.straggler_s) / report.step_s
 
     @property
@@ -185,7 +189,8 @@ def predict_mesh(
     """Predicts a policy along `data` of a mesh whose copies of a transformer are divided.
 
     Activations travel while nothing else does in a copy, and not beside gradients: where both take
-    the same link, the step takes longer. Pipelines: see [Note: pipelined step].
+    the same link, the step takes longer. Pipelines: see [Note: pipelined step]. Models that FSDP2
+    has sharded: see [Note: sharded step].
 
     Args:
         training: undivided, with one micro-batch a *copy* if its batch isn't fixed.
@@ -216,8 +221,14 @@ def predict_mesh(
     """
     data_axis = mesh.data_axis(cluster)
     step = _copy_step(training, transformer, cluster, mesh, stages_per_worker)
-    found = _predict_workload(training, step.workload, data_axis, policy, mesh)
-    return replace(found, activations_s=step.activations_s, bubble_s=step.bubble_s)
+    exchanging = data_axis if mesh.shard == 1 else cluster.of(1)
+    found = _predict_workload(training, step.workload, exchanging, policy, mesh)
+    return replace(
+        found,
+        activations_s=step.activations_s,
+        bubble_s=step.bubble_s,
+        sharding_s=step.sharding_s,
+    )
 
 
 def _copy_step(
@@ -235,10 +246,14 @@ def _copy_step(
         "fp32", "native", mesh.tensor_axis(cluster), num_activations, element_bytes=element_bytes
     ).seconds
     if mesh.pipeline == 1:
-        divided = replace(training, micro=transformer.divide(micro, mesh.tensor, all_reduce_s))
+        divided = transformer.divide(micro, mesh.tensor, all_reduce_s)
+        sharded = sharded_step(divided, transformer.depth, cluster, mesh)
+        passes = ((x.forward_s, x.backward_s) for x in (sharded, divided))
+        wait_s = sum(late - early for late, early in zip(*passes, strict=True))
         return CopyStep(
-            workload=divided.workload(mesh.data),
+            workload=replace(training, micro=sharded).workload(mesh.data),
             activations_s=2 * num_micro_batches * transformer.waits_s(all_reduce_s),
+            sharding_s=num_micro_batches * wait_s,
         )
     stages = PipelineSpec(
         transformer=transformer, num_workers=mesh.pipeline, stages_per_worker=stages_per_worker

@@ -66,7 +66,7 @@ def test_undivided_mesh_is_the_usual_advice(say):
 def test_auto_ranks_all_meshes_that_fit_and_says_why_others_drop_out(say):
     flags = (*BARE, *NODES, *BLOCKS, "--mesh", "auto", "--workers", "16", "--total-samples", "10M")
     text, found = say(*flags)
-    assert len(found["predictions"]) == 5
+    assert len(found["predictions"]) == 5 + 4
     assert found["left_out"] == {}
     times = [p["training_s"] for p in found["predictions"]]
     assert times == sorted(times)
@@ -74,10 +74,16 @@ def test_auto_ranks_all_meshes_that_fit_and_says_why_others_drop_out(say):
     assert "The whole training takes " in text
 
     text, found = say(*flags, "--memory-gib", "10")
-    assert list(found["left_out"]) == ["data=16,tensor=1"]
+    assert list(found["left_out"]) == ["data=16,tensor=1", "data=16,tensor=1,shard=16"]
     assert "left out: data=16,tensor=1: a worker needs 14.4 GiB, and has 10." in text
     assert found["recommended"]["tensor"] == 2
     assert "advice: data=8,tensor=2: " in text
+
+    text, found = say(*flags, "--memory-gib", "12")
+    assert list(found["left_out"]) == ["data=16,tensor=1"]
+    assert found["recommended"]["shard"] == 16
+    assert "advice: data=16,tensor=1,shard=16: " in text
+    assert "in code: torch's fully_shard over 16 workers along `data`, comm.mesh(data=16, " in text
 
     text, found = say(*flags, "--memory-gib", "1")
     assert found["recommended"] is None
@@ -92,7 +98,11 @@ def test_auto_ranks_pipelines_where_a_step_has_micro_batches(say):
     assert len(pipelined) == 10
     assert {p["data"] * p["pipeline"] * p["tensor"] for p in pipelined} == {16}
     assert all(p["bubble_s"] > 0 for p in pipelined)
-    assert list(found["left_out"]) == ["data=16,tensor=1", "data=1,pipeline=16,tensor=1"]
+    assert list(found["left_out"]) == [
+        "data=16,tensor=1",
+        "data=16,tensor=1,shard=16",
+        "data=1,pipeline=16,tensor=1",
+    ]
     assert "data=1,pipeline=16,tensor=1: a worker needs 10.9 GiB" in text  # of 16 micro-batches
 
     text, found = say(*BARE, *BLOCKS, "--mesh", "data=2,pipeline=4", "--global-batch", "128")
@@ -155,8 +165,12 @@ MESH = (*BARE, *BLOCKS, "--mesh")
     ("arguments", "message"),
     [
         ((*BARE, "--mesh", "data=4,tensor=2"), "of which the number of parameters doesn't say the"),
-        ((*MESH, "data=4,pipe=2"), "has no place for `pipe=2`; give data=N,pipeline=N,tensor=N."),
-        ((*MESH, "8"), "`mesh` (=8) has no place for `8`; give data=N,pipeline=N,tensor=N."),
+        ((*MESH, "data=4,pipe=2"), "has no place for `pipe=2`; give data=N,pipeline=N,tensor=N,"),
+        (
+            (*MESH, "8"),
+            "`mesh` (=8) has no place for `8`; give data=N,pipeline=N,tensor=N,shard=N.",
+        ),
+        ((*MESH, "data=4,shard=3"), "`shard` (=3) must be `data` (=4), or divide it if `tensor`"),
         ((*MESH, "data=2,data=2"), "`mesh` (=data=2,data=2) has `data` twice."),
         ((*MESH, "data=0"), "`mesh: data` (=0) must be at least 1."),
         ((*MESH, "data=two"), "`mesh: data` (=two) must be a count"),

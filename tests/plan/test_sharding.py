@@ -1,0 +1,154 @@
+"""A step and the memory of workers over which FSDP2 shards a model's states."""
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from allstep import Communicator
+from allstep.errors import UsageError
+from allstep.plan import Link, MeshSpec, TransformerSpec, Workload, memory_of, recommend_mesh
+from allstep.plan.bottlenecks import bottlenecks
+from allstep.recipes.transformer import Transformer, TransformerConfig, shard_blocks
+from tests.helpers.processes import run_processes
+from tests.plan.test_mesh import BLOCKS, EMBEDDINGS, MICRO, POLICY, TRAINING, cluster, on
+
+BLOCK = 12 * 1024**2 + 13 * 1024
+
+
+def test_states_are_shared_and_compute_is_not_over_an_instant_link() -> None:
+    whole, sharded = (on(MeshSpec(data=8, shard=s), cluster()) for s in (1, 8))
+    assert sharded.report.step_s == pytest.approx(0.9 + 0.02 / 8, rel=1e-12)
+    assert whole.report.step_s == pytest.approx(0.92, rel=1e-12)
+    assert sharded.sharding_s == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("global_batch", [None, 256])
+@pytest.mark.parametrize(("shard", "tensor"), [(8, 1), (2, 1), (4, 2)])
+def test_step_of_which_the_wire_takes_most(
+    shard: int, tensor: int, global_batch: int | None
+) -> None:
+    """Three gathers or sums a micro-batch, the first and the last of one part of 25 more."""
+    link = Link(bandwidth_bps=8e9)
+    training = replace(TRAINING, global_batch=global_batch)
+    mesh = MeshSpec(data=8 // tensor, tensor=tensor, shard=shard)
+    found = on(mesh, cluster(8 // tensor, tensor, link), training)
+    num_bytes = 4 * BLOCKS.local_params(MICRO.num_params, tensor)
+    gather_s = tensor * num_bytes * (shard - 1) / shard / 1e9  # over a share of the node's link
+    copies = mesh.data // shard
+    sum_s = 2 * num_bytes / shard * (copies - 1) / copies / 1e9
+    m = training.num_micro_batches(mesh.data)
+    passes_s = m * (gather_s * (3 + 2 / 25) + sum_s)
+    optimizer_s = 0.02 / shard * BLOCKS.local_params(MICRO.num_params, tensor) / MICRO.num_params
+    assert found.report.step_s == pytest.approx(passes_s + optimizer_s, rel=1e-6)
+    assert found.report.exposed_s == 0
+    product = 1.0
+    for bottleneck in bottlenecks(found):
+        product *= bottleneck.factor
+    assert product == pytest.approx(found.num_workers / found.speed_up, rel=1e-9)
+    assert found.waiting_share == pytest.approx(
+        (found.sharding_s + found.activations_s) / found.report.step_s, rel=1e-9
+    )
+
+
+def test_compute_is_slower_beside_what_is_gathered() -> None:
+    machines = replace(cluster(8, 1, Link(bandwidth_bps=400e9)), compute_slowdown=0.1)
+    found = on(MeshSpec(data=8, shard=8), machines)
+    gather_s = 4 * MICRO.num_params * 7 / 8 / 50e9
+    assert found.sharding_s == pytest.approx(gather_s * (3 * 0.1 + 2 / 25), rel=1e-6)
+
+
+def test_sharded_memory_by_hand() -> None:
+    """A shard of each state; the rest, two blocks, and two of the larger one's gradients."""
+    found = memory_of(MICRO, BLOCKS, shard=8)
+    whole = memory_of(MICRO, BLOCKS)
+    rest = MICRO.num_params - 24 * BLOCK
+    assert rest == EMBEDDINGS
+    assert found.parameters == MICRO.num_params * 4 // 8 + 4 * (rest + 2 * BLOCK)
+    assert found.gradients == MICRO.num_params * 4 // 8 + 4 * 2 * rest
+    assert found.optimizer == whole.optimizer // 8
+    assert found.activations == whole.activations
+
+
+def test_sharded_mesh_is_chosen_where_whole_copies_do_not_fit() -> None:
+    link = Link(bandwidth_bps=400e9, latency_s=5e-6)
+    machines, meshes = cluster(1, 8, intra=link), MeshSpec.all_of(8)
+    free = recommend_mesh(TRAINING, BLOCKS, machines, POLICY, meshes)
+    assert free.choice is not None and str(free.choice.prediction.mesh) == "data=8,tensor=1"
+    needs = memory_of(MICRO, BLOCKS).total_gib
+    tight = recommend_mesh(TRAINING, BLOCKS, machines, POLICY, meshes, memory_gib=0.99 * needs)
+    assert tight.choice is not None
+    assert str(tight.choice.prediction.mesh) == "data=8,tensor=1,shard=8"
+
+
+def test_axes_that_shards_do_not_go_with() -> None:
+    with pytest.raises(UsageError, match=r"`shard` \(=2\) and `pipeline` \(=2\) don't go"):
+        MeshSpec(data=2, pipeline=2, shard=2)
+    with pytest.raises(UsageError, match=r"`shard` \(=2\) and `pipeline` \(=2\) don't go"):
+        memory_of(MICRO, BLOCKS, pipeline=2, shard=2)
+    with pytest.raises(UsageError, match=r"`shard` \(=3\) must be `data` \(=4\), or divide it"):
+        MeshSpec(data=4, shard=3)
+    with pytest.raises(UsageError, match=r"or divide it if `tensor` \(=2\) is 1"):
+        MeshSpec(data=4, tensor=2, shard=2)
+
+
+# -- measured ----------------------------------------------------------------------------------
+
+SMALL = TransformerSpec(depth=10, width=448, heads=4, sequence_length=4)
+CONFIG = TransformerConfig(
+    vocab_size=300,
+    sequence_length=4,
+    width=448,
+    depth=10,
+    heads=4,
+    dropout=0.0,
+    causal=True,
+)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    tokens = torch.arange(4).view(1, 4)
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make(config: TransformerConfig, comm: Communicator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Whole on no worker at any time."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    if comm.size > 1:
+        shard_blocks(model, comm.mesh(data=comm.size).device_mesh())
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.02)
+    return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+def peak_bytes(comm: Communicator) -> int:
+    """Of resident memory in a step, above that before there is a model."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is given back at once
+    train_step(*make(replace(CONFIG, width=8, depth=2), comm))
+    before = psutil.Process().memory_info().rss
+    model, optimizer = make(CONFIG, comm)
+    train_step(model, optimizer)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from here on
+    train_step(model, optimizer)
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index("VmHWM:") + 1]) * 1024 - before
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_memory_is_what_a_sharded_transformer_takes(size: int) -> None:
+    num_params = sum(p.numel() for p in Transformer(CONFIG).parameters())
+    micro = Workload.from_step(num_params=num_params, step_s=1.0)
+    predicted = memory_of(micro, SMALL, shard=size).total
+    for measured in run_processes(size, peak_bytes):
+        assert predicted == pytest.approx(measured, rel=0.1)
