@@ -65,7 +65,6 @@ class RunningStatistics:
         self._is_in_step = False
         self._total = 1.0  # of the step's weights
         self._is_active = False  # in a micro-batch
-        self._is_local = False  # the buffers differ between workers
         self._has_warned = self._has_looked = False
         self._leaves_out_nonfinite = False
         self.refresh()
@@ -180,7 +179,7 @@ class RunningStatistics:
     def _forget_parts(self) -> None:
         for tracked in self._tracked:
             tracked.weight, tracked.num_steps, tracked.num_uses = 1.0, 0, 0
-        self._is_local = False
+            tracked.is_local = False
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept beside the buffers: (V_r, steps, uses) of each module."""
@@ -193,15 +192,21 @@ class RunningStatistics:
 
     def mark_local(self) -> None:
         """Notes that this worker's buffers have moved on their own."""
-        if not self._is_local and not self._is_exact:
-            self._is_local = any(tracked.module.training for tracked in self._tracked)
+        for tracked in () if self._is_exact else self._tracked:
+            tracked.is_local |= tracked.module.training
 
-    def warn_if_local(self) -> None:
-        """Warns once, when the model is evaluated before the workers' parts were summed."""
-        if self._is_local and not self._has_warned:
+    def warn_if_local(self, *, in_training: bool = False) -> None:
+        """Warns once if statistics are used before the workers' parts were summed.
+
+        Args:
+            in_training: whether those of modules in training mode are used, too.
+        """
+        if self._has_warned or self._comm.size == 1:
+            return
+        if any(t.is_local and (in_training or not t.module.training) for t in self._tracked):
             self._has_warned = True
             warnings.warn(
-                "The model is evaluated with batch norm statistics that differ between workers;"
+                "Batch norm statistics that differ between workers are evaluated, frozen or saved;"
                 " call `exchange.sync_buffers()` on every worker first.",
                 stacklevel=2,
             )

@@ -32,6 +32,7 @@ class TrackedModule:
         is_active: inside a micro-batch.
         num_calls: calls in this micro-batch.
         lent: mean, variance and counter for this micro-batch's calls.
+        is_local: whether the buffers have moved on their own since they were summed.
         shares: of this step's micro-batches that called the module; `slots` has their statistics.
         weight: share of this worker's history in the running statistics.
         num_steps: steps since the last sync. num_uses: those that used the module here.
@@ -39,7 +40,7 @@ class TrackedModule:
 
     def __init__(self, module: _NormBase) -> None:
         self.module = module
-        self.is_active = False
+        self.is_active = self.is_local = False
         self.num_calls = 0
         self.shares: list[float] = []
         self.weight = 1.0

@@ -83,7 +83,7 @@ class Exchange(ABC):
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
-        self._hooks = ModelHooks(self, model)
+        self._hooks = ModelHooks(self, model, self._before_state_dict)
         self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
@@ -564,6 +564,7 @@ class Exchange(ABC):
             self.averaging.count_batch(was_exchanged=not stays_local)
         self._touched.clear()
         self.statistics.mark_local()
+        self.statistics.warn_if_local()
         self.num_exchanges += 1
         self._num_no_sync = 0
         if self._parameters.has_frozen():
@@ -624,6 +625,9 @@ class Exchange(ABC):
         self._divided.follow()
         if torch.is_grad_enabled() and self._parameters.has_joined():
             self.sync_parameters()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.statistics.warn_if_local(in_training=True)
 
     def _refuse_capture(self) -> None:
         """A replayed graph would not ask whether all workers came for the same thing."""

@@ -20,16 +20,20 @@ class ModelHooks:
     Args:
         exchange: whose they are.
         model: that is attached; it is marked so at once.
+        before_state_dict: is called before its state dict is made.
     """
 
-    def __init__(self, exchange: object, model: nn.Module) -> None:
+    def __init__(
+        self, exchange: object, model: nn.Module, before_state_dict: Callable[..., None]
+    ) -> None:
         self._exchange = exchange
         self._model = model
         self._of_model: list[Removable] = []
         self._of_lazy_modules: list[Removable] = []
         self._of_parameters: dict[nn.Parameter, list[Removable]] = {}
-        # On an event that costs nothing in a step.
-        self._hook_model(model.register_state_dict_pre_hook, Hook(exchange))
+        # The mark is on an event that costs nothing in a step.
+        hook = FunctionHook(exchange, before_state_dict)
+        self._hook_model(model.register_state_dict_pre_hook, hook)
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:

@@ -340,6 +340,41 @@ def test_warns_once_about_evaluation_with_unsummed_statistics() -> None:
     assert len(caught) == 2  # once on each worker
 
 
+def save(model: nn.Module) -> None:
+    model.state_dict()
+
+
+def freeze_first_norm(model: nn.Module) -> None:
+    model[1].eval()
+
+
+def freeze_and_take_step(model: nn.Module) -> None:
+    freeze_first_norm(model)
+    model(torch.randn(4, 2, 6, 6)).mean().backward()
+
+
+@pytest.mark.parametrize("use", [save, freeze_and_take_step])
+def test_warns_of_unsummed_statistics_that_are_saved_or_frozen(
+    use: Callable[[nn.Module], None],
+) -> None:
+    def worker(comm: Communicator) -> None:
+        model = clone(conv_net(), comm)
+        exchange = attach(model, comm)
+        freeze_first_norm(model)  # as `attach` left it: nothing to warn of
+        model(torch.randn(4, 2, 6, 6)).mean().backward()
+        model.train()
+        exchange.sync_buffers()
+        save(model)
+        model(torch.randn(4, 2, 6, 6)).mean().backward()
+        assert not caught
+        comm.barrier()
+        use(model)
+
+    with pytest.warns(UserWarning, match=r"frozen or saved; call `exchange\.sync_bu") as caught:
+        run_ranks(2, worker)
+    assert len(caught) == 2  # once on each worker
+
+
 def test_does_not_warn_when_synced_alone_or_without_batch_norm() -> None:
     def worker(comm: Communicator, model: nn.Module, sync: bool) -> None:
         model = clone(model, comm)
@@ -348,6 +383,7 @@ def test_does_not_warn_when_synced_alone_or_without_batch_norm() -> None:
         if sync:
             exchange.sync_buffers()
         model.eval()(torch.randn(4, 2, 6, 6))
+        save(model)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
