@@ -72,8 +72,16 @@ class Losses:
             weight: of a sum; None for a mean.
 
         Raises:
-            UsageError: if weights can't be used here, or only some losses have one.
+            UsageError: if it is no tensor of one number, if weights can't be used here, or only
+                some losses have one.
         """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else loss
+            raise UsageError(
+                f"`loss` ({type(loss).__name__} {what}) must be a tensor of one number, as the"
+                " criterion returns it: the mean over the micro-batch's samples, or with `weight`"
+                " a sum."
+            )
         factor = self._share
         if weight is None:
             self._note_kind(is_sum=False)

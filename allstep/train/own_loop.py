@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from torch import nn
+
 from allstep.data import GlobalBatch, MapLoader
 from allstep.data.batches import GlobalBatchLoader
 from allstep.data.random import derive_seed, preserved_random_state, seed_all
@@ -71,10 +73,11 @@ def steps(
 
     Raises:
         UsageError: if no exchange is given, if the loader can't be cut in global batches, if
-            a pipeline can't have the loader's micro-batches, or is elastic, if
-            `checkpoint` or `elastic` is not entered, not in `epochs`, or of another loader or
-            exchange, if `elastic` is given with `replay` or `checkpoint`, or if there are several
-            exchanges and a model has experts on several workers.
+            a pipeline can't have the loader's micro-batches, or is elastic, if the model of several
+            workers has a `SyncBatchNorm`, if `checkpoint` or `elastic` is not entered, not in
+            `epochs`, or of another loader or exchange, if `elastic` is given with `replay` or
+            `checkpoint`, or if there are several exchanges and a model has experts on several
+            workers.
 
     Example:
         >>> import torch, allstep
@@ -101,6 +104,7 @@ def steps(
             " make it with `allstep.data.loader`."
         )
     for exchange in exchanges:
+        _refuse_synchronized_norms(exchange)
         if isinstance(exchange.model, Pipeline):
             _check_pipeline(exchange.model, loader, elastic)
     shares = getattr(loader, "shares", None)
@@ -120,6 +124,18 @@ def steps(
             " save `elastic.state_dict()`."
         )
     return _steps(loader, exchanges, replay, checkpoint, elastic, clock)
+
+
+def _refuse_synchronized_norms(exchange: Exchange) -> None:
+    """Their statistics would be of as many micro-batches as there are workers."""
+    for name, module in exchange.model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and exchange.comm.size > 1:
+            raise UsageError(
+                f"`model`: `{name}` is a SyncBatchNorm, which normalises over the micro-batches of"
+                f" all {exchange.comm.size} workers at once: the model would depend on their"
+                " number, and a worker with one micro-batch more would wait for the others. Use"
+                " torch's BatchNorm, or `allstep.nn.convert_batch_norm` for groups of samples."
+            )
 
 
 def _check_pipeline(model: Pipeline, loader: Loader, elastic: Elastic | None) -> None:

@@ -283,6 +283,33 @@ def test_steps_refuse_wrong_arguments() -> None:
         allstep.steps(DataLoader(make_set()), allstep.attach(make_model(), comm))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("make_loss", "words"),
+    [
+        (lambda loss: loss.item(), r"`loss` \(float \d\.\d+\) must be a tensor of one number"),
+        (lambda loss: loss.expand(4), r"`loss` \(Tensor of shape \[4\]\) must be a tensor of one"),
+    ],
+)
+def test_steps_refuse_a_loss_that_is_no_number(
+    make_loss: Callable[[Tensor], Any], words: str
+) -> None:
+    model, batch = first_batch()
+    with pytest.raises(UsageError, match=words):
+        for x, y in batch:
+            batch.backward(make_loss(loss_of(model, x, y)))
+
+
+def test_steps_refuse_batch_norm_that_is_synchronized_in_each_micro_batch() -> None:
+    def worker(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(5, 2), nn.SyncBatchNorm(2))
+        exchange = allstep.attach(model, comm)
+        allstep.steps(make_loader(comm), exchange)
+
+    run_ranks(1, worker)
+    with pytest.raises(UsageError, match=r"`1` is a SyncBatchNorm, .* all 2 workers at once"):
+        run_ranks(2, worker)
+
+
 def zero(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, loss: Tensor) -> None:
     batch.backward(loss)
     optimizer.zero_grad()
