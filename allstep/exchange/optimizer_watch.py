@@ -33,7 +33,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.exchanges = WeakSet[Exchange]()
         self.has_updated = False  # an optimizer of theirs has made a step
-        self.told = WeakSet[Optimizer]()  # those of models that were not attached
+        self.told = set[tuple[torch.Size, ...]]()  # the shapes of models that were not attached
         self.told_own = WeakSet[Exchange]()  # whose workers were told of their own gradients
 
 
@@ -85,7 +85,7 @@ def _before_step(
     if len(others) == len(parameters):
         _refuse_stranger(optimizer, exchanges, has_gradients=bool(trained))
         if trained:
-            _tell_of_stranger(optimizer, exchanges[0].comm)
+            _tell_of_stranger(optimizer, trained, exchanges[0].comm)
         return None
     _here.has_updated = True
     _refuse_early(optimizer, [exchange for exchange, ids in held if ids])
@@ -125,10 +125,11 @@ def _refuse_stranger(
         )
 
 
-def _tell_of_stranger(optimizer: Optimizer, comm: Communicator) -> None:
-    """Says once that a model is trained by each worker for itself."""
-    if comm.size > 1 and comm.rank == 0 and optimizer not in _here.told:
-        _here.told.add(optimizer)
+def _tell_of_stranger(optimizer: Optimizer, trained: list[Tensor], comm: Communicator) -> None:
+    """Says once that a model is trained by each worker for itself; MAML makes copies of one."""
+    shapes = tuple(p.shape for p in trained)
+    if comm.size > 1 and comm.rank == 0 and shapes not in _here.told:
+        _here.told.add(shapes)
         logging.getLogger("allstep").warning(
             "the %s trains a model that was not attached: each of %d workers makes another one of"
             " it. Attach it, too (`allstep.attach(model, comm)`), if that is not meant.",

@@ -164,6 +164,27 @@ def test_other_models_have_optimizers_of_their_own(
     assert all("the SGD trains a model" in words for words in told)
 
 
+def test_copies_that_are_trained_one_after_the_other_are_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The inner loop of first-order MAML makes an optimizer for each."""
+
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        attach(model, comm)
+        for _ in range(3):
+            adapted = copy.deepcopy(model)
+            inner = torch.optim.SGD(adapted.parameters(), lr=0.1)
+            adapted(torch.ones(2, 5)).sum().backward()
+            inner.step()
+            model(torch.ones(2, 5)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+
+    run_ranks(2, worker)
+    assert caplog.text.count("trains a model that was not attached") == 1
+
+
 def train_by_lbfgs(
     comm: Communicator, start: nn.Module, batch: tuple[Tensor, Tensor], loss_of: str
 ) -> list[Tensor]:
