@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from allstep.cli.launch import Workers, launch_workers
-from allstep.cli.quantities import parse_counts
 from allstep.cli.verify_machines import run_machines
 from allstep.cli.verify_output import Comparison, show, show_json
-from allstep.cli.verify_runs import Runs
+from allstep.cli.verify_runs import Runs, Start
+from allstep.cli.verify_starts import read_starts
 from allstep.doctor import Factor, RunRecord, diagnose, nonfinite_step
 from allstep.errors import UsageError, check_integer
 
@@ -20,7 +20,7 @@ _EXAMPLE = "example: allstep verify train.py -n 1,2,4 --steps 20 -- --lr 0.1"
 
 
 def run(arguments: list[str], *, launch: Callable[[Workers], int] = launch_workers) -> int:
-    """Runs the script on each number of workers and compares; 0 if the model is the same.
+    """Runs the script on each number of workers, or mesh, and compares; 0 if all are the same.
 
     Args:
         arguments: what follows `allstep verify`.
@@ -30,17 +30,17 @@ def run(arguments: list[str], *, launch: Callable[[Workers], int] = launch_worke
         return run_machines(arguments)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     known = _make_parser().parse_args(arguments[:split])
-    sizes = _check(known)
+    starts = read_starts(known.workers, known.mesh, arguments[split + 1 :])
+    _check(known)
     with tempfile.TemporaryDirectory(prefix="allstep-verify-") as folder:
         runs = Runs(
             script=known.script,
-            arguments=arguments[split + 1 :],
             folder=Path(folder),
             timeout_s=known.timeout_s,
             console=Console(stderr=True),
             launch=launch,
         )
-        comparison = _compare(runs, sizes, known.steps)
+        comparison = _compare(runs, starts, known.steps)
     if known.json:
         show_json(known.script, comparison)
     else:
@@ -48,41 +48,49 @@ def run(arguments: list[str], *, launch: Callable[[Workers], int] = launch_worke
     return 0 if comparison.is_same else 1
 
 
-def _compare(runs: Runs, sizes: Sequence[int], num_steps: int) -> Comparison:
-    fewest, *others = sizes
+def _compare(runs: Runs, starts: Sequence[Start], num_steps: int) -> Comparison:
+    first, *others = starts
     # Steps enough to recognise a schedule that is run through faster.
-    num_first = max(num_steps, 2 * max(others) // fewest + 1)
-    one = runs.make(fewest, num_first)
-    found = {size: runs.make(size, num_steps) for size in others}
-    for size, other in found.items():
+    num_first = max(num_steps, 2 * max(start.size for start in others) // first.size + 1)
+    one = runs.make(first, num_first)
+    found = [runs.make(start, num_steps, whole=one) for start in others]
+    for start, other in zip(others, found, strict=True):
         if nonfinite_step(one, other) == 0:
             raise UsageError(
-                f"`script` (={runs.script}) is not finite after its first step on {fewest} and on"
-                f" {size} workers: there is nothing to compare. Are its data finite, and its"
-                " learning rate what it should be?"
+                f"`script` (={runs.script}) is not finite after its first step on {first} and on"
+                f" {start}: there is nothing to compare. Are its data finite, and its learning rate"
+                " what it should be?"
             )
 
-    def rerun(size: int, factors: Sequence[Factor], steps: int) -> tuple[RunRecord, RunRecord]:
-        return runs.make(fewest, steps, factors), runs.make(size, steps, factors)
+    def rerun(start: Start, factors: Sequence[Factor], steps: int) -> tuple[RunRecord, RunRecord]:
+        again = runs.make(first, steps, factors)
+        return again, runs.make(start, steps, factors, whole=again)
 
-    diagnoses = [diagnose(one, other, partial(rerun, size)) for size, other in found.items()]
-    return Comparison(
-        one=one, others=list(found.values()), diagnoses=diagnoses, num_steps=num_steps
-    )
+    both = zip(others, found, strict=True)
+    diagnoses = [diagnose(one, other, partial(rerun, start)) for start, other in both]
+    return Comparison(one=one, others=found, diagnoses=diagnoses, num_steps=num_steps)
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="allstep verify",
-        usage="allstep verify SCRIPT [-n 1,2] [--steps K] [--json] [-- SCRIPT ARGUMENTS]",
-        description="Runs a script that calls `allstep.attach` on each number of workers for some"
-        " steps, and says whether it trains the same model; if not, where they diverge and why.",
+        usage="allstep verify SCRIPT [-n 1,2 | --mesh AXIS=N,... --mesh ...] [--steps K] [--json]"
+        " [-- SCRIPT ARGUMENTS]",
+        description="Runs a script that calls `allstep.attach` on each number of workers, or on"
+        " each mesh, for some steps, and says whether it trains the same model; if not, where they"
+        " diverge and why.",
         epilog=_EXAMPLE,
         allow_abbrev=False,
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file, as it is")
+    parser.add_argument("-n", "--workers", metavar="N,N,...", help="numbers of workers (1,2)")
     parser.add_argument(
-        "-n", "--workers", metavar="N,N,...", default="1,2", help="numbers of workers (1,2)"
+        "--mesh",
+        metavar="AXIS=N,...",
+        action="append",
+        default=[],
+        help="the axes of a mesh that the script makes; give it twice or more, and all are compared"
+        " with the first. In the script's arguments {AXIS} stands for an axis's length",
     )
     parser.add_argument("--steps", metavar="K", type=int, default=10, help="to compare (10)")
     parser.add_argument(
@@ -96,14 +104,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(known: argparse.Namespace) -> list[int]:
-    """The numbers of workers, of flags that make sense."""
-    sizes = parse_counts("n", known.workers)
-    if len(sizes) < 2:
-        raise UsageError(
-            f"`n` (={known.workers}) must be two or more numbers of workers to compare, such as"
-            " `-n 1,2`."
-        )
+def _check(known: argparse.Namespace) -> None:
     check_integer("steps", known.steps)
     if not known.timeout_s > 0:
         raise UsageError(f"`timeout_s` (={known.timeout_s}) must be above 0.")
@@ -112,4 +113,3 @@ def _check(known: argparse.Namespace) -> list[int]:
             f"`script` (={known.script}) is no file; give the path of a Python script that calls"
             " `allstep.attach`."
         )
-    return sizes

@@ -17,6 +17,7 @@ from allstep.doctor import (
     RunRecord,
     largest_difference,
     limit_of,
+    mesh_text,
     nonfinite_step,
     total_norm,
 )
@@ -30,7 +31,7 @@ class Comparison:
     """All runs and what came of comparing them.
 
     Attributes:
-        one: the run on the fewest workers.
+        one: the run that all others are compared with.
         others: the others.
         diagnoses: of each of the others.
         num_steps: steps that were asked for.
@@ -48,7 +49,7 @@ class Comparison:
 
     @property
     def runs(self) -> list[RunRecord]:
-        """The run on the fewest workers first."""
+        """That one first."""
         return [self.one, *self.others]
 
     def num_made(self, run: RunRecord) -> int:
@@ -75,7 +76,7 @@ def show(comparison: Comparison) -> None:
 
 def _wide(comparison: Comparison) -> Table:
     """A line for each step."""
-    sizes = [_workers(run.size) for run in comparison.runs]
+    sizes = [str(run) for run in comparison.runs]
     table = make_table(
         "step",
         *(f"gradient norm,\n{size}" for size in sizes),
@@ -99,7 +100,8 @@ def _long(comparison: Comparison) -> Table:
     for step in range(max(map(comparison.num_made, comparison.runs))):
         for run in comparison.runs:
             difference = "" if run is comparison.one else _difference(comparison, run, step)
-            table.add_row(str(step), str(run.size), *_norms(comparison, run, step), difference)
+            where = mesh_text(run.axes) or str(run.size)
+            table.add_row(str(step), where, *_norms(comparison, run, step), difference)
     return table
 
 
@@ -128,7 +130,7 @@ def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> 
     if diagnosis.nonfinite_at is not None and diagnosis.divergence is None:
         lines.append(
             f"Its parameters are not finite after step {diagnosis.nonfinite_at}, on"
-            f" {_workers(comparison.one.size)} too: nothing was compared from there on."
+            f" {comparison.one} too: nothing was compared from there on."
         )
     for cause in diagnosis.causes:
         lines += [f"likely cause: {cause.name}: {cause.evidence}.", f"cure: {cause.cure}."]
@@ -137,19 +139,18 @@ def _sentences(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> 
     if comparison.num_made(run) != comparison.num_made(comparison.one):
         lines.append(
             f"note: the script ended after {_steps(comparison.num_made(run))} on"
-            f" {_workers(run.size)}, after {comparison.num_made(comparison.one)} on"
-            f" {comparison.one.size}."
+            f" {run}, after {comparison.num_made(comparison.one)} on {comparison.one}."
         )
     return "\n".join(lines)
 
 
 def _conclusion(comparison: Comparison, run: RunRecord, diagnosis: Diagnosis) -> str:
-    workers, one = _workers(run.size), comparison.one
+    one = comparison.one
     if diagnosis.divergence is not None:
         without = "Without rounding it" if diagnosis.rounding is not None else "It"
-        return f"{workers}: not the same model. {without} diverges at {diagnosis.divergence}."
+        return f"{run}: not the same model. {without} diverges at {diagnosis.divergence}."
     num = comparison.num_common(run)
-    same = f"{workers}: the same model as on {one.size} for {_steps(num)}"
+    same = f"{run}: the same model as on {one} for {_steps(num)}"
     but = ", but not as it should." if diagnosis.causes else "."
     if diagnosis.rounding is not None:
         return f"{same}, up to rounding, amplified by the training{but}"
@@ -230,6 +231,7 @@ def _plain(script: Path, comparison: Comparison) -> dict[str, Any]:
         "results": [
             {
                 "workers": run.size,
+                "mesh": dict(run.axes),
                 "is_same": diagnosis.is_same,
                 "num_steps": comparison.num_common(run),
                 "limit": limit_of(comparison.one, run),
@@ -253,6 +255,7 @@ def _plain(script: Path, comparison: Comparison) -> dict[str, Any]:
 def _plain_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
     return {
         "workers": run.size,
+        "mesh": dict(run.axes),
         "steps": [
             {
                 "gradient_norm": total_norm(step.gradients),
@@ -264,10 +267,6 @@ def _plain_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
             for i, step in enumerate(run.first.steps[: comparison.num_made(run)])
         ],
     }
-
-
-def _workers(size: int) -> str:
-    return f"{size} worker{'s' * (size > 1)}"
 
 
 def _steps(num: int) -> str:

@@ -10,10 +10,31 @@ from rich.console import Console
 from allstep.cli.launch import Workers
 from allstep.cli.script_worker import PRELOAD, VERIFY
 from allstep.cli.worker import last_lines
-from allstep.doctor import Factor, Failure, RunRecord, read_worker, record_path
+from allstep.doctor import Factor, Failure, RunRecord, mesh_text, read_worker, record_path
 from allstep.errors import UsageError
 
 _NUM_LOG_LINES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How many workers run the script, with which arguments, and the mesh that they make of it.
+
+    Attributes:
+        size: number of workers.
+        arguments: the script's own.
+        axes: name -> length, of the mesh; empty if only the number was asked for.
+    """
+
+    size: int
+    arguments: Sequence[str]
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """>>> str(Start(size=2, arguments=[])), str(Start(size=2, arguments=[], axes={"data": 2}))
+        ('2 workers', 'data=2')
+        """
+        return mesh_text(self.axes) or f"{self.size} worker{'s' * (self.size > 1)}"
 
 
 @dataclass(kw_only=True)
@@ -21,7 +42,7 @@ class Runs:
     """All runs of one script, each made once.
 
     Args:
-        script, arguments: what to run.
+        script: what to run.
         folder: for the workers' records.
         timeout_s: longest time without a forward or a step.
         console: where to say what is going on, if it is a terminal.
@@ -29,56 +50,71 @@ class Runs:
     """
 
     script: Path
-    arguments: list[str]
     folder: Path
     timeout_s: float
     console: Console
     launch: Callable[[Workers], int]
-    _made: dict[tuple[int, int, tuple[Factor, ...]], RunRecord] = field(default_factory=dict)
+    _made: dict[tuple[str, int, tuple[Factor, ...]], RunRecord] = field(default_factory=dict)
 
-    def make(self, size: int, num_steps: int, without: Sequence[Factor] = ()) -> RunRecord:
-        """The script's first steps on `size` workers, without some factors.
+    def make(
+        self,
+        start: Start,
+        num_steps: int,
+        without: Sequence[Factor] = (),
+        whole: RunRecord | None = None,
+    ) -> RunRecord:
+        """The script's first steps, without some factors.
+
+        Args:
+            start: on which workers.
+            num_steps: how many.
+            without: what to take out.
+            whole: an earlier run, in which parameters are whole that the script may cut itself.
 
         Raises:
             UsageError: if the script fails, or trains no attached model.
             SystemExit: if a signal has ended it.
         """
-        key = (size, num_steps, tuple(without))
+        key = (str(start), num_steps, tuple(without))
         if key not in self._made:
-            workers = f"{size} worker{'s' * (size > 1)}"
             removed = f" without {' and '.join(without)}" if without else ""
-            with self.console.status(f"{self.script} on {workers}{removed}, {num_steps} steps"):
-                self._made[key] = self._launch(size, num_steps, without, workers)
+            with self.console.status(f"{self.script} on {start}{removed}, {num_steps} steps"):
+                self._made[key] = self._launch(start, num_steps, without, whole)
         return self._made[key]
 
     def _launch(
-        self, size: int, num_steps: int, without: Sequence[Factor], workers: str
+        self, start: Start, num_steps: int, without: Sequence[Factor], whole: RunRecord | None
     ) -> RunRecord:
+        size = start.size
         folder = self.folder / str(len(self._made))
         folder.mkdir()
         asked = {
             "script": str(self.script),
-            "arguments": self.arguments,
+            "arguments": list(start.arguments),
             "num_steps": num_steps,
             "timeout_s": self.timeout_s,
             "without": list(without),
+            "axes": dict(start.axes),
+            "shapes": {} if whole is None else whole.first.shapes,
         }
         code = self.launch(Workers(size, VERIFY, folder, asked, has_logs=True, preload=PRELOAD))
         paths = [record_path(folder, rank) for rank in range(size)]
         records = {rank: read_worker(path) for rank, path in enumerate(paths) if path.exists()}
         failed = {rank: r.failure for rank, r in records.items() if r.failure is not None}
         if failed:
-            raise UsageError(f"`script` (={self.script}) {self._explain(failed, workers, folder)}")
+            raise UsageError(
+                f"`script` (={self.script}) {self._explain(failed, str(start), folder)}"
+            )
         if code > 128:
             sys.exit(code)
         if len(records) < size:
             missing = min(set(range(size)) - set(records))
             raise UsageError(
-                f"`script` (={self.script}) ended on {workers} before it was recorded"
+                f"`script` (={self.script}) ended on {start} before it was recorded"
                 f" (rank {missing}).{_last_lines(folder, missing)}"
             )
-        run = RunRecord([records[rank] for rank in range(size)])
-        self._check_trained(run, workers)
+        run = RunRecord([records[rank] for rank in range(size)], start.axes)
+        self._check_trained(run, str(start))
         return run
 
     def _explain(self, failed: Mapping[int, Failure], workers: str, folder: Path) -> str:

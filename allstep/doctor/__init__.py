@@ -36,7 +36,13 @@ from allstep.doctor.verify.compare import (
     total_norm,
 )
 from allstep.doctor.verify.diagnose import Diagnosis, diagnose
-from allstep.doctor.verify.record import RunRecord, StepRecord, WorkerRecord, read_worker
+from allstep.doctor.verify.record import (
+    RunRecord,
+    StepRecord,
+    WorkerRecord,
+    mesh_text,
+    read_worker,
+)
 from allstep.doctor.verify.rounding import Rounding
 from allstep.doctor.verify.script import RecordRequest, record_path, record_script
 
@@ -74,6 +80,7 @@ __all__ = [
     "measure_policy",
     "measure_workload",
     "measurements_of",
+    "mesh_text",
     "nonfinite_step",
     "profile_script",
     "read_measurements",

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from allstep.comm import Communicator, Mesh
 from allstep.device import default_device
 from allstep.doctor.script import Attach
 from allstep.doctor.timing import runnable_s, synchronize
@@ -101,6 +102,9 @@ class Profiler:
             exchange.model.register_forward_hook(hook, with_kwargs=True)
             self._hook_parameters()
         return exchange
+
+    def see_mesh(self, mesh: Mesh[Communicator]) -> None:
+        """Meshes don't count."""
 
     def close(self) -> None:
         """Looks at no more steps."""

@@ -18,7 +18,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 import allstep
-from allstep.errors import CommunicationError, DisagreementError
+from allstep.comm import Communicator, Mesh
+from allstep.errors import CommunicationError, DisagreementError, UsageError
 from allstep.exchange import Exchange
 
 Attach = Callable[..., Exchange]
@@ -37,6 +38,9 @@ class Observer(Protocol):
     def attach(self, attach: Attach, *args: Any, **options: Any) -> Exchange:
         """What the script finds in the place of `allstep.attach`, which is given."""
 
+    def see_mesh(self, mesh: Mesh[Communicator]) -> None:
+        """Called with each mesh that the script makes."""
+
     def close(self) -> None:
         """Removes all hooks."""
 
@@ -46,8 +50,9 @@ class Failure:
     """Why a script ended before its time.
 
     Attributes:
-        kind: "error", "exit" (with a code of its own) or "timeout" (no progress).
-        text: a traceback, or what the code was.
+        kind: "error", "exit" (with a code of its own), "timeout" (no progress) or "refused" (the
+            observer can't take such a script).
+        text: a traceback, what the code was, or what is wrong with the script.
         is_own: whether no other worker's end brought it about.
         time_s: when, for finding the first.
     """
@@ -70,7 +75,13 @@ class Failure:
                 f"made no forward and no step for {timeout_s:g} s{where}. It was at\n{text}\n"
                 "Give it more time with `--timeout-s`, if that is what it needs."
             )
+        if self.kind == "refused":
+            return text
         return f"exited with {text}{where}." if self.kind == "exit" else f"failed{where}:\n{text}"
+
+
+class ScriptRefusedError(UsageError):
+    """Ends a script that its observer can't take; the message goes on after the script's name."""
 
 
 class _EnoughSteps(BaseException):
@@ -112,7 +123,7 @@ class ScriptRunner:
         failure = None
         self._watchdog.start(lambda: observer.num_events)
         try:
-            with _in_place_of_attach(observer), _as_main(self._script, self._arguments):
+            with _observed(observer), _as_main(self._script, self._arguments):
                 runpy.run_path(str(self._script), run_name="__main__")
         except _EnoughSteps:
             pass
@@ -144,19 +155,28 @@ class ScriptRunner:
 
 
 @contextlib.contextmanager
-def _in_place_of_attach(observer: Observer) -> Iterator[None]:
+def _observed(observer: Observer) -> Iterator[None]:
+    """Shows the observer what is attached and which meshes are made."""
     room = importlib.import_module("allstep.exchange")
-    attach = room.attach
+    attach, make_mesh = room.attach, Communicator.mesh
 
     @functools.wraps(attach)
     def observed(*args: Any, **options: Any) -> Exchange:
         return observer.attach(attach, *args, **options)
 
+    @functools.wraps(make_mesh)
+    def observed_mesh(comm: Communicator, **axes: int) -> Mesh[Communicator]:
+        mesh = make_mesh(comm, **axes)
+        observer.see_mesh(mesh)
+        return mesh
+
     vars(room)["attach"] = observed
+    Communicator.mesh = observed_mesh  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         vars(room)["attach"] = attach
+        Communicator.mesh = make_mesh  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -176,6 +196,8 @@ def _failure(error: BaseException, script: Path) -> Failure | None:
         if error.code in (None, 0):
             return None
         return Failure("exit", str(error.code), True, time.time())
+    if isinstance(error, ScriptRefusedError):
+        return Failure("refused", str(error), True, time.time())
     is_own = isinstance(error, DisagreementError) or not isinstance(error, CommunicationError)
     told = traceback.TracebackException.from_exception(error)
     told.stack = _frames_of_script(told.stack, script)

@@ -194,7 +194,7 @@ def test_a_table_and_a_result(verify, run_here, capsys):
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
     assert "0, same bits" in lines[2]
     said = " ".join(text.split())
-    assert "2 workers: the same model as on 1 for 3 steps" in said
+    assert "2 workers: the same model as on 1 worker for 3 steps" in said
     assert "but not as it should. likely cause: data not sharded: both workers ran" in said
     assert "cure: give each worker its own part" in said
 
@@ -220,7 +220,7 @@ def test_a_model_that_is_another_one_and_a_script_that_ends(verify, launched, ca
     said = " ".join(capsys.readouterr().out.split())
     assert "in the initial parameters of `weight`" in said
     assert "likely cause: initial parameters: `weight` is another one before the first" in said
-    assert "note: the script ended after 3 steps on 2 workers, after 5 on 1." in said
+    assert "note: the script ended after 3 steps on 2 workers, after 5 on 1 worker." in said
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_training_that_is_not_finite_on_one_worker_either(verify, launched, ca
     assert [line.split()[-1] for line in lines[2:6]] == ["bits", "bits", "-", "-"]
     assert lines[4].split()[1:3] == ["nan", "nan"]
     said = " ".join(found.out.split())
-    assert "2 workers: the same model as on 1 for 2 steps, up to rounding" in said
+    assert "2 workers: the same model as on 1 worker for 2 steps, up to rounding" in said
     assert "Its parameters are not finite after step 2, on 1 worker too: nothing was" in said
 
 
@@ -340,7 +340,7 @@ def test_a_learning_rate_beyond_all_reason(verify, run_here, capsys):
     found = capsys.readouterr()
     assert found.err == ""
     said = " ".join(found.out.split())
-    assert "2 workers: the same model as on 1 for 1 step, up to rounding" in said
+    assert "2 workers: the same model as on 1 worker for 1 step, up to rounding" in said
     assert "Its parameters are not finite after step 1, on 1 worker too" in said
     assert "not the same model" not in said
 
@@ -382,7 +382,7 @@ def test_a_training_that_is_not_finite_after_its_first_step(refuse, launched):
     use_records(launched, lambda size: diverging(size, 0))
     said = refuse(write_script(""))
     assert (
-        "`script` (=train.py) is not finite after its first step on 1 and on 2 workers: there is"
+        "`script` (=train.py) is not finite after its first step on 1 worker and on 2 workers:"
         in said
     )
 
@@ -474,3 +474,102 @@ def test_machines_that_compute_alike(verify, capsys):
     out = capsys.readouterr().out
     assert "convolutions: the same on all" in out
     assert "1 worker computes alike" in out
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "causes"), [([], []), (["--factor"], ["loss summed"])])
+def test_a_model_that_fsdp2_shards(flags, causes):
+    """Whole tensors; a worker with fewer micro-batches has passes without a loss."""
+    script = SCRIPT.with_name("sharded.py")
+    done = subprocess.run(
+        [*ALLSTEP, "verify", script, "--steps", "2", "--json", "--", *flags],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stderr) == (1 if causes else 0, "")
+    found = json.loads(done.stdout)
+    assert [cause["name"] for cause in found["results"][0]["causes"]] == causes
+    assert sum(found["runs"][1]["steps"][0]["samples"]) == 12
+
+
+@pytest.mark.process
+def test_meshes_are_compared(tmp_path):
+    """Halves by `tensor_parallel` against two copies, whose norm's gradient is right."""
+    script = SCRIPT.with_name("meshes.py")
+    meshes = ["--mesh", "data=2", "--mesh", "tensor=2"]
+    flags = ["--steps", "2", "--json", "--", "--tensor", "{tensor}", "--bug"]
+    for bug, code, causes in (("none", 0, []), ("norm_summed_twice", 1, ["sum repeated"])):
+        done = subprocess.run(
+            [*ALLSTEP, "verify", script, *meshes, *flags, bug],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert (done.returncode, done.stderr) == (code, "")
+        found = json.loads(done.stdout)
+        (result,) = found["results"]
+        assert [run["mesh"] for run in found["runs"]] == [
+            {"data": 2, "tensor": 1},
+            {"data": 1, "tensor": 2},
+        ]
+        assert [cause["name"] for cause in result["causes"]] == causes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", "data=2"], "`mesh` (=data=2) must be given twice or more"),
+        (["--mesh", "2", "--mesh", "4"], "`mesh` (=2) must be lengths of axes by name, such as"),
+        (["--mesh", "data=0", "--mesh", "data=1"], "`mesh: data` (=0) must be at least 1."),
+        (["--mesh", "data=2,data=2", "--mesh", "data=1"], "has `data` twice"),
+        (["-n", "2", "--mesh", "data=2", "--mesh", "data=1"], "`n` (=2) goes without `mesh`"),
+        (
+            ["--mesh", "data=2", "--mesh", "tensor=2"],
+            "`mesh` (=tensor=2) would be the same command as data=2: 2 workers with the same",
+        ),
+        (
+            ["--mesh", "data=2", "--mesh", "data=1", "--", "{tensor}"],
+            "`{tensor}` in the script's arguments is no axis of `--mesh`; they are data.",
+        ),
+    ],
+)
+def test_meshes_that_cannot_be_compared(refuse, launched, flags, message):
+    launched(lambda folder, size: pytest.fail("it has started workers"))
+    assert message in refuse(write_script(""), *flags)
+
+
+MESH = "import allstep\ncomm = allstep.init(device='cpu')\n"
+
+
+@pytest.mark.parametrize(
+    ("meshes", "body", "message"),
+    [
+        (
+            ["data=1", "data=2"],
+            f"{MESH}comm.mesh(model=1)",
+            "makes a mesh of model=1 where `mesh` is data=1: its axes are model, without `data`.",
+        ),
+        (["data=1", "data=2"], TRAIN, "makes no mesh before it attaches a model, and `mesh` is da"),
+    ],
+)
+def test_scripts_that_make_another_mesh(refuse, run_here, meshes, body, message):
+    """Before any step; and without a traceback."""
+    flags = [flag for mesh in meshes for flag in ("--mesh", mesh)]
+    said = refuse(write_script(body), *flags, "--", "3")
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.process
+def test_a_script_that_makes_a_mesh_of_other_lengths(refuse):
+    """Those that it was not told."""
+    flags = ["--mesh", "data=2,tensor=1", "--mesh", "data=1"]
+    said = refuse(write_script(f"{MESH}comm.mesh(data=1, tensor=comm.size)"), *flags)
+    assert "makes a mesh of tensor=2 where `mesh` is data=2: give it the lengths by flags" in said

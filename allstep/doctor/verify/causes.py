@@ -44,6 +44,14 @@ _CURES = {
     " step, sample)",
     "other batches": "take each global batch from one order of the samples that doesn't depend on"
     " the workers; `allstep.data.loader` does",
+    "wrong part": "load of each whole parameter the part of this worker's place on the axis",
+    "sum missing": "sum the gradient over the axis: parameters that are whole on workers which"
+    " share a copy go through `allstep.nn.replicated`, or the layers through"
+    " `allstep.nn.tensor_parallel`",
+    "sum repeated": "sum the gradient over the axis once",
+    "loss scaled along an axis": "count each loss once: with `tensor_parallel` every worker has the"
+    " whole loss, and with `allstep.comm.autograd` an equal part of it",
+    "bias repeated": "add the bias once, after the sum over the axis",
     "samples repeated": "drop the last batch, or use a sampler that doesn't fill up its parts;"
     " `allstep.data.loader` gives each sample once",
 }
@@ -71,11 +79,12 @@ class Cause:
 
 
 def peer_causes(run: RunRecord) -> list[Cause]:
-    """Whether the workers of one run keep the same parameters, bit for bit."""
+    """Whether the workers of one run keep the same parameters, bit for bit; copies do, at least."""
     for step in range(run.num_steps):
         for worker in run.workers[1:]:
-            if worker.steps[step].checksum != run.first.steps[step].checksum:
-                evidence = f"on {run.size} workers, rank {worker.rank}'s parameters leave rank 0's"
+            peer = next(other for other in run.workers if other.place == worker.place)
+            if worker.steps[step].checksum != peer.steps[step].checksum:
+                evidence = f"on {run}, rank {worker.rank}'s parameters leave rank {peer.rank}'s"
                 return [Cause("workers apart", f"{evidence} at step {step}")]
     return []
 
@@ -87,7 +96,7 @@ def format_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     few, many = (names.get(epsilon, "") for epsilon in epsilons)
     if few == many or not (few and many):
         return []
-    evidence = f"the coarsest is {few} on {one.size} and {many} on {other.size} workers"
+    evidence = f"the coarsest is {few} on {one} and {many} on {other}"
     return [Cause("number format", evidence)]
 
 
@@ -109,8 +118,7 @@ def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
     causes: dict[str, Cause] = {}
     kinds = [_options_of_first_step(run) for run in (one, other)]
     if all(kinds) and (odd := sorted(kinds[0] ^ kinds[1])):
-        size = one.size if odd[0] in kinds[0] else other.size
-        evidence = f"`{odd[0]}` is an option only on {size} worker{'s' * (size > 1)}"
+        evidence = f"`{odd[0]}` is an option only on {one if odd[0] in kinds[0] else other}"
         return [Cause("optimizer options", f"the optimizer is another one: {evidence}")]
     few, many = _option_series(one), _option_series(other)
     for key in few:
@@ -119,7 +127,7 @@ def option_causes(one: RunRecord, other: RunRecord) -> list[Cause]:
         if np.allclose(mine, theirs, rtol=_RATE_TOLERANCE, atol=0, equal_nan=True):
             continue
         step = int(np.argmax(mine != theirs))
-        values = f"{mine[step]:g} on the fewest workers and {theirs[step]:g} on {other.size}"
+        values = f"{mine[step]:g} on {one} and {theirs[step]:g} on {other}"
         found = [Cause("optimizer options", f"`{key}` is {values}")]
         if key.startswith("lr "):
             found = _rate_causes(few[key], theirs, one, other)
@@ -162,7 +170,7 @@ def _rate_causes(few: Series, many: Series, one: RunRecord, other: RunRecord) ->
         return causes
     if not math.isclose(faster, 1, rel_tol=_RATE_TOLERANCE):
         causes.append(_scaled(faster, one, other))
-    evidence = f"at step k on {other.size} workers the rate is that of step {times} k on {one.size}"
+    evidence = f"at step k on {other} the rate is that of step {times} k on {one}"
     return [
         *causes,
         Cause("scheduler", f"the scheduler is stepped {times} times a step: {evidence}"),
@@ -170,7 +178,7 @@ def _rate_causes(few: Series, many: Series, one: RunRecord, other: RunRecord) ->
 
 
 def _scaled(factor: float, one: RunRecord, other: RunRecord) -> Cause:
-    workers = f"on {other.size} workers it is {factor:.4g} times that on {one.size}"
+    workers = f"on {other} it is {factor:.4g} times that on {one}"
     return Cause("learning rate scaled", f"the learning rate is scaled by hand: {workers}")
 
 

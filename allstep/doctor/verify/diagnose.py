@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from allstep.doctor.verify.ablation import Factor
+from allstep.doctor.verify.axis_causes import axis_causes, output_apart, sharers_apart
 from allstep.doctor.verify.causes import (
     Cause,
     format_causes,
@@ -43,7 +44,7 @@ Rerun = Callable[[Sequence[Factor], int], tuple[RunRecord, RunRecord]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What came of comparing a run with the one on the fewest workers.
+    """What came of comparing a run with the first one.
 
     Attributes:
         size: workers of the run.
@@ -78,8 +79,8 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
     policy: a factor without which they agree is the cause.
 
     Args:
-        one: the run on the fewest workers.
-        other: on more; one of them is finite after the first step.
+        one: the first run, such as the one on the fewest workers.
+        other: another; one of them is finite after the first step.
         rerun: makes both again; raises UsageError if the script fails so.
     """
     nonfinite_at = nonfinite_step(one, other)
@@ -109,11 +110,16 @@ def diagnose(one: RunRecord, other: RunRecord, rerun: Rerun) -> Diagnosis:
 def _signatures(one: RunRecord, other: RunRecord, divergence: Divergence | None) -> list[Cause]:
     """Causes that need no other run: those of the whole, and those of the first difference."""
     causes = option_causes(one, other) + format_causes(one, other)
+    along_axes = axis_causes(one, other, divergence)
+    if along_axes:
+        return causes + along_axes
     if not other.first.policies:
         causes += peer_causes(other)
     is_of_gradient = divergence is not None and divergence.quantity == "gradient"
     streams = stream_causes(one, other, divergence.step) if divergence and is_of_gradient else []
     causes += streams or data_causes(one, other)
+    if divergence is None:
+        causes += _sharer_causes(other)
     if divergence is not None and divergence.quantity == "initial parameters":
         evidence = f"`{divergence.name}` is another one before the first step"
         causes.append(Cause("initial parameters", evidence))
@@ -121,6 +127,15 @@ def _signatures(one: RunRecord, other: RunRecord, divergence: Divergence | None)
     if divergence is not None and is_of_gradient and is_open:
         causes += gradient_causes(one, other, divergence.step)
     return causes
+
+
+def _sharer_causes(run: RunRecord) -> list[Cause]:
+    """Whether workers that share a copy keep what is whole on each of them the same."""
+    if (apart := sharers_apart(run)) is None:
+        return []
+    step, name = apart
+    where = f"on the workers along {run.shared_axes()}, which each have all of it"
+    return [Cause("workers apart", f"`{name}` is not the same {where}, after step {step}")]
 
 
 def _explains(divergence: Divergence | None, causes: Sequence[Cause]) -> bool:
@@ -170,8 +185,8 @@ def _causes_of_gradient(
         again = _made_again(rerun, [*attempt, *base], last + 1)
         others = None if again is None else _causes_without(one, *again, last)
         if others is not None:
-            return [_as_cause(factor, other) for factor in attempt] + others
-    return batch_causes(one, other, step)
+            return [_as_cause(factor, one, other, step) for factor in attempt] + others
+    return _sharer_causes(other.before(step + 1)) or batch_causes(one, other, step)
 
 
 def _factors(one: RunRecord, other: RunRecord, step: int) -> list[Factor]:
@@ -207,7 +222,7 @@ def _causes_without(
     return gradient_causes(one, other, divergence.step) or None
 
 
-def _as_cause(factor: Factor, run: RunRecord) -> Cause:
+def _as_cause(factor: Factor, one: RunRecord, run: RunRecord, step: int) -> Cause:
     if factor == "batch norm":
         return Cause(
             "batch norm",
@@ -222,6 +237,8 @@ def _as_cause(factor: Factor, run: RunRecord) -> Cause:
     where = "the model" if factor == "random state" else "the data that the model is given"
     seeds = seed_words(run)
     because = "" if seeds is None else f" ({seeds})"
+    if (module := output_apart(one, run, step)) is not None:
+        because += f" (workers along {run.shared_axes()} have other outputs of {module})"
     return Cause(
         "random state",
         f"random numbers in {where} depend on the worker{because}: with constants instead the runs"

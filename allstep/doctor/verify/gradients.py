@@ -42,7 +42,7 @@ def _overlap(one: RunRecord, other: RunRecord, steps: range) -> list[Cause]:
     num_shared = sum(map(len, parts)) - len(set().union(*parts))
     if not num_shared or other.all_samples(0) == one.all_samples(0):
         return []
-    evidence = f"{num_shared} samples were run by several of the {other.size} workers"
+    evidence = f"{num_shared} samples were run by several of the {len(other.copies)} workers"
     return [Cause("data not sharded", f"{evidence}, before any was due again")]
 
 
@@ -73,7 +73,7 @@ def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
         known = set().union(*(one.all_samples(k) for k in range(step + 1)))
         if mine and theirs >= mine and known >= set(theirs):
             extra = f"{theirs.total() - mine.total()} of {theirs.total()} samples of step {step}"
-            return [Cause("samples repeated", f"{extra} on {other.size} workers are repeats")]
+            return [Cause("samples repeated", f"{extra} on {other} are repeats")]
         if mine and theirs and mine.total() != theirs.total():
             return [_larger_batch(mine.total(), theirs.total(), one, other)]
         return _unequal_amounts(one, other, step)  # padded otherwise, samples look like others
@@ -86,7 +86,7 @@ def gradient_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
 
 
 def _larger_batch(few: int, many: int, one: RunRecord, other: RunRecord) -> Cause:
-    batches = f"{few} samples on {one.size}, {many} on {other.size}"
+    batches = f"{few} samples on {one}, {many} on {other}"
     return Cause("global batch", f"a step's batch depends on the workers: {batches}")
 
 
@@ -128,7 +128,7 @@ def _summed(one: RunRecord, other: RunRecord, step: int, times: float) -> list[C
     factors = () if times == 1 else (times, 1 / times)
     if not any(math.isclose(factor, x, rel_tol=10 * limit) for x in factors):
         return []
-    ratio = f"the gradient on {other.size} workers is {factor:.4g} times that on {one.size}"
+    ratio = f"the gradient on {other} is {factor:.4g} times that on {one}"
     return [Cause("loss summed", f"the loss is summed, not averaged: {ratio}")]
 
 
@@ -194,7 +194,7 @@ def _changed(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     norms = [total_norm(run.first.steps[step].gradients) for run in (one, other)]
     evidence = (
         "the workers' own gradients have the right mean, but what the optimizer finds has the norm"
-        f" {norms[1]:.4g} on {other.size} workers and {norms[0]:.4g} on {one.size}"
+        f" {norms[1]:.4g} on {other} and {norms[0]:.4g} on {one}"
     )
     return [Cause("gradient changed", evidence)]
 
@@ -205,7 +205,7 @@ def stream_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     are_known = _samples_are_known(one, other, step)
     if words is None or not are_known[0] or any(are_known[1:]):
         return []
-    evidence = f"{words}, and only rank 0 runs samples that are run on {one.size}"
+    evidence = f"{words}, and only rank 0 runs samples that are run on {one}"
     return [Cause("seed depends on rank", evidence)]
 
 
@@ -224,7 +224,7 @@ def batch_causes(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     if not is_chosen and not known >= set(theirs):
         return []
     common = f"{(mine & theirs).total()} of {theirs.total()} samples of step {step}"
-    evidence = f"only {common} are those on {one.size}: does each worker have an order of its own?"
+    evidence = f"only {common} are those on {one}: does each worker have an order of its own?"
     return [Cause("other batches", evidence)]
 
 

@@ -1,11 +1,12 @@
 """What a worker writes down about a script's first steps, and all workers' notes of one run."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from allstep.doctor.script import Failure
+from allstep.doctor.verify.outputs import OutputSum
 from allstep.doctor.verify.sketch import Sketch
 from allstep.files import from_plain, read_json, write_json
 
@@ -23,6 +24,7 @@ class StepRecord:
         checksum: of the bits of the parameters.
         optimizer: which one it was, in the order of their first steps.
         input_shapes: of the first tensor of each call of the model in training.
+        outputs: of the model's modules in training, by name, in the order of their first calls.
     """
 
     options: list[dict[str, float]]
@@ -33,6 +35,7 @@ class StepRecord:
     checksum: int
     optimizer: int = 0
     input_shapes: list[list[int]] = field(default_factory=list)
+    outputs: dict[str, OutputSum] = field(default_factory=dict)
 
     def option_name(self, key: str, group_index: int) -> str:
         """What to call an option of a parameter group; of the only optimizer, that is enough."""
@@ -47,6 +50,12 @@ class WorkerRecord:
     Attributes:
         rank: of the worker.
         place: among the workers that share a copy of the model, and its samples.
+        copy: of the model, of which this worker has a part, or all.
+        axes: name -> length, of the mesh's axes along which workers share a copy.
+        shapes: of the whole parameters of attached models.
+        parts: of which parameters this worker has a part, and the mesh's axis that they are cut
+            along.
+        same_parts: those of which all workers began with the same part.
         epsilon: rounding unit of the coarsest number format that the model computes in.
         policies: of the exchanges that don't send exact means at once, in words.
         num_attached: calls of `attach`.
@@ -59,6 +68,11 @@ class WorkerRecord:
 
     rank: int
     place: int = 0
+    copy: int = 0
+    axes: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+    same_parts: list[str] = field(default_factory=list)
     epsilon: float = 0.0
     policies: list[str] = field(default_factory=list)
     num_attached: int = 0
@@ -77,14 +91,22 @@ class RunRecord:
 
     Args:
         workers: what each of them wrote down, by rank.
+        axes: name -> length, of the mesh that they were asked for; empty if only for a number.
     """
 
     workers: Sequence[WorkerRecord]
+    axes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Number of workers."""
         return len(self.workers)
+
+    def __str__(self) -> str:
+        """>>> str(RunRecord([WorkerRecord(rank=0)]))
+        '1 worker'
+        """
+        return mesh_text(self.axes) or f"{self.size} worker{'s' * (self.size > 1)}"
 
     @property
     def first(self) -> WorkerRecord:
@@ -97,13 +119,26 @@ class RunRecord:
         return [worker for worker in self.workers if worker.place == 0]
 
     @property
+    def sharers(self) -> Sequence[WorkerRecord]:
+        """The records of the workers that share rank 0's copy, and its samples."""
+        if not self.first.axes:
+            return [self.first]
+        return [worker for worker in self.workers if worker.copy == self.first.copy]
+
+    def shared_axes(self, name: str | None = None) -> str:
+        """Axes along which workers share a copy, in words; the one that a tensor is cut along."""
+        names = list(self.first.axes) if name is None else [self.first.parts[name]]
+        return " and ".join(map(repr, names))
+
+    @property
     def num_steps(self) -> int:
         """Steps that every worker made."""
         return min(len(worker.steps) for worker in self.workers)
 
     def before(self, step: int) -> "RunRecord":
         """The steps before one."""
-        return RunRecord([replace(worker, steps=worker.steps[:step]) for worker in self.workers])
+        cut = [replace(worker, steps=worker.steps[:step]) for worker in self.workers]
+        return replace(self, workers=cut)
 
     def samples(self, step: int) -> list[Counter[int]]:
         """The samples of a step, of each copy of the model."""
@@ -116,6 +151,16 @@ class RunRecord:
     def all_samples(self, step: int) -> Counter[int]:
         """All workers' samples of a step."""
         return sum(self.samples(step), Counter())
+
+
+def mesh_text(axes: Mapping[str, int]) -> str:
+    """Axes of a mesh in words, without those of one worker if there are others.
+
+    >>> mesh_text({"data": 2, "tensor": 4}), mesh_text({"data": 1, "tensor": 4})
+    ('data=2 x tensor=4', 'tensor=4')
+    """
+    longer = {name: length for name, length in axes.items() if length > 1}
+    return " x ".join(f"{name}={length}" for name, length in (longer or axes).items())
 
 
 def write_worker(path: Path, worker: WorkerRecord) -> None:

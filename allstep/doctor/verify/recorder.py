@@ -1,6 +1,6 @@
 """Watches an attached model in training and writes down what each step does."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, DividedModules, Shard, shards_of, stages_of
-from allstep.doctor.script import Attach
+from allstep.comm import Communicator, DividedModules, Mesh, stages_of
+from allstep.doctor.script import Attach, ScriptRefusedError
 from allstep.doctor.verify.ablation import Ablation, Factor
 from allstep.doctor.verify.checksums import checksum, checksums_of_samples, random_states
+from allstep.doctor.verify.outputs import OutputSum, OutputWatch
+from allstep.doctor.verify.parts import Parts
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
-from allstep.errors import UsageError
 from allstep.exchange import (
     AccumulationHook,
     Exchange,
@@ -30,6 +31,7 @@ from allstep.exchange import (
     LocalSGD,
     Removable,
 )
+from allstep.torch_classes import is_dtensor
 
 
 class Recorder:
@@ -43,6 +45,8 @@ class Recorder:
         num_steps: steps to write down.
         on_end: called after the last of them.
         without: factors to take out of the training.
+        axes: name -> length, of the mesh that the script has to make; empty for any, or none.
+        shapes: of whole parameters, from the record of another run. [Note: parts by shape]
 
     Attributes:
         record: what was written down.
@@ -56,12 +60,17 @@ class Recorder:
         num_steps: int,
         on_end: Callable[[], None],
         without: Sequence[Factor] = (),
+        *,
+        axes: Mapping[str, int] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.record = WorkerRecord(rank=rank)
         self.ablation = Ablation(without, self.record)
         self.num_events = 0
         self._num_steps = num_steps
         self._on_end = on_end
+        self._parts = Parts(self.record, axes or {}, shapes or {})
+        self._outputs: list[OutputWatch] = []
         self._sketch = Sketcher()
         self._models: list[nn.Module] = []
         self._exchanges: dict[nn.Module, Exchange] = {}
@@ -70,13 +79,16 @@ class Recorder:
         self._samples: list[int] = []
         self._input_shapes: list[list[int]] = []
         self._local: dict[nn.Parameter, Tensor] = {}
-        self._shards: dict[nn.Parameter, Shard] = {}
         self._gradients: dict[str, Sketch] = {}
         self._options: list[dict[str, float]] = []
         self._hooks: list[Removable] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+
+    def see_mesh(self, mesh: Mesh[Communicator]) -> None:
+        """Takes note of a mesh that the script has made."""
+        self._parts.see_mesh(mesh)
 
     def attach(
         self,
@@ -94,10 +106,11 @@ class Recorder:
                 random_states(),
             )
         for stages in stages_of(model):
-            raise UsageError(
-                f"`script` attaches a model whose `{stages}` are on several workers, which each"
+            raise ScriptRefusedError(
+                f"attaches a model whose `{stages}` are on several workers, which each"
                 " have others than a single worker: compare the losses that they come to instead."
             )
+        self._parts.check_mesh()
         exchange = attach(model, comm, self.ablation.policy(policy), **options)
         self.ablation.apply(exchange)
         model, record = exchange.model, self.record
@@ -107,9 +120,9 @@ class Recorder:
             record.policies.append(name)
         self.num_events += 1
         self._models.append(model)
-        for of, shard in shards_of(model).items():
-            self._shards[model.get_parameter(of)] = shard
-            record.place = shard.comm.rank
+        self._parts.add(model, exchange.comm, f"model {len(self._models) - 1}: ")
+        self._outputs.append(OutputWatch(model, self._sketch))
+        self._hooks += self._outputs[-1].hooks
         hook = FunctionHook(self, self._before_forward)
         self._hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
         self._exchanges[model] = exchange
@@ -141,10 +154,11 @@ class Recorder:
                 self.record.is_in_steps = False
             with torch.no_grad():
                 earlier = self._local.get(p)
-                whole = self._whole(p, gradient)
-                products = torch.tensor(self._sketch(whole).products, dtype=torch.float64)
-                products *= exchange.batch.scale * exchange.comm.size  # the workers' mean counts
-                self._local[p] = products if earlier is None else earlier + products
+                kept = gradient  # a part, until the step: others may not be there to gather it
+                if not self._parts.is_cut(p):
+                    kept = torch.tensor(self._sketch(gradient).products, dtype=torch.float64)
+                kept = kept * exchange.batch.scale * exchange.comm.size  # the mean counts
+                self._local[p] = kept if earlier is None else earlier + kept
 
         self._hooks.append(AccumulationHook(p, add))
 
@@ -156,7 +170,10 @@ class Recorder:
         if len(self.record.torch_seeds) == 1 and not in_steps:
             self.record.torch_seeds.append(torch.initial_seed())
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._samples += checksums_of_samples(leaves)
+        samples = checksums_of_samples(leaves)
+        if self._exchanges[model].is_fully_sharded and samples == self._samples[-len(samples) :]:
+            return  # a pass without a loss, for others: it repeats the last micro-batch
+        self._samples += samples
         self._input_shapes += [_shape(leaf) for leaf in leaves[:1]]
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._device_types |= {p.device.type for p in model.parameters()}
@@ -185,10 +202,15 @@ class Recorder:
         if not self.record.steps:
             everything = (named for model in self._models for named in self._named(model))
             self.record.initial_parameters = self._sketches((n, p, p) for n, p in everything)
+            self._parts.note_shapes(named for model in self._models for named in self._named(model))
         self._options = [_numbers(group) for group in optimizer.param_groups]
         self._gradients = self._sketches(
             (name, p, p.grad) for name, p in own.items() if p.grad is not None
         )
+        for p in own.values():
+            if is_dtensor(p.grad):  # FSDP2 has summed them: nobody sees one worker's
+                products = self._sketch(self._parts.whole(p, p.grad)).products
+                self._local[p] = torch.tensor(products, dtype=torch.float64)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         own = dict(self._own(optimizer))
@@ -203,15 +225,18 @@ class Recorder:
                     options=self._options,
                     samples=self._samples,
                     local_gradients={
-                        name: Sketch(0.0, self._local[p].tolist())
+                        name: Sketch(0.0, self._local_products(p))
                         for name, p in own.items()
                         if p in self._local
                     },
                     gradients=self._gradients,
                     parameters=self._sketches((name, p, p) for name, p in own.items()),
-                    checksum=reduce(lambda c, p: checksum(self._whole(p, p), c), own.values(), 0),
+                    checksum=reduce(
+                        lambda c, p: checksum(self._parts.whole(p, p), c), own.values(), 0
+                    ),
                     optimizer=self._optimizers.index(optimizer),
                     input_shapes=self._input_shapes,
+                    outputs=self._take_outputs(),
                 )
             )
         self._samples, self._input_shapes = [], []
@@ -219,20 +244,27 @@ class Recorder:
         if len(self.record.steps) == self._num_steps:
             self._on_end()
 
+    def _local_products(self, p: nn.Parameter) -> list[float]:
+        kept = self._local[p]
+        if self._parts.is_cut(p):
+            return self._sketch(self._parts.whole(p, kept)).products
+        products: list[float] = kept.tolist()
+        return products
+
+    def _take_outputs(self) -> dict[str, OutputSum]:
+        return {
+            self._prefix(model) + name: found
+            for model, watch in zip(self._models, self._outputs, strict=True)
+            for name, found in watch.take().items()
+        }
+
     def _sketches(self, tensors: Iterable[tuple[str, nn.Parameter, Tensor]]) -> dict[str, Sketch]:
         """Of parameters or their gradients, by the parameters' names."""
         return {
             name: self._sketch(piece)
             for of, p, tensor in tensors
-            for name, piece in pieces(of, self._whole(p, tensor))
+            for name, piece in pieces(of, self._parts.whole(p, tensor))
         }
-
-    def _whole(self, p: nn.Parameter, tensor: Tensor) -> Tensor:
-        """A tensor that is cut as the parameter; all workers with parts of it call this."""
-        shard = self._shards.get(p)
-        if shard is None:
-            return tensor.detach()
-        return torch.cat(shard.comm.all_gather(tensor.detach().contiguous()), shard.dim)
 
     def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the optimizer's parameters that are attached."""
@@ -242,12 +274,14 @@ class Recorder:
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """But for what only one worker has, on which the others' parameters depend anyway."""
-        prefix = f"model {self._models.index(model)}: " if len(self._models) > 1 else ""
         divided = (m for m in model.modules() if isinstance(m, DividedModules))
         own = {p for module in divided for p in module.parameters()}
         for name, p in model.named_parameters():
             if not is_lazy(p) and p not in own:
-                yield prefix + name, p
+                yield self._prefix(model) + name, p
+
+    def _prefix(self, model: nn.Module) -> str:
+        return f"model {self._models.index(model)}: " if len(self._models) > 1 else ""
 
 
 def _inexact(policy: ExchangePolicy) -> str | None:

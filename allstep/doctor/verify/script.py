@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,8 @@ class RecordRequest:
         num_steps: steps to record.
         timeout_s: longest time without a forward or a step.
         without: what to take out.
+        axes: name -> length, of the mesh that the script has to make; empty for any, or none.
+        shapes: of whole parameters, from the record of another run.
     """
 
     script: Path
@@ -34,6 +36,8 @@ class RecordRequest:
     num_steps: int
     timeout_s: float
     without: list[Factor]
+    axes: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
 def record_path(folder: Path, rank: int) -> Path:
@@ -59,7 +63,14 @@ def record_script(request: RecordRequest, rank: int, size: int) -> bool:
             time.sleep(_POLL_S)
 
     runner = ScriptRunner(request.script, request.arguments, request.timeout_s, report, meet)
-    recorder = Recorder(rank, request.num_steps, runner.stop, request.without)
+    recorder = Recorder(
+        rank,
+        request.num_steps,
+        runner.stop,
+        request.without,
+        axes=request.axes,
+        shapes=request.shapes,
+    )
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
