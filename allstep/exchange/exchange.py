@@ -82,6 +82,7 @@ class Exchange(ABC):
         self._sweep = StateSweep()
         self._touched: set[str] = set()  # parameters with a gradient that peers haven't seen
         self._num_suspended = 0
+        self._is_left_out = False
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
         self._hooks = ModelHooks(self, model, self._before_state_dict)
         self.num_exchanges = 0
@@ -272,6 +273,18 @@ class Exchange(ABC):
             self._end_global_batch()
         self.awaits_update = True
         self._parts.note_global()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Around a global batch of other exchanges: an exchange of this one is refused.
+
+        It would come after each micro-batch, and workers have different numbers of them.
+        """
+        self._is_left_out = True
+        try:
+            yield
+        finally:
+            self._is_left_out = False
 
     def total_weight(self) -> float:
         """All workers' weights of the global batch, after its exchange; 1 where losses are means.
@@ -520,6 +533,8 @@ class Exchange(ABC):
         """A backward pass has added to `p.grad`; more may follow in others."""
         self._touched.add(name)
         if not self._num_suspended:
+            if self._is_left_out:
+                self._refuse_left_out(name)
             self._backward_pass.request()
 
     def _scale_divided(self, gradient: Tensor | None) -> Tensor | None:
@@ -584,6 +599,14 @@ class Exchange(ABC):
             raise UsageError(
                 f"`{verb}` was called after `detach()`; call it before, or attach again."
             )
+
+    def _refuse_left_out(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"`{name}` of the {type(self.model).__name__} got a gradient in the loop over a global"
+            " batch, and `steps` was not given the exchange of this model, which is attached, too:"
+            " its mean would be taken after each micro-batch. Give `steps(loader, exchange, other)`"
+            " all exchanges, or put the models in one `torch.nn.ModuleList` and attach that."
+        )
 
     def _refuse_late_parameters(self) -> None:
         if not self._parameters.has_joined():

@@ -54,7 +54,7 @@ def watch(exchange: Exchange) -> None:
     _here.has_updated = False
 
 
-def _attached() -> list[Exchange]:
+def attached_here() -> list[Exchange]:
     """What this thread has attached."""
     return [exchange for exchange in _here.exchanges if exchange.is_attached]
 
@@ -63,7 +63,7 @@ def _before_registration(module: nn.Module, _name: str, child: nn.Module | None)
     """Refuses a DDP around a part of an attached model, also one that is called by itself."""
     if child is None or not is_ddp(module):
         return
-    trained = {id(p) for exchange in _attached() for p in exchange.trained.values()}
+    trained = {id(p) for exchange in attached_here() for p in exchange.trained.values()}
     if any(id(p) in trained for p in child.parameters()):
         raise UsageError(
             f"A DistributedDataParallel is made of the {type(child).__name__}, which is attached or"
@@ -75,7 +75,7 @@ def _before_registration(module: nn.Module, _name: str, child: nn.Module | None)
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Step | None:
-    exchanges = _attached()
+    exchanges = attached_here()
     if not exchanges or torch.compiler.is_compiling():
         return None
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}

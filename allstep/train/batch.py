@@ -14,6 +14,7 @@ from allstep.data.random import derive_seed, seed_all
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange
+from allstep.exchange.optimizer_watch import attached_here
 from allstep.exchange.stragglers import WorkerTimes
 from allstep.nn import Pipeline, serve_others
 from allstep.train.devices import to_device
@@ -124,8 +125,9 @@ class Batch:
         self._losses.begin_pass()
         samples = f"{self.num_samples} samples after {self._position} others"
         num_passes = 1 if len(self._exchanges) == 1 else _MOST_PASSES
+        others = [other for other in attached_here() if other not in self._exchanges]
         num = self._num_micro_batches
-        with _all(
+        together = (
             exchange.global_batch(
                 self.step,
                 samples,
@@ -134,7 +136,8 @@ class Batch:
                 sum_factor=self._losses.sum_factor,
             )
             for exchange in self._exchanges
-        ):
+        )
+        with _all((*(other.left_out() for other in others), *together)):
             totals = [(exchange.statistics, exchange.total_weight) for exchange in self._exchanges]
             with _all(statistics.step(total) for statistics, total in totals):
                 self._serve_others()

@@ -127,6 +127,23 @@ def test_steps_of_several_models() -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+def test_steps_refuse_gradients_of_an_attached_model_that_was_left_out() -> None:
+    def train(comm: Communicator) -> None:
+        model, other = make_model(), make_model()
+        exchange, left_out = allstep.attach(model, comm), allstep.attach(other, comm)
+        for batch in allstep.steps(make_loader(comm), exchange):
+            other(torch.ones(2, 3).double()).sum().backward()  # outside it is as ever
+            for x, y in batch:
+                with left_out.no_sync():
+                    loss_of(other, x, y).backward()
+                words = r"of the Linear got a gradient in the loop .* `steps\(loader, exchange, o"
+                with pytest.raises(UsageError, match=words):
+                    batch.backward(loss_of(model, x, y) + loss_of(other, x, y))
+                return
+
+    run_ranks(2, train)
+
+
 def test_steps_with_a_critic_frozen_in_every_micro_batch() -> None:
     """Workers have different numbers of them, so nothing may be collective there."""
 
