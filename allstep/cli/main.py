@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from types import FrameType
 from typing import Any
 
 from allstep import __version__
+from allstep.cli.imports import import_at_start
 from allstep.cli.interruptible import Interrupted
 from allstep.env import read_launch
 from allstep.errors import AllstepError, UsageError, nearest_names
@@ -75,7 +75,7 @@ def _dispatch(arguments: list[str], stand_ins: Mapping[str, Any]) -> int:
         return 0
     if command not in (*_COMMANDS, *_HIDDEN):
         raise UsageError(f"There is no command `{command}`; {nearest_names(command, _COMMANDS)}")
-    module = import_module(f"allstep.cli.{_MODULES.get(command, command)}")
+    module = import_at_start(f"allstep.cli.{_MODULES.get(command, command)}")
     code: int = module.run(rest, **stand_ins)
     return code
 

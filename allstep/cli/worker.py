@@ -9,10 +9,10 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from allstep.cli.imports import import_at_start
 from allstep.env import num_cores, read_num_threads, set_environment
 from allstep.files import read_json, write_json
 
@@ -67,7 +67,7 @@ def find_function(name: str) -> Callable[..., Any]:
     'b'
     """
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), function)
+    found: Callable[..., Any] = getattr(import_at_start(module), function)
     return found
 
 
