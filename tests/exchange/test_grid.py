@@ -17,7 +17,7 @@ from allstep.exchange.grid import Grid
 from tests.helpers.ranks import run_ranks
 
 EXACT = Synchronous(compression="exact")
-SIZES = (2, 3, 4, 7)
+SIZES = (2, 3, 7)
 
 
 def net() -> nn.Module:
@@ -178,7 +178,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize(("num_micro_batches", "digits"), [(1, 16), (5, 13), (64, 11), (1024, 8)])
+@pytest.mark.parametrize(("num_micro_batches", "digits"), [(1, 16), (5, 13), (64, 11), (256, 9)])
 def test_error_is_small_beside_the_largest_of_the_row(num_micro_batches: int, digits: int) -> None:
     """The more terms, the more of the 24 digits a sum needs for itself."""
     steps = 0.3 + noise(4, num_micro_batches, 3, 80)
