@@ -20,7 +20,7 @@ LOSSY: dict[str, WireFormat] = {
     "powersgd": PowerSGD(rank=2),
     "topk": TopK(fraction=0.1),
 }
-SIZE, NUM_STEPS = 2, 500
+SIZE, NUM_STEPS = 2, 200
 
 
 def steps_of_gradients() -> list[Tensor]:
@@ -42,15 +42,15 @@ def accumulated_errors(wire: WireFormat, steps: list[Tensor]) -> tuple[Tensor, T
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_accumulated_error_stays_bounded_over_500_steps(name: str) -> None:
+def test_accumulated_error_stays_bounded_over_200_steps(name: str) -> None:
     wire, steps = LOSSY[name], steps_of_gradients()
     accumulated, residual = accumulated_errors(wire, steps)
     norms = accumulated.norm(dim=1)
-    assert norms[250:].max() < 1.3 * norms[:250].max()
+    assert norms[100:].max() < 1.3 * norms[:100].max()
     # What was not sent yet explains all of it.
     torch.testing.assert_close(accumulated[-1], -residual, rtol=0, atol=1e-11)
 
-    forgetful, _ = accumulated_errors(replace(wire, error_feedback=False), steps[:200])
+    forgetful, _ = accumulated_errors(replace(wire, error_feedback=False), steps)
     drift = forgetful.norm(dim=1)
     assert drift[-1] > 1.8 * drift[99]
     assert drift[-1] > 1.6 * norms.max()
