@@ -16,6 +16,9 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor
 
+# A cure, for messages.
+HIDE_ACCELERATORS = "hide the GPUs: CUDA_VISIBLE_DEVICES= before the command"
+
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3  # between looks at an event
 
 

@@ -132,5 +132,5 @@ class AnnouncedCalls:
 def _tried(call: Callable[[], Any]) -> Any:
     """What a call of a store gives; None if the store does not answer: its server may hang."""
     with suppress(RuntimeError):
-        return ThreadWork.start(call, "store", awaited_at_exit=True).wait(_LOOK_S)
+        return ThreadWork.start(call, "store").wait(_LOOK_S)
     return None

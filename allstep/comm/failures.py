@@ -84,10 +84,13 @@ class explained:  # noqa: N801 (called as a function; each call of a step enters
         self._call.__enter__()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        self._call.__exit__()
         if not isinstance(error, RuntimeError):
+            self._call.__exit__()
             return
-        better, cause = self._better(error)
+        try:
+            better, cause = self._better(error)
+        finally:  # to look for others belongs to the call
+            self._call.__exit__()
         try:
             if better is not error:
                 raise better from cause

@@ -15,7 +15,7 @@ Ethernet joins.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
-from allstep.comm.failures import explained, is_timeout, translated
+from allstep.comm.connections import Connections
+from allstep.comm.failures import explained, translated
 from allstep.comm.missing import RankNames
 from allstep.comm.work import END_S, BackendWork, ThreadWork, Work
 from allstep.device import current_device, default_device, synchronize
@@ -35,8 +36,9 @@ from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 _MOMENT_S = 0.05  # between two looks whether members are still there
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
+_ATOMIC_BYTES = 1 << 16  # a message that the system takes and gives at once
+_FEW = 8  # calls that have ended and are not forgotten yet
 _SWAP_TAG = (1 << 31) - 2
-_ABORT_TAG = (1 << 31) - 1
 
 # Those of torch's table that take a group's options alike.
 _CLASSES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
@@ -157,13 +159,15 @@ class GroupWire:
         chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
+        self._connections: Connections | None = Connections(group)  # until `close`, as the group
         self.rank = group.rank()
         self.size = group.size()
         self._timeout_s = timeout_s
         self._reductions: dict[Any, Any] = {}  # operation -> its options, of the present timeout
         self._close = close
         self._chunk_bytes = chunk_bytes
-        self._under_way: list[BackendWork] = []  # of the last calls, those that nobody awaited
+        self._under_way: list[BackendWork] = []  # all that have not ended, and some that have
+        self._num_not_ended = 0  # of them, when that was last counted
         self.names = names or RankNames.of(group)
         self._device_types = {
             device.type
@@ -200,6 +204,7 @@ class GroupWire:
         timeout_s: float | None = None,
         *,
         meets: bool = False,
+        peers: Sequence[int] | None = None,
     ) -> Work[None]:
         """Starts calls.
 
@@ -209,6 +214,8 @@ class GroupWire:
             starts: what starts them.
             timeout_s: of messages; without it they end after the timeout of their own options.
             meets: whether a wait for them ends only when all ranks have come.
+            peers: ranks whose connections the calls need, if other than all; see
+                [Note: missed ends].
         """
         group = self.group
         if group is None:
@@ -228,9 +235,26 @@ class GroupWire:
             partial(self._note_meeting, verb) if meets else None,
             timeout_s,
             polls=device.type != "cpu",
+            check=self._check_of(peers) if device.type == "cpu" else None,
         )
-        self._under_way = [work, *self._not_ended()]
+        self._under_way.append(work)
+        if (
+            len(self._under_way) > 2 * self._num_not_ended + _FEW
+        ):  # else each call would look at all
+            self._under_way = self._not_ended()
+            self._num_not_ended = len(self._under_way)
         return work
+
+    def _check_of(self, peers: Sequence[int] | None) -> Callable[[], None] | None:
+        """What looks whether ranks are still there; None if there are none."""
+        if peers is None:
+            peers = [rank for rank in range(self.size) if rank != self.rank]
+        return partial(self._check_connections, peers) if peers else None
+
+    def _check_connections(self, peers: Sequence[int]) -> None:
+        connections = self._connections  # another thread may close them meanwhile
+        if connections is not None:
+            connections.check(peers)
 
     def _note_meeting(self, verb: str) -> None:
         self.names.last_call = verb
@@ -343,22 +367,30 @@ class GroupWire:
             source, dest = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             starts += self._recvs(incoming[source], source, _SWAP_TAG)
             starts += self._sends(outgoing[dest], dest, _SWAP_TAG)
-        self._post(verb, incoming[0].device, starts, self.timeout_s, meets=True).wait()
+        is_long = max(map(Tensor.numel, incoming)) > _ATOMIC_BYTES
+        peers: Sequence[int] | None = None if is_long else []
+        device = incoming[0].device
+        self._post(verb, device, starts, self.timeout_s, meets=True, peers=peers).wait()
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         starts = self._sends(buffer, dest, tag)
-        return self._post(verb, buffer.device, starts, self._limit_s(buffer))
+        return self._post(
+            verb, buffer.device, starts, self._limit_s(buffer), peers=_long({dest: buffer})
+        )
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         starts = self._recvs(buffer, source, tag)
-        return self._post(verb, buffer.device, starts, self._limit_s(buffer))
+        return self._post(
+            verb, buffer.device, starts, self._limit_s(buffer), peers=_long({source: buffer})
+        )
 
     def exchange(
         self, outgoing: Tensor, dest: int, incoming: Tensor, source: int, tag: int, verb: str
     ) -> Work[None]:
         starts = [*self._recvs(incoming, source, tag), *self._sends(outgoing, dest, tag)]
         if incoming.device.type == "cpu":
-            return self._post(verb, incoming.device, starts, self._limit_s(incoming))
+            peers = _long({dest: outgoing, source: incoming})
+            return self._post(verb, incoming.device, starts, self._limit_s(incoming), peers=peers)
 
         def together(group: dist.ProcessGroup) -> dist.Work:
             """One after the other NCCL would wait forever: each for a peer that does the same."""
@@ -418,25 +450,29 @@ class GroupWire:
             raise PeerLostError(f"`split` on {names.own}: the others have left the group.")
 
     def interrupt(self) -> None:
-        group = self.group  # another thread may close it meanwhile
-        if group is not None:
-            self._break_off(group)
+        connections = self._connections  # another thread may close them meanwhile
+        if connections is not None:
+            self._break_off(connections)
 
-    def _break_off(self, group: dist.ProcessGroup) -> None:
+    def _break_off(self, connections: Connections) -> None:
         if "cpu" in self._device_types:
             self.names.is_interrupted = True
-            _break_connections(group)
+            connections.close()
 
     def close(self, *, abort: bool) -> None:
         group, self.group = self.group, None
-        if group is None:
+        connections, self._connections = self._connections, None
+        if group is None or connections is None:
             return
         deadline_s = time.monotonic() + min(END_S, self.timeout_s)
         is_aborted = abort or not all(work.outlast(deadline_s) for work in self._not_ended())
         if is_aborted:
-            self._break_off(group)
+            self.names.has_left = True
+            self._break_off(connections)
             with suppress(RuntimeError):
                 group.abort()
+        elif "cpu" in self._device_types:
+            connections.leave()
         left = self._not_ended()
         if left:
             ThreadWork.start(partial(_hold, group, left, self.timeout_s), "the end of a group")
@@ -462,6 +498,11 @@ def _hold(group: dist.ProcessGroup, works: Iterable[BackendWork], timeout_s: flo
         work.outlast(deadline_s)
 
 
+def _long(messages: Mapping[int, Tensor]) -> list[int]:
+    """The peers of those messages that don't come and go at once. [Note: missed ends]"""
+    return [peer for peer, buffer in messages.items() if buffer.nbytes > _ATOMIC_BYTES]
+
+
 def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:
     return group.send([chunk], dest, tag)
 
@@ -474,20 +515,3 @@ def _broadcast(
     group: dist.ProcessGroup, chunk: Tensor, options: dist.BroadcastOptions
 ) -> dist.Work:
     return group.broadcast([chunk], options)
-
-
-def _break_connections(group: dist.ProcessGroup) -> None:
-    """Closes a group's connections, so that its other ranks fail at once.
-
-    Gloo closes them itself when nobody holds the group any more, which cannot be known here. So
-    let a call time out: the first that does closes all; on one that is closed already a call
-    fails for that reason.
-    """
-    for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if is_timeout(error):
-                break

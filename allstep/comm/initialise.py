@@ -1,7 +1,9 @@
 """Makes a communicator of whatever started this process."""
 
+import atexit
 import importlib
 import logging
+import os
 import socket
 import sys
 import time
@@ -11,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -28,12 +31,14 @@ from allstep.comm.missing import RankNames
 from allstep.comm.places import Place, check_own_devices
 from allstep.comm.rendezvous import Rendezvous
 from allstep.comm.work import ThreadWork
-from allstep.device import default_device, is_accelerator, set_current_device
+from allstep.device import HIDE_ACCELERATORS, default_device, is_accelerator, set_current_device
 from allstep.device import num_devices as count_devices
 from allstep.env import Launch, allow_messages_in_turn, make_room, read_launch, read_run_dir
 from allstep.errors import CommunicationError, UsageError, check_positive
 
 _GRACE_S = 0.5
+_AT_EXIT_S = 5.0  # for other threads' calls to end
+_MOMENT_S = 0.005
 _meetings = count()  # of this process, and so of all workers alike
 _stores: dict[Launch, TCPStore] = {}  # [Note: one store]
 
@@ -175,8 +180,27 @@ def _join_launch(
     wire = GroupWire(group, timeout_s, partial(_destroy, rendezvous), names)
     wire.timeout_s = timeout_s  # told to an accelerator's backend, too; see `backend_timeout`
     comm = Communicator(wire, topology, device)
+    atexit.register(_close_at_exit, ref(comm), os.getpid())
     _check_devices(comm)
     return comm
+
+
+def _close_at_exit(comm_ref: "ref[Communicator]", pid: int) -> None:
+    """Of a script that has not closed its communicator, maybe because of an error.
+
+    What the backend's threads let go of while the interpreter ends, and what they return to, would
+    abort the process. A process that was forked from this one leaves it alone.
+    """
+    comm = comm_ref()
+    if comm is None or comm.process_group is None or os.getpid() != pid:
+        return
+    if getattr(sys, "last_value", None) is None:
+        comm.close()
+    else:
+        comm.abort()
+    deadline_s = time.monotonic() + _AT_EXIT_S
+    while comm.activity.oldest_call() is not None and time.monotonic() < deadline_s:
+        time.sleep(_MOMENT_S)
 
 
 def check_descriptors(launch: Launch) -> None:
@@ -285,8 +309,8 @@ def choose_device(
     if index >= num_devices:
         raise UsageError(
             f"`device` (={device!r}): local rank {local_rank} of {local_size} needs GPU {index}, "
-            f"but this process sees {num_devices}; start at most {num_devices} workers here, or "
-            "pass device='cpu'."
+            f"but this process sees {num_devices}; start at most {num_devices} workers here, pass "
+            f"device='cpu', or {HIDE_ACCELERATORS}."
         )
     chosen = torch.device(chosen.type, index)
     set_current_device(chosen)

@@ -62,6 +62,8 @@ class RankNames:
         last_call: the last call that ended here and needs all ranks of the group to come.
         is_interrupted: whether this process has closed the group's connections by itself, as it
             knows of a rank that is lost.
+        has_left: whether this rank has given the group up: its calls that end by that are no
+            report of another's failure.
 
     >>> RankNames(range(4), 2, 4).part([2, 3], 0).own
     'rank 2 of 4'
@@ -83,6 +85,7 @@ class RankNames:
         self.own = f"rank {self.number} of {size}"
         self.last_call = ""
         self.is_interrupted = False
+        self.has_left = False
         self.places = places
         self.activity = activity or Activity()
         self._store = store
@@ -136,7 +139,7 @@ class RankNames:
     def report_stuck(self, verb: str) -> None:
         """Tells the others in which call this rank failed."""
         numbers = self.numbers if len(self.numbers) < self.size else ()
-        if self._store is not None:
+        if self._store is not None and not self.has_left:
             with suppress(RuntimeError):
                 text = json.dumps([verb, self.last_call, numbers])
                 self._store.set(_key(self.number), text)
@@ -221,7 +224,7 @@ def find_missing_ranks(names: RankNames, verb: str, grace_s: float = _GRACE_S) -
                 time.sleep(_POLL_S)
 
     with suppress(CollectiveTimeoutError):
-        ThreadWork.start(ask, "missing", awaited_at_exit=True).wait(2 * _GRACE_S)
+        ThreadWork.start(ask, "missing").wait(2 * _GRACE_S)
     found = dict(reports)
     return MissingRanks(found, sorted(missing.copy() - found.keys()))
 

@@ -56,7 +56,7 @@ class System:
             run: what.
             name: for stacks.
         """
-        ThreadWork.start(run, name, awaited_at_exit=True)
+        ThreadWork.start(run, name)
 
     def own_place(self) -> Place:
         """Where this worker runs."""

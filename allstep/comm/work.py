@@ -1,6 +1,6 @@
 """`Work`, the handle of every asynchronous call, and the few kinds of it."""
 
-import atexit
+import math
 import threading
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from concurrent import futures
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from allstep.errors import CollectiveTimeoutError, check_positive
 END_S = 2.0  # how long a group that ends waits for its calls, see `group_wire`
 _AT_EXIT_S = 10.0
 _MOMENT_S = 0.005
+_LOOK_S = 1.0  # between two looks whether those that are waited for are still there
 _awaited_at_exit = WeakSet[threading.Thread]()
 
 T = TypeVar("T")
@@ -115,20 +116,15 @@ class ThreadWork(Generic[T]):
         self._future: futures.Future[T] = futures.Future()
 
     @classmethod
-    def start(
-        cls, call: Callable[[], T], name: str, *, awaited_at_exit: bool = False
-    ) -> "ThreadWork[T]":
-        """Makes the call in a thread of its own.
+    def start(cls, call: Callable[[], T], name: str) -> "ThreadWork[T]":
+        """Makes the call in a thread of its own, for which the process waits before it ends.
 
-        Args:
-            call, name: see the class.
-            awaited_at_exit: the process waits some seconds for the call before it ends. Without
-                that, a call of a store that returns while the interpreter ends aborts the process.
+        For some seconds. Without that, a call of torch's that returns while the interpreter ends
+        aborts the process.
         """
         work = cls(call, name)
         thread = threading.Thread(target=work.run, daemon=True, name=name)
-        if awaited_at_exit:
-            _awaited_at_exit.add(thread)
+        _awaited_at_exit.add(thread)
         thread.start()
         return work
 
@@ -153,10 +149,22 @@ class ThreadWork(Generic[T]):
             self._future.set_exception(error)
         return error
 
-    def wait(self, timeout_s: float | None = None) -> T:
-        """Waits for the call; without `timeout_s` for as long as it takes."""
+    def wait(self, timeout_s: float | None = None, check: Callable[[], None] | None = None) -> T:
+        """Waits for the call; without `timeout_s` for as long as it takes.
+
+        Args:
+            timeout_s: how long to wait at most.
+            check: called now and then meanwhile; raises if it is in vain.
+        """
         _check(timeout_s)
-        if timeout_s is not None and not futures.wait([self._future], timeout_s).done:
+        deadline_s = _deadline_s(timeout_s)
+        if check is not None:
+            while deadline_s - time.monotonic() > _LOOK_S:
+                if futures.wait([self._future], _LOOK_S).done:
+                    break
+                check()
+        left_s = None if timeout_s is None else max(0.0, deadline_s - time.monotonic())
+        if left_s is not None and not futures.wait([self._future], left_s).done:
             raise CollectiveTimeoutError(
                 f"{self._name} did not finish within {timeout_s:g} s; it goes on: wait again, or "
                 "look at what the other rank does."
@@ -189,6 +197,8 @@ class BackendWork:
         message_timeout_s: of messages between CPU ranks; None for calls that end after the
             timeout of their own options.
         polls: whether to look at the calls instead, as an accelerator's backend makes them.
+        check: called now and then while a wait lasts; raises if it is in vain. A wait for messages
+            then is a thread's.
     """
 
     def __init__(
@@ -200,6 +210,7 @@ class BackendWork:
         message_timeout_s: float | None = None,
         *,
         polls: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._works = deque(works)
         self._explained = explained
@@ -207,6 +218,7 @@ class BackendWork:
         self._on_end = on_end
         self._message_timeout_s = message_timeout_s
         self._polls = polls
+        self._check = check
         self._thread: ThreadWork[None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -215,10 +227,10 @@ class BackendWork:
         limit_s = self._message_timeout_s
         if limit_s is None:
             self._finish(timeout_s)
-        elif self._thread is None and (timeout_s is None or timeout_s >= limit_s):
+        elif self._thread is None and not self._check and (timeout_s or limit_s) >= limit_s:
             self._finish(timeout_s or limit_s)
         else:
-            self._in_thread(limit_s).wait(timeout_s)
+            self._in_thread(limit_s).wait(timeout_s, self._check and self._explained_check)
 
     def is_completed(self) -> bool:
         """Whether the group has ended the calls."""
@@ -257,6 +269,11 @@ class BackendWork:
             self._thread = ThreadWork.start(lambda: self._finish(limit_s), self._name)
         return self._thread
 
+    def _explained_check(self) -> None:
+        assert self._check is not None
+        with self._explained(None):
+            self._check()
+
     def _finish(self, timeout_s: float | None) -> None:
         with self._explained(timeout_s):
             if self._polls and timeout_s is not None:
@@ -264,13 +281,28 @@ class BackendWork:
                     raise RuntimeError("the device's call timed out")
                 timeout_s = None
             while self._works:
-                if timeout_s is None:
-                    self._works[0].wait()
-                else:
-                    self._works[0].wait(timedelta(seconds=timeout_s))
+                self._finish_one(self._works[0], timeout_s)
                 self._works.popleft()
         if self._on_end is not None:
             self._on_end()
+
+    def _finish_one(self, work: dist.Work, timeout_s: float | None) -> None:
+        deadline_s = _deadline_s(timeout_s)
+        if self._check is not None and self._message_timeout_s is None:
+            while deadline_s - time.monotonic() > _LOOK_S:
+                start_s = time.monotonic()
+                try:
+                    work.wait(timedelta(seconds=_LOOK_S))
+                    return  # not all kinds of them say that they are completed
+                except RuntimeError:
+                    if time.monotonic() < start_s + _LOOK_S / 2:  # its own, which came at once
+                        raise
+                if not work.is_completed():
+                    self._check()
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(_MOMENT_S, deadline_s - time.monotonic())))
 
 
 class StreamWork:
@@ -299,8 +331,14 @@ def _check(timeout_s: float | None) -> None:
         check_positive("timeout_s", timeout_s, "pass seconds, or None")
 
 
-@atexit.register
+def _deadline_s(timeout_s: float | None) -> float:
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+
 def _wait_at_exit() -> None:
     deadline_s = time.monotonic() + _AT_EXIT_S
     for thread in list(_awaited_at_exit):
         thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+finalize(ThreadWork, _wait_at_exit)  # after those that were made later, as an exchange's

@@ -299,6 +299,7 @@ def _close(pid: int, runner: Runner, transport: Transport, comm: Communicator) -
         channel.close()
     else:
         channel.abort()
+        runner.close(END_S)  # its thread must not come back while the interpreter ends
 
 
 def channel_of(comm: Communicator) -> Communicator:

@@ -36,3 +36,19 @@ SCRIPT = textwrap.dedent("""
 def test_close_ends_backend_threads(tmp_path, monkeypatch):
     for run in run_as_two_ranks(SCRIPT, tmp_path, monkeypatch, within_s=60.0):
         assert run.output == "gloo threads: 0;\n"
+
+
+STILL_WAITS = textwrap.dedent("""
+    import threading
+    import time
+    import allstep
+
+    comm = allstep.init(device="cpu")
+    threading.Thread(target=lambda: comm.recv(1 - comm.rank), daemon=True).start()
+    while comm.activity.oldest_call() is None:
+        time.sleep(0.01)
+""")
+
+
+def test_script_that_closes_nothing_ends_well_while_a_thread_waits(tmp_path, monkeypatch):
+    run_as_two_ranks(STILL_WAITS, tmp_path, monkeypatch, within_s=60.0)

@@ -1,0 +1,88 @@
+"""Gloo's connections beside a group's calls: whether they are there still, and how to close them.
+
+[Note: missed ends] Gloo tells the end of a connection to the calls that are queued on it, but not
+to one whose bytes it is just receiving or sending: that lasts until its timeout. So whoever waits
+for long looks, now and then, whether the connections that the call needs are there still. A rank
+that has made all its calls may close its connections while others end theirs; it says so in the
+group's store. Where that is gone, too, a call has some seconds to end.
+"""
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from allstep.comm.failures import is_timeout
+from allstep.comm.work import ThreadWork
+
+_UNKNOWN_S = 5.0
+_ASK_S = 1.0
+_TAG = (1 << 31) - 1  # nothing is ever sent with it
+
+
+class Connections:
+    """Those of a group of Gloo's.
+
+    Args:
+        group: whose they are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._gone_since_s: dict[int, float] = {}
+
+    def check(self, peers: Iterable[int]) -> None:
+        """Raises Gloo's RuntimeError if a peer's is closed and the peer has not left well.
+
+        Args:
+            peers: ranks of the group.
+        """
+        for peer in peers:
+            try:
+                self._group.recv([torch.empty(1)], peer, _TAG)
+            except RuntimeError:
+                since_s = self._gone_since_s.setdefault(peer, time.monotonic())
+                has_left = self._has_left(peer)
+                if has_left is None:
+                    has_left = time.monotonic() < since_s + _UNKNOWN_S
+                if not has_left:
+                    raise
+
+    def leave(self) -> None:
+        """Says that this rank has made all its calls, before its connections are closed."""
+        with suppress(RuntimeError):
+            self._group.get_group_store().set(_key(self._group.rank()), "")
+
+    def _has_left(self, peer: int) -> bool | None:
+        """Whether a peer has left well; None if nobody can say.
+
+        The store's server may be what failed, and asking it may hang: a thread asks.
+        """
+        store = self._group.get_group_store()
+        with suppress(RuntimeError):
+            return ThreadWork.start(lambda: store.check([_key(peer)]), "a store").wait(_ASK_S)
+        return None
+
+    def close(self) -> None:
+        """Closes them, so that the group's other ranks fail at once.
+
+        Gloo closes them itself when nobody holds the group any more, which cannot be known here.
+        So let a call time out: the first that does closes all; on one that is closed already a
+        call fails for that reason.
+        """
+        for peer in range(self._group.size()):
+            if peer == self._group.rank():
+                continue
+            try:
+                call = self._group.recv([torch.empty(1)], peer, _TAG)
+                call.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if is_timeout(error):
+                    break
+
+
+def _key(rank: int) -> str:
+    return f"allstep/left/{rank}"
