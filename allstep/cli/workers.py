@@ -12,7 +12,7 @@ from typing import Any
 from allstep.cli.exits import forget_exits
 from allstep.cli.worker import find_function, read_call, read_result, share_cores, write_result
 from allstep.comm import Communicator
-from allstep.device import num_devices
+from allstep.device import HIDE_ACCELERATORS, num_devices
 from allstep.env import num_cores, read_launch
 from allstep.errors import UsageError, check_integer
 from allstep.train import run_worker
@@ -41,7 +41,10 @@ def num_workers_to_start(requested: int | None) -> int | None:
         return max(1, num_gpus)
     check_integer("workers", requested)
     if num_gpus and requested > num_gpus:
-        raise UsageError(f"`workers` (={requested}) exceeds this machine's GPUs ({num_gpus}).")
+        raise UsageError(
+            f"`workers` (={requested}) exceeds this machine's GPUs ({num_gpus}): start at most"
+            f" {num_gpus}, or {HIDE_ACCELERATORS}."
+        )
     if not num_gpus and requested > num_cores():
         print(
             f"warning: `workers` (={requested}) exceeds this machine's cores ({num_cores()}): they"

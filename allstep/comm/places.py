@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from allstep.device import device_id
+from allstep.device import HIDE_ACCELERATORS, device_id
 from allstep.env import read_stat
 from allstep.errors import UsageError
 
@@ -71,7 +71,8 @@ def check_own_devices(places: Sequence[Place]) -> None:
             raise UsageError(
                 f"ranks {first[place.accelerator]} and {rank} both compute on accelerator"
                 f" {place.accelerator} of {place.host}; start one worker for each accelerator, and"
-                " have each process see its own (`--gpus-per-task=1`) or all of them."
+                " have each process see its own (`--gpus-per-task=1`) or all of them; to compute on"
+                f" the CPU, pass device='cpu', or {HIDE_ACCELERATORS}."
             )
 
 
