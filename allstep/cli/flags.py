@@ -1,7 +1,10 @@
 """The fields of a dataclass as flags; a mistake is one line that names the flag."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass
+from io import StringIO
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -37,10 +40,30 @@ def read_flags(
         _check(flags, _hints(kind), prog)
     given: dict[str, Any] = {} if default is None else {"default": default}
     read: Any = tyro.cli
-    found: _Read = read(
-        kind, args=flags, prog=prog, description=description, config=(OmitArgPrefixes,), **given
-    )
+    told = StringIO()
+    try:
+        with redirect_stderr(told):
+            found: _Read = read(
+                kind,
+                args=flags,
+                prog=prog,
+                description=description,
+                config=(OmitArgPrefixes,),
+                **given,
+            )
+    except SystemExit as end:  # behind a frame, of which a dataclass's own error needs none
+        own = _usage_error_behind(end)
+        if own is not None:
+            raise own from None
+        print(told.getvalue(), end="", file=sys.stderr)
+        raise
     return found
+
+
+def _usage_error_behind(error: BaseException | None) -> UsageError | None:
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__context__
+    return error
 
 
 def _hints(kind: Any) -> dict[str, Any]:
