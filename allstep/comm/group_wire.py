@@ -36,7 +36,7 @@ from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 _MOMENT_S = 0.05  # between two looks whether members are still there
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
-_ATOMIC_BYTES = 1 << 16  # a message that the system takes and gives at once
+_WATCHED_BYTES = 1 << 20  # of messages whose wait is watched [Note: missed ends]
 _FEW = 8  # calls that have ended and are not forgotten yet
 _SWAP_TAG = (1 << 31) - 2
 
@@ -238,9 +238,7 @@ class GroupWire:
             check=self._check_of(peers) if device.type == "cpu" else None,
         )
         self._under_way.append(work)
-        if (
-            len(self._under_way) > 2 * self._num_not_ended + _FEW
-        ):  # else each call would look at all
+        if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # or each call looks at all
             self._under_way = self._not_ended()
             self._num_not_ended = len(self._under_way)
         return work
@@ -367,21 +365,20 @@ class GroupWire:
             source, dest = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             starts += self._recvs(incoming[source], source, _SWAP_TAG)
             starts += self._sends(outgoing[dest], dest, _SWAP_TAG)
-        is_long = max(map(Tensor.numel, incoming)) > _ATOMIC_BYTES
-        peers: Sequence[int] | None = None if is_long else []
+        peers: Sequence[int] | None = None if _is_watched(*incoming) else []
         device = incoming[0].device
         self._post(verb, device, starts, self.timeout_s, meets=True, peers=peers).wait()
 
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         starts = self._sends(buffer, dest, tag)
         return self._post(
-            verb, buffer.device, starts, self._limit_s(buffer), peers=_long({dest: buffer})
+            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched({dest: buffer})
         )
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         starts = self._recvs(buffer, source, tag)
         return self._post(
-            verb, buffer.device, starts, self._limit_s(buffer), peers=_long({source: buffer})
+            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched({source: buffer})
         )
 
     def exchange(
@@ -389,7 +386,7 @@ class GroupWire:
     ) -> Work[None]:
         starts = [*self._recvs(incoming, source, tag), *self._sends(outgoing, dest, tag)]
         if incoming.device.type == "cpu":
-            peers = _long({dest: outgoing, source: incoming})
+            peers = _watched({dest: outgoing, source: incoming})
             return self._post(verb, incoming.device, starts, self._limit_s(incoming), peers=peers)
 
         def together(group: dist.ProcessGroup) -> dist.Work:
@@ -498,9 +495,13 @@ def _hold(group: dist.ProcessGroup, works: Iterable[BackendWork], timeout_s: flo
         work.outlast(deadline_s)
 
 
-def _long(messages: Mapping[int, Tensor]) -> list[int]:
-    """The peers of those messages that don't come and go at once. [Note: missed ends]"""
-    return [peer for peer, buffer in messages.items() if buffer.nbytes > _ATOMIC_BYTES]
+def _is_watched(*messages: Tensor) -> bool:
+    return max(message.nbytes for message in messages) >= _WATCHED_BYTES
+
+
+def _watched(messages: Mapping[int, Tensor]) -> list[int]:
+    """The peers of those messages whose wait is watched. [Note: missed ends]"""
+    return [peer for peer, buffer in messages.items() if _is_watched(buffer)]
 
 
 def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:
