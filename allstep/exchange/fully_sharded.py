@@ -232,7 +232,8 @@ def _check_mesh(name: str, mesh: "DeviceMesh", ranks: list[int]) -> None:
         raise UsageError(
             f"`{name}` is sharded over {mesh}, and `comm` is of the ranks {ranks}: pass"
             " `comm.mesh(data=comm.size).device_mesh()` as `mesh` to `fully_shard`, or that of"
-            " `comm.mesh(replicate=..., shard=...)`."
+            " `comm.mesh(replicate=..., shard=...)`; for formats between copies there is"
+            " `allstep.fsdp_hook`."
         )
     if mesh.ndim == 2 and mesh.size(1) == 1 < len(ranks):  # torch would divide a mean twice
         raise UsageError(
