@@ -63,6 +63,7 @@ def test_an_evaluation_names_the_tensors_and_ranks_that_differ() -> None:
         assert "on rank 2." in message
 
 
+@pytest.mark.filterwarnings("ignore:Batch norm statistics that differ")
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_round_of_local_sgd_ends_before_an_evaluation_or_a_checkpoint(
     is_saved: bool, tmp_path: Path
@@ -157,6 +158,7 @@ def test_an_evaluation_on_some_workers_is_told_at_once(plain: bool) -> None:
         assert "rank 0 wants: evaluate a model; rank 1 wants: exchange gradients" in message
 
 
+@pytest.mark.filterwarnings("ignore:Batch norm statistics that differ")
 @pytest.mark.parametrize("algorithm", ["native", "ring"])
 @pytest.mark.parametrize("does", ["save a checkpoint of step 3", "make a loader"])
 def test_a_call_on_one_worker_is_told_at_once(algorithm: str, does: str, tmp_path: Path) -> None:
