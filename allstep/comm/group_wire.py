@@ -36,7 +36,7 @@ from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 _MOMENT_S = 0.05  # between two looks whether members are still there
 _CHUNK_BYTES = 1 << 30  # backends count the bytes of a message in 32 bits here and there
-_WATCHED_BYTES = 1 << 20  # of messages whose wait is watched [Note: missed ends]
+_WATCHED_BYTES = 1 << 24  # of messages whose wait is watched [Note: missed ends]
 _FEW = 8  # calls that have ended and are not forgotten yet
 _SWAP_TAG = (1 << 31) - 2
 
