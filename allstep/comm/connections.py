@@ -36,13 +36,13 @@ class Connections:
         self._group = group
         self._gone_since_s: dict[int, float] = {}
 
-    def check(self, peers: Iterable[int]) -> None:
+    def check(self, peers: Iterable[int] | None) -> None:
         """Raises Gloo's RuntimeError if a peer's is closed and the peer has not left well.
 
         Args:
-            peers: ranks of the group.
+            peers: ranks of the group; None for all others.
         """
-        for peer in peers:
+        for peer in self._others() if peers is None else peers:
             try:
                 self._group.recv([torch.empty(1)], peer, _TAG)
             except RuntimeError:
@@ -57,6 +57,9 @@ class Connections:
         """Says that this rank has made all its calls, before its connections are closed."""
         with suppress(RuntimeError):
             self._group.get_group_store().set(_key(self._group.rank()), "")
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
 
     def _has_left(self, peer: int) -> bool | None:
         """Whether a peer has left well; None if nobody can say.
@@ -75,9 +78,7 @@ class Connections:
         So let a call time out: the first that does closes all; on one that is closed already a
         call fails for that reason.
         """
-        for peer in range(self._group.size()):
-            if peer == self._group.rank():
-                continue
+        for peer in self._others():
             try:
                 call = self._group.recv([torch.empty(1)], peer, _TAG)
                 call.wait(timedelta(milliseconds=1))

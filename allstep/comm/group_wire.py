@@ -15,7 +15,7 @@ Ethernet joins.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -214,7 +214,7 @@ class GroupWire:
             starts: what starts them.
             timeout_s: of messages; without it they end after the timeout of their own options.
             meets: whether a wait for them ends only when all ranks have come.
-            peers: ranks whose connections the calls need, if other than all; see
+            peers: ranks whose connections are looked at while a wait lasts; None for all. See
                 [Note: missed ends].
         """
         group = self.group
@@ -228,6 +228,7 @@ class GroupWire:
             with self._explained(verb, None):
                 raise
 
+        is_checked = device.type == "cpu" and peers != []
         work = BackendWork(
             works,
             partial(self._explained, verb),
@@ -235,7 +236,7 @@ class GroupWire:
             partial(self._note_meeting, verb) if meets else None,
             timeout_s,
             polls=device.type != "cpu",
-            check=self._check_of(peers) if device.type == "cpu" else None,
+            check=partial(self._check_connections, peers) if is_checked else None,
         )
         self._under_way.append(work)
         if len(self._under_way) > 2 * self._num_not_ended + _FEW:  # or each call looks at all
@@ -243,13 +244,8 @@ class GroupWire:
             self._num_not_ended = len(self._under_way)
         return work
 
-    def _check_of(self, peers: Sequence[int] | None) -> Callable[[], None] | None:
-        """What looks whether ranks are still there; None if there are none."""
-        if peers is None:
-            peers = [rank for rank in range(self.size) if rank != self.rank]
-        return partial(self._check_connections, peers) if peers else None
-
-    def _check_connections(self, peers: Sequence[int]) -> None:
+    def _check_connections(self, peers: Sequence[int] | None) -> None:
+        """Raises Gloo's error if one of these ranks, or of all, is not there any more."""
         connections = self._connections  # another thread may close them meanwhile
         if connections is not None:
             connections.check(peers)
@@ -372,13 +368,13 @@ class GroupWire:
     def send(self, buffer: Tensor, dest: int, tag: int, verb: str) -> Work[None]:
         starts = self._sends(buffer, dest, tag)
         return self._post(
-            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched({dest: buffer})
+            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched((dest, buffer))
         )
 
     def recv(self, buffer: Tensor, source: int, tag: int, verb: str) -> Work[None]:
         starts = self._recvs(buffer, source, tag)
         return self._post(
-            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched({source: buffer})
+            verb, buffer.device, starts, self._limit_s(buffer), peers=_watched((source, buffer))
         )
 
     def exchange(
@@ -386,7 +382,7 @@ class GroupWire:
     ) -> Work[None]:
         starts = [*self._recvs(incoming, source, tag), *self._sends(outgoing, dest, tag)]
         if incoming.device.type == "cpu":
-            peers = _watched({dest: outgoing, source: incoming})
+            peers = _watched((dest, outgoing), (source, incoming))
             return self._post(verb, incoming.device, starts, self._limit_s(incoming), peers=peers)
 
         def together(group: dist.ProcessGroup) -> dist.Work:
@@ -499,9 +495,9 @@ def _is_watched(*messages: Tensor) -> bool:
     return max(message.nbytes for message in messages) >= _WATCHED_BYTES
 
 
-def _watched(messages: Mapping[int, Tensor]) -> list[int]:
+def _watched(*messages: tuple[int, Tensor]) -> list[int]:
     """The peers of those messages whose wait is watched. [Note: missed ends]"""
-    return [peer for peer, buffer in messages.items() if _is_watched(buffer)]
+    return [peer for peer, buffer in messages if _is_watched(buffer)]
 
 
 def _send(group: dist.ProcessGroup, chunk: Tensor, dest: int, tag: int) -> dist.Work:
