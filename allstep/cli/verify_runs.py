@@ -10,7 +10,7 @@ from rich.console import Console
 from allstep.cli.launch import Workers
 from allstep.cli.script_worker import PRELOAD, VERIFY
 from allstep.cli.worker import last_lines
-from allstep.doctor import Factor, Failure, RunRecord, mesh_text, read_worker, record_path
+from allstep.doctor import Factor, Failure, RunRecord, read_worker, record_path, run_text
 from allstep.errors import UsageError
 
 _NUM_LOG_LINES = 10
@@ -31,10 +31,7 @@ class Start:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """>>> str(Start(size=2, arguments=[])), str(Start(size=2, arguments=[], axes={"data": 2}))
-        ('2 workers', 'data=2')
-        """
-        return mesh_text(self.axes) or f"{self.size} worker{'s' * (self.size > 1)}"
+        return run_text(self.size, self.axes)
 
 
 @dataclass(kw_only=True)

@@ -42,6 +42,7 @@ from allstep.doctor.verify.record import (
     WorkerRecord,
     mesh_text,
     read_worker,
+    run_text,
 )
 from allstep.doctor.verify.rounding import Rounding
 from allstep.doctor.verify.script import RecordRequest, record_path, record_script
@@ -88,6 +89,7 @@ __all__ = [
     "read_worker",
     "record_path",
     "record_script",
+    "run_text",
     "sleeping_training",
     "slowest_s",
     "total_norm",

@@ -7,7 +7,7 @@ compared with the other run.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -101,16 +101,16 @@ def _missing_sum(one: RunRecord, other: RunRecord, last_step: int) -> list[Cause
     step = apart[0]
     first, *others = [worker.steps[step].gradients for worker in other.sharers]
     limit = limit_of(one, other)
-    names = {name: None for of in others for name in _differing(first, of, limit)}
-    right = one.first.steps[step].gradients
-    terms = [[_products(of, name) for name in names] for of in (first, *others)]
-    total = np.concatenate(np.sum(terms, axis=0)) if names else np.zeros(1)
-    wanted = np.concatenate([_products(right, name) for name in names]) if names else total
+    names = list(dict.fromkeys(name for of in others for name in _differing(first, of, limit)))
+    if not names:
+        return []
+    terms = [_joined(of, names) for of in (first, *others)]
+    total, wanted = np.sum(terms, axis=0), _joined(one.first.steps[step].gradients, names)
     for divisor, what in ((1, "sum"), (len(terms), "mean")):
-        if names and _agree(total / divisor, wanted, limit):
+        if _agree(total / divisor, wanted, limit):
             evidence = (
                 f"each worker along {other.shared_axes()} has another gradient of"
-                f" {_names_text(list(names))} at step {step}, and their {what} is that on {one}"
+                f" {_names_text(names)} at step {step}, and their {what} is that on {one}"
             )
             return [Cause("sum missing", evidence)]
     return []
@@ -121,8 +121,9 @@ def _scaled(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     mine, theirs = one.first.steps[step].gradients, other.first.steps[step].gradients
     limit = limit_of(one, other)
     names = _differing(mine, theirs, limit)
-    x = np.concatenate([_products(mine, name) for name in names] or [np.zeros(1)])
-    y = np.concatenate([_products(theirs, name) for name in names] or [np.zeros(1)])
+    if not names:
+        return []
+    x, y = _joined(mine, names), _joined(theirs, names)
     factor = float(x @ y) / (float(x @ x) or 1.0)
     lengths = {*other.first.axes.values(), len(other.sharers)}
     is_length = any(
@@ -130,7 +131,7 @@ def _scaled(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
         for length in lengths
         for known in (length, 1 / length)
     )
-    if not names or not is_length or not _agree(factor * x, y, limit):
+    if not is_length or not _agree(factor * x, y, limit):
         return []
     times = f"{factor:.4g} times that on {one}"
     sharers = f"{len(other.sharers)} workers along {other.shared_axes()} share a copy"
@@ -147,12 +148,15 @@ def _scaled(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
 
 def _repeated_bias(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     """Whether the first output that differs does so by some times a bias."""
-    module, mine, differences = next(_output_differences(one, other, step), ("", None, []))
+    found = _first_output_apart(one, other, step)
+    if found is None:
+        return []
+    module, mine, differences = found
     before = one.first.steps[step - 1].parameters if step else one.first.initial_parameters
     limit = limit_of(one, other)
-    for name, shape in one.first.shapes.items() if mine is not None else ():
+    for name, shape in one.first.shapes.items():
         bias = _products(before, name)
-        if mine is None or shape != [mine.width] or not bias.any():
+        if shape != [mine.width] or not bias.any():
             continue
         for difference in differences:
             times = float(bias @ difference) / float(bias @ bias) / mine.num_rows
@@ -166,10 +170,10 @@ def _repeated_bias(one: RunRecord, other: RunRecord, step: int) -> list[Cause]:
     return []
 
 
-def _output_differences(
+def _first_output_apart(
     one: RunRecord, other: RunRecord, step: int
-) -> Iterator[tuple[str, OutputSum, list[Series]]]:
-    """Modules whose outputs differ: name, output in the first run, and how far those are from it.
+) -> tuple[str, OutputSum, list[Series]] | None:
+    """The first module whose output differs: name, output in the first run, how far it is from it.
 
     A sharer's output may be a term of the right one. [Note: sharers]
     """
@@ -177,15 +181,13 @@ def _output_differences(
     of_all = _outputs(other.workers, step)
     limit = limit_of(one, other)
     for name, mine in few.items():
-        if (
-            name not in many
-            or many[name].width != mine.width
-            or many[name].num_rows != mine.num_rows
-        ):
+        theirs = many.get(name)
+        if theirs is None or (theirs.width, theirs.num_rows) != (mine.width, mine.num_rows):
             continue
-        found = [np.subtract(of[name].products, mine.products) for of in (many, of_all)]
+        found = [np.subtract(of.products, mine.products) for of in (theirs, of_all[name])]
         if min(map(np.linalg.norm, found)) > limit * mine.bound * math.sqrt(len(mine.products)):
-            yield name, mine, found
+            return name, mine, found
+    return None
 
 
 def _outputs(workers: Sequence[WorkerRecord], step: int) -> dict[str, OutputSum]:
@@ -232,6 +234,11 @@ def _products(sketches: Mapping[str, Sketch], name: str) -> Series:
         np.array(sketch.products) for piece, sketch in sketches.items() if _base(piece) == name
     ]
     return np.sum(found, axis=0) if found else np.zeros(1)
+
+
+def _joined(sketches: Mapping[str, Sketch], names: Sequence[str]) -> Series:
+    """Those of several parameters, one after the other."""
+    return np.concatenate([_products(sketches, name) for name in names])
 
 
 def _norm(sketches: Mapping[str, Sketch], name: str) -> float:

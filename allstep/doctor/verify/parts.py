@@ -98,18 +98,25 @@ class Parts:
         shard = self._shards.get(p)
         if shard is None:
             return tensor.detach()
-        return torch.cat(shard.comm.all_gather(tensor.detach().contiguous()), shard.dim)
+        return torch.cat(_gathered(shard, tensor), shard.dim)
 
     def note_shapes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Writes down how large they are as a whole, and what of them this worker has."""
         for name, p in parameters:
-            self._record.shapes[name] = list(self.whole(p, p).shape)
-            if p in self._shards:
-                shard = self._shards[p]
+            shape = list(p.shape)  # of a DTensor, the whole one
+            shard = self._shards.get(p)
+            if shard is not None:
+                first, *others = _gathered(shard, p)
+                shape[shard.dim] = sum(part.shape[shard.dim] for part in (first, *others))
                 self._record.parts[name] = shard.axis
-                first, *others = shard.comm.all_gather(p.detach().contiguous())
                 if all(torch.equal(first, other) for other in others):
                     self._record.same_parts.append(name)
+            self._record.shapes[name] = shape
+
+
+def _gathered(shard: Shard, tensor: Tensor) -> tuple[Tensor, ...]:
+    """All workers' parts."""
+    return shard.comm.all_gather(tensor.detach().contiguous())
 
 
 def find_parts(

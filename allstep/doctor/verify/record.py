@@ -106,7 +106,7 @@ class RunRecord:
         """>>> str(RunRecord([WorkerRecord(rank=0)]))
         '1 worker'
         """
-        return mesh_text(self.axes) or f"{self.size} worker{'s' * (self.size > 1)}"
+        return run_text(self.size, self.axes)
 
     @property
     def first(self) -> WorkerRecord:
@@ -161,6 +161,15 @@ def mesh_text(axes: Mapping[str, int]) -> str:
     """
     longer = {name: length for name, length in axes.items() if length > 1}
     return " x ".join(f"{name}={length}" for name, length in (longer or axes).items())
+
+
+def run_text(size: int, axes: Mapping[str, int]) -> str:
+    """A run's mesh in words, or its number of workers.
+
+    >>> run_text(2, {}), run_text(2, {"data": 2})
+    ('2 workers', 'data=2')
+    """
+    return mesh_text(axes) or f"{size} worker{'s' * (size > 1)}"
 
 
 def write_worker(path: Path, worker: WorkerRecord) -> None:
