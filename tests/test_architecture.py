@@ -1,34 +1,25 @@
 """What docs/architecture.md says of the code is what the code does."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import allstep
+from tests.helpers.scripts import load_script
 from tests.helpers.way import gradient_files
 
 ROOT = Path(__file__).parents[1]
 MAX_GRADIENT_FILES = 10
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_picture_of_the_rooms_is_up_to_date() -> None:
-    script = load_script("draw_architecture")
+    script = load_script(ROOT / "scripts" / "draw_architecture.py")
     assert script.PICTURE.read_text() == script.draw(), "run scripts/draw_architecture.py"
 
 
 def test_arrows_point_to_layers_below() -> None:
-    script = load_script("draw_architecture")
+    script = load_script(ROOT / "scripts" / "draw_architecture.py")
     level = {room: number for number, row in enumerate(script.layers()) for room in row}
     assert all(level[importer] < level[imported] for importer, imported in script.arrows())
 

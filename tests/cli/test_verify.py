@@ -33,6 +33,19 @@ DIVIDED = SCRIPT.with_name("divided.py")
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
+def verify_apart(*arguments):
+    """Runs a command line with `--json` in a process of its own: its exit code and answer."""
+    done = subprocess.run(
+        [*ALLSTEP, "verify", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
 @pytest.fixture
 def stand_ins():
     """What `verify` uses in place of its own."""
@@ -161,15 +174,8 @@ def test_real_workers_of_the_right_script(tmp_path):
 )
 def test_workers_that_share_a_copy(sizes, flags, is_same):
     """They have the same samples; what is cut is compared as a whole."""
-    done = subprocess.run(
-        [*ALLSTEP, "verify", DIVIDED, "-n", sizes, "--steps", "3", "--json", "--", *flags],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0 if is_same else 1, "")
-    found = json.loads(done.stdout)
+    code, found = verify_apart(DIVIDED, "-n", sizes, "--steps", "3", "--json", "--", *flags)
+    assert code == (0 if is_same else 1)
     (result,) = found["results"]
     assert [run["workers"] for run in found["runs"]] == list(map(int, sizes.split(",")))
     assert len({sum(run["steps"][0]["samples"]) for run in found["runs"]}) == 1
@@ -485,15 +491,8 @@ def test_machines_that_compute_alike(verify, capsys):
 def test_a_model_that_fsdp2_shards(flags, causes):
     """Whole tensors; a worker with fewer micro-batches has passes without a loss."""
     script = SCRIPT.with_name("sharded.py")
-    done = subprocess.run(
-        [*ALLSTEP, "verify", script, "--steps", "2", "--json", "--", *flags],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (1 if causes else 0, "")
-    found = json.loads(done.stdout)
+    code, found = verify_apart(script, "--steps", "2", "--json", "--", *flags)
+    assert code == (1 if causes else 0)
     assert [cause["name"] for cause in found["results"][0]["causes"]] == causes
     assert sum(found["runs"][1]["steps"][0]["samples"]) == 12
 
@@ -505,15 +504,8 @@ def test_meshes_are_compared(tmp_path):
     meshes = ["--mesh", "data=2", "--mesh", "tensor=2"]
     flags = ["--steps", "2", "--json", "--", "--tensor", "{tensor}", "--bug"]
     for bug, code, causes in (("none", 0, []), ("norm_summed_twice", 1, ["sum repeated"])):
-        done = subprocess.run(
-            [*ALLSTEP, "verify", script, *meshes, *flags, bug],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert (done.returncode, done.stderr) == (code, "")
-        found = json.loads(done.stdout)
+        returned, found = verify_apart(script, *meshes, *flags, bug)
+        assert returned == code
         (result,) = found["results"]
         assert [run["mesh"] for run in found["runs"]] == [
             {"data": 2, "tensor": 1},

@@ -3,30 +3,21 @@
 Each script runs in real processes, which are forked from one that has imported torch.
 """
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from allstep.cli.main import main
+from tests.helpers.scripts import load_script
 
 FOLDER = Path(__file__).parents[1] / "verify_scripts"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 _PRELOAD = ["allstep.cli.script_worker", "torch._dynamo", "sklearn.datasets", "pytest"]
 
 
-def load_cases():
-    spec = importlib.util.spec_from_file_location("verify_cases", FOLDER / "cases.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
-    spec.loader.exec_module(module)
-    return module
-
-
-CASES = load_cases()
+CASES = load_script(FOLDER / "cases.py")
 
 # Bugs of several kinds of evidence, and sound scripts in which rounding grows.
 QUICK = ["lstm_with_state", "seed_by_rank", "means_of_tokens", "averages_again"]

@@ -1,37 +1,22 @@
 """Planted bugs are named, and the right scripts are not blamed: ranks as threads."""
 
-import contextlib
-import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import allstep
-from allstep.doctor import Diagnosis, Factor, RunRecord, WorkerRecord, diagnose
+from allstep.doctor import Diagnosis, Factor, RunRecord, diagnose
 from allstep.doctor.verify.recorder import Recorder
-from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
-from tests.helpers.ranks import run_ranks
+from tests.doctor.recorded import leave, record_ranks
+from tests.helpers.generators import thread_generators  # noqa: F401
+from tests.helpers.scripts import load_script
 
 SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "train.py"
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("verify_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TRAIN = load_script()
-
-
-class EnoughError(Exception):
-    pass
-
-
-def leave() -> None:
-    raise EnoughError
+TRAIN = load_script(SCRIPT)
 
 
 @pytest.fixture
@@ -54,24 +39,10 @@ def compare(attached, thread_generators):  # noqa: F811
     def record(
         loop: str, bug: str, size: int, num_steps: int, without: Sequence[Factor]
     ) -> RunRecord:
-        def work(comm) -> WorkerRecord:
-            recorder = recorders[comm.rank]
-            attached[comm.rank] = recorder
-            seed_this_thread(comm.rank)
-            with (
-                thread_generators(),
-                contextlib.suppress(EnoughError),
-                contextlib.closing(recorder.ablation),
-            ):
-                getattr(TRAIN, f"{loop}_loop")(bug, comm)
-            return recorder.record
-
         recorders = [Recorder(rank, num_steps, leave, without) for rank in range(size)]
-        try:
-            return RunRecord(run_ranks(size, work))
-        finally:
-            for recorder in recorders:  # global hooks: not while another rank steps
-                recorder.close()
+        attached.update(enumerate(recorders))
+        train = partial(getattr(TRAIN, f"{loop}_loop"), bug)
+        return record_ranks(recorders, train, thread_generators)
 
     def run(loop: str, bug: str, size: int = 2, num_steps: int = 4) -> Diagnosis:
         def rerun(without, steps):

@@ -1,7 +1,5 @@
 """Meshes compared: the same model on any, and planted bugs named; ranks as threads."""
 
-import contextlib
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,20 +7,14 @@ import pytest
 import allstep
 from allstep.doctor import Diagnosis, RunRecord, diagnose
 from allstep.doctor.verify.recorder import Recorder
-from tests.helpers.generators import seed_this_thread, thread_generators  # noqa: F401
-from tests.helpers.ranks import run_ranks
+from tests.doctor.recorded import leave, record_ranks
+from tests.helpers.generators import thread_generators  # noqa: F401
+from tests.helpers.scripts import load_script
 
 SCRIPT = Path(__file__).parents[1] / "verify_scripts" / "meshes.py"
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("verify_meshes", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MESHES = load_script()
+MESHES = load_script(SCRIPT)
 
 # What each bug is named, and the tensor in which it first shows.
 NAMED = {
@@ -36,14 +28,6 @@ NAMED = {
     "mask_of_each": ("random state", None),
     "update_of_each": ("workers apart", None),
 }
-
-
-class EnoughError(Exception):
-    pass
-
-
-def leave() -> None:
-    raise EnoughError
 
 
 @pytest.fixture
@@ -71,29 +55,17 @@ def compare(recorders, thread_generators):  # noqa: F811
     """Compares two meshes (data, tensor) of the script that divides by hand."""
 
     def record(data, tensor, bug, num_steps, without=(), shapes=None) -> RunRecord:
-        def work(comm):
-            seed_this_thread(comm.rank)
-            recorder = recorders[comm.rank]
-            with (
-                thread_generators(),
-                contextlib.suppress(EnoughError),
-                contextlib.closing(recorder.ablation),
-            ):
-                MESHES.train(comm, tensor, "hand", bug)
-            return recorder.record
-
         axes = {"data": data, "tensor": tensor}
-        size = data * tensor
         made = [
             Recorder(rank, num_steps, leave, without, axes=axes, shapes=shapes)
-            for rank in range(size)
+            for rank in range(data * tensor)
         ]
         recorders.update(enumerate(made))
-        try:
-            return RunRecord(run_ranks(size, work), axes)
-        finally:
-            for recorder in made:  # global hooks: not while another rank steps
-                recorder.close()
+
+        def train(comm):
+            MESHES.train(comm, tensor, "hand", bug)
+
+        return record_ranks(made, train, thread_generators, axes)
 
     def run(bug: str, first=(2, 1), second=(1, 2), num_steps: int = 3) -> Diagnosis:
         def both(without, steps):

@@ -1,29 +1,21 @@
 """The model-parallel examples learn, and learn the same on any number of workers."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.helpers.processes import run_script
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import load_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
     ("name", "numbers"), [("parallel_mlp", (2, 3)), ("parallel_convolution", (2, 4))]
 )
 def test_examples_train_the_same_on_any_number_of_workers(name, numbers, monkeypatch):
-    module = load(name)
+    module = load_script(EXAMPLES / f"{name}.py")
     monkeypatch.setattr(module, "EPOCHS", 1)
     ((accuracy, norm),) = run_ranks(1, module.train)
     for num_workers in numbers:
