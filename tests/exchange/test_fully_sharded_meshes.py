@@ -22,6 +22,7 @@ from allstep.nn import tensor_parallel
 from allstep.torch_classes import local_part
 from tests.exchange.nets import assert_same, differs
 from tests.helpers.divided import whole_state
+from tests.helpers.messages import check_messages
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.process
@@ -245,9 +246,7 @@ def test_what_is_sharded_over_other_axes_is_refused() -> None:
         "divided last": "call `fully_shard` after this",
     }
     for found in run_processes(4, refused):
-        assert found.keys() == words.keys()
-        for name, message in found.items():
-            assert words[name] in message, (name, message)
+        check_messages(found, words)
 
 
 def clip_by_torch(comm: Communicator) -> bool:

@@ -1,0 +1,10 @@
+"""Messages of many mistakes, tried in one group of workers."""
+
+from collections.abc import Mapping
+
+
+def check_messages(messages: Mapping[str, str], words: Mapping[str, str]) -> None:
+    """Fails unless each mistake was told, in a message with its words."""
+    assert messages.keys() == words.keys()
+    for name, message in messages.items():
+        assert words[name] in message, (name, message)
