@@ -167,17 +167,18 @@ class _Simulation:
         self.take_s = self.take_up_s(sizes)
         self.land_s = [self.landing_s(size) for size in sizes]
         self.step_work_s = workload.compute_s + sum(self.take_s) + sum(self.land_s)
+        self.wire = Activity()
         # Equal workers are all at the same point: one clock stands for them.
         self.advance_to(np.zeros(cluster.num_workers if self.stragglers.is_active else 1))
-        self.wire = Activity()
         self.ends_s: list[list[float]] = []  # of the collectives of each step
         self.step = 0
         self.landed_s = 0.0  # when the buckets so far are where the gradients are
         self.forget_totals()
 
     def advance_to(self, progress: NDArray[np.float64]) -> None:
-        """Sets all clocks."""
+        """Sets all clocks. What the wire does later leaves the slowest worker's where it stands."""
         self.progress, self.most_progress = progress, float(progress.max())
+        self.last_s = self.wire.time_at(self.most_progress)
 
     def forget_totals(self) -> None:
         self.drawn_s = 0.0  # compute of the mean worker
@@ -223,11 +224,6 @@ class _Simulation:
             self.wire.occupy(0.0, (staleness + 1) * compute_s, slowdown)
         for _ in range(2 * staleness + 1):
             self.round()
-
-    @property
-    def last_s(self) -> float:
-        """Where the slowest worker's clock stands."""
-        return self.wire.time_at(self.most_progress)
 
     def run(self) -> StepReport:
         self.fill_pipeline()
@@ -283,7 +279,7 @@ class _Simulation:
             return
         for end_s, seconds in zip(ends_s, self.land_s, strict=True):
             self.wait_until(end_s)
-            self.compute("landing", np.full(len(self.progress), seconds))
+            self.compute("landing", seconds)
 
     def average_parameters(self) -> None:
         """All of them as one: copied together, summed, divided, and copied back.
@@ -299,11 +295,11 @@ class _Simulation:
         is_shared = algorithm == "shared_memory" and self.cluster.num_nodes == 1
         is_measured = self.cluster.measured(compression, algorithm) is not None
         num_copies = 2 if is_shared and is_measured else 1
-        self.compute("landing", np.full(len(self.progress), num_copies * copy_s))
+        self.compute("landing", num_copies * copy_s)
         for index in range(len(self.buckets)):
             self.communicate(index, 0.0)
         self.wait_until(self.wire.free_s)
-        self.compute("landing", np.full(len(self.progress), (1 + num_copies) * copy_s))
+        self.compute("landing", (1 + num_copies) * copy_s)
 
     def draw(self) -> NDArray[np.float64]:
         """How much longer each worker's compute takes in this step."""
@@ -312,7 +308,7 @@ class _Simulation:
         self.drawn_s += self.workload.compute_s * float(factors.mean())
         return factors
 
-    def compute(self, name: str, work_s: NDArray[np.float64]) -> None:
+    def compute(self, name: str, work_s: NDArray[np.float64] | float) -> None:
         start_s = self.last_s
         self.advance_to(self.progress + work_s)
         self.spans.append(Span("compute", name, start_s, self.last_s))

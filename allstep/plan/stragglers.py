@@ -56,6 +56,8 @@ class Stragglers:
 
     def draw(self, step: int, num_workers: int) -> NDArray[np.float64]:
         """The factors of one step, the same whenever they are asked for; [num_workers]."""
+        if not self.is_active:
+            return np.ones(num_workers)
         rng = np.random.default_rng([self.seed, step])
         factor = np.exp(self.spread * rng.standard_normal(num_workers) - self.spread**2 / 2)
         slow = rng.random(num_workers) < self.slow_probability
