@@ -498,6 +498,19 @@ def test_a_model_that_fsdp2_shards(flags, causes):
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(("flags", "causes"), [([], []), (["--factor"], ["sum repeated"])])
+def test_stages_of_a_pipeline_are_compared(flags, causes):
+    """Each worker has others; samples are those of the first one's calls."""
+    script = SCRIPT.with_name("stages.py")
+    code, found = verify_apart(script, "-n", "1,2", "--steps", "2", "--json", "--", *flags)
+    (result,) = found["results"]
+    assert code == (1 if causes else 0)
+    assert [cause["name"] for cause in result["causes"]] == causes
+    assert not causes or result["divergence"]["name"] == "stages.3.0.weight"
+    assert [sum(run["steps"][0]["samples"]) for run in found["runs"]] == [20, 20]
+
+
+@pytest.mark.process
 def test_meshes_are_compared(tmp_path):
     """Halves by `tensor_parallel` against two copies, whose norm's gradient is right."""
     script = SCRIPT.with_name("meshes.py")

@@ -82,12 +82,13 @@ class Experts(nn.Module):
         return y.sum() + balance_loss
 
 
-def test_recorder_leaves_out_what_one_worker_has():
-    """On one worker, too, which is compared with several."""
+def test_recorder_has_no_own_gradients_of_experts():
+    """They are of all workers' samples; on one worker, too, which is compared with several."""
     record = train_once(Experts(), torch.randn(4, 3))
     (step,) = record.steps
-    assert list(record.initial_parameters) == ["moe.router.weight"]
-    assert list(step.gradients) == list(step.parameters) == ["moe.router.weight"]
+    names = {f"moe.experts.{i}.{of}" for i in range(2) for of in ("weight", "bias")}
+    assert set(step.parameters) == {"moe.router.weight", *names}
+    assert list(step.local_gradients) == ["moe.router.weight"]
 
 
 class Constant(nn.Module):

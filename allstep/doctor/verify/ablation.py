@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from allstep.comm import StageModules
 from allstep.doctor.verify.constants import ConstantRandomNumbers
 from allstep.doctor.verify.float64 import Float64, make_float64
 from allstep.doctor.verify.record import WorkerRecord
@@ -78,7 +79,8 @@ class Ablation:
             self._replace_iteration()
         if "random state" in self._factors or "random data" in self._factors:
             hook = FunctionHook(self, self._before_forward)
-            exchange.model.register_forward_pre_hook(hook)
+            for module in called_modules(exchange.model).values():
+                module.register_forward_pre_hook(hook)
         if "random data" in self._factors:
             for p in exchange.model.parameters():
                 if p.requires_grad and not is_lazy(p):
@@ -112,6 +114,16 @@ class Ablation:
         if self._constant is None:
             self._constant = ConstantRandomNumbers()  # type: ignore[no-untyped-call]
             self._constant.__enter__()
+
+
+def called_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """What is called in training: the model itself, "", or this worker's stages, by their numbers.
+
+    >>> list(called_modules(nn.Linear(2, 1)))
+    ['']
+    """
+    stages = (module for module in model.modules() if isinstance(module, StageModules))
+    return {number: stage for of in stages for number, stage in of.items()} or {"": model}
 
 
 def _freeze_statistics(module: _BatchNorm) -> None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from allstep.comm import Communicator, Mesh, Shard, shards_of
+from allstep.comm import Communicator, Mesh, Shard, divided_modules, shards_of, stages_of
 from allstep.doctor.script import ScriptRefusedError
 from allstep.doctor.verify.record import WorkerRecord, mesh_text
+from allstep.doctor.verify.sketch import Sketch
 from allstep.torch_classes import is_dtensor
 
 
@@ -117,6 +118,27 @@ class Parts:
 def _gathered(shard: Shard, tensor: Tensor) -> tuple[Tensor, ...]:
     """All workers' parts."""
     return shard.comm.all_gather(tensor.detach().contiguous())
+
+
+def join_sketches(
+    sketches: Mapping[str, Sketch], model: nn.Module, prefix: str
+) -> dict[str, Sketch]:
+    """With those of what only other workers have: experts, stages. Collective if there are any.
+
+    Args:
+        sketches: this worker's, by name.
+        model: attached.
+        prefix: of its parameters' names.
+    """
+    comms = {name: modules.comm for name, modules in divided_modules(model).items()}
+    comms |= {name: stages.comm for name, stages in stages_of(model).items()}
+    found = dict(sketches)
+    for name, comm in comms.items():
+        begin = f"{prefix}{name}." if name else prefix
+        own = {of: (s.norm, s.products) for of, s in sketches.items() if of.startswith(begin)}
+        for others in comm.all_gather_object(own):
+            found.update({of: Sketch(norm, products) for of, (norm, products) in others.items()})
+    return found
 
 
 def find_parts(

@@ -15,12 +15,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
-from allstep.comm import Communicator, DividedModules, Mesh, stages_of
+from allstep.comm import Communicator, DividedModules, Mesh, divided_modules, stages_of
 from allstep.doctor.script import Attach, ScriptRefusedError
-from allstep.doctor.verify.ablation import Ablation, Factor
+from allstep.doctor.verify.ablation import Ablation, Factor, called_modules
 from allstep.doctor.verify.checksums import checksum, checksums_of_samples, random_states
 from allstep.doctor.verify.outputs import OutputSum, OutputWatch
-from allstep.doctor.verify.parts import Parts
+from allstep.doctor.verify.parts import Parts, join_sketches
 from allstep.doctor.verify.record import StepRecord, WorkerRecord
 from allstep.doctor.verify.sketch import Sketch, Sketcher, pieces
 from allstep.exchange import (
@@ -73,7 +73,8 @@ class Recorder:
         self._outputs: list[OutputWatch] = []
         self._sketch = Sketcher()
         self._models: list[nn.Module] = []
-        self._exchanges: dict[nn.Module, Exchange] = {}
+        self._exchanges: dict[nn.Module, Exchange] = {}  # of what is called
+        self._later_stages: set[nn.Module] = set()
         self._optimizers: list[Optimizer] = []
         self._device_types: set[str] = set()
         self._samples: list[int] = []
@@ -105,10 +106,10 @@ class Recorder:
                 [torch.initial_seed()],
                 random_states(),
             )
-        for stages in stages_of(model):
+        if stages_of(model) and divided_modules(model):
             raise ScriptRefusedError(
-                f"attaches a model whose `{stages}` are on several workers, which each"
-                " have others than a single worker: compare the losses that they come to instead."
+                "attaches a pipeline whose stages have experts on several workers, which each run"
+                " samples of others, too: compare it without experts, or without a pipeline."
             )
         self._parts.check_mesh()
         exchange = attach(model, comm, self.ablation.policy(policy), **options)
@@ -124,8 +125,11 @@ class Recorder:
         self._outputs.append(OutputWatch(model, self._sketch))
         self._hooks += self._outputs[-1].hooks
         hook = FunctionHook(self, self._before_forward)
-        self._hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
-        self._exchanges[model] = exchange
+        for name, module in called_modules(model).items():
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._exchanges[module] = exchange
+            if name not in ("", "0"):
+                self._later_stages.add(module)
         precision = FunctionHook(self, self._note_precision)
         self._hooks += [
             module.register_forward_pre_hook(precision)
@@ -169,15 +173,19 @@ class Recorder:
         in_steps = self._exchanges[model].batch.step is not None  # which seeds each micro-batch
         if len(self.record.torch_seeds) == 1 and not in_steps:
             self.record.torch_seeds.append(torch.initial_seed())
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        samples = checksums_of_samples(leaves)
-        if self._exchanges[model].is_fully_sharded and samples == self._samples[-len(samples) :]:
-            return  # a pass without a loss, for others: it repeats the last micro-batch
-        self._samples += samples
-        self._input_shapes += [_shape(leaf) for leaf in leaves[:1]]
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         self._device_types |= {p.device.type for p in model.parameters()}
         self._note(dtypes | self._autocast_dtypes())
+        if model in self._later_stages:  # which take what others made of the samples
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        samples = checksums_of_samples(leaves)
+        exchange = self._exchanges[model]
+        may_repeat = exchange.is_fully_sharded or model is not exchange.model
+        if may_repeat and samples == self._samples[-len(samples) :]:
+            return  # a pass for others, or in which a pipeline finds out shapes: the same samples
+        self._samples += samples
+        self._input_shapes += [_shape(leaf) for leaf in leaves[:1]]
 
     def _note_precision(self, _module: nn.Module, _args: Any) -> None:
         """Autocast may begin inside of the model's forward."""
@@ -219,20 +227,24 @@ class Recorder:
         self.num_events += 1
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
+        divided = self._divided()
+        shared = {name: p for name, p in own.items() if p not in divided}
         if len(self.record.steps) < self._num_steps:
             self.record.steps.append(
                 StepRecord(
                     options=self._options,
                     samples=self._samples,
-                    local_gradients={
-                        name: Sketch(0.0, self._local_products(p))
-                        for name, p in own.items()
-                        if p in self._local
-                    },
+                    local_gradients=self._join(
+                        {
+                            name: Sketch(0.0, self._local_products(p))
+                            for name, p in shared.items()
+                            if p in self._local
+                        }
+                    ),
                     gradients=self._gradients,
                     parameters=self._sketches((name, p, p) for name, p in own.items()),
                     checksum=reduce(
-                        lambda c, p: checksum(self._parts.whole(p, p), c), own.values(), 0
+                        lambda c, p: checksum(self._parts.whole(p, p), c), shared.values(), 0
                     ),
                     optimizer=self._optimizers.index(optimizer),
                     input_shapes=self._input_shapes,
@@ -260,11 +272,27 @@ class Recorder:
 
     def _sketches(self, tensors: Iterable[tuple[str, nn.Parameter, Tensor]]) -> dict[str, Sketch]:
         """Of parameters or their gradients, by the parameters' names."""
-        return {
-            name: self._sketch(piece)
-            for of, p, tensor in tensors
-            for name, piece in pieces(of, self._parts.whole(p, tensor))
-        }
+        return self._join(
+            {
+                name: self._sketch(piece)
+                for of, p, tensor in tensors
+                for name, piece in pieces(of, self._parts.whole(p, tensor))
+            }
+        )
+
+    def _join(self, sketches: dict[str, Sketch]) -> dict[str, Sketch]:
+        for model in self._models:
+            sketches = join_sketches(sketches, model, self._prefix(model))
+        return sketches
+
+    def _divided(self) -> set[nn.Parameter]:
+        """What only one worker has, whose gradient is of all workers' samples.
+
+        On one worker, too, which is compared with several.
+        """
+        modules = (module for model in self._models for module in model.modules())
+        divided = (module for module in modules if isinstance(module, DividedModules))
+        return {p for module in divided for p in module.parameters()}
 
     def _own(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the optimizer's parameters that are attached."""
@@ -273,11 +301,8 @@ class Recorder:
             yield from ((name, p) for name, p in self._named(model) if id(p) in known)
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """But for what only one worker has, on which the others' parameters depend anyway."""
-        divided = (m for m in model.modules() if isinstance(m, DividedModules))
-        own = {p for module in divided for p in module.parameters()}
         for name, p in model.named_parameters():
-            if not is_lazy(p) and p not in own:
+            if not is_lazy(p):
                 yield self._prefix(model) + name, p
 
     def _prefix(self, model: nn.Module) -> str:
