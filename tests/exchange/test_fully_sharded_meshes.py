@@ -215,6 +215,9 @@ def refused(comm: Communicator) -> dict[str, str]:
     both, _ = divided(comm, "2 x 2")
     hybrid = shard(make_model(), pairs.device_mesh())
     alone = shard(make_model(), comm.mesh(replicate=4, shard=1).device_mesh())
+    axes = comm.mesh(replicate=2, shard=1, tensor=2)
+    three = tensor_parallel(make_model(), axes, PLAN)
+    shard(three, axes.device_mesh()["replicate", "shard"])
     calls: dict[str, tuple[nn.Module, Communicator]] = {
         "parallelize_module": (torchs, mesh["data"]),
         "parallelize_module of all": (torchs, comm),
@@ -223,6 +226,7 @@ def refused(comm: Communicator) -> dict[str, str]:
         "replicate": (hybrid, pairs["replicate"]),
         "shard": (hybrid, pairs["shard"]),
         "shard of one": (alone, comm),
+        "three axes": (three, axes["replicate"]),
     }
     found = {}
     for name, (model, workers) in calls.items():
@@ -243,6 +247,7 @@ def test_what_is_sharded_over_other_axes_is_refused() -> None:
         "replicate": "is sharded over DeviceMesh",
         "shard": "is sharded over DeviceMesh",
         "shard of one": "has one worker along",
+        "three axes": "no axis of three has all data",
         "divided last": "call `fully_shard` after this",
     }
     for found in run_processes(4, refused):
