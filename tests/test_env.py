@@ -2,10 +2,20 @@
 
 import os
 import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from allstep.env import Launch, expand_counts, first_host, forget_launch, make_room, read_launch
+from allstep.env import (
+    Launch,
+    expand_counts,
+    first_host,
+    forget_launch,
+    make_room,
+    patient_threads,
+    read_launch,
+)
 from allstep.errors import UsageError
 
 TORCHRUN = {
@@ -399,3 +409,31 @@ def test_room_for_descriptors_is_made_as_far_as_it_goes(few_descriptors):
     assert limit + 300 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < limit + 400
     assert make_room(highest) < highest
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (highest, highest)
+
+
+def test_threads_started_inside_are_patient_and_the_caller_is_not():
+    policies = []
+
+    def note():
+        policies.append(os.sched_getscheduler(0))
+
+    def look():
+        thread = threading.Thread(target=note)
+        thread.start()
+        thread.join()
+        return policies.pop()
+
+    with patient_threads():
+        assert look() == os.SCHED_BATCH
+    assert look() == os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_policy_that_somebody_chose_is_kept():
+    def choose():
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with patient_threads():
+            inside = os.sched_getscheduler(0)
+        return inside, os.sched_getscheduler(0)
+
+    with ThreadPoolExecutor(1) as pool:  # whose thread ends with it
+        assert pool.submit(choose).result() == (os.SCHED_IDLE, os.SCHED_IDLE)

@@ -12,6 +12,11 @@ device's queue, and nothing behind it is done until the communicator is aborted.
 with an error, in the thread that waits. So workers that may go on without each other have Gloo
 alone, and what is on a GPU goes through the host's memory, as NCCL's messages do between hosts that
 Ethernet joins.
+
+[Note: Gloo's threads] One of a group's reads what comes in. Where a call has locked the connection,
+it asks the kernel for what came again and again, until the call is through; and as it has just been
+woken, it may do so on the core that the call was taken from. So Gloo's threads don't take a core
+from anybody when they wake. Nothing waits longer where a core is free.
 """
 
 import time
@@ -31,7 +36,7 @@ from allstep.comm.failures import explained, translated
 from allstep.comm.missing import RankNames
 from allstep.comm.work import END_S, BackendWork, ThreadWork, Work
 from allstep.device import current_device, default_device, synchronize
-from allstep.env import allow_messages_in_turn
+from allstep.env import allow_messages_in_turn, patient_threads
 from allstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 
 _MOMENT_S = 0.05  # between two looks whether members are still there
@@ -63,7 +68,8 @@ def make_group(
     """
     timeout = timedelta(seconds=timeout_s)
     group = dist.ProcessGroup(store, rank, size)
-    gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, size, timeout)
+    with patient_threads():  # [Note: Gloo's threads]
+        gloo = dist.ProcessGroupGloo(PrefixStore("cpu/", store), rank, size, timeout)
     group._register_backend(torch.device("cpu"), _BackendType.GLOO, gloo)
     group._set_default_backend(_BackendType.GLOO)
     if backend_name(device) is not None:

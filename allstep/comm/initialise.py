@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,14 @@ from allstep.comm.rendezvous import Rendezvous
 from allstep.comm.work import ThreadWork
 from allstep.device import HIDE_ACCELERATORS, default_device, is_accelerator, set_current_device
 from allstep.device import num_devices as count_devices
-from allstep.env import Launch, allow_messages_in_turn, make_room, read_launch, read_run_dir
+from allstep.env import (
+    Launch,
+    allow_messages_in_turn,
+    make_room,
+    patient_threads,
+    read_launch,
+    read_run_dir,
+)
 from allstep.errors import CommunicationError, UsageError, check_positive
 
 _GRACE_S = 0.5
@@ -250,7 +257,9 @@ def _meet(
         check_own_devices(places)
         allow_messages_in_turn()
     rendezvous.doing = "all workers came, but could not connect with each other"
-    with explained("init", names, timeout_s):
+    # [Note: Gloo's threads] NCCL has others.
+    threads = nullcontext() if backend else patient_threads()
+    with explained("init", names, timeout_s), threads:
         dist.init_process_group(
             f"cpu:gloo,{device.type}:{backend}" if backend else "gloo",
             store=store,

@@ -15,6 +15,7 @@ from allstep.env.limits import make_room as make_room
 from allstep.env.limits import num_cores as num_cores
 from allstep.env.processes import ProcessStat as ProcessStat
 from allstep.env.processes import read_stat as read_stat
+from allstep.env.scheduling import patient_threads as patient_threads
 from allstep.env.silence import limit_silence as limit_silence
 from allstep.env.slurm import expand_counts as expand_counts
 from allstep.env.slurm import first_host as first_host

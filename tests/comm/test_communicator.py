@@ -1,8 +1,10 @@
 """Groups within groups, ends, timeouts and failures."""
 
+import os
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,23 @@ def test_split_by_node():
         return node.rank == comm.local_rank and node.size == node.local_size == comm.local_size
 
     assert all(run_ranks(6, work, local_size=3))
+
+
+def test_threads_of_gloo_are_patient():
+    """[Note: Gloo's threads]"""
+    before = set(os.listdir("/proc/self/task"))
+
+    def policies(comm):
+        comm.barrier()  # all ranks' threads are there
+        names = {
+            task: Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")
+        }
+        of_gloo = [t for t, name in names.items() if "gloo" in name.read_text() and t not in before]
+        found = [os.sched_getscheduler(int(task)) for task in of_gloo]
+        comm.barrier()
+        return os.sched_getscheduler(0), set(found)
+
+    assert run_ranks(2, policies) == 2 * [(os.SCHED_OTHER, {os.SCHED_BATCH})]
 
 
 def test_split_of_a_single_process():
