@@ -2,9 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# Two more than cores, as tests of faults mostly wait; one where trainings are whole.
-TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
-SLOW_TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+# More than cores, as tests of processes and faults mostly wait.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 3)
+SLOW_TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 # They share the GPU and its memory.
 GPU_TEST_PROCESSES ?= $(shell expr $$(nproc) / 2 + 1)
 # How long nemesis and fuzz look for failures.
