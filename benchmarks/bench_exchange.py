@@ -77,9 +77,9 @@ def agreement_pct(repeats: int) -> list[float]:
         sweep.note_update(optimizer, number)
         state = sweep.next_part(number, torch.device("cpu"))
         action = f"exchange gradients {number}"
-        buckets.write_check(0, action, described, described_digest, state)
-        buckets.plan.check(buckets.flats).zero_()  # what the sum over workers that agree is
-        buckets.read_agreement().raise_if_bad(comm)
+        buckets.tail.write_check(0, action, described, described_digest, state)
+        buckets.tail.check.zero_()  # what the sum over workers that agree is
+        buckets.tail.read().raise_if_bad(comm)
 
     found = []
     for repeat in range(-3, repeats):

@@ -16,19 +16,10 @@ from allstep.comm.shared_memory import Block
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
 from allstep.exchange.layout import BucketLayout
-from allstep.exchange.parameters import Signature, sparse_gradient_message
-from allstep.exchange.piggyback import (
-    AgreementResult,
-    check_size,
-    note_size,
-    total_weight,
-    write_check,
-    write_note,
-)
+from allstep.exchange.parameters import sparse_gradient_message
+from allstep.exchange.piggyback import check_size, note_size
 from allstep.exchange.reducer import Bucket
-from allstep.exchange.state_sweep import StatePart
-from allstep.exchange.stragglers import WorkerTimes
-from allstep.exchange.weighing import Weighing
+from allstep.exchange.tail import Tail
 
 # [Note: alignment] A GPU's kernels read four elements or more at a time from where a tensor begins,
 # if that is a multiple of so many, else one by one; a sum over the elements, such as a norm, has
@@ -159,17 +150,11 @@ class BucketSet:
         touched: parameters that this worker has a gradient for.
         parameters: name -> parameter that is to get the sum; the model's names may move meanwhile.
         step: the exchange's number.
-        meeting: the number of it among all exchanges of the workers.
-        action: what the worker believes it does; must be the same on all.
-        described: the tensors to do it with, for the error if it isn't.
-        state: what is compared of the workers' models.
         amp_scale: the GradScaler's scale when the gradients were made.
-        failure: why this worker can't take part; the exchange then fails for all.
         works: of the buckets whose sums have been started.
         scaled: parameters whose `p.grad` lies in a bucket that is not full yet, already scaled.
         off_grid: name -> gradients that `flats` are without, for they did not fit. [Note: grid]
         completed: the parameters whose part off the grid is in the sums by now; None before.
-        weighing: of this worker's losses.
         divisor: of the sums, as in a checkpoint; None for what the notes say.
     """
 
@@ -179,17 +164,11 @@ class BucketSet:
     touched: frozenset[str] = frozenset()
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     step: int = 0
-    meeting: int = 0
-    action: str = ""
-    described: Signature = ()
-    state: StatePart | None = None
     amp_scale: float = 1.0
-    failure: str | None = None
     works: list[Work[None]] = field(default_factory=list)
     scaled: set[str] = field(default_factory=set)
     off_grid: dict[str, ReproducibleSum] = field(default_factory=dict)
     completed: tuple[str, ...] | None = None
-    weighing: Weighing = field(default_factory=Weighing.of_means)
     divisor: Tensor | None = None
 
     @classmethod
@@ -198,6 +177,12 @@ class BucketSet:
         if block is not None:
             return cls(plan, plan.flats_in(block.own), block)
         return cls(plan, [layout.new_flat() for layout in plan.layouts])
+
+    @cached_property
+    def tail(self) -> Tail:
+        """What rides behind the gradients."""
+        check, notes = self.plan.check(self.flats), self.plan.notes(self.flats)
+        return Tail(self.plan.digest, check, notes, self.plan.flags(self.flats)[:1])
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
@@ -228,60 +213,12 @@ class BucketSet:
             for index, (layout, flat) in enumerate(zip(self.plan.layouts, self.flats, strict=True))
         ]
 
-    def write_check(
-        self,
-        rank: int,
-        action: str,
-        described: Signature,
-        described_digest: int,
-        state: StatePart | None = None,
-    ) -> None:
-        """Has the first bucket's tail compare plan, action and state with the other workers'."""
-        self.action, self.described, self.state = action, described, state
-        updates = (state.num_updates, state.rates) if state else ()
-        mine = digest((self.plan.digest, action, described_digest, updates))
-        words = state.words if state else None
-        write_check(self.plan.check(self.flats), rank, mine, words)
-
-    def write_note(self, rank: int, weighing: Weighing, times: WorkerTimes) -> None:
-        """Tells the others how this worker's losses are weighed, and its last step's times."""
-        self.weighing = weighing
-        write_note(self.plan.notes(self.flats), rank, weighing, times)
-
-    def total_weight(self, *, adds_up: bool) -> Tensor | None:
-        """The weights' sum over the workers, after the exchange; None where losses were means.
-
-        Args:
-            adds_up: whether workers' numbers come together at all.
-        """
-        notes = self.plan.notes(self.flats)
-        return total_weight(notes if adds_up else notes[:0], self.weighing)
-
-    def read_agreement(self, *, compares: bool = True, marks: bool = True) -> AgreementResult:
-        """What the summed tails say of the workers' agreement.
-
-        Args:
-            compares: whether the first bucket compared the workers.
-            marks: whether the last bucket, with the failure mark, has been summed too.
-        """
-        nothing = self.flats[0][:0]
-        return AgreementResult.read(
-            self.plan.check(self.flats) if compares else nothing,
-            self.plan.flags(self.flats)[:1] if marks else nothing,
-            action=self.action,
-            described=self.described,
-            failure=self.failure,
-            state=self.state,
-            notes=self.plan.notes(self.flats) if compares else None,
-        )
-
     def recycle(self) -> None:
         """Makes the memory ready for other gradients."""
-        self.touched, self.failure, self.works = frozenset(), None, []
+        self.touched, self.works, self.divisor = frozenset(), [], None
         self.scaled.clear()
         self.off_grid.clear()
         self.completed = None
-        self.weighing, self.divisor = Weighing.of_means(), None
 
     def place_large(self, name: str, p: nn.Parameter, scale: float) -> None:
         """Puts one of the plan's large gradients in place; the backward pass adds no more to it.
@@ -387,14 +324,14 @@ class BucketSet:
 
     def write_flags(self, touched: Set[str], failure: str | None = None) -> None:
         """Tells the others which gradients this worker has, and why it failed if it did."""
-        self.touched, self.failure = frozenset(touched), failure
+        self.touched = frozenset(touched)
         flags = self.plan.flags(self.flats)
         flags.fill_(len(touched) == len(self.plan.names))
         if len(touched) < len(self.plan.names) or self.off_grid:
             off = 2.0 * self.plan.size  # more than the others' flags add up to
             has = [off if n in self.off_grid else float(n in touched) for n in self.plan.names]
             flags[1:].copy_(torch.tensor(has, dtype=flags.dtype), non_blocking=True)
-        flags[:1].fill_(failure is not None)  # a number in one element would halt the host
+        self.tail.write_mark(failure)
 
     def summed_names(self) -> Collection[str]:
         """The parameters that any worker has a gradient for, after the exchange."""
@@ -443,7 +380,7 @@ class BucketSet:
         Parameters that were frozen after they were sent are in no bucket, and get no gradient.
         """
         self.step, self.amp_scale = state["step"], state["scale"]
-        self.weighing, self.divisor = Weighing.of_means(), state.get("divisor")
+        self.divisor = state.get("divisor")
         sums = {name: saved for name, saved in state["sums"].items() if name in self.views}
         self.write_flags(sums.keys())
         self.completed = tuple(name for name in state["completed"] if name in sums)

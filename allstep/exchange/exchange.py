@@ -478,7 +478,7 @@ class Exchange(ABC):
         ]
         if self._is_active:
             described = signature(self._parameters.tensors)
-            self._agree("take up new parameters", digest((described, len(new))), described)
+            self._agree("take up new parameters", described, digest((described, len(new))))
             if new:
                 self.comm.broadcast(tuple(new), root=0)
             self._hook_parameters()
@@ -588,9 +588,9 @@ class Exchange(ABC):
             self._follow_model()
         self.comm.activity.enter("optimizer")
 
-    def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
+    def _agree(self, action: str, described: Signature = (), described_digest: int = 0) -> None:
         """Raises DisagreementError if other workers came for something else. Collective."""
-        agree(self.comm, action, described, details_digest=agreed)
+        agree(self.comm, action, described, details_digest=described_digest)
 
     # -- errors that all workers get ---------------------------------------------------------
 

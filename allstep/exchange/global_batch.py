@@ -1,14 +1,13 @@
 """The global batch that is being run: how its gradients add up to one, over all workers."""
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from allstep.comm import Communicator
 from allstep.exchange.piggyback import all_reduce_notes, times_of, total_weight
-from allstep.exchange.stragglers import Stragglers, WorkerTimes
+from allstep.exchange.stragglers import Stragglers
 from allstep.exchange.weighing import Weighing, divide_gradients
 
 
@@ -72,7 +71,7 @@ class BatchSum:
         if self.step is None:
             return None
         notes = all_reduce_notes(self._comm, self.weighing, self._stragglers.own_times)
-        self.see_times(times_of(notes))
+        self._stragglers.note(times_of(notes), self._comm)
         return self.divisor(total_weight(notes, self.weighing), self.weighing)
 
     def take_own_for_all(self, parameters: Iterable[nn.Parameter], num_workers: int) -> None:
@@ -86,10 +85,3 @@ class BatchSum:
             for p in parameters:
                 if p.grad is not None:
                     p.grad.mul_(factor)
-
-    def see_times(self, times: Sequence[WorkerTimes]) -> None:
-        """What the workers told each other; rank 0 says who keeps the others waiting."""
-        words = self._stragglers.see(times)
-        self._comm.activity.straggler = self._stragglers.words
-        if words and self._comm.rank == 0:
-            logging.getLogger("allstep").warning(words)

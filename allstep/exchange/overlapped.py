@@ -8,17 +8,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator, Work
+from allstep.comm import Communicator
 from allstep.errors import AllstepError, CheckpointError, UsageError
 from allstep.exchange.bucketing import Bucketing, ready_gradient
 from allstep.exchange.buckets import BucketPlan, BucketSet
 from allstep.exchange.carry_over import HeldGradients
+from allstep.exchange.comparison import BucketComparison
 from allstep.exchange.exact_sums import ExactSums
 from allstep.exchange.exchange import Exchange
 from allstep.exchange.hooks import AccumulationHook, Removable, WeakHook
 from allstep.exchange.in_flight import InFlight
 from allstep.exchange.parameters import Signature
-from allstep.exchange.piggyback import AgreementResult, reads_late, times_of
+from allstep.exchange.piggyback import reads_late
 from allstep.exchange.policy import ExchangePolicy, ExchangeStats
 from allstep.exchange.reducer import Reducer
 from allstep.exchange.wires import Exact
@@ -68,8 +69,12 @@ class OverlappedExchange(Exchange):
         self._plan = BucketPlan((), comm.size)
         self._buckets = self._new_buckets(self._plan)  # that the next gradients go to
         self._idle: list[BucketSet] = []  # used ones, whose memory the next may take
-        self._in_flight = InFlight[BucketSet](policy.staleness, self._wait_for)
-        self._agreement: AgreementResult | None = None  # of the last sums, if not looked at yet
+        self._comparison = BucketComparison(
+            comm, self._reducer, policy.staleness, self.stragglers, is_read_late=self._is_read_late
+        )
+        self._in_flight = InFlight[BucketSet](
+            policy.staleness, lambda buckets, work: self._comparison.wait_for(buckets.tail, work)
+        )
         self._bucketing = Bucketing(comm, self._reducer, policy)
         self._arrivals: dict[str, float] = {}  # name -> when its gradient was ready in this pass
         self._missing: list[int] = []  # gradients that each bucket waits for; [] if none does
@@ -90,11 +95,6 @@ class OverlappedExchange(Exchange):
     @property
     def is_exact(self) -> bool:
         return self._exact is not None
-
-    @property
-    def is_left_to_backend(self) -> bool:
-        """Whether the backend works on several buckets at once; else a thread of ours on one."""
-        return self._reducer.is_left_to_backend
 
     def unsent(self) -> dict[str, Tensor]:
         """name -> what a lossy format has not sent of this worker's gradients, flat."""
@@ -120,12 +120,12 @@ class OverlappedExchange(Exchange):
             self._clear_gradients()
             buckets = self._in_flight.pop()
             self._deliver(buckets)
-            self._raise_if_bad()
+            self._comparison.raise_if_bad()
             yield buckets.step
 
     def state_dict(self) -> dict[str, Any]:
         common = super().state_dict()
-        self._raise_if_bad()
+        self._comparison.raise_if_bad()
         self._wait_for_all()
         in_flight = list(self._in_flight)
         for buckets in in_flight:
@@ -255,18 +255,17 @@ class OverlappedExchange(Exchange):
 
     def _send_next(self) -> None:
         """Sends the next bucket in the plan's order."""
-        buckets, index = self._buckets, len(self._buckets.works)
+        buckets, index, compare = self._buckets, len(self._buckets.works), None
         if index == 0:
-            self._raise_if_bad()
+            self._comparison.raise_if_bad()
             self._has_residuals = self._reducer.has_residuals
             buckets.step, buckets.amp_scale = self.num_exchanges, self._present_amp_scale()
             self._residual_factor = buckets.amp_scale / self._last_amp_scale
             self._last_amp_scale = buckets.amp_scale
-            buckets.meeting = self.comm.announced.begin_exchange()
             state = self._next_state(buckets.flats[0].device)
-            described = (self._signature, self._digest)
-            buckets.write_check(self.comm.rank, self._describe(), *described, state)
-            buckets.write_note(self.comm.rank, self.batch.weighing, self.stragglers.own_times)
+            described = (self._describe(), self._signature, self._digest)
+            compare = self._comparison.write(buckets.tail, *described, state)
+            buckets.tail.write_note(self.comm.rank, self.batch.weighing, self.stragglers.own_times)
         if self._failure is None:
             self._fill(index)
         if index == len(self._plan.layouts) - 1:
@@ -278,7 +277,7 @@ class OverlappedExchange(Exchange):
             buckets.buckets[index],
             residual_factor=self._residual_factor,
             flags=buckets.flags_without(index, self._touched) if self._has_residuals else None,
-            then=self._comparison(buckets) if index == 0 else None,
+            then=compare,
         )
         buckets.works.append(work)
 
@@ -348,10 +347,8 @@ class OverlappedExchange(Exchange):
 
     def _deliver(self, buckets: BucketSet) -> Mapping[str, nn.Parameter]:
         """Leaves sums in `p.grad`, of the parameters that any worker has a gradient for."""
-        self._raise_if_bad()
-        self._agreement = buckets.read_agreement(compares=self._reducer.adds_up)
-        if not self._is_read_late or buckets.failure is not None or self._exact is not None:
-            self._raise_if_bad()  # with a grid all look at the flags anyway, and go on by them
+        # With a grid all look at the flags anyway, and go on by them.
+        self._comparison.receive(buckets.tail, now=self._exact is not None)
         off_grid = self._complete(buckets)
         if self._scaler is not None and self.policy.staleness:
             factor = self._scaler.get_scale() / buckets.amp_scale
@@ -377,8 +374,8 @@ class OverlappedExchange(Exchange):
         """Of sums that have come, once; None for gradients of means. [Note: weights]"""
         if buckets.divisor is not None:
             return buckets.divisor
-        total = buckets.total_weight(adds_up=self._reducer.adds_up)
-        return self.batch.divisor(total, buckets.weighing)
+        total = buckets.tail.total_weight(adds_up=self._reducer.adds_up)
+        return self.batch.divisor(total, buckets.tail.weighing)
 
     def _describe(self) -> str:
         """What this worker believes it exchanges; compared with the others'."""
@@ -391,11 +388,6 @@ class OverlappedExchange(Exchange):
         matters = self.policy.staleness or self._reducer.has_residuals
         return self._scaler.get_scale() if self._scaler and matters else 1.0
 
-    def _wait_for(self, buckets: BucketSet, work: Work[None]) -> None:
-        """Not for a worker that waits elsewhere. [Note: announced calls]"""
-        announced, abort = self.comm.announced, self.comm.abort
-        announced.wait(work, buckets.meeting, buckets.action, abort)
-
     def _wait_for_all(self) -> None:
         self._in_flight.wait()
         for work in self._buckets.works:
@@ -407,60 +399,13 @@ class OverlappedExchange(Exchange):
 
     # -- agreement -----------------------------------------------------------------------------
 
-    def _comparison(self, buckets: BucketSet) -> Callable[[BaseException | None], None] | None:
-        """What looks at the workers' comparison as soon as it is summed, unless that is late.
-
-        That is before the other buckets are sent: a worker that disagrees sends none.
-        """
-        if self._is_read_late or not self._reducer.adds_up:
-            return None
-        # The reducer's own group may be busy with buckets that are left to the backend.
-        comm = self.comm if self._reducer.is_left_to_backend else self._reducer.comm
-
-        def compare(error: BaseException | None) -> None:
-            if error is None:
-                buckets.read_agreement(marks=False).raise_if_bad(comm)
-
-        return compare
-
-    def _raise_if_bad(self) -> None:
-        """Raises on every worker if the last sums that were delivered were no good."""
-        result, self._agreement = self._agreement, None
-        if result is not None:
-            result.raise_if_bad(self.comm)
-            self.batch.see_times(times_of(result.notes))
-
-    def _agree(self, action: str, agreed: int = 0, described: Signature = ()) -> None:
-        """Sends what looks like the first bucket of an exchange, but is only its comparison.
-
-        So workers that come for something else find out, instead of waiting elsewhere.
-        """
-        self._raise_if_bad()
-        buckets = self._buckets
-        if not buckets.flats:
-            super()._agree(action, agreed, described)
-            return
-        first = buckets.buckets[0]
-        kept = first.flat.clone()
-        first.flat.zero_()
-        buckets.write_check(self.comm.rank, action, described, agreed)
-        state = self._reducer.copied_state(first.layout)
-        buckets.meeting = self.comm.announced.begin_exchange()
-        work = self._reducer.start(first, state=state, then=self._comparison(buckets))
-        self._wait_for(buckets, work)
-        if self._is_read_late and self._reducer.adds_up:
-            self._read_now(buckets)
-        first.flat.copy_(kept)
-
-    def _read_now(self, buckets: BucketSet) -> None:
-        """Raises if workers disagree, after all that those with an exchange send till they look."""
-        result = buckets.read_agreement(marks=False)
-        if not result.is_good(self.comm):
-            indices = list(range(len(buckets.flats)))
-            for index in indices[1:] + self.policy.staleness * indices:
-                buckets.flats[index].zero_()
-                self._reducer.start(buckets.buckets[index])
-        result.raise_if_bad(self.comm)
+    def _agree(self, action: str, described: Signature = (), described_digest: int = 0) -> None:
+        self._comparison.raise_if_bad()
+        if buckets := self._buckets.buckets:
+            tail = self._buckets.tail
+            self._comparison.agree(buckets, tail, action, described, described_digest)
+        else:
+            super()._agree(action, described, described_digest)
 
     def _stop_all(self, message: str) -> NoReturn:
         if self._buckets.works:

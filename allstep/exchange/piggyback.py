@@ -29,18 +29,14 @@ next collective would meet them.
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from allstep.comm import Communicator
-from allstep.comm.failures import wait_for_event
-from allstep.device import Event, copy_to_host, has_streams, is_accelerator
-from allstep.errors import DisagreementError, UsageError
-from allstep.exchange.agreement import explain
-from allstep.exchange.parameters import Signature
-from allstep.exchange.state_sweep import StatePart, checksum
+from allstep.device import has_streams, is_accelerator
+from allstep.errors import UsageError
+from allstep.exchange.state_sweep import checksum
 from allstep.exchange.stragglers import WorkerTimes
 from allstep.exchange.weighing import (
     NUM_WEIGHT_DIGITS,
@@ -217,79 +213,3 @@ def _seconds_of_digits(digits: list[float]) -> float:
 def reads_late(device: torch.device) -> bool:
     """Whether the host reads the comparison only when the next exchange starts."""
     return has_streams(device)
-
-
-@dataclass(frozen=True)
-class AgreementResult:
-    """The numbers of a comparison on their way to the host, and what this worker came for.
-
-    Attributes:
-        numbers: the summed check and failure mark, then the notes, on the CPU.
-        event: when they are there; None if they are.
-        num_check: how many of them are the check.
-        num_compared: how many are the check and the mark.
-        action: what this worker believed it did, in words.
-        described: the tensors it did it with.
-        failure: why this worker could not take part, if it could not.
-        state: what it compared of its model.
-    """
-
-    numbers: Tensor
-    event: Event | None
-    num_check: int
-    num_compared: int
-    action: str
-    described: Signature
-    failure: str | None
-    state: StatePart | None = None
-
-    @classmethod
-    def read(
-        cls,
-        check: Tensor,
-        mark: Tensor,
-        *,
-        action: str,
-        described: Signature,
-        failure: str | None,
-        state: StatePart | None = None,
-        notes: Tensor | None = None,
-    ) -> "AgreementResult":
-        """Starts the way of a summed check, a failure mark and notes to the host."""
-        parts = [check, mark.to(check), *([] if notes is None else [notes])]
-        numbers, event = copy_to_host(torch.cat(parts))
-        num_compared = len(check) + len(mark)
-        return cls(numbers, event, len(check), num_compared, action, described, failure, state)
-
-    @property
-    def notes(self) -> Tensor:
-        """What the workers told each other, once `is_good`; empty if nothing came together."""
-        return self.numbers[self.num_compared :]
-
-    def is_good(self, comm: Communicator) -> bool:
-        """Whether all workers came for the same thing and none failed; waits for the numbers.
-
-        Raises:
-            CollectiveTimeoutError: if they have not come in time; says who is missing.
-        """
-        if self.event is not None:
-            wait_for_event(self.event, self.action, comm.wire.names, comm.timeout_s)
-        return not self.numbers[: self.num_compared].any()
-
-    def raise_if_bad(self, comm: Communicator) -> None:
-        """Raises on every worker unless `is_good`. Collective if so.
-
-        Raises:
-            CollectiveTimeoutError: if the numbers have not come in time.
-            DisagreementError: naming who wants what.
-            UsageError: on a worker that failed, where the others came for the same; on all of
-                them, where some weighed sums and others means.
-        """
-        if self.is_good(comm):
-            refuse_mixed_weights(self.notes)
-            return
-        details = (*self.described, *(self.state.entries() if self.state else ()))
-        words = explain(comm, self.failure or self.action, details)
-        if disagreeing_ranks(self.numbers[: self.num_check]) or not self.failure:
-            raise DisagreementError(words)
-        raise UsageError(self.failure)

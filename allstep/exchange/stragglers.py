@@ -1,9 +1,12 @@
 """Names workers that keep the others waiting, while they run."""
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
+
+from allstep.comm import Communicator
 
 _NUM_STEPS = 10  # behind a word
 _LEAST_PAUSE = 20  # steps between two words; twice as many after each
@@ -71,6 +74,13 @@ class Stragglers:
         self._steps: deque[Sequence[WorkerTimes]] = deque(maxlen=_NUM_STEPS)
         self._named: tuple[int, str] | None = None
         self._num_seen, self._next, self._pause = 0, 0, _LEAST_PAUSE
+
+    def note(self, times: Sequence[WorkerTimes], comm: Communicator) -> None:
+        """Takes in what the workers told each other; rank 0 says who keeps the others waiting."""
+        words = self.see(times)
+        comm.activity.straggler = self.words
+        if words and comm.rank == 0:
+            logging.getLogger("allstep").warning(words)
 
     def see(self, times: Sequence[WorkerTimes]) -> str | None:
         """Takes in a step's times.

@@ -22,7 +22,7 @@ from allstep.errors import (
     PeerLostError,
     UsageError,
 )
-from allstep.exchange import Exchange, ExchangePolicy, Synchronous, attach, make_policy
+from allstep.exchange import BucketPlan, Exchange, ExchangePolicy, Synchronous, attach, make_policy
 from allstep.exchange.piggyback import check_size, note_size
 from allstep.exchange.reducer import NUM_AT_ONCE, Reducer
 from allstep.exchange.tuning import NUM_PROBES, probe_s
@@ -210,7 +210,12 @@ def test_auto_algorithm_posts_all_buckets_or_none(
                 model(torch.full((2, 128), comm.rank + step + 1.0)).sin().sum().backward()
             gradients.append(nn.utils.parameters_to_vector([p.grad for p in model.parameters()]))
             if policy.algorithm != "native":
-                found = exchange.is_left_to_backend
+                reducer = Reducer(comm, policy)
+                parameters = dict(model.named_parameters())
+                plan = BucketPlan.of(exchange.buckets, parameters, comm.size)
+                reducer.set_layouts(plan.layouts)
+                found = reducer.is_left_to_backend
+                reducer.close()
             exchange.detach()
         return found, *gradients
 
