@@ -1,5 +1,6 @@
 """What all tests share: one thread each, no leaks, and a reason for every skip."""
 
+import builtins
 import os
 import random
 import shutil
@@ -76,6 +77,12 @@ def _no_net() -> str | None:
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs iproute2's ip and tc"
     return None if os.geteuid() == 0 else "needs root"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Without `_`, which a doctest leaves among the builtins that tyro looks through."""
+    vars(builtins).pop("_", None)
 
 
 @pytest.fixture(autouse=True, scope="session")
