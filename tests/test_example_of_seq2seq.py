@@ -72,7 +72,7 @@ def test_seq2seq_is_the_same_on_any_number_of_workers(
         parts = seq2seq.parts_of(OPTIONS, mesh["model"].size)
         with thread_generators():
             model = Chain(
-                mesh["model"], parts, inputs=("letters", "said"), outputs=("answer",),
+                parts, mesh, inputs=("letters", "said"), outputs=("answer",),
                 seeded=seeded_thread,
             )  # fmt: skip
             seq2seq.train(mesh, model, words, OPTIONS)

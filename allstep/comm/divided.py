@@ -1,6 +1,6 @@
 """Parts of a model that only some workers have, as seen by what exchanges gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,13 @@ class DividedModules(nn.ModuleDict):
 
     Args:
         comm: the workers; those that the model is attached to.
+        names: of the modules of all workers, in an order that does not depend on who has them.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, names: Sequence[str]) -> None:
         super().__init__()
         self._comm = comm
+        self.names = tuple(names)
 
     @property
     def comm(self) -> Communicator:
@@ -100,17 +102,19 @@ class ShardHook:
 
 
 class StageModules(AlongAxis, nn.ModuleDict):
-    """Modules that this worker has, by number; others along an axis of a mesh have others.
+    """Modules that this worker has, by name; others along an axis of a mesh have others.
 
     Args:
         mesh: the workers.
         axis: that of the mesh along which the modules lie.
+        names: of the modules of all workers, in an order that does not depend on who has them.
     """
 
-    def __init__(self, mesh: Mesh[Communicator], axis: str) -> None:
+    def __init__(self, mesh: Mesh[Communicator], axis: str, names: Sequence[str]) -> None:
         super().__init__()
         self.mesh = mesh
         self.axis = axis
+        self.names = tuple(names)
 
 
 def stages_of(model: nn.Module) -> dict[str, StageModules]:

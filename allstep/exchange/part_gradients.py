@@ -46,7 +46,7 @@ class PartGradients:
 
         norm = sqrt(sum over whole w of |g_w|^2 + sum over workers r and their parts p of |g_pr|^2)
 
-        Everything is a part along the axis of a pipeline's stages.
+        Everything is a part along the axis of stages, of a pipeline or a chain.
         """
         trained = self._trained
         if not self.workers:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allstep.comm import Communicator
+from allstep.comm import Communicator, Mesh, StageModules
 from allstep.comm.agreement import agree
 from allstep.comm.autograd import recv, send
 from allstep.device import preserved_random_state
@@ -54,12 +54,15 @@ class Chain(nn.Module):
     rank than they are made on are sent there, once, and their gradients come back.
     A part's random numbers, such as dropout's, are those of the call and the part, wherever it
     is: with equal random states, as `steps` sets them, any placement draws the same.
+    Attach the chain along another axis, `attach(model, mesh["data"])`: all workers of a chain get
+    the same micro-batches.
 
     Args:
-        comm: the workers.
         parts: the modules, the same on all workers.
+        mesh: the workers.
         inputs: names of what the call is given.
         outputs: names of what it returns.
+        axis: of the mesh, along which the parts lie.
         seeded: sets the random state of a part's call: (seed, device) -> context.
 
     Attributes:
@@ -75,8 +78,8 @@ class Chain(nn.Module):
         ...     ChainPart("encoder", lambda: nn.Linear(3, 2), 0, ("x",), ("hidden",)),
         ...     ChainPart("decoder", lambda: nn.Linear(2, 3), 0, ("hidden",), ("y",)),
         ... ]
-        >>> comm = Communicator.single_process()
-        >>> chain = Chain(comm, parts, inputs=("x",), outputs=("y",))
+        >>> mesh = Communicator.single_process().mesh(data=1, model=1)
+        >>> chain = Chain(parts, mesh, inputs=("x",), outputs=("y",))
         >>> values, delegate = chain(x=torch.ones(5, 3))
         >>> loss = values["y"].square().mean() if "y" in values else 0
         >>> (loss + delegate).backward()
@@ -84,26 +87,27 @@ class Chain(nn.Module):
 
     def __init__(
         self,
-        comm: Communicator,
         parts: Sequence[ChainPart],
+        mesh: Mesh[Communicator],
         *,
         inputs: Sequence[str],
         outputs: Sequence[str],
+        axis: str = "model",
         seeded: Callable[[int, torch.device], AbstractContextManager[None]] = seeded,
     ) -> None:
         super().__init__()
+        self._comm = comm = mesh[axis]
         details: list[tuple[Any, ...]] = [
             (part.name, part.rank, part.inputs, part.outputs) for part in parts
         ]
         details.append(("the chain", tuple(inputs), tuple(outputs)))
         fault = _fault(parts, inputs, outputs, comm.size)
         agree(comm, "make a Chain", details, fault=fault)
-        self._comm = comm
         self._order = _in_order(parts, inputs)
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._rank_of = {name: part.rank for part in parts for name in part.outputs}
         self._seeded = seeded
-        self.parts = nn.ModuleDict()
+        self.parts = StageModules(mesh, axis, [part.name for part in parts])
         for part in parts:
             if part.rank == comm.rank:
                 module = part.module

@@ -120,7 +120,7 @@ class MixtureOfExperts(nn.Module):
         self._numbers = range(comm.rank * num_local, (comm.rank + 1) * num_local)
         with seeded(seed_at(seed, "router"), comm.device):
             self.router = nn.Linear(in_features, num_experts, bias=False)
-        self.experts = DividedModules(comm)
+        self.experts = DividedModules(comm, [str(number) for number in range(num_experts)])
         for number in self._numbers:
             with seeded(seed_at(seed, number), comm.device):
                 self.experts[str(number)] = expert()

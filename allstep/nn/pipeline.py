@@ -96,7 +96,7 @@ class Pipeline(nn.Module):
         self._schedule = schedule
         self._parts = _parts(len(stages), comm.rank, comm.size, schedule)
         self._num_parts = comm.size * len(self._parts)
-        self.stages = StageModules(mesh, axis)
+        self.stages = StageModules(mesh, axis, [str(number) for number in range(len(stages))])
         if comm.size > 1:
             mesh.device_mesh()  # which all workers make together, before a stage may want it
         seed = int(torch.randint(2**62, ()).item())

@@ -34,7 +34,8 @@ class AutoCheckpoint:
     the steps is run.
 
     Args:
-        run_dir: the folder; made if missing.
+        run_dir: the folder; made if missing. With None, as of an option that was not given, the
+            loop is the same, signals end it after a step, and nothing is kept.
         loader: from `allstep.data.loader`.
         exchanges: from `allstep.attach`, as `steps` gets them.
         state: name -> what else the next step depends on, by its `state_dict` and
@@ -81,7 +82,7 @@ class AutoCheckpoint:
 
     def __init__(
         self,
-        run_dir: Path | str,
+        run_dir: Path | str | None,
         loader: GlobalBatchLoader,
         *exchanges: Exchange,
         state: Mapping[str, Stateful],
@@ -93,7 +94,7 @@ class AutoCheckpoint:
         self._state = LoopState(loader, exchanges, state)
         if every_steps is not None:
             check_integer("every_steps", every_steps)
-        self._run_dir = Path(run_dir)
+        self._run_dir = None if run_dir is None else Path(run_dir)
         self._loader, self._exchanges = loader, exchanges
         self._comm = self._state.comm
         self._interrupts = Interrupts()
@@ -124,7 +125,8 @@ class AutoCheckpoint:
     def __enter__(self) -> Self:
         if self._entered is not None:
             raise UsageError("An AutoCheckpoint is entered once; make another one.")
-        agree(self._comm, "keep checkpoints", [("every_steps", self._every_steps)])
+        kept = ("run_dir is None", self._run_dir is None)
+        agree(self._comm, "keep checkpoints", [kept, ("every_steps", self._every_steps)])
         with ExitStack() as stack:
             stack.enter_context(self._interrupts)
             step = stack.enter_context(self._saver.hold(resume=None))

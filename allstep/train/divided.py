@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
@@ -38,16 +37,22 @@ class _Kind:
     """Modules that lie on workers in the same way: experts, or stages.
 
     Attributes:
-        prefixes: their parameters' names begin with one of these.
+        names: what their parameters' names begin with -> the names of all the modules, in order.
         comm: the workers that each have others of them.
     """
 
-    prefixes: tuple[str, ...]
+    names: Mapping[str, tuple[str, ...]]
     comm: Communicator
 
     def prefix_of(self, name: str) -> str:
         """That of the modules which a parameter is in; empty if it is in none."""
-        return next((prefix for prefix in self.prefixes if name.startswith(prefix)), "")
+        return next((prefix for prefix in self.names if name.startswith(prefix)), "")
+
+    def place_of(self, name: str) -> int:
+        """That of the module which a parameter is in, among all of its kind; 0 if it is in none."""
+        prefix = self.prefix_of(name)
+        module = name.removeprefix(prefix).partition(".")[0]
+        return self.names[prefix].index(module) if prefix else 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class _Owned:
     @property
     def prefixes(self) -> tuple[str, ...]:
         """Of all kinds."""
-        return tuple(prefix for kind in self.kinds for prefix in kind.prefixes)
+        return tuple(prefix for kind in self.kinds for prefix in kind.names)
 
 
 def _owned_parts(model: nn.Module) -> _Owned | None:
@@ -78,17 +83,18 @@ def _owned_parts(model: nn.Module) -> _Owned | None:
 
 
 def _kind(modules: Mapping[str, DividedModules] | Mapping[str, StageModules]) -> _Kind:
-    prefixes = tuple(f"{name}." if name else "" for name in modules)
+    names = {f"{name}." if name else "": module.names for name, module in modules.items()}
     comm, *_ = (module.comm for module in modules.values())
-    return _Kind(prefixes, comm)
+    return _Kind(names, comm)
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> State:
     """What a checkpoint has for tensors by their names in the model. All workers call it.
 
-    [Note: whole checkpoints] A checkpoint has every expert and every stage of a pipeline, under its
-    number among all, whole parameters in place of shards, and the optimizer's state in the order of
-    one worker's parameters, so that any number of workers goes on from it.
+    [Note: whole checkpoints] A checkpoint has every expert, every stage of a pipeline and every
+    part of a chain, under its name among all, whole parameters in place of shards, and the
+    optimizer's state in the order of one worker's parameters, so that any number of workers goes
+    on from it.
     [Note: divided checkpoints]
 
     Args:
@@ -195,23 +201,13 @@ def _joined(by_rank: Sequence[list[str]], kind: _Kind) -> list[str]:
     for prefix, run in groupby(by_rank[0], kind.prefix_of):
         parts = chain.from_iterable(by_rank) if prefix else run
         found = (name for name in parts if kind.prefix_of(name) == prefix)
-        names += sorted(found, key=partial(_number_in, prefix))
+        names += sorted(found, key=kind.place_of)
     if len(names) != len(set(chain.from_iterable(by_rank))):
         raise UsageError(
             "The optimizer trains other parts of a divided module on rank 0 than on others:"
-            " a checkpoint needs an expert of each group of parameters on rank 0."
+            " a checkpoint needs a module of each group of parameters on rank 0."
         )
     return names
-
-
-def _number_in(prefix: str, name: str) -> int:
-    """That of the part which a parameter is in, among all parts of a divided module.
-
-    >>> _number_in("experts.", "experts.12.weight"), _number_in("", "0.weight")
-    (12, 0)
-    """
-    number = name.removeprefix(prefix).partition(".")[0]
-    return int(number) if prefix and number.isdigit() else 0
 
 
 def _of_all(state: Mapping[Any, Any], owned: _Owned, model: nn.Module) -> State:

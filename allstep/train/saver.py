@@ -27,7 +27,7 @@ class Saver:
     Args:
         target: the training.
         comm: the workers.
-        run_dir: the folder; made if missing.
+        run_dir: the folder; made if missing. With None nothing is kept.
         interrupts: tells that a signal has come.
         every_steps: updates between two checkpoints.
         every_s: seconds between two checkpoints, by rank 0's clock; with neither, there is one at
@@ -44,7 +44,7 @@ class Saver:
         self,
         target: Stateful,
         comm: Communicator,
-        run_dir: Path,
+        run_dir: Path | None,
         interrupts: Interrupts,
         *,
         every_steps: int | None = None,
@@ -59,7 +59,9 @@ class Saver:
         self._target = target
         self._comm = comm
         self._run_dir = run_dir
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep)
+        self._checkpoints: Checkpoints | None = None
+        if run_dir is not None:
+            self._checkpoints = Checkpoints(run_dir / "checkpoints", comm, keep=keep)
         self._interrupts = interrupts
         self._agreement = StopAgreement(comm)
         self._every_steps, self._every_s = every_steps, every_s
@@ -86,6 +88,9 @@ class Saver:
                 `resume` is False.
             CheckpointError: if there is nothing to resume, or if it does not fit the training.
         """
+        if self._run_dir is None or self._checkpoints is None:
+            yield None
+            return
         lock = run_lock(self._run_dir, self._comm, goes_on=state is not None)
         with lock, self._comm.keep_last_state(self._run_dir):
             if state is not None:
@@ -129,14 +134,14 @@ class Saver:
             step: updates made.
             replace: write it in any case.
         """
-        if replace or self._saved_step != step:
+        if self._checkpoints and (replace or self._saved_step != step):
             self.newest = self._checkpoints.save(step, self._target.state_dict())
             self._saved_step, self._saved_at_s = step, self._clock()
 
     @property
     def best_path(self) -> Path:
         """The folder of the best checkpoint, should there be one."""
-        return self._checkpoints.best_path
+        return self._of_run.best_path
 
     def save_best(self, step: int) -> None:
         """Writes the best checkpoint.
@@ -144,16 +149,21 @@ class Saver:
         Args:
             step: updates made.
         """
-        self._checkpoints.save_best(step, self._target.state_dict())
+        self._of_run.save_best(step, self._target.state_dict())
 
     def load_best(self, select: Select) -> Any:
         """What is wanted of the best checkpoint; None if there is none, or it is damaged."""
         try:
-            loaded = self._checkpoints.load_best(select)
+            loaded = self._of_run.load_best(select)
         except CheckpointError as error:
             _logger.warning("%s; the next evaluation will take its place", error)
             return None
         return loaded and loaded[1]
+
+    @property
+    def _of_run(self) -> Checkpoints:
+        assert self._checkpoints is not None  # only `fit`, which has a folder, keeps the best
+        return self._checkpoints
 
     def _asks_to_save(self) -> bool:
         """Rank 0's clock counts: others may be ahead of it, or behind."""

@@ -31,7 +31,7 @@ def nothing(_: Moment) -> None:
 
 def train(
     comm: Communicator,
-    run_dir: str,
+    run_dir: str | None,
     happens: Callable[[Moment], None] = nothing,
     *,
     policy: allstep.ExchangePolicy | None = None,
@@ -69,7 +69,7 @@ def train(
         micro_batch=same_model.MICRO_BATCH,
         seed=11,
     )
-    if not resumes:
+    if run_dir is not None and not resumes:
         restore_the_model_only(comm, run_dir, model)
         run_dir += "-anew"
     steps, count = [], 0

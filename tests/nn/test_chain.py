@@ -1,16 +1,20 @@
 """Modules on several ranks are one model, with its gradients and its dropout, wherever they lie."""
 
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import allstep
 from allstep.comm import Communicator
 from allstep.errors import DisagreementError, UsageError
 from allstep.nn import Chain, ChainPart
 from tests.helpers import generators
-from tests.helpers.generators import ThreadGenerator, seeded_thread
+from tests.helpers.generators import ThreadGenerator, seeded_thread, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 
 
@@ -74,8 +78,19 @@ def not_seeded(seed: int, device: torch.device):
         yield
 
 
+def chain_on(
+    comm: Communicator,
+    parts: list[ChainPart],
+    inputs: tuple[str, ...] = ("x",),
+    outputs: tuple[str, ...] = ("y",),
+    **options: Any,
+) -> Chain:
+    mesh = comm.mesh(data=1, model=comm.size)
+    return Chain(parts, mesh, inputs=inputs, outputs=outputs, **options)
+
+
 def train(comm: Communicator, places: tuple[int, ...], seeded=seeded_thread) -> dict[str, Tensor]:
-    chain = Chain(comm, parts(places), inputs=("x", "y0"), outputs=("y", "z"), seeded=seeded)
+    chain = chain_on(comm, parts(places), ("x", "y0"), ("y", "z"), seeded=seeded)
     own = list(chain.parameters())
     optimizer = torch.optim.SGD(own, lr=0.05, momentum=0.9) if own else None
     for step in range(20):
@@ -117,20 +132,69 @@ def test_chain_whose_dropout_belongs_to_ranks_is_another(alone):
     assert largest_difference(found, alone) > 1e-3
 
 
+SAMPLES = TensorDataset(values(12, 6, 3, seed=1), values(12, 6, 3, seed=2))
+
+
+def train_attached(
+    comm: Communicator, places: tuple[int, ...], run_dir: Path | None, num_epochs: int = 2
+) -> dict[str, Tensor]:
+    """Two copies where the ranks suffice; clipped by the norm of the whole model."""
+    num_ranks = max(places) + 1
+    mesh = comm.mesh(data=comm.size // num_ranks, model=num_ranks)
+    options = {"inputs": ("x", "y0"), "outputs": ("y", "z"), "seeded": seeded_thread}
+    chain = Chain(parts(places), mesh, **options)
+    optimizer = torch.optim.AdamW(chain.parameters(), lr=0.02)
+    exchange = allstep.attach(chain, mesh["data"])
+    loader = allstep.data.loader(SAMPLES, mesh["data"], global_batch=6, micro_batch=2)
+    state = {"optimizer": optimizer}
+    with allstep.AutoCheckpoint(run_dir, loader, exchange, state=state) as checkpoint:
+        for _ in checkpoint.epochs(num_epochs):
+            for batch in allstep.steps(loader, exchange, checkpoint=checkpoint):
+                for x, y0 in batch:
+                    found, delegate = chain(x=x, y0=y0)
+                    losses = [found["y"].square().mean(), found["z"].mean()] if found else []
+                    batch.backward(sum(losses, delegate))
+                exchange.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: p.detach() for name, p in chain.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("size", "places"), [(1, (0, 0, 0)), (2, (1, 0, 0)), (3, (1, 2, 0)), (4, (1, 0, 1))]
+)
+def test_chain_goes_on_wherever_its_parts_lie(size, places, tmp_path, thread_generators):  # noqa: F811
+    """From a checkpoint of three ranks, with the optimizer's state of each part."""
+
+    def lives(size: int, places: tuple[int, ...], *options: Any) -> dict[str, Tensor]:
+        def life(comm: Communicator) -> dict[str, Tensor]:
+            with thread_generators():
+                return train_attached(comm, places, *options)
+
+        return merged(run_ranks(size, life))
+
+    whole = lives(1, (0, 0, 0), None)
+    lives(3, (2, 0, 1), tmp_path, 1)
+    assert largest_difference(lives(size, places, tmp_path), whole) < 1e-10
+    assert largest_difference(lives(1, (0, 0, 0), None, 1), whole) > 1e-3
+
+
+def test_chain_is_not_attached_to_all_workers():
+    def work(comm: Communicator) -> None:
+        chain = chain_on(comm, [ChainPart("a", nn.Linear(2, 2), 0, ("x",), ("y",))])
+        with pytest.raises(UsageError, match=r"attach it to mesh\['data'\]"):
+            allstep.attach(chain, comm)
+
+    run_ranks(2, work)
+
+
 def test_chain_backward_reaches_values_that_are_not_used():
     """The sender waits for a gradient, and gets zeros."""
 
     def work(comm: Communicator) -> Tensor | None:
         encoder = with_weights(nn.Linear(3, 2), 1)
-        chain = Chain(
-            comm,
-            [
-                ChainPart("a", encoder, 0, ("x",), ("h",)),
-                ChainPart("b", nn.Identity(), 1, ("h",), ("y",)),
-            ],
-            inputs=("x",),
-            outputs=("y",),
-        )
+        last = ChainPart("b", nn.Identity(), 1, ("h",), ("y",))
+        chain = chain_on(comm, [ChainPart("a", encoder, 0, ("x",), ("h",)), last])
         _, delegate = chain(x=values(4, 3, seed=0))
         delegate.backward()
         return encoder.weight.grad
@@ -143,7 +207,7 @@ def graph(*parts: tuple[str, int, tuple[str, ...], tuple[str, ...]], outputs=("y
     made = [
         ChainPart(name, nn.Identity(), rank, inputs, outs) for name, rank, inputs, outs in parts
     ]
-    return Chain(Communicator.single_process(), made, inputs=("x",), outputs=outputs)
+    return chain_on(Communicator.single_process(), made, outputs=outputs)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +245,7 @@ def test_chain_part_that_returns_too_little():
 def test_chain_that_workers_describe_otherwise():
     def work(comm: Communicator) -> None:
         part = ChainPart("a", nn.Identity(), comm.rank, ("x",), ("y",))
-        Chain(comm, [part], inputs=("x",), outputs=("y",))
+        chain_on(comm, [part])
 
     with pytest.raises(DisagreementError, match=r"`a` is 0 .* on rank 0; 1 .* on rank 1"):
         run_ranks(2, work)

@@ -455,7 +455,8 @@ def chained(comm: Communicator) -> State:
         ChainPart("encoder", first, 0, ("x",), ("hidden", "state")),
         ChainPart("decoder", last, last_rank, ("hidden",), ("y",)),
     ]
-    chain = Chain(comm, parts, inputs=("x",), outputs=("y", "state"))
+    mesh = comm.mesh(data=1, model=comm.size)
+    chain = Chain(parts, mesh, inputs=("x",), outputs=("y", "state"))
     found, delegate = chain(x=values(2, 5, 3).to(comm.device))
     loss = found["y"].square().sum() if "y" in found else 0
     (loss + delegate).backward()

@@ -432,6 +432,26 @@ def test_workers_with_other_intervals_are_refused(tmp_path: Path) -> None:
     run_ranks(2, run)
 
 
+def test_a_loop_without_a_folder_is_the_same_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = train(alone(), str(tmp_path / "whole"))
+    found = train(alone(), None)
+    assert found["steps"] == whole["steps"]
+    assert differing_names(found["model"], whole["model"]) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_workers_of_which_one_has_no_folder_are_refused(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        parts = Parts(comm)
+        with pytest.raises(DisagreementError, match="run_dir is None"):
+            parts.train(parts.checkpoint(None if comm.rank else tmp_path))
+
+    run_ranks(2, run)
+
+
 def test_a_loop_may_be_left(tmp_path: Path) -> None:
     """By a break, as for an early stop: it goes on from the newest checkpoint."""
     parts = Parts(alone(), num_samples=16)
