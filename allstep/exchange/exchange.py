@@ -156,7 +156,7 @@ class Exchange(ABC):
     @property
     def with_gradients(self) -> dict[str, nn.Parameter]:
         """name -> parameter that may have a gradient here, exchanged or this worker's only."""
-        return {**self.trained, **self._parameters.fully_sharded, **self.divided}
+        return self._parts.by_name
 
     @property
     def is_divided(self) -> bool:
@@ -439,51 +439,47 @@ class Exchange(ABC):
             UsageError: after `detach`.
         """
         self._refuse_detached("sync_parameters")
-        before = set(map(id, self._parameters.trained.values()))
-        self._follow_model()
+        newly_trained = self._follow_model()
         if self.batch.step is not None:  # their first gradients are to be summed
-            self._carry(n for n, p in self._parameters.trained.items() if id(p) not in before)
+            self._carry(newly_trained)
 
     def _follow_changes(self) -> None:
         """Before what is of the whole model, outside of a step. Collective."""
         if self._is_active and self._parameters.has_changed():
             self._follow_model()
 
-    def _follow_model(self) -> None:
+    def _follow_model(self) -> Iterable[str]:
         """Takes the model as it is now. Collective. [Note: changes of the model]
 
         Nothing else does, for workers must do it together. What joined is noticed before a forward,
         or by a worker without one when it comes to the exchange; what was frozen or left, at the
         end of an exchange; both, before a checkpoint or an evaluation. A lone worker whose
         gradients nobody takes looks before a global batch.
+
+        Returns:
+            The names of parameters that are trained from now on.
         """
-        known = {id(tensor) for tensor in self._parameters.tensors.values()}
-        # What starts to be trained may have been changed, and in a round of local SGD it has.
-        is_in_round = self.averaging is not None and not self.averaging.is_synchronized
-        trained = known if is_in_round else {id(p) for p in self._hooks.parameters}
         check_divided(self.model, self.comm, self.policy)
         if fsdp_modules(self.model) and not self.is_fully_sharded:
             raise UsageError(
                 "`model` is sharded by FSDP2 since it was attached: call `fully_shard` before"
                 " `attach`, or `detach()` before it and attach again."
             )
-        self._parameters.refresh()
+        joined, newly_trained = self._parameters.refresh()
         self._divided.refresh()
         self.statistics.refresh()
-        new = [
-            tensor.detach()
-            for name, tensor in self._parameters.tensors.items()
-            if id(tensor) not in known
-            or (name in self._parameters.trained and id(tensor) not in trained)
-        ]
         if self._is_active:
+            # What starts to be trained may have been changed, and in a round of local SGD it has.
+            is_in_round = self.averaging is not None and not self.averaging.is_synchronized
+            new = joined if is_in_round else {**joined, **newly_trained}
             described = signature(self._parameters.tensors)
             self._agree("take up new parameters", described, digest((described, len(new))))
             if new:
-                self.comm.broadcast(tuple(new), root=0)
+                self.comm.broadcast(tuple(x.detach() for x in new.values()), root=0)
             self._hook_parameters()
             self._touch_all()  # names may have moved; to exchange a gradient again changes nothing
         self._hook_lazy_modules()
+        return newly_trained
 
     def detach(self) -> None:
         """Removes all hooks; the model is as it was before `attach`. May be called again.

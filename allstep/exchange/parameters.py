@@ -101,10 +101,17 @@ class ParameterSet(Snapshot):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.trained: dict[str, nn.Parameter] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.refresh()
 
-    def refresh(self) -> None:
-        """Takes the model as it is now."""
+    def refresh(self) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+        """Takes the model as it is now.
+
+        Returns:
+            Those of `tensors` and of `trained` that were not among them before.
+        """
+        known, trained = (set(map(id, x.values())) for x in (self.tensors, self.trained))
         check_module(self._model)
         own = {m for divided in divided_modules(self._model).values() for m in divided.modules()}
         self.modules = tuple(module for module in self._model.modules() if module not in own)
@@ -127,6 +134,10 @@ class ParameterSet(Snapshot):
         for name, tensor in self.tensors.items():
             check_tensor(name, tensor)
         self.lazy = tuple(tensor for tensor in tensors.values() if is_lazy(tensor))
+        return (
+            {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in known},
+            {name: p for name, p in self.trained.items() if id(p) not in trained},
+        )
 
     def has_joined(self) -> bool:
         """Whether parameters or modules came or went, or some now require gradients; cheap."""

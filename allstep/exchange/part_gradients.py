@@ -48,7 +48,7 @@ class PartGradients:
 
         Everything is a part along the axis of stages, of a pipeline or a chain.
         """
-        trained = self._trained
+        trained = list(self.by_name.values())
         if not self.workers:
             return _whole(nn.utils.clip_grad_norm_(trained, max_norm))
         shards = self._shards
@@ -99,9 +99,10 @@ class PartGradients:
         )
 
     @property
-    def _trained(self) -> list[nn.Parameter]:
-        found = (self._parameters.trained, self._parameters.fully_sharded, self._divided.by_name)
-        return [p for by_name in found for p in by_name.values()]
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """name -> parameter that may have a gradient here, exchanged or this worker's only."""
+        parameters = self._parameters
+        return {**parameters.trained, **parameters.fully_sharded, **self._divided.by_name}
 
     @property
     def workers(self) -> list[Communicator]:
@@ -115,7 +116,7 @@ class PartGradients:
 
     def _seen(self) -> list[float]:
         """What changes with the gradients."""
-        found = [x for x in (p.grad for p in self._trained) if x is not None]
+        found = [x for x in (p.grad for p in self.by_name.values()) if x is not None]
         # Foreach operations on DTensors, as torch's clipping is, leave `_version` as it was.
         first = [local_part(x).detach().flatten()[:1] for x in found if is_dtensor(x)]
         numbers: list[float] = torch.cat(first).nan_to_num().tolist() if first else []
