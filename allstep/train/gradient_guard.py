@@ -19,10 +19,7 @@ class GradientGuard:
 
     def __init__(self, exchanges: tuple[Exchange, ...]) -> None:
         self._exchanges = exchanges
-        self._names: list[str] = []
-        self._parameters: list[nn.Parameter] = []
-        self._seen: list[Tensor | None] = []
-        self._versions: list[tuple[int, int]] = []
+        self._seen: list[tuple[str, nn.Parameter, Tensor | None, tuple[int, int]]] = []
         self._rates: list[tuple[Optimizer, list[object]]] = []
 
     def begin(self) -> None:
@@ -49,11 +46,8 @@ class GradientGuard:
 
     def note(self) -> None:
         """They are right as they are now."""
-        found = [exchange.with_gradients for exchange in self._exchanges]
-        self._names = [name for parameters in found for name in parameters]
-        self._parameters = [p for parameters in found for p in parameters.values()]
-        self._seen = [p.grad for p in self._parameters]
-        self._versions = [_versions(p) for p in self._parameters]
+        found = (item for x in self._exchanges for item in x.with_gradients.items())
+        self._seen = [(name, p, p.grad, _versions(p)) for name, p in found]
 
     def refuse_earlier(self, step: int) -> None:
         """What `p.grad` held before must not be divided by the weights of this batch.
@@ -72,7 +66,7 @@ class GradientGuard:
 
     def forget(self) -> None:
         """From now on they may be changed."""
-        self._parameters, self._seen = [], []
+        self._seen = []
 
     def check(self, step: int) -> None:
         """Checks that nobody has changed them since `note`.
@@ -80,8 +74,7 @@ class GradientGuard:
         Raises:
             UsageError: names what may have done it, and the cure.
         """
-        seen = zip(self._names, self._parameters, self._seen, self._versions, strict=False)
-        for name, p, gradient, versions in seen:
+        for name, p, gradient, versions in self._seen:
             if p.grad is not gradient or _versions(p) != versions:
                 where = f"in the loop over global batch {step}'s micro-batches"
                 if p._version != versions[0]:
