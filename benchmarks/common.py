@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+import allstep
+
 RESULTS = Path(__file__).parent / "results"
 HISTORY = RESULTS / "history.jsonl"
 
@@ -97,6 +99,16 @@ def keep_heap() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0)  # M_MMAP_MAX: no block of its own mapping
     libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink
+
+
+def run_worker(measure: Callable[[allstep.Communicator], Any], file: Path) -> None:
+    """What a worker with one thread measures, written by rank 0 as JSON."""
+    torch.set_num_threads(1)
+    with allstep.init(device="cpu") as comm:
+        measured = measure(comm)
+        if comm.rank == 0:
+            file.write_text(json.dumps(measured))
+        comm.barrier()
 
 
 def circumstances() -> dict[str, Any]:

@@ -6,7 +6,6 @@ The variants take turns in the same processes. "alone" exchanges nothing; DDP cu
 where its buckets end, by torch's own `optimize_ddp`.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import run_worker
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,12 +94,7 @@ def measure(comm: Communicator, repeats: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    with allstep.init(device="cpu") as comm:
-        seconds = measure(comm, repeats=int(sys.argv[2]))
-        if comm.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(seconds))
-        comm.barrier()
+    run_worker(lambda comm: measure(comm, repeats=int(sys.argv[2])), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Random pictures; global batches of 128 in micro-batches of 32, cut beforehand.
 """
 
 import copy
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 from bench_overhead import Cut, fashion_task
+from common import run_worker
 
 import allstep
 from allstep import Communicator, Synchronous
@@ -72,13 +72,8 @@ def epochs(task: Task, comm: Communicator, batches: Shared, compression: str) ->
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    with allstep.init(device="cpu") as comm:
-        measured = measure(comm, int(sys.argv[2]))
-        if comm.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(measured))
-        comm.barrier()
+    run_worker(lambda comm: measure(comm, int(sys.argv[2])), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

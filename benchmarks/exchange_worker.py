@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from common import run_worker
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -253,12 +254,8 @@ def run_point(
 
 def main() -> None:
     file = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    with allstep.init(device="cpu") as comm:
-        measured = measure(comm, Point(**json.loads(file.read_text())))
-        if comm.rank == 0:
-            file.with_suffix(".measured").write_text(json.dumps(measured))
-        comm.barrier()
+    point = Point(**json.loads(file.read_text()))
+    run_worker(lambda comm: measure(comm, point), file.with_suffix(".measured"))
 
 
 if __name__ == "__main__":

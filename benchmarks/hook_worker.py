@@ -6,12 +6,12 @@ Models of many small parameters and of few differ by so many hooks; the time is 
 runs the backward pass spends on the processor, so that neither waiting nor other processes count.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
 
 import torch
+from common import run_worker
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,12 +65,7 @@ def measure(comm: Communicator, repeats: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    with allstep.init(device="cpu") as comm:
-        measured = measure(comm, repeats=int(sys.argv[2]))
-        if comm.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(measured))
-        comm.barrier()
+    run_worker(lambda comm: measure(comm, repeats=int(sys.argv[2])), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

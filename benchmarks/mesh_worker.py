@@ -3,7 +3,6 @@
 python benchmarks/mesh_worker.py FILE ENGINE WIDTH NUM_DATA REPEATS CLOCK   # as a rank
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_overhead import CLOCKS, Cut
-from common import interleave
+from common import interleave, run_worker
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -133,13 +132,8 @@ def measure(
 
 
 def main() -> None:
-    file, engine, width, num_data, repeats, clock = sys.argv[1:]
-    torch.set_num_threads(1)
-    with allstep.init(device="cpu") as comm:
-        measured = measure(comm, engine, int(width), int(num_data), int(repeats), CLOCKS[clock])
-        if comm.rank == 0:
-            Path(file).write_text(json.dumps(measured))
-        comm.barrier()
+    file, engine, *numbers, clock = sys.argv[1:]
+    run_worker(lambda comm: measure(comm, engine, *map(int, numbers), CLOCKS[clock]), Path(file))
 
 
 if __name__ == "__main__":

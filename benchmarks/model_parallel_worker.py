@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep_heap
+from common import keep_heap, run_worker
 from torch import nn
 
-import allstep
 from allstep import Communicator
 from allstep.comm import Work
 from allstep.comm.batched_send_recv import BatchedSendRecv
@@ -186,13 +185,9 @@ def run_point(run: Callable[..., None], repeats: int, folder: Path) -> dict[str,
 
 def main() -> None:
     file = Path(sys.argv[1])
-    torch.set_num_threads(1)
     keep_heap()
-    with allstep.init(device="cpu") as comm:
-        measured = measure(comm, json.loads(file.read_text()))
-        if comm.rank == 0:
-            file.with_suffix(".measured").write_text(json.dumps(measured))
-        comm.barrier()
+    repeats = json.loads(file.read_text())
+    run_worker(lambda comm: measure(comm, repeats), file.with_suffix(".measured"))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 python benchmarks/pipeline_worker.py FILE SCHEDULE MICRO_BATCHES REPEATS  # by bench_pipeline
 """
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import run_worker
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -91,13 +91,8 @@ def measure(
 
 
 def main() -> None:
-    file, schedule, num_micro_batches, repeats = sys.argv[1:]
-    torch.set_num_threads(1)
-    with allstep.init(device="cpu") as comm:
-        found = measure(comm, schedule, int(num_micro_batches), int(repeats))
-        if comm.rank == 0:
-            Path(file).write_text(json.dumps(found))
-        comm.barrier()
+    file, schedule, *numbers = sys.argv[1:]
+    run_worker(lambda comm: measure(comm, schedule, *map(int, numbers)), Path(file))
 
 
 if __name__ == "__main__":

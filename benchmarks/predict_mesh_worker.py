@@ -3,7 +3,6 @@
 python benchmarks/predict_mesh_worker.py FILE REPEATS WIDTH...   # as a rank, by bench_predict_mesh
 """
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleave
+from common import interleave, run_worker
 from mesh_worker import (
     MICRO_BATCH,
     STEPS_PER_EPOCH,
@@ -24,7 +23,6 @@ from mesh_worker import (
 )
 from torch import Tensor
 
-import allstep
 from allstep import Communicator
 from allstep.comm.algorithms import default_algorithm
 from allstep.doctor import Training, forward_share, measure, measure_workload
@@ -74,16 +72,14 @@ def make_batches(seed: int) -> list[list[Tensor]]:
 
 def main() -> None:
     file, repeats, *widths = sys.argv[1:]
-    torch.set_num_threads(1)
-    with allstep.init(device="cpu") as comm:
-        found = {
+    run_worker(
+        lambda comm: {
             "measurements": asdict(measure(comm)),
             "algorithm": default_algorithm(comm, torch.float32),
             "widths": {width: measure_width(comm, int(width), int(repeats)) for width in widths},
-        }
-        if comm.rank == 0:
-            Path(file).write_text(json.dumps(found))
-        comm.barrier()
+        },
+        Path(file),
+    )
 
 
 if __name__ == "__main__":
