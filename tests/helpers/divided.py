@@ -1,7 +1,7 @@
 """Trainings of `text` whose model is divided over workers, compared with those of one worker."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from allstep import Communicator
 from allstep.cli.main import main
 from allstep.comm import fsdp_modules, shards_of, stages_of
 from allstep.recipes.text import Text
+from tests.helpers.processes import run_processes
 
 Found = tuple[dict[str, Tensor], allstep.train.RunReport]
 
@@ -66,6 +67,32 @@ def train_text(
         spoil(task.model)
     report = allstep.fit(task, recipe, comm, run_dir, resume=resume)
     return whole_state(task.model), report
+
+
+def merged(found: Sequence[Found]) -> Found:
+    """The workers' parts as one model; what several of them have must be the same."""
+    whole: dict[str, Tensor] = {}
+    for state, report in found:
+        assert all(torch.equal(state[name], whole.setdefault(name, state[name])) for name in state)
+        assert report.metrics == found[0][1].metrics
+    return whole, found[0][1]
+
+
+def _train_each(comm: Communicator, *runs: tuple[Any, ...]) -> list[Found]:
+    return [train_text(comm, *arguments) for arguments in runs]
+
+
+def trainings_on(size: int, *runs: tuple[Any, ...]) -> list[Found]:
+    """`train_text` with each of the arguments, one after the other on so many workers."""
+    if size == 1:
+        return _train_each(Communicator.single_process(), *runs)
+    found = run_processes(size, _train_each, *runs, timeout_s=200)
+    return [merged(of_run) for of_run in zip(*found, strict=True)]
+
+
+def train_on(size: int, *arguments: Any) -> Found:
+    """`train_text` on so many workers."""
+    return trainings_on(size, arguments)[0]
 
 
 def largest_difference(one: Found, other: Found) -> float:

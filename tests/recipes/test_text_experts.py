@@ -14,7 +14,7 @@ from allstep import Communicator, UsageError
 from allstep.nn import MixtureOfExperts
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
-from tests.helpers.divided import Found, keep_one_checkpoint, largest_difference
+from tests.helpers.divided import Found, keep_one_checkpoint, largest_difference, merged
 from tests.helpers.generators import thread_generators  # noqa: F401
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
@@ -50,17 +50,6 @@ def small(folder: Path, **changes: Any) -> Text:
 def initial_of(recipe: Text) -> dict[str, Tensor]:
     """Threads share the random state that initial weights are drawn from."""
     return recipe.task(Communicator.single_process()).model.double().state_dict()
-
-
-def merged(found: list[Found]) -> Found:
-    """The workers' parts as one model; what is on all of them must be the same."""
-    whole: dict[str, Tensor] = {}
-    for state, report in found:
-        for name, value in state.items():
-            assert name not in whole or torch.equal(whole[name], value)
-        whole |= state
-        assert report.metrics == found[0][1].metrics
-    return whole, found[0][1]
 
 
 @pytest.fixture

@@ -6,24 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from allstep import Communicator, UsageError
+from allstep import UsageError
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
 from tests.helpers.divided import (
-    Found,
     check_elastic_refused,
     keep_one_checkpoint,
     largest_difference,
     small_text,
-    train_text,
+    train_on,
 )
-from tests.helpers.processes import RemoteError, run_processes
+from tests.helpers.processes import RemoteError
 from tests.helpers.texts import check_three_workers_refused, write_topics
-
-State = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -34,19 +30,6 @@ def folder(tmp_path: Path) -> Path:
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 4, "train_share": 0.4, "held_out": 0.03, "pipeline": 2}
     return small_text(folder, **usual | changes)
-
-
-def train_on(size: int, *arguments: Any) -> Found:
-    """On so many workers; those with the same stages have found the same to the last bit."""
-    if size == 1:
-        return train_text(Communicator.single_process(), *arguments)
-    state: State = {}
-    first, *others = found = run_processes(size, train_text, *arguments, timeout_s=200)
-    for own, report in found:
-        assert all(torch.equal(own[name], state.setdefault(name, own[name])) for name in own)
-        assert report.metrics == first[1].metrics
-    assert any(own.keys() != first[0].keys() for own, _ in others)
-    return state, first[1]
 
 
 # -- the same run on any layout of workers -------------------------------------------------------

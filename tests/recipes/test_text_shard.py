@@ -12,14 +12,8 @@ from torch import nn
 
 from allstep import Communicator, UsageError
 from allstep.recipes.text import Text
-from tests.helpers.divided import (
-    Found,
-    keep_one_checkpoint,
-    largest_difference,
-    small_text,
-    train_text,
-)
-from tests.helpers.processes import RemoteError, run_processes
+from tests.helpers.divided import keep_one_checkpoint, largest_difference, small_text, train_on
+from tests.helpers.processes import RemoteError
 from tests.helpers.texts import write_topics
 
 
@@ -31,15 +25,6 @@ def folder(tmp_path: Path) -> Path:
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 2, "optimizer": "lamb", "shard": True}
     return small_text(folder, **usual | changes)
-
-
-def train_on(size: int, *arguments: Any) -> Found:
-    """On so many workers, which must have found the same to the last bit."""
-    (state, report), *others = run_processes(size, train_text, *arguments, timeout_s=200)
-    for other, report_of_other in others:
-        assert all(torch.equal(other[name], state[name]) for name in state)
-        assert report_of_other.metrics == report.metrics
-    return state, report
 
 
 @pytest.mark.process

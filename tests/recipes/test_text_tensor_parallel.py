@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from allstep import Communicator, UsageError
+from allstep import UsageError
 from allstep.comm import shards_of
 from allstep.errors import DisagreementError
 from allstep.optim import NonfiniteGradientError
 from allstep.recipes.text import Text
 from tests.helpers.divided import (
-    Found,
     check_elastic_refused,
     keep_one_checkpoint,
     largest_difference,
     small_text,
-    train_text,
+    train_on,
+    trainings_on,
 )
-from tests.helpers.processes import RemoteError, run_processes
+from tests.helpers.processes import RemoteError
 from tests.helpers.texts import check_three_workers_refused, write_topics
 from tests.nn.test_tensor_parallel import leave_gradients_unsummed
 
@@ -36,27 +36,6 @@ def folder(tmp_path: Path) -> Path:
 def small(folder: Path, **changes: Any) -> Text:
     usual = {"depth": 2, "optimizer": "lamb", "tensor_parallel": 2}
     return small_text(folder, **usual | changes)
-
-
-def train_each(comm: Communicator, *runs: tuple[Any, ...]) -> list[Found]:
-    return [train_text(comm, *arguments) for arguments in runs]
-
-
-def trainings_on(size: int, *runs: tuple[Any, ...]) -> list[Found]:
-    """One after the other on so many workers, which must have found the same to the last bit."""
-    first, *others = run_processes(size, train_each, *runs, timeout_s=200)
-    for found in others:
-        for (state, report), (of_first, report_of_first) in zip(found, first, strict=True):
-            assert state.keys() == of_first.keys()
-            assert all(torch.equal(state[name], of_first[name]) for name in state)
-            assert report.metrics == report_of_first.metrics
-    return first
-
-
-def train_on(size: int, *arguments: Any) -> Found:
-    if size == 1:
-        return train_text(Communicator.single_process(), *arguments)
-    return trainings_on(size, arguments)[0]
 
 
 # -- the same run on any layout of workers -------------------------------------------------------
