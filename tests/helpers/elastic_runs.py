@@ -2,26 +2,19 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from allstep import TrainOptions
 from allstep.train import read_checkpoint
 from allstep.train.metrics import read_metrics
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names
 
-OPTIONS = TrainOptions(
-    epochs=same_model.NUM_EPOCHS,
-    global_batch=same_model.GLOBAL_BATCH,
-    micro_batch=same_model.MICRO_BATCH,
-    seed=11,
-    precision="float64",
-    compression="exact",
-    log_every_steps=1,
-    checkpoint_every_steps=3,
+OPTIONS = replace(
+    same_model.OPTIONS, epochs=same_model.NUM_EPOCHS, compression="exact", checkpoint_every_steps=3
 )
 NUM_STEPS = 4 * same_model.NUM_EPOCHS
 

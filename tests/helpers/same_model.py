@@ -14,12 +14,20 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import allstep
-from allstep import Communicator, Task
+from allstep import Communicator, Task, TrainOptions
 
 GLOBAL_BATCH = 96
 MICRO_BATCH = 8
 NUM_SAMPLES = 3 * GLOBAL_BATCH + 44  # the fourth step of an epoch: 5 micro-batches and a short one
 NUM_EPOCHS = 5  # 20 steps
+OPTIONS = TrainOptions(
+    epochs=2,
+    global_batch=GLOBAL_BATCH,
+    micro_batch=MICRO_BATCH,
+    seed=11,
+    precision="float64",
+    log_every_steps=1,
+)
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):

@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 import allstep
-from allstep import Communicator, TrainOptions
+from allstep import Communicator
 from allstep.errors import CheckpointError
 from allstep.train.metrics import read_metrics
 from allstep.train.storage import read_checkpoint
@@ -26,16 +26,7 @@ from tests.helpers import same_model
 from tests.helpers.compare import differing_names
 from tests.helpers.processes import Workers
 
-OPTIONS = TrainOptions(
-    epochs=2,
-    global_batch=same_model.GLOBAL_BATCH,
-    micro_batch=same_model.MICRO_BATCH,
-    seed=11,
-    precision="float64",
-    log_every_steps=1,
-    checkpoint_every_steps=2,
-    keep_checkpoints=2,
-)
+OPTIONS = replace(same_model.OPTIONS, checkpoint_every_steps=2, keep_checkpoints=2)
 FOLLOWING = replace(OPTIONS, best_metric="accuracy", best_mode="max")
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
 

@@ -32,13 +32,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def options_for(**changes: Any) -> TrainOptions:
-    arguments: dict[str, Any] = {
-        "epochs": 1,
-        "global_batch": same_model.GLOBAL_BATCH,
-        "micro_batch": same_model.MICRO_BATCH,
-        "precision": "float64",
-    }
-    return TrainOptions(**arguments | changes)
+    return replace(same_model.OPTIONS, **{"epochs": 1, "log_every_steps": 10} | changes)
 
 
 def train(

@@ -36,14 +36,6 @@ Found = dict[str, Any]
 
 SHARES = {1: "equal", 2: "3,1", 3: "5,2,1"}
 WAYS = ["equal", "uneven", "none for some", "loader processes"]
-OPTIONS = TrainOptions(
-    epochs=2,
-    global_batch=same_model.GLOBAL_BATCH,
-    micro_batch=same_model.MICRO_BATCH,
-    seed=11,
-    precision="float64",
-    log_every_steps=1,
-)
 
 
 def on_host(found: Any) -> Any:
@@ -60,10 +52,10 @@ def single_process() -> Communicator:
 
 def options_of(way: str, size: int) -> TrainOptions:
     if way == "uneven":
-        return replace(OPTIONS, shares=SHARES[size])
+        return replace(same_model.OPTIONS, shares=SHARES[size])
     if way == "none for some":  # 2 micro-batches for 3 ranks
-        return replace(OPTIONS, global_batch=2 * same_model.MICRO_BATCH)
-    return replace(OPTIONS, loader_workers=2 * (way == "loader processes"))
+        return replace(same_model.OPTIONS, global_batch=2 * same_model.MICRO_BATCH)
+    return replace(same_model.OPTIONS, loader_workers=2 * (way == "loader processes"))
 
 
 def train_in_all_ways(comm: Communicator, folder: str) -> dict[str, Found]:
@@ -209,7 +201,7 @@ def train_in_precisions(comm: Communicator, folder: str) -> dict[str, Found]:
     for name, (changes, factor) in PRECISIONS.items():
         task = replace(same_model.make_task("sgd"), train_set=WithOutlier(factor))
         run_dir = Path(folder) / name
-        options = replace(OPTIONS, compression="exact", **changes)
+        options = replace(same_model.OPTIONS, compression="exact", **changes)
         report = allstep.fit(task, options, comm, run_dir)
         found[name] = {
             "model": on_host(task.model.state_dict()),
@@ -233,8 +225,8 @@ def test_lower_precisions_have_the_same_bits_on_any_number_of_ranks(tmp_path: Pa
                 assert found[name]["num_skipped"] == expected[name]["num_skipped"]
         assert runs[size][0]["float16"]["scaler"] == expected["float16"]["scaler"]
     assert all(x.isfinite().all() for name in PRECISIONS for x in expected[name]["model"].values())
-    assert expected["skip"]["num_skipped"] == OPTIONS.epochs
-    assert expected["float16"]["scaler"]["scale"] <= 2.0 ** (16 - OPTIONS.epochs)
+    assert expected["skip"]["num_skipped"] == same_model.OPTIONS.epochs
+    assert expected["float16"]["scaler"]["scale"] <= 2.0 ** (16 - same_model.OPTIONS.epochs)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------
@@ -284,7 +276,7 @@ def train_without_dropout(
     for module in task.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    options = replace(OPTIONS, epochs=epochs)
+    options = replace(same_model.OPTIONS, epochs=epochs)
     allstep.fit(task, options, Communicator.single_process(device), run_dir, resume=resume)
     state: dict[str, Tensor] = on_host(task.model.state_dict())
     return state

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,8 @@ NUM_KILLS = 20 // NUM_PARTS
 
 
 def options_for(**changes: Any) -> TrainOptions:
-    arguments: dict[str, Any] = {
-        "epochs": 3,
-        "global_batch": same_model.GLOBAL_BATCH,
-        "micro_batch": same_model.MICRO_BATCH,
-        "seed": 11,
-        "precision": "float64",
-        "checkpoint_every_steps": 2,
-        "keep_checkpoints": 2,
-    }
-    return TrainOptions(**arguments | changes)
+    usual = {"epochs": 3, "checkpoint_every_steps": 2, "keep_checkpoints": 2}
+    return replace(same_model.OPTIONS, **usual | changes)
 
 
 def train(comm: Communicator, run_dir: str, changes: dict[str, Any]) -> dict[str, Tensor]:

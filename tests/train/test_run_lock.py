@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import allstep
-from allstep import Communicator, TrainOptions
+from allstep import Communicator
 from allstep.errors import UsageError
 from allstep.train.run_lock import run_lock, trainer_of
 from tests.helpers import same_model
@@ -57,12 +58,7 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
     def fit(comm: Communicator) -> str:
-        options = TrainOptions(
-            epochs=1,
-            global_batch=same_model.GLOBAL_BATCH,
-            micro_batch=same_model.MICRO_BATCH,
-            precision="float64",
-        )
+        options = replace(same_model.OPTIONS, epochs=1)
         try:
             allstep.fit(same_model.make_task("sgd"), options, comm, tmp_path)
         except UsageError as error:

@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
 import allstep
-from allstep import Communicator, TrainOptions
+from allstep import Communicator
 from allstep.data.random import derive_seed
 from tests.helpers import same_model
 from tests.helpers.compare import differing_names, state_difference
@@ -25,12 +26,9 @@ def train_with_fit(
     comm: Communicator, run_dir: str, optimizer: str, *, loader_workers: int = 0
 ) -> dict[str, Tensor]:
     task = same_model.make_task(optimizer)
-    options = TrainOptions(
+    options = replace(
+        same_model.OPTIONS,
         epochs=same_model.NUM_EPOCHS,
-        global_batch=same_model.GLOBAL_BATCH,
-        micro_batch=same_model.MICRO_BATCH,
-        seed=11,
-        precision="float64",
         loader_workers=loader_workers,
         keep_checkpoints=1,
         evaluate_every_epochs=same_model.NUM_EPOCHS,

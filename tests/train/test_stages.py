@@ -40,15 +40,8 @@ def make_task(**changes: Any) -> Task:
 
 
 def make_options(**changes: Any) -> TrainOptions:
-    arguments: dict[str, Any] = {
-        "epochs": EPOCHS,
-        "global_batch": same_model.GLOBAL_BATCH,
-        "micro_batch": same_model.MICRO_BATCH,
-        "seed": 11,
-        "precision": "float64",
-        "noise_scale_every_steps": 2,
-    }
-    return TrainOptions(**arguments | changes)
+    usual = {"epochs": EPOCHS, "noise_scale_every_steps": 2}
+    return replace(same_model.OPTIONS, **usual | changes)
 
 
 def train(comm: Communicator, folder: Path, *, resume: bool = False, **changes: Any) -> Any:
