@@ -30,7 +30,8 @@ from typing import Any, Self
 from torch._C._distributed_c10d import TCPStore
 
 from allstep.cli.exits import Exits, StoreRecord, forget_exits, keeping_store, write_exits
-from allstep.cli.worker import SIGNALS, log_path, run_forked, write_call
+from allstep.cli.interruptible import SIGNALS, signals_handled
+from allstep.cli.worker import log_path, run_forked, write_call
 from allstep.comm import await_others
 from allstep.env import environment_of_joiner, environment_of_worker, make_room
 from allstep.train import FAILED, PEER_LOST, REPEAT_S
@@ -385,12 +386,8 @@ def signals_noted() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    previous = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
+    with signals_handled(note):
         yield came
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

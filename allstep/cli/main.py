@@ -11,7 +11,7 @@ from typing import Any
 
 from allstep import __version__
 from allstep.cli.imports import import_at_start
-from allstep.cli.interruptible import Interrupted
+from allstep.cli.interruptible import SIGNALS, Interrupted, signals_handled
 from allstep.env import read_launch
 from allstep.errors import AllstepError, UsageError, nearest_names
 
@@ -115,14 +115,9 @@ def _help() -> str:
 @contextmanager
 def _quiet_signals() -> Iterator[None]:
     """Ends this process without a traceback on Ctrl-C, as long as nobody else listens."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, _leave) for number in numbers}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a worker was started with them blocked
-    try:
+    with signals_handled(_leave):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a worker starts with them blocked
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

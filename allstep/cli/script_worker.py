@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from allstep.cli.worker import SIGNALS, read_call, share_cores
+from allstep.cli.interruptible import SIGNALS
+from allstep.cli.worker import read_call, share_cores
 from allstep.doctor import RecordRequest, profile_script, record_script
 from allstep.env import Launch, forget_launch, read_launch
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from allstep.cli.imports import import_at_start
+from allstep.cli.interruptible import SIGNALS
 from allstep.env import num_cores, read_num_threads, set_environment
 from allstep.files import read_json, write_json
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CALL, _RESULT = "call.json", "result.json"
 
 

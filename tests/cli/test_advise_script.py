@@ -14,10 +14,11 @@ from textwrap import dedent
 import psutil
 import pytest
 
+from allstep.cli.interruptible import SIGNALS
 from allstep.cli.launch import Workers, launch_workers
 from allstep.cli.main import main
 from allstep.cli.script_worker import PROFILE, profile_path
-from allstep.cli.worker import SIGNALS, log_path
+from allstep.cli.worker import log_path
 from allstep.doctor import ScriptProfile
 from allstep.plan import Workload
 

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from allstep.cli import launch
-from allstep.cli.worker import SIGNALS
+from allstep.cli.interruptible import SIGNALS
 from allstep.comm import init
 from allstep.env import forget_launch, read_launch
 from allstep.errors import PeerLostError
