@@ -168,3 +168,21 @@ def test_a_changed_model_goes_on_from_a_checkpoint(
 
     for found in run_ranks(sizes[1], resume):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_what_starts_to_be_trained_gets_the_first_workers_values() -> None:
+    """It may have been changed while it was frozen; what stays frozen is left alone."""
+    initial = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def work(comm: Communicator) -> list[float]:
+        model = copy.deepcopy(initial)
+        model[:2].requires_grad_(False)
+        allstep.attach(model, comm)
+        with torch.no_grad():
+            for layer in model[:2]:
+                layer.bias.fill_(comm.rank)
+        model[1].requires_grad_(True)
+        model(torch.ones(1, 1))
+        return [layer.bias.item() for layer in model[:2]]
+
+    assert run_ranks(2, work) == [[0, 0], [1, 0]]
