@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -205,18 +206,24 @@ class Paragraphs(Dataset[tuple[Tensor, Tensor]]):
         return tokens[:-1], tokens[1:]
 
 
-def collate_padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def collate_padded(
+    samples: list[tuple[Tensor, Tensor]], multiple: int = 1
+) -> tuple[Tensor, Tensor]:
     """(inputs, targets), [samples, longest]; inputs end with 0, targets with `PADDING`.
+
+    The longest is rounded up to a multiple of so many tokens.
 
     >>> collate_padded([(torch.tensor([3, 4]), torch.tensor([4, 1])), (torch.tensor([5]),) * 2])[1]
     tensor([[   4,    1],
             [   5, -100]])
     """
-    inputs, targets = zip(*samples, strict=True)
-    return (
-        pad_sequence(list(inputs), batch_first=True),
-        pad_sequence(list(targets), batch_first=True, padding_value=PADDING),
+    columns = zip(*samples, strict=True)
+    inputs, targets = (
+        pad_sequence(list(tensors), batch_first=True, padding_value=value)
+        for tensors, value in zip(columns, (0, PADDING), strict=True)
     )
+    more = -inputs.shape[1] % multiple
+    return F.pad(inputs, (0, more)), F.pad(targets, (0, more), value=PADDING)
 
 
 def num_masked(sequence_length: int) -> int:

@@ -63,7 +63,10 @@ def tensor_parallel(
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    parallelize_module(model, mesh.device_mesh()[axis], dict(plan))
+    from allstep.nn.sequence_parallel import drops_by_position
+
+    styles = {name: drops_by_position(style) for name, style in plan.items()}
+    parallelize_module(model, mesh.device_mesh()[axis], styles)
     for prefix, module in model.named_modules():
         own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         for name, p in own.items():

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import allstep
 from allstep import Communicator, Metrics, Task, UsageError
 from allstep.recipes.texts import TokenRecipe
+from allstep.recipes.token_loss import most_likely, summed_cross_entropy
 from allstep.recipes.transformer import (
     Experts,
     Transformer,
@@ -77,8 +77,9 @@ class Text(TokenRecipe):
     """Weight in the loss of what makes the router use all experts alike."""
 
     tensor_parallel: int = 1
-    """Workers that share a copy of the model, with a part of each block's heads and hidden features
-    each; the others share out the samples. A single worker has all of it whatever this is."""
+    """Workers that share a copy of the model, with a part each of the heads, hidden features and
+    vocabulary, and of each sequence's tokens between the halves of a block; these are padded to a
+    multiple. The others share out the samples. A single worker has all of it whatever this is."""
 
     pipeline: int = 1
     """Workers of a copy of the model that have some of its blocks each, one after the other, beside
@@ -159,6 +160,12 @@ class Text(TokenRecipe):
                     f"`experts` (={self.experts}) {experts}, and {reason}; leave one of them out."
                 )
             allstep.train.check_sharded(self, reason)
+        if self.tensor_parallel > 1 and self.pipeline == 1:
+            for name in ("vocab_size", "sequence_length", "second_sequence_length"):
+                length = getattr(self, name)
+                if length is not None:
+                    parts = "tensor_parallel", self.tensor_parallel
+                    allstep.errors.check_multiple(name, length, *parts)
         if self.pipeline > 1 and self.samples == "paragraphs":
             raise UsageError(
                 f"`samples` (={self.samples!r}) have another length in each micro-batch, and those"
@@ -254,7 +261,9 @@ class Text(TokenRecipe):
             *make_sets(self.sequence_length),
             objective,
             self.later_stages(make_sets),
-            allstep.data.text_folder.collate_padded if self.samples == "paragraphs" else None,
+            partial(allstep.data.text_folder.collate_padded, multiple=self.tensor_parallel)
+            if self.samples == "paragraphs"
+            else None,
         )
 
     @property
@@ -375,7 +384,7 @@ class LanguageModelling:
 
     def loss_of(self, logits: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         """Sum of the targets' cross-entropies."""
-        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+        return summed_cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
     def weight_of(self, batch: tuple[Tensor, ...]) -> float:
         """How many targets count."""
@@ -391,15 +400,12 @@ class LanguageModelling:
         inputs, targets, *_ = batch
         logits, *balance_loss = _outputs(model, *self.inputs(batch))
         logits, targets = logits.flatten(0, 1), targets.flatten()
-        if self.is_padded:
-            counts = targets != allstep.data.text_folder.PADDING
-            logits, targets = logits[counts], targets[counts]
-        count = len(targets)
-        unigram = self.unigram_log_probs.to(targets.device)[targets]
+        counted = targets[targets != allstep.data.text_folder.PADDING]
+        unigram = self.unigram_log_probs.to(targets.device)[counted]
         found: dict[str, tuple[float | Tensor, float | Tensor]] = {
-            "loss": (F.cross_entropy(logits, targets, reduction="sum"), count),
-            "unigram": (-unigram.sum(), count),
-            "accuracy": ((logits.argmax(1) == targets).sum(), count),
+            "loss": (summed_cross_entropy(logits, targets), len(counted)),
+            "unigram": (-unigram.sum(), len(counted)),
+            "accuracy": ((most_likely(logits) == targets).sum(), len(counted)),
         }
         for balance in balance_loss:
             num_tokens = inputs.numel()

@@ -14,6 +14,7 @@ from allstep import Communicator
 
 if TYPE_CHECKING:  # its import takes seconds
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
@@ -84,6 +85,7 @@ class Transformer(nn.Module):
         mlps = [_make_mlp(config, experts) for _ in range(config.depth)]
         self.blocks = nn.Sequential(*(_Block(config, mlp) for mlp in mlps))
         self.norm = nn.LayerNorm(config.width)
+        self.add, self.logits = _Add(), _TiedLogits()  # modules, so that a plan can lay inputs out
         self._initialize(config.depth)
 
     def forward(
@@ -98,13 +100,14 @@ class Transformer(nn.Module):
         Returns:
             [batch, predicted, vocab_size]; with experts and the balance loss, a scalar.
         """
-        x = self.token_embedding(tokens) + self.position_embedding[: tokens.shape[1]]
+        x = self.add(self.token_embedding(tokens), self.position_embedding[: tokens.shape[1]])
         x = self.dropout(x)
         balance_losses = []
         for block in self.blocks:
             x, *balance_loss = block(x)
             balance_losses += balance_loss
-        logits = F.linear(self.norm(_at(x, positions)), self.token_embedding.weight)
+        chosen = {} if positions is None else {"positions": positions}
+        logits = self.logits(self.norm(x), self.token_embedding.weight, **chosen)
         return (logits, torch.stack(balance_losses).mean()) if balance_losses else logits
 
     def _initialize(self, depth: int) -> None:
@@ -160,7 +163,9 @@ class TransformerStage(nn.Module):
 
     def divide(self, mesh: allstep.comm.Mesh[Communicator]) -> nn.Module:
         """This stage with its block's heads and hidden features divided over `tensor`."""
-        return allstep.nn.tensor_parallel(self, mesh, _block_plan("block"))
+        from torch.distributed.tensor import Replicate
+
+        return allstep.nn.tensor_parallel(self, mesh, _block_plan("block", Replicate()))
 
 
 class _Embedding(nn.Module):
@@ -180,6 +185,16 @@ def _at(x: Tensor, positions: Tensor | None) -> Tensor:
     if positions is None:
         return x
     return x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
+
+
+class _Add(nn.Module):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + positions
+
+
+class _TiedLogits(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor, positions: Tensor | None = None) -> Tensor:
+        return F.linear(_at(x, positions), weight)
 
 
 class _Block(nn.Module):
@@ -233,13 +248,41 @@ class _MLP(nn.Module):
 
 
 def tensor_parallel_plan(model: Transformer) -> dict[str, "ParallelStyle"]:
-    """How torch's `parallelize_module` divides each block's heads and its mlp's hidden features.
+    """How torch's `parallelize_module` divides the heads, hidden features, tokens and vocabulary.
 
-    Between the blocks' halves everything is whole: norms, embeddings, the dropout of features.
+    Between the halves of blocks each worker has a part of each sequence's tokens: norms, dropout
+    and sums. Embeddings and logits are divided by tokens of the vocabulary, and the logits stay so.
     """
-    plan: dict[str, ParallelStyle] = {}
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    tokens, whole, vocabulary = Shard(1), Replicate(), Shard(0)
+    plan: dict[str, ParallelStyle] = {
+        "token_embedding": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "add": PrepareModuleInputOutput(
+            input_layouts=(tokens, whole),
+            desired_input_layouts=(tokens, Shard(0)),
+            output_layouts=tokens,
+            desired_output_layouts=tokens,
+        ),
+        "dropout": SequenceParallel(use_local_output=True),
+        "norm": SequenceParallel(use_local_output=True),
+        "logits": PrepareModuleInput(
+            input_layouts=(tokens, vocabulary),
+            desired_input_layouts=(whole, vocabulary),
+            input_kwarg_layouts={"positions": whole},
+            desired_input_kwarg_layouts={"positions": whole},
+        ),
+    }
     for i in range(len(model.blocks)):
-        plan |= _block_plan(f"blocks.{i}")
+        plan |= _block_plan(f"blocks.{i}", tokens)
+        for name in ("attention_norm", "mlp_norm", "dropout"):
+            plan[f"blocks.{i}.{name}"] = SequenceParallel(use_local_output=True)
     return plan
 
 
@@ -256,7 +299,13 @@ def shard_blocks(model: Transformer, mesh: "DeviceMesh") -> None:
         fully_shard(module, mesh=mesh)
 
 
-def _block_plan(block: str) -> dict[str, "ParallelStyle"]:
+def _block_plan(block: str, between: "Placement") -> dict[str, "ParallelStyle"]:
+    """Of a block's heads and hidden features.
+
+    Args:
+        block: its name.
+        between: how features are laid out before and after each half.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -268,12 +317,15 @@ def _block_plan(block: str) -> dict[str, "ParallelStyle"]:
     plan: dict[str, ParallelStyle] = {
         # Their gradients are added before they are summed over the workers, in one message.
         attention: PrepareModuleInput(
-            input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+            input_layouts=(between,), desired_input_layouts=(Replicate(),)
         )
     }
     plan |= {f"{attention}.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-    plan |= {f"{attention}.output": RowwiseParallel()}
-    plan |= {f"{mlp}.hidden": ColwiseParallel(), f"{mlp}.output": RowwiseParallel()}
+    plan |= {f"{attention}.output": RowwiseParallel(output_layouts=between)}
+    plan |= {
+        f"{mlp}.hidden": ColwiseParallel(input_layouts=between),
+        f"{mlp}.output": RowwiseParallel(output_layouts=between),
+    }
     return plan
 
 

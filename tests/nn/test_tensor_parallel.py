@@ -21,6 +21,7 @@ import allstep
 from allstep import Communicator, UsageError, init
 from allstep.comm import shards_of
 from allstep.nn import tensor_parallel
+from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
 from tests.helpers.divided import whole_state
 from tests.helpers.processes import Workers, run_processes
@@ -39,44 +40,59 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 def transformer() -> Transformer:
     torch.manual_seed(0)
     config = TransformerConfig(
-        vocab_size=50, sequence_length=12, width=16, depth=2, heads=4, dropout=0.2, causal=True
+        vocab_size=52, sequence_length=12, width=16, depth=2, heads=4, dropout=0.2, causal=True
     )
     return Transformer(config).double()
 
 
 def leave_gradients_unsummed(model: nn.Module) -> None:
-    """Divided layers whose inputs' gradients stay what the worker's own part gives."""
+    """Norms whose gradients stay what the worker's own tokens give."""
     from torch.distributed.tensor import DTensor, Replicate
-
-    (shard, *_) = shards_of(model).values()
-    mesh = shard.mesh.device_mesh()[shard.axis]
 
     class Unsummed(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Any:
-            return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        def forward(ctx: Any, p: DTensor) -> DTensor:
+            return p.view_as(p)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Tensor:
-            return gradient.to_local()
-
-    for name, module in model.named_modules():
-        if name.endswith(("attention", "mlp.hidden")):
-            module.register_forward_pre_hook(
-                lambda _, inputs: (Unsummed.apply(inputs[0]),), prepend=True
+        def backward(ctx: Any, gradient: DTensor) -> DTensor:
+            return DTensor.from_local(
+                gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False
             )
 
+    def begin(module: nn.Module, _: Any) -> None:
+        for name, p in module._parameters.items():
+            module._parameters[name] = Unsummed.apply(p)
 
-def gradients(comm: Communicator, spoilt: bool = False) -> dict[str, Tensor]:
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_pre_hook(begin)
+
+
+def draw_by_shard(model: nn.Module) -> None:
+    """Dropout as torch's SequenceParallel leaves it."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.__class__ = nn.Dropout
+
+
+def gradients(
+    comm: Communicator, spoil: Callable[[nn.Module], None] | None = None
+) -> dict[str, Tensor]:
     """Of one step's loss, with dropout, from the same random state on all workers."""
     model = transformer()
     if comm.size > 1:
         tensor_parallel(model, comm.mesh(data=1, tensor=comm.size), tensor_parallel_plan(model))
-    if spoilt:
-        leave_gradients_unsummed(model)
+    if spoil is not None:
+        spoil(model)
     torch.manual_seed(1)
-    tokens = torch.randint(50, (3, 12))
-    model(tokens).square().mean().backward()
+    tokens, targets = torch.randint(52, (2, 3, 12))
+    targets[0, :5] = -100
+    logits = model(tokens)
+    if comm.size > 1:  # no worker has them whole
+        assert logits.to_local().shape == (3, 12, 52 // comm.size)
+    loss = summed_cross_entropy(logits.flatten(0, 1), targets.flatten())
+    (0.3 * loss).backward()
     return whole_gradients(model)
 
 
@@ -92,16 +108,24 @@ def test_gradients_of_a_divided_transformer(size: int) -> None:
 
 @pytest.mark.process
 def test_control_of_a_divided_transformer() -> None:
-    """Without the sum of the parts, a norm before a divided layer gets one worker's part."""
+    """Without the sum of the parts, a norm gets what one worker's tokens give."""
     expected = gradients(Communicator.single_process())
-    found = run_processes(2, gradients, True)
-    name = "blocks.1.mlp_norm.weight"
-    scale = expected[name].abs().max()
-    for own in found:
-        assert (own[name] - expected[name]).abs().max() > 0.05 * scale
-    # Each has its part, and the next layer's gradient is right as no divided one comes after it.
-    torch.testing.assert_close(sum(own[name] for own in found), expected[name])
-    torch.testing.assert_close(found[0]["norm.weight"], expected["norm.weight"])
+    found = run_processes(2, gradients, leave_gradients_unsummed)
+    for name in ("blocks.1.mlp_norm.weight", "norm.bias"):
+        scale = expected[name].abs().max()
+        for own in found:
+            assert (own[name] - expected[name]).abs().max() > 0.05 * scale
+        torch.testing.assert_close(sum(own[name] for own in found), expected[name])
+    torch.testing.assert_close(found[0]["position_embedding"], expected["position_embedding"])
+
+
+@pytest.mark.process
+def test_control_of_dropout_along_the_sequence() -> None:
+    """Where each worker draws for its own tokens, it is another model."""
+    expected = gradients(Communicator.single_process())
+    name = "blocks.0.attention_norm.weight"
+    for found in run_processes(2, gradients, draw_by_shard):
+        assert (found[name] - expected[name]).abs().max() > 0.05 * expected[name].abs().max()
 
 
 # -- a loop of one's own -------------------------------------------------------------------------

@@ -57,6 +57,22 @@ def test_tensor_parallel_on_any_layout(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "changes",
+    [{"samples": "paragraphs", "optimizer": "adamw"}, {"objective": "masked"}],
+    ids=["paragraphs", "masked"],
+)
+def test_tensor_parallel_of_other_samples(
+    folder: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Padded sequences of unequal lengths, weighed by tokens; and logits at some positions."""
+    recipe = small(folder, train_share=0.2, **changes)
+    one, two = (train_on(size, recipe, tmp_path / f"{size}") for size in (1, 2))
+    assert one[1].num_steps >= 4
+    assert largest_difference(one, two) < 1e-10
+
+
+@pytest.mark.process
 def test_workers_whose_gradients_are_a_part_do_not_save(folder: Path, tmp_path: Path) -> None:
     """The control: without the sum over the tensor axis the norms of one model part."""
     recipe = small(folder, train_share=0.1)
@@ -141,6 +157,9 @@ def test_one_shards_bad_gradient_skips_the_step_on_all(folder: Path, tmp_path: P
     [
         ({"tensor_parallel": 0}, r"`tensor_parallel` \(=0\) must be at least 1"),
         ({"tensor_parallel": 3}, r"`heads` \(=4\) must be a multiple of `tensor_parallel` \(=3\)"),
+        ({"vocab_size": 301}, r"`vocab_size` \(=301\) must be a multiple of `tensor_parallel`"),
+        ({"sequence_length": 15}, r"`sequence_length` \(=15\) must be a multiple of `tensor_par"),
+        ({"second_sequence_length": 17, "epochs": 2}, r"`second_sequence_length` \(=17\) must be a"),
         ({"experts": 4}, r"`experts` \(=4\) divide the blocks"),
         ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
