@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from bench_overhead import CLOCKS, Cut
 from common import interleave, run_worker
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ import allstep
 from allstep import Communicator
 from allstep.comm import Mesh
 from allstep.nn import tensor_parallel
+from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import (
     Transformer,
     TransformerConfig,
@@ -48,7 +48,8 @@ def make_model(width: int) -> Transformer:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+    targets = tokens.roll(-1, 1).flatten()
+    return summed_cross_entropy(model(tokens).flatten(0, 1), targets) / len(targets)
 
 
 def bare_loop(

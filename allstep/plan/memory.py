@@ -6,15 +6,18 @@ bytes:
     parameters     n b
     gradients      n b            (buckets are the gradients' own memory)
     optimizer      k n b
-    activations    T a (w (depth (6 + 12/t) + 3) + 3 v)
+    activations    T a (w (depth (2 + 4 b + 12/t) + 1 + 2 b) + 3 b v)
 
 a are the bytes of an activation, w the width, t the workers of a copy and v = r / w the logits of a
-token, with r as in [Note: divided blocks]. A block keeps for its backward pass the inputs and
-outputs of its two norms and the factors of its two dropouts, which are whole (6 w), and queries,
-keys, values, attention, and the hidden features before and after GELU, which are divided
-(12 w / t). The embeddings' dropout and the last norm keep 3 w; logits, their logarithms and their
-gradients are 3 v. It is for attention that keeps no scores (flash) and without activation
-checkpointing; what the framework, kernels and collectives take beside is not in it.
+token, with r as in [Note: divided blocks]. b is what a worker has between the halves of blocks:
+1/t, sharded along the sequence, and 1 in a pipeline, where it is whole. A block keeps for its
+backward pass the outputs of its two norms, gathered (2 w), their inputs and the factors of its two
+dropouts (4 b w), and queries, keys, values, attention, and the hidden features before and after
+GELU, which are divided (12 w / t). The embeddings' dropout and the last norm keep w (1 + 2 b);
+logits, their logarithms and their gradients are 3 b v, sharded along the vocabulary. That divides
+the embeddings, too, which are counted as whole. It is for attention that keeps no scores (flash)
+and without activation checkpointing; what the framework, kernels and collectives take beside is not
+in it.
 
 Where FSDP2 shards over s workers, each has 1/s of parameters, gradients and optimizer states, and
 whole what a pass needs at a time: the rest r all the time, a block B that computes, the next one
@@ -177,9 +180,10 @@ def _kept_of_token(
 ) -> float:
     """Numbers that a worker keeps of a micro-batch's token for the backward pass."""
     width = stages.transformer.width
-    kept = width * stages.depths[worker] * (6 + 12 / tensor)
+    between = 1 / tensor if stages.num_workers == 1 else 1.0
+    kept = width * stages.depths[worker] * (2 + 4 * between + 12 / tensor)
     if worker == 0:
-        kept += width
+        kept += width * between
     if worker == stages.num_workers - 1:
-        kept += 2 * width + 3 * num_outside_params / width
+        kept += width * (1 + between) + 3 * between * num_outside_params / width
     return kept

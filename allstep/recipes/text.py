@@ -134,7 +134,8 @@ class Text(TokenRecipe):
         )
 
     def divided_layers(self, model: nn.Module) -> list[nn.Module]:
-        return [m for name, m in model.named_modules() if name.endswith((".attention", ".mlp"))]
+        divided = ".attention", ".mlp", "logits"
+        return [m for name, m in model.named_modules() if name.endswith(divided)]
 
     def with_mesh(self, *, pipeline: int, tensor: int) -> "Text":
         return replace(self, pipeline=pipeline, tensor_parallel=tensor)

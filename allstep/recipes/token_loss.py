@@ -16,7 +16,7 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if type(logits) is Tensor:
         return F.cross_entropy(logits, targets, reduction="sum")
-    found: Tensor = _ShardedCrossEntropy.apply(logits, targets)
+    found: Tensor = _ShardedCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -40,10 +40,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         with torch.enable_grad(), loss_parallel():
             logits = logits.detach().requires_grad_()
             total: Any = F.cross_entropy(logits, targets, reduction="sum")
-            (ctx.gradient,) = torch.autograd.grad(total, logits)
+            ctx.save_for_backward(*torch.autograd.grad(total, logits))
         local: Tensor = total.detach().to_local()
         return local
 
     @staticmethod
     def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient * factors[0], None
+        (gradient,) = ctx.saved_tensors
+        return gradient * factors[0], None

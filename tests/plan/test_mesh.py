@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from allstep import Communicator
 from allstep.errors import UsageError
@@ -27,6 +26,7 @@ from allstep.plan import (
 )
 from allstep.plan.bottlenecks import bottlenecks
 from allstep.recipes.text import Text
+from allstep.recipes.token_loss import summed_cross_entropy
 from allstep.recipes.transformer import Transformer, TransformerConfig, tensor_parallel_plan
 from tests.helpers.processes import run_processes
 
@@ -184,7 +184,7 @@ def kept_bytes(model: torch.nn.Module) -> int:
 
     tokens = torch.randint(300, (BATCH, 12))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        summed_cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     return sum(size for start, size in storages.items() if start not in own)
 
@@ -201,20 +201,22 @@ def check_memory(tensor: int, num_local: int, num_kept: int) -> None:
     num_params = sum(p.numel() for p in small_transformer().parameters())
     micro = Workload.from_step(num_params=num_params, step_s=1.0, num_samples=BATCH)
     found = memory_of(micro, SMALL, tensor)
-    assert SMALL.local_params(num_params, tensor) == num_local
+    counted = SMALL.local_params(num_params, tensor)  # with all rows of the embeddings
+    assert counted == num_local + 300 * 16 * (tensor - 1) // tensor
     assert (found.parameters, found.gradients, found.optimizer) == (
-        4 * num_local,
-        4 * num_local,
-        8 * num_local,
+        4 * counted,
+        4 * counted,
+        8 * counted,
     )
-    assert found.total == 16 * num_local + found.activations
-    # Kept before there are gradients: one of the three v, which has no row of a position. Norms
-    # keep two numbers of a token, attention one a head, a token is its own target of 8 bytes, and
-    # the loss keeps one number.
+    assert found.total == 16 * counted + found.activations
+    # Kept before there are gradients: one of the three v, which has no row of a position; sharded
+    # logits have their gradient by then, too. Norms keep two numbers of a token, attention one a
+    # head, a token is its own target of 8 bytes, and the loss keeps one number.
     tokens, positions = BATCH * 12, 12 + 2
-    logits = 3 * 300 + 3 * positions
-    statistics = 4 * (2 * (2 * 3 + 1) + 3 * 4 // tensor) + 8
-    expected = found.activations - 4 * tokens * (logits - 300) + tokens * statistics
+    num_seen = 1 if tensor == 1 else 2
+    logits = 3 * 300 + 3 * positions - num_seen * 300
+    statistics = 4 * (2 * (2 * 3 + 1) + 3 * 4) // tensor + 8
+    expected = found.activations - 4 * tokens * logits // tensor + tokens * statistics
     assert num_kept == expected + 4
 
 
@@ -230,12 +232,12 @@ def test_memory_is_what_a_divided_transformer_keeps() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """A worker of four: 16 bytes a parameter, and 4 x (1024 x (24 x 9 + 3) + 3 v) a token."""
+    """A worker of four: 16 bytes a parameter, 4 x (1024 x (24 x 6 + 1.5) + 3 v / 4) a token."""
     found = memory_of(MICRO, BLOCKS, 4)
     num_params = 24 * ((12 * 1024**2 + 7 * 1024) // 4 + 6 * 1024) + EMBEDDINGS
     assert found.parameters == found.gradients == 4 * num_params
     assert found.optimizer == 8 * num_params
-    assert found.activations == 8 * 512 * 4 * (1024 * (24 * 9 + 3) + 3 * 32_000)
+    assert found.activations == 8 * 512 * 4 * (1024 * (24 * 6 + 1.5) + 3 * 8_000)
     assert memory_of(MICRO, BLOCKS, 4, states_per_param=1).optimizer == 4 * num_params
     halved = memory_of(MICRO, replace(BLOCKS, activation_bytes=2), 4)
     assert 2 * halved.activations == found.activations
@@ -244,7 +246,7 @@ def test_memory_by_hand() -> None:
 def test_divided_layers_hold_the_divided_parameters(tmp_path) -> None:
     model = small_transformer()
     layers = Text(folder=tmp_path, depth=3, width=16, heads=4).divided_layers(model)
-    assert len(layers) == 2 * 3
+    assert len(layers) == 2 * 3 + 1  # and the logits, which have no parameters of their own
     whole_biases = 2 * 3 * 16
     num_params = sum(p.numel() for layer in layers for p in layer.parameters())
     assert num_params == SMALL.divided_params + whole_biases

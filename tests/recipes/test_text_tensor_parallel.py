@@ -159,7 +159,10 @@ def test_one_shards_bad_gradient_skips_the_step_on_all(folder: Path, tmp_path: P
         ({"tensor_parallel": 3}, r"`heads` \(=4\) must be a multiple of `tensor_parallel` \(=3\)"),
         ({"vocab_size": 301}, r"`vocab_size` \(=301\) must be a multiple of `tensor_parallel`"),
         ({"sequence_length": 15}, r"`sequence_length` \(=15\) must be a multiple of `tensor_par"),
-        ({"second_sequence_length": 17, "epochs": 2}, r"`second_sequence_length` \(=17\) must be a"),
+        (
+            {"second_sequence_length": 17, "epochs": 2},
+            r"`second_sequence_length` \(=17\) must be a",
+        ),
         ({"experts": 4}, r"`experts` \(=4\) divide the blocks"),
         ({"precision": "float16"}, r"`precision` \(='float16'\) .* take 'bfloat16'"),
         ({"compile": True}, r"`compile` \(=True\) is for models that are whole"),
