@@ -35,7 +35,8 @@ def tensor_parallel(
     Args:
         model: whole, the same on all workers, before its optimizer is made; changed in place.
         mesh: made of all workers of torch.distributed's default group.
-        plan: name of a module -> torch's ColwiseParallel, RowwiseParallel, ...
+        plan: name of a module -> torch's ColwiseParallel, RowwiseParallel, ...; under
+            SequenceParallel nn.Dropout draws the mask of the whole tensor.
         axis: of the mesh. Where it has one worker, the model stays as it is.
 
     Returns:
@@ -44,7 +45,8 @@ def tensor_parallel(
     Raises:
         UsageError: if the axis is not there, if a parameter is shared by several modules, if one
             doesn't divide by the axis's length, as torch may compute with uneven shards what is
-            wrong, or if FSDP2 has sharded the model before.
+            wrong, if SequenceParallel is for another kind of dropout, or if FSDP2 has sharded the
+            model before.
 
     Example:
         >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

@@ -104,7 +104,7 @@ def memory_of(
     >>> micro = Workload.from_step(num_params=1_062_656, step_s=0.1, num_samples=16)
     >>> small = TransformerSpec(depth=4, width=128, heads=4, sequence_length=64)
     >>> [f"{memory_of(micro, small, tensor).total / 1e6:.1f} MB" for tensor in (1, 2)]
-    ['82.2 MB', '63.3 MB']
+    ['82.2 MB', '45.6 MB']
     >>> found = memory_of(micro, small, pipeline=2, num_micro_batches=4)
     >>> f"{found.total / 1e6:.1f} MB"
     '58.6 MB'
