@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from allstep.comm import Communicator, Work, fsdp_modules, init
@@ -24,6 +23,7 @@ from allstep.exchange.layout import BucketLayout
 from allstep.exchange.policy import ExchangePolicy, LocalSGD, Stale, Synchronous
 from allstep.exchange.reducer import Bucket, Reducer
 from allstep.exchange.wires import Exact, PowerSGD
+from allstep.torch_classes import local_part
 
 Gradients = dict[str, Tensor]
 
@@ -296,7 +296,8 @@ class FSDPCommHook(_CommHook):
         self._meet(comm)
         self._is_clearing = False
         with torch.no_grad():
-            tensors = tuple(_local(t) for t in _tensors(model))
+            whole = (*model.parameters(), *model.buffers())
+            tensors = tuple(local_part(tensor).detach() for tensor in whole)
             if tensors and comm.size > 1:
                 comm.broadcast(tensors, root=0)
 
@@ -383,15 +384,6 @@ def _resolve(
 def _wait(futures: list[torch.futures.Future[Tensor]]) -> None:
     for future in futures:
         future.wait()
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _layout(name: str, flat: Tensor) -> BucketLayout:

@@ -22,10 +22,11 @@ from allstep.device import is_accelerator
 from allstep.errors import UsageError, check_choice
 from allstep.optim import momentum_correction
 from allstep.optim.checks import Norm
-from allstep.optim.leaves import Batch, Leaf, batches, local, reduce_over_shards
+from allstep.optim.leaves import Batch, Leaf, batches, reduce_over_shards
 from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
 from allstep.optim.rules import Rule, SGDRule
 from allstep.optim.trust import TrustRatio, norms_of, power_sums, trust_ratio
+from allstep.torch_classes import local_part
 
 RatioOn = Literal["update", "gradient"]
 
@@ -228,7 +229,7 @@ class TrustRatioOptimizer(LargeBatchOptimizer):
         rule, group = self._rule(batch.group), batch.group
         for leaf, scale in zip(batch.leaves, scales, strict=True):
             gradient = leaf.descent() + self._coupled_decay(group) * leaf.weight
-            local(leaf.state["momentum_buffer"]).mul_(momentum_correction.factor(group))
+            local_part(leaf.state["momentum_buffer"]).mul_(momentum_correction.factor(group))
             leaf.weight.sub_(_advance(rule, leaf, scale.to(gradient.dtype) * gradient))
 
     def _coupled_decay(self, group: dict[str, Any]) -> float:
@@ -247,7 +248,7 @@ def adapts(group: dict[str, Any]) -> bool:
 
 def _advance(rule: Rule, leaf: Leaf, gradient: Tensor) -> Tensor:
     """The rule's direction; the leaf's state moves on."""
-    state = {slot: local(leaf.state[slot]) for slot in rule.slots}
+    state = {slot: local_part(leaf.state[slot]) for slot in rule.slots}
     direction, new = rule.direction(gradient, state, leaf.state["step"])
     for slot, value in new.items():
         state[slot].copy_(value)

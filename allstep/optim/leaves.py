@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from allstep.device import is_accelerator, tensor_on
-from allstep.torch_classes import is_dtensor
+from allstep.torch_classes import is_dtensor, local_part
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ class Leaf:
             gradient = gradient.to(weight.dtype)
         tensors = [weight, gradient]
         for slot in slots:
-            tensors.append(local(self.state[slot]))
+            tensors.append(local_part(self.state[slot]))
         rows = []
         for tensor in tensors:
             if not tensor.is_contiguous():
@@ -64,7 +64,7 @@ class Leaf:
     def write_back(self) -> None:
         """Rounds the master copy into the parameter."""
         if "master" in self.state:
-            local(self.parameter).copy_(self.weight)
+            local_part(self.parameter).copy_(self.weight)
 
 
 @dataclass(eq=False, slots=True)
@@ -133,11 +133,6 @@ def batches(leaves: Iterable[Leaf], max_elements: int) -> Iterator[Batch]:
         yield Batch(batch)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This worker's part of a sharded tensor, any other as it is; shares its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def local_gradient(parameter: Tensor) -> Tensor:
     """This worker's part of the gradient, laid out over the workers as the parameter is."""
     gradient = parameter.grad
@@ -148,7 +143,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
         and gradient.placements != parameter.placements
     ):
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient)
+    return local_part(gradient)
 
 
 def _flat_in_order(tensors: list[Tensor]) -> list[Tensor] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allstep.optim.leaves import local
+from allstep.torch_classes import local_part
 
 
 def factor(group: Mapping[str, Any]) -> float | Tensor:
@@ -36,7 +36,7 @@ def end_step(group: dict[str, Any], states: Mapping[Tensor, Mapping[str, Tensor]
         for parameter in group["params"]:
             state = states.get(parameter)
             if parameter.grad is None and state:
-                local(state["momentum_buffer"]).mul_(correction)
+                local_part(state["momentum_buffer"]).mul_(correction)
     lr, previous = group["lr"], group["previous_lr"]
     if isinstance(previous, Tensor):
         previous.copy_(torch.as_tensor(lr).reshape(previous.shape))

@@ -23,12 +23,12 @@ from allstep.optim.checks import (
 from allstep.optim.leaves import (
     Leaf,
     is_sharded,
-    local,
     local_gradient,
     new_state,
     reduce_over_shards,
     update_dtype,
 )
+from allstep.torch_classes import local_part
 
 Nonfinite = Literal["raise", "skip", "propagate"]
 
@@ -312,9 +312,9 @@ class LargeBatchOptimizer(Optimizer, ABC):
         state = self.state[parameter]
         if not state:
             state.update(new_state(parameter, self._slots()))
-        weight = local(parameter.detach())
+        weight = local_part(parameter.detach())
         if "master" in state:
-            weight = _follow(weight, local(state["master"]))
+            weight = _follow(weight, local_part(state["master"]))
         gradient = local_gradient(parameter)
         return Leaf(name, group, parameter, weight, gradient, state, is_sharded(parameter))
 

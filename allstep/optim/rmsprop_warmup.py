@@ -7,9 +7,10 @@ from torch import Tensor
 
 from allstep.device import is_accelerator
 from allstep.errors import UsageError
-from allstep.optim.leaves import Batch, Leaf, batches, local
+from allstep.optim.leaves import Batch, Leaf, batches
 from allstep.optim.optimizer import LargeBatchOptimizer, Nonfinite
 from allstep.optim.schedules import sgd_share
+from allstep.torch_classes import local_part
 
 
 class RMSpropWarmup(LargeBatchOptimizer):
@@ -144,7 +145,7 @@ def _rate(group: dict[str, Any]) -> float | Tensor:
 
 def _move_plain(leaf: Leaf, a_sgd: float, a_rms: Share) -> None:
     group, weight = leaf.group, leaf.weight
-    square_avg, delta = local(leaf.state["square_avg"]), local(leaf.state["delta"])
+    square_avg, delta = local_part(leaf.state["square_avg"]), local_part(leaf.state["delta"])
     gradient = leaf.descent() + group["weight_decay"] * weight
     alpha = group["alpha"]
     square_avg.copy_(alpha * square_avg + (1 - alpha) * gradient.square())
