@@ -34,7 +34,7 @@ from allstep.cli.interruptible import SIGNALS, signals_handled
 from allstep.cli.worker import log_path, run_forked, write_call
 from allstep.comm import await_others
 from allstep.env import environment_of_joiner, environment_of_worker, make_room
-from allstep.train import FAILED, PEER_LOST, REPEAT_S
+from allstep.train import FAILED, PEER_LOST, REPEAT_S, REPORTED
 
 # After Ctrl-C or SIGTERM workers finish their step and write a checkpoint; a second signal
 # ends them at once, so this only bounds a wait that nobody watches.
@@ -153,6 +153,13 @@ class Workers:
     def error_file(self, rank: int) -> Path:
         """Where a worker reports its failure, as torchrun's workers do."""
         return self.folder / str(rank) / "error.json"
+
+    @property
+    def first_reported(self) -> int | None:
+        """The rank that reported its failure first; None where nobody has."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.folder / REPORTED).read_text())
+        return None
 
     @property
     def pids(self) -> list[int]:
@@ -337,15 +344,14 @@ class Watch:
         Of those that may go on without each other the last one ended the run.
         """
         workers, failed = self.workers, self.failed
+        reported = workers.first_reported
 
-        def order(rank: int) -> tuple[bool, bool, float]:
+        def order(rank: int) -> tuple[bool, bool, bool, int]:
             has_lost_peer = workers.exit_codes[rank] == PEER_LOST
             if workers.min_workers is not None:
-                return (False, has_lost_peer, -failed.index(rank))
-            file = workers.error_file(rank)
-            has_reported = file.is_file()
-            time_s = file.stat().st_mtime if has_reported else failed.index(rank)
-            return (not has_reported, has_lost_peer, time_s)
+                return (False, False, has_lost_peer, -failed.index(rank))
+            has_reported = workers.error_file(rank).is_file()
+            return (rank != reported, not has_reported, has_lost_peer, failed.index(rank))
 
         return min(failed, key=order)
 

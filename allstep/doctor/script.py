@@ -54,7 +54,7 @@ class Failure:
             observer can't take such a script).
         text: a traceback, what the code was, or what is wrong with the script.
         is_own: whether no other worker's end brought it about.
-        time_s: when, for finding the first.
+        time_s: when, of `time.monotonic`, for finding the first.
     """
 
     kind: str
@@ -144,7 +144,7 @@ class ScriptRunner:
 
     def _give_up(self, place: StackSummary) -> None:
         text = "".join(_frames_of_user(place, self._script).format())
-        self._report_once(Failure("timeout", text, True, time.time()))
+        self._report_once(Failure("timeout", text, True, time.monotonic()))
         self._meet(_STUCK_S)  # others may be stuck elsewhere
 
     def _report_once(self, failure: Failure | None) -> bool:
@@ -195,13 +195,13 @@ def _failure(error: BaseException, script: Path) -> Failure | None:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return None
-        return Failure("exit", str(error.code), True, time.time())
+        return Failure("exit", str(error.code), True, time.monotonic())
     if isinstance(error, ScriptRefusedError):
-        return Failure("refused", str(error), True, time.time())
+        return Failure("refused", str(error), True, time.monotonic())
     is_own = isinstance(error, DisagreementError) or not isinstance(error, CommunicationError)
     told = traceback.TracebackException.from_exception(error)
     told.stack = _frames_of_script(told.stack, script)
-    return Failure("error", "".join(told.format()), is_own, time.time())
+    return Failure("error", "".join(told.format()), is_own, time.monotonic())
 
 
 def _frames_of_script(stack: StackSummary, script: Path) -> StackSummary:

@@ -13,6 +13,7 @@ from allstep.train.elastic_loop import Elastic
 from allstep.train.evaluator import Evaluator
 from allstep.train.failures import FAILED as FAILED
 from allstep.train.failures import PEER_LOST as PEER_LOST
+from allstep.train.failures import REPORTED as REPORTED
 from allstep.train.failures import run_worker as run_worker
 from allstep.train.fit import fit
 from allstep.train.layer_sharpness import LayerSharpness

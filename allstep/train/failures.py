@@ -38,6 +38,8 @@ FAILED = 1
 USAGE = 2
 # A worker that ends only because another one did.
 PEER_LOST = 75
+# In the launcher's folder, the rank that failed first.
+REPORTED = "reported"
 
 _POLL_S = 0.5
 
@@ -175,7 +177,8 @@ class _Guard:
         if self._error_file is None:
             return True
         try:
-            (self._error_file.parent.parent / "reported").touch(exist_ok=False)
+            with (self._error_file.parent.parent / REPORTED).open("x") as file:
+                file.write(str(self._launch.rank))
         except OSError:
             return False
         return True
