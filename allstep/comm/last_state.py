@@ -186,6 +186,7 @@ class LastState:
         return replace(
             self._own,
             seen_s=time.time(),
+            seen_monotonic_s=now_s,
             phase=doing.phase,
             phase_s=now_s - doing.since_s,
             step=doing.step,

@@ -29,6 +29,7 @@ class WorkerState:
         rank, size, host, pid, space: who it is, as in `Place`.
         born: when its process was started, in the system's own count.
         start_s, seen_s: when it began, and when this was written, in seconds since 1970.
+        seen_monotonic_s: when this was written, of `time.monotonic`; None if that is not known.
         phase, phase_s, step: what it was doing, for how long, in which step.
         call, call_s: what it waited in, and for how long; None if it did not wait.
         rss_bytes: resident memory.
@@ -49,6 +50,7 @@ class WorkerState:
     born: str = ""
     start_s: float = 0.0
     seen_s: float = 0.0
+    seen_monotonic_s: float | None = None
     phase: str = "start"
     phase_s: float = 0.0
     step: int | None = None
@@ -95,7 +97,9 @@ class WorkerState:
         return self.call is not None and self.age_s() <= _SILENT_S and not self.is_stopped
 
     def age_s(self) -> float:
-        """Seconds since it was last seen."""
+        """Seconds since it was last seen; of another host by the date there and here."""
+        if self.seen_monotonic_s is not None and self.space and self.space == own_space():
+            return time.monotonic() - self.seen_monotonic_s
         return max(0.0, time.time() - self.seen_s)
 
 
@@ -107,7 +111,8 @@ def read_states(run_dir: Path | str) -> list[WorkerState]:
     files = state_folder(run_dir).glob("rank-*.txt")
     states = [state for state in map(read_state, files) if state is not None]
     newest_s = max((state.start_s for state in states), default=0.0)
-    of_now = [state for state in states if state.seen_s > newest_s - _APART_S]
+    # A clock that was set back meanwhile leaves a worker last seen before its own start.
+    of_now = [s for s in states if max(s.start_s, s.seen_s) > newest_s - _APART_S]
     return sorted(of_now, key=lambda state: state.rank)
 
 

@@ -38,6 +38,7 @@ from allstep.comm import (
     state_folder,
 )
 from allstep.comm.last_state import LastState
+from allstep.comm.places import own_space
 from allstep.comm.worker_state import record_of, waiting_words
 from allstep.env import RUN_DIR
 from allstep.errors import PeerLostError
@@ -242,6 +243,12 @@ def found(*states: WorkerState, exits: Exits | None = None) -> tuple[str, int | 
     return finding.what, finding.rank
 
 
+def test_age_of_a_worker_here_whatever_the_date_is() -> None:
+    """Of another host there is only the date to compare."""
+    here = state(0, space=own_space(), seen_s=time.time() - 7200, seen_monotonic_s=time.monotonic())
+    assert here.age_s() < 3600 < dataclasses.replace(here, space="elsewhere").age_s()
+
+
 def test_a_message_is_looked_up(capsys):
     message = "RuntimeError: [../gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"
     assert main(["why", message]) == 0
@@ -320,6 +327,14 @@ def test_what_an_earlier_part_of_the_run_left_is_no_news(tmp_path):
     assert len(read_states(tmp_path)) == 2
     file.write_bytes(record_of(old))
     assert [state.rank for state in read_states(tmp_path)] == [0]
+
+
+def test_a_clock_that_is_set_back_makes_no_earlier_part(tmp_path):
+    LastState(tmp_path, Activity(), 0, 1, str).start().end(WELL)
+    (left,) = read_states(tmp_path)
+    set_back = dataclasses.replace(left, seen_s=left.seen_s - 3600)
+    (state_folder(tmp_path) / "rank-0.txt").write_bytes(record_of(set_back))
+    assert read_states(tmp_path) == [set_back]
 
 
 def test_fewer_workers_leave_nothing_of_the_others(tmp_path):
