@@ -25,11 +25,11 @@ from allstep.train.pieces import Selection
 from allstep.train.storage import (
     FILE_BYTES,
     Stored,
+    Sweeper,
     discard,
     in_memory,
     open_stored,
     send_parts,
-    sweep,
     write_checkpoint,
 )
 
@@ -99,7 +99,7 @@ class Checkpoints:
         self._comm = comm
         self._keep = keep
         self._message_bytes = message_bytes
-        self._disk = disk
+        self._disk, self._sweeper = disk, Sweeper(self.folder, disk)
         self._damaged: set[int] = set()
 
     def path(self, step: int) -> Path:
@@ -166,7 +166,7 @@ class Checkpoints:
         if self._comm.rank > 0:
             send_parts(state, file_bytes=self._message_bytes)
             return
-        sweep(self.folder, self._disk)
+        self._sweeper.sweep()
         write_checkpoint(path, state, step=step, file_bytes=self._message_bytes, disk=self._disk)
 
     def _check_same_state(self, step: int, state: Any) -> None:
@@ -334,14 +334,14 @@ class Checkpoints:
         """
         found = None
         if self._comm.rank == 0:
-            sweep(self.folder, self._disk)  # which puts back what a dead writer had moved aside
+            self._sweeper.sweep()  # which puts back what a dead writer had moved aside
             found = max(self.saved_steps(), default=None), self.best_path.exists()
         newest, has_best = self._comm.broadcast_object(found)
         return newest, has_best
 
     @contextmanager
     def _newest(self) -> Iterator[Stored | None]:
-        sweep(self.folder, self._disk)
+        self._sweeper.sweep()
         reasons: list[str] = []
         with ExitStack() as opened:
             found = None
@@ -362,7 +362,7 @@ class Checkpoints:
 
     @contextmanager
     def _best(self) -> Iterator[Stored | None]:
-        sweep(self.folder, self._disk)
+        self._sweeper.sweep()
         if not self.best_path.exists():
             yield None
             return

@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import safetensors.torch
@@ -27,6 +28,10 @@ class Disk:
     def pid(self) -> int:
         """This process."""
         return os.getpid()
+
+    def now_s(self) -> float:
+        """Seconds that pass, from any start, whatever becomes of the date."""
+        return time.monotonic()
 
     def is_alive(self, pid: int) -> bool:
         """Whether there is such a process on this machine."""

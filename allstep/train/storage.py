@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ _MAX_MANIFEST_BYTES = 1 << 20
 _MAX_REASON = 300  # characters
 _TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<host>[^-]+)-(?P<pid>\d+)")
 _ASIDE = ".old-"
-_FOREIGN_LEFTOVER_AGE_S = 3600.0  # another host's processes cannot be asked whether they live
+_FOREIGN_REST_S = 3600.0  # another host's processes cannot be asked whether they live
 
 
 @dataclass(frozen=True)
@@ -218,24 +217,58 @@ def discard(path: Path, disk: Disk = LOCAL_DISK) -> None:
     disk.remove(temporary)
 
 
-def sweep(folder: Path, disk: Disk = LOCAL_DISK) -> None:
+class Sweeper:
     """Removes what dead writers left, and puts back what they had moved aside.
 
-    The caller must not be writing in `folder` at the same time; others may.
+    What a writer of another host left is removed once this object has found it unchanged for an
+    hour: the times of files are by that host's clock or the file server's, which may be wrong, or
+    set while somebody writes.
+
+    Args:
+        folder: of checkpoints.
+        disk: what removes, and has a clock.
     """
-    left_over = [path for path in sorted(folder.glob(".tmp-*")) if _is_left_over(path, disk)]
-    with contextlib.suppress(OSError):  # a full disk
-        if left_over:
-            disk.sync(folder)  # what has had these names is not to have them again
-        for path in left_over:
-            disk.remove(path)
-    for aside in sorted(folder.glob(f"{_ASIDE}*")):
-        path = folder / aside.name.removeprefix(_ASIDE)
-        with contextlib.suppress(OSError):  # a living writer was quicker
-            if path.exists():
-                _settle(path, aside, disk)
-            else:
-                disk.rename(aside, path)
+
+    def __init__(self, folder: Path, disk: Disk = LOCAL_DISK) -> None:
+        self._folder, self._disk = folder, disk
+        self._found: dict[Path, tuple[object, float]] = {}  # how it looks, and since when
+
+    def sweep(self) -> None:
+        """Sweeps. The caller must not be writing in the folder at the same time; others may."""
+        folder, disk = self._folder, self._disk
+        left_over = [path for path in sorted(folder.glob(".tmp-*")) if self._is_left_over(path)]
+        with contextlib.suppress(OSError):  # a full disk
+            if left_over:
+                disk.sync(folder)  # what has had these names is not to have them again
+            for path in left_over:
+                disk.remove(path)
+        for aside in sorted(folder.glob(f"{_ASIDE}*")):
+            path = folder / aside.name.removeprefix(_ASIDE)
+            with contextlib.suppress(OSError):  # a living writer was quicker
+                if path.exists():
+                    _settle(path, aside, disk)
+                else:
+                    disk.rename(aside, path)
+
+    def _is_left_over(self, path: Path) -> bool:
+        """Whether the writer of a temporary folder is gone."""
+        disk, match = self._disk, _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            return False
+        if match["host"] == disk.host:
+            pid = int(match["pid"])
+            return pid == disk.pid or not disk.is_alive(pid)
+        try:
+            files = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
+        except OSError:  # its writer is busy with it
+            return False
+        look = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        now_s = disk.now_s()
+        before, since_s = self._found.get(path, (None, now_s))
+        if look != before:
+            self._found[path] = look, now_s
+            return False
+        return now_s - since_s > _FOREIGN_REST_S
 
 
 def _groups(pieces: Iterable[Piece], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -379,21 +412,6 @@ def _settle(path: Path, aside: Path, disk: Disk) -> None:
 
 def _temporary(path: Path, disk: Disk) -> Path:
     return path.with_name(f".tmp-{path.name}-{disk.host}-{disk.pid}")
-
-
-def _is_left_over(path: Path, disk: Disk) -> bool:
-    """Whether the writer of a temporary folder is gone."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None:
-        return False
-    if match["host"] == disk.host:
-        pid = int(match["pid"])
-        return pid == disk.pid or not disk.is_alive(pid)
-    try:
-        newest_s = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-    except OSError:  # its writer is busy with it
-        return False
-    return time.time() - newest_s > _FOREIGN_LEFTOVER_AGE_S
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -47,7 +48,9 @@ class Site:
     def checkpoints(self, calls: Callable[[bool], None]) -> Checkpoints:
         """Those of a new process; the ones before have ended."""
         process = Process(next(self._numbers))
-        disk = SimulatedDisk(self._volume, process, calls, lambda pid: pid == process.number)
+        disk = SimulatedDisk(
+            self._volume, process, calls, lambda pid: pid == process.number, time.monotonic
+        )
         folder = self._volume.root / "run" / "checkpoints"
         return Checkpoints(folder, Communicator.single_process(), keep=1, disk=disk)
 

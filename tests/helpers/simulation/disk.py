@@ -77,7 +77,9 @@ class FaultyDisk:
 
     def of(self, process: Process) -> "SimulatedDisk":
         """A process's way to it."""
-        return SimulatedDisk(self._volume, process, self._call, self._is_alive)
+        return SimulatedDisk(
+            self._volume, process, self._call, self._is_alive, lambda: self._scheduler.now_s
+        )
 
     def _call(self, takes_space: bool) -> None:
         """Others go on meanwhile."""
@@ -116,6 +118,7 @@ class SimulatedDisk(Disk):
         process: whose this is.
         call: called before each change, with whether that takes space.
         is_alive: tells it of a process's number.
+        now_s: the simulated time.
     """
 
     def __init__(
@@ -124,9 +127,10 @@ class SimulatedDisk(Disk):
         process: Process,
         call: Callable[[bool], None],
         is_alive: Callable[[int], bool],
+        now_s: Callable[[], float],
     ) -> None:
         self._volume, self._process = volume, process
-        self._call, self._is_alive = call, is_alive
+        self._call, self._is_alive, self._now_s = call, is_alive, now_s
 
     @property
     def host(self) -> str:
@@ -135,6 +139,9 @@ class SimulatedDisk(Disk):
     @property
     def pid(self) -> int:
         return self._process.number
+
+    def now_s(self) -> float:
+        return self._now_s()
 
     def is_alive(self, pid: int) -> bool:
         return self._is_alive(pid)
