@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import metadata, version
 from pathlib import Path
 
@@ -170,6 +171,50 @@ def test_only_the_device_module_names_a_kind_of_accelerator() -> None:
 )
 def test_a_kind_of_accelerator_is_seen(line: str) -> None:
     assert NAMES_A_DEVICE.search(line)
+
+
+# How many lines of a file read the date, which may be set at any moment. It decides no wait, no
+# order of events of one host, and nothing that is deleted; a new line says what else it is for.
+READS_THE_DATE = {
+    "cli/doctor.py": 2,  # compares it with another host's
+    "cli/doctor_together.py": 1,
+    "cli/host.py": 1,
+    "cli/probe_machine.py": 1,
+    "cli/run_folder.py": 1,  # a name
+    "cli/why.py": 1,  # shown
+    "comm/last_state.py": 2,  # when a worker began, and was last seen
+    "comm/worker_state.py": 1,  # how long ago that is; of other hosts only
+    "train/metrics.py": 1,  # in each line of the log
+    "train/storage.py": 2,  # in a manifest; and whether a file has changed
+}
+_DATES = re.compile(
+    r"\btime\.(time|time_ns|localtime|gmtime|ctime|strftime)\b|\bfrom time import .*\btime\b"
+    r"|\b(datetime|date)\.(now|utcnow|today)\b|\bst_[acm]time|\bget[acm]time\b|\bCLOCK_REALTIME\b"
+)
+
+
+def test_the_date_decides_nothing() -> None:
+    found = Counter(
+        str(path.relative_to(ROOT / "allstep"))
+        for path in (ROOT / "allstep").rglob("*.py")
+        for line in _without_docstrings(path)
+        if _DATES.search(line)
+    )
+    assert found == READS_THE_DATE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "while time.time() < deadline_s:",
+        "from time import sleep, time",
+        "age_s = now_s - path.stat().st_mtime",
+        "datetime.datetime.now(datetime.UTC)",
+    ],
+)
+def test_a_date_is_seen(line: str) -> None:
+    assert _DATES.search(line)
+    assert not _DATES.search("deadline_s = time.monotonic() + timeout_s; from time import sleep")
 
 
 def _without_docstrings(path: Path) -> list[str]:
