@@ -83,6 +83,7 @@ class Elastic:
         if membership is not None:
             self._changes = WorkerChanges(comm, membership, self._state)
         self._is_entered = self._is_in_epochs = False
+        self._is_in_batch = False
         self._is_behind_batch = False  # or behind all of an epoch
         self._before: list[BeforeStep] = []
 
@@ -171,7 +172,16 @@ class Elastic:
         return json.loads(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for a file; each worker has the same."""
+        """Everything that the next step depends on, for a file; each worker has the same.
+
+        Raises:
+            UsageError: before the end of the loop over a batch, which would be left out.
+        """
+        if self._is_in_batch:
+            raise UsageError(
+                "`state_dict` comes behind the update: before the end of the loop over a global"
+                " batch, who goes on from it would leave that batch out."
+            )
         return {**self._state.state_dict(), **self._state.position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,6 +217,7 @@ class Elastic:
         epoch = self._loader.epoch
         while self._loader.epoch == epoch:
             self._begin_step()
+            self._is_in_batch = True
             yield next(self._loader.global_batches())
 
     def _begin_step(self) -> None:
@@ -262,7 +273,7 @@ class Elastic:
             changes.enter(changes.step, changes.place + 1, is_committing=True)
             sums = changes.messages.commit(sums)
             changes.note_committed(json.dumps(sums.tolist()))
-        self._is_behind_batch = True
+        self._end_batch()
         return sums
 
     def lose_workers(self) -> Tensor | None:
@@ -278,8 +289,11 @@ class Elastic:
         text = self._changes.text_of_others()
         if text is None:
             return None
-        self._is_behind_batch = True
+        self._end_batch()
         return torch.tensor(json.loads(text), dtype=torch.float64)
+
+    def _end_batch(self) -> None:
+        self._is_in_batch, self._is_behind_batch = False, True
 
     def _training(self) -> dict[str, object]:
         """What must be the same for workers to train together."""

@@ -691,6 +691,8 @@ def test_what_is_used_in_another_way() -> None:
                 elastic.call(lambda: 0)
             with pytest.raises(UsageError, match="lacks an optimizer"):
                 for batch in allstep.steps(loader, exchange, elastic=elastic):
+                    with pytest.raises(UsageError, match="would leave that batch out"):
+                        elastic.state_dict()
                     for x, y in batch:
                         with pytest.raises(UsageError, match="`call` belongs behind"):
                             elastic.call(lambda: 0)
