@@ -41,7 +41,7 @@ test-slow: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough --timeout 2400 \
 		--numprocesses $(SLOW_TEST_PROCESSES) --dist worksteal
 
-# Elastic trainings on two hosts of this machine, whose processes, links and disks fail, for so long;
+# Elastic trainings on two hosts of this machine, whose processes, links, disks and clocks fail, for so long;
 # from seed SEED on, and a failure says which one. Needs root.
 SEED ?= 0
 nemesis: $(VENV)/test.stamp

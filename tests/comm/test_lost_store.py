@@ -25,7 +25,7 @@ def test_no_call_waits_for_ever(kind: Kind, tmp_path: Path) -> None:
         with far.network():
             store = System(near.address).open_store(near.address, served.port, patience_s=1.0)
         store.set("before", "")
-        disturb(Fault(kind, 0, 0, math.inf), Scene({}, [near, far], far, tmp_path))
+        disturb(Fault(kind, 0, 0, math.inf), Scene({}, [near, far], far, tmp_path, tmp_path))
         asked = ThreadWork.start(lambda: store.check(["before"]), "asks")
         with pytest.raises(PeerLostError, match=r"store .* is gone"), lost_store_told():
             asked.wait(timeout_s=20.0)

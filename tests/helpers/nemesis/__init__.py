@@ -1,4 +1,4 @@
-"""Faults of hosts, links and disks, by a seed, for an elastic training on real processes.
+"""Faults of hosts, links, disks and clocks, by a seed, for elastic trainings on real processes.
 
 Workers run on two hosts, which are namespaces of this machine: the first ones beside the launcher,
 those that join on the other. A seed says how many there are, and what happens to which of them at

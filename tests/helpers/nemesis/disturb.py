@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.nemesis.clock import clock_file, set_clock
 from tests.helpers.nemesis.faults import Fault, Kind
 from tests.helpers.nemesis.hosts import Host
 
 Undo = Callable[[], None]
+
+_JUMP_S = 3600  # of a clock
 
 _DROP = """table inet nemesis {
     chain incoming { type filter hook input priority 0; iifname "eth0" drop; }
@@ -28,12 +31,14 @@ class Scene:
         hosts: each worker's.
         far: the host of those that join, whose link is cut.
         disk: holds the run's folder.
+        clocks: the folder of those of workers that have one of their own.
     """
 
     pids: Mapping[int, int]
     hosts: Sequence[Host]
     far: Host
     disk: Path
+    clocks: Path
 
 
 def disturb(fault: Fault, scene: Scene) -> Undo:
@@ -95,6 +100,22 @@ def _full_shm(fault: Fault, scene: Scene) -> Undo:
     return _fill(scene.hosts[fault.victim].shm)
 
 
+def _clock_ahead(fault: Fault, scene: Scene) -> Undo:
+    return _set_clock(_JUMP_S, fault, scene)
+
+
+def _clock_back(fault: Fault, scene: Scene) -> Undo:
+    return _set_clock(-_JUMP_S, fault, scene)
+
+
+def _set_clock(ahead_s: int, fault: Fault, scene: Scene) -> Undo:
+    if fault.victim not in scene.pids:
+        return _nothing
+    file = clock_file(scene.clocks, scene.pids[fault.victim])
+    set_clock(file, ahead_s)
+    return lambda: set_clock(file, 0)
+
+
 def _fill(folder: Path) -> Undo:
     file = folder / "filler"
     with contextlib.suppress(OSError), file.open("wb", buffering=0) as stream:
@@ -112,6 +133,8 @@ _DO: dict[Kind, Callable[[Fault, Scene], Undo]] = {
     "slow link": _slow_link,
     "full disk": _full_disk,
     "full shm": _full_shm,
+    "clock ahead": _clock_ahead,
+    "clock back": _clock_back,
 }
 
 

@@ -8,9 +8,19 @@ from typing import Literal, get_args
 from tests.helpers.elastic_runs import NUM_STEPS
 
 Kind = Literal[
-    "kill", "stop", "terminate", "link down", "drop", "slow link", "full disk", "full shm"
+    "kill",
+    "stop",
+    "terminate",
+    "link down",
+    "drop",
+    "slow link",
+    "full disk",
+    "full shm",
+    "clock ahead",
+    "clock back",
 ]
 CUTS: tuple[Kind, ...] = ("link down", "drop")  # of the host of those that join
+CLOCKS: tuple[Kind, ...] = ("clock ahead", "clock back")
 _WEIGHTS: dict[Kind, int] = {"terminate": 1, "full disk": 1, "full shm": 1}  # of others: 4
 _LONG_S = 8.0  # than workers wait for each other
 

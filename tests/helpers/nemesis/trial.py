@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from allstep.cli.worker import log_path
-from tests.helpers.elastic_runs import check_same
 from tests.helpers.elastic_workers import TOO_LATE
 from tests.helpers.joiners import num_joiners
+from tests.helpers.nemesis.clock import build_clock
 from tests.helpers.nemesis.disturb import Scene, Undo, disturb
-from tests.helpers.nemesis.faults import CUTS, Fault, Schedule
+from tests.helpers.nemesis.faults import CLOCKS, CUTS, Fault, Schedule
 from tests.helpers.nemesis.hosts import Host, two_hosts
-from tests.helpers.nemesis.training import Notes, train, undisturbed
+from tests.helpers.nemesis.workload import Notes, Workload, work
 from tests.helpers.processes import Workers
 
 _LOOK_S = 0.02
 _BOUND_S = 120.0  # after all that happens: a minute for signs of life, 40 s to meet, some timeouts
-_HELD_S = 20.0  # for those who join
+_HELD_S = 60.0  # for those who join
 _DOCUMENTED = re.compile(
     "The store in which workers find each other is gone|The run has ended|have died, or give no"
     " sign of life|were lost before this one|No run with `--elastic` answers"
+    "|The others have gone on without this worker"
 )
 _NO_SPACE = re.compile("No space left on device")
 
@@ -57,8 +58,9 @@ class Worker:
 
     @property
     def error(self) -> str:
-        """Its traceback, if it left one."""
-        return str(self.group.outcomes()[self.rank].value)
+        """Its traceback, if it left one, and what it has printed."""
+        outcome = self.group.outcomes()[self.rank]
+        return f"{outcome.value}\n{self.log}"
 
     @property
     def log(self) -> str:
@@ -71,39 +73,47 @@ class Nemesis:
 
     Args:
         near, far: the launcher's host, and that of those who join.
-        folder: has the disk, `disk`, and an undisturbed run, `undisturbed`.
+        folder: has the disk, `disk`, and takes undisturbed runs.
     """
 
     def __init__(self, near: Host, far: Host, folder: Path) -> None:
         self._near, self._far, self._folder = near, far, folder
         self._run_dir, self._disk = folder / "disk" / "run", folder / "disk"
 
-    def run(self, schedule: Schedule) -> None:
+    def run(self, schedule: Schedule, workload: Workload) -> None:
         """Disturbs a training, and checks what came of it.
 
         Raises:
             AssertionError: if that is not what an elastic training promises.
         """
         shutil.rmtree(self._run_dir, ignore_errors=True)
-        with tempfile.TemporaryDirectory() as notes:
-            workers = self._train(schedule, Path(notes))
-            Notes(Path(notes)).check_one_group()
-        for number, (code, error) in enumerate(workers):
-            assert _may_end_so(schedule, number, code, error), f"worker {number}: {code}, {error}"
-        is_whole = any(code == 0 for code, _ in workers)
-        assert is_whole or _may_lose_all(schedule), f"nobody is left: {workers}"
-        resumes = not is_whole or schedule.has("terminate", "full disk")
-        if resumes:
-            undisturbed(self._run_dir, resume=True)  # from what is there, to the end
-        check_same(self._run_dir, self._folder / "undisturbed", was_resumed=resumes)
+        undisturbed = self._folder / workload.name
+        if not undisturbed.exists():
+            workload.undisturbed(undisturbed)
+        with tempfile.TemporaryDirectory() as folder:
+            notes = Path(folder)
+            workers = self._train(schedule, workload, notes)
+            Notes(notes).check_one_group()
+            for number, (code, error) in enumerate(workers):
+                is_promised = _may_end_so(schedule, workload, number, code, error)
+                assert is_promised, f"worker {number}: {code}, {error}"
+            is_whole = any(code == 0 for code, _ in workers)
+            assert is_whole or _may_lose_all(schedule, workload), f"nobody is left: {workers}"
+            resumes = not is_whole or schedule.has("terminate", "full disk")
+            if resumes:
+                workload.undisturbed(self._run_dir)  # from what is there, to the end
+            workload.check(self._run_dir, undisturbed, notes, was_resumed=resumes)
 
-    def _train(self, schedule: Schedule, notes: Path) -> list[tuple[int | None, str]]:
+    def _train(
+        self, schedule: Schedule, workload: Workload, notes: Path
+    ) -> list[tuple[int | None, str]]:
         """Exit codes and errors, once all have ended."""
+        clock = build_clock(self._folder) if schedule.has(*CLOCKS) else None
 
         def start(num: int, host: Host, joins: tuple[str, int] | None) -> Workers:
-            arguments = (host, self._run_dir, notes, schedule.joins_at_step)
+            arguments = (workload, host, self._run_dir, notes, schedule.joins_at_step, clock)
             return stack.enter_context(
-                Workers(num, train, arguments, min_workers=1, has_logs=True, joins=joins)
+                Workers(num, work, arguments, min_workers=1, has_logs=True, joins=joins)
             )
 
         with contextlib.ExitStack() as stack:
@@ -138,6 +148,7 @@ class Nemesis:
                     [w.host for w in workers],
                     self._far,
                     self._disk,
+                    notes.folder,
                 )
                 while todo and notes.has_step(todo[0].at_step):
                     fault = todo.pop(0)
@@ -161,17 +172,22 @@ class Nemesis:
             return num_joiners(port) >= len(joiners) or after_s > _HELD_S
 
 
-def _may_lose_all(schedule: Schedule) -> bool:
+def _may_lose_all(schedule: Schedule, workload: Workload) -> bool:
     """Whether nobody need come to the end."""
     lost = schedule.victims("kill")
-    if schedule.has(*CUTS):  # those who have gone on without a stopped one may be cut off
+    # Those who have gone on without a stopped one may be cut off.
+    if schedule.has(*CUTS) or not workload.rejoins:
         lost |= schedule.victims("stop")
     return set(range(schedule.num_first)) <= lost or schedule.has("full disk", "terminate")
 
 
-def _may_end_so(schedule: Schedule, number: int, code: int | None, error: str) -> bool:
+def _may_end_so(
+    schedule: Schedule, workload: Workload, number: int, code: int | None, error: str
+) -> bool:
     """Whether that is promised of a worker."""
     joins = number >= schedule.num_first
+    if not workload.rejoins and schedule.has("terminate") and code == -signal.SIGTERM:
+        return True  # a signal to one worker of a user's loop ends all of them
     ends = {
         "kill": code == -signal.SIGKILL,
         "terminate": code == -signal.SIGTERM,  # where it can't answer yet, or the second time
@@ -194,9 +210,8 @@ def nemesis(folder: Path) -> Iterator[Nemesis]:
     """Where trainings are disturbed; skips where there can't be hosts.
 
     Args:
-        folder: for the disk, and an undisturbed run to compare with.
+        folder: for the disk, and undisturbed runs to compare with.
     """
     (folder / "disk").mkdir()
-    undisturbed(folder / "undisturbed")
     with two_hosts(folder / "disk") as (near, far):
         yield Nemesis(near, far, folder)

@@ -1,21 +1,13 @@
-"""What each worker runs: `fit` on a host of its own choice, with a note of each update."""
+"""What workers run under the nemesis, and the notes that they leave of it."""
 
 import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import torch
-
-import allstep
-from allstep import Task, init
-from allstep.comm.membership import Membership
-from allstep.env import read_launch
-from allstep.train.fit import fit_elastic
-from tests.helpers import same_model
-from tests.helpers.elastic_runs import OPTIONS
-from tests.helpers.elastic_workers import hold_until
+from allstep.comm import Communicator, init
+from tests.helpers.nemesis.clock import has_own_clock, restart_with_clock
 from tests.helpers.nemesis.hosts import Host
 
 TIMEOUT_S = 4.0  # of a call, and for which the others wait
@@ -30,19 +22,19 @@ class Notes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.goes_on = folder / "goes_on"
 
     def add(self, generation: int, names: Sequence[str], step: int) -> None:
         """This worker has made one."""
         line = f"{generation} {step} {','.join(names)}\n"
-        with (self._folder / f"notes-{os.getpid()}").open("a") as file:
+        with (self.folder / f"notes-{os.getpid()}").open("a") as file:
             file.write(line)
-        (self._folder / f"step-{step}").touch()
+        (self.folder / f"step-{step}").touch()
 
     def has_step(self, step: int) -> bool:
         """Whether somebody has made that step's update."""
-        return (self._folder / f"step-{step}").exists()
+        return (self.folder / f"step-{step}").exists()
 
     @property
     def may_go_on(self) -> bool:
@@ -61,7 +53,7 @@ class Notes:
         """
         groups: dict[int, set[str]] = {}
         steps: dict[int, set[int]] = {}
-        for file in self._folder.glob("notes-*"):
+        for file in self.folder.glob("notes-*"):
             for line in file.read_text().splitlines():
                 generation, step, names = line.split()
                 groups.setdefault(int(generation), set()).add(names)
@@ -71,48 +63,63 @@ class Notes:
             assert max(steps[earlier]) <= min(steps[later]), f"two groups go on: {steps}"
 
 
-def train(host: Host, run_dir: Path, notes: Path, held_at: int) -> None:
-    """Runs a worker.
+class Workload(Protocol):
+    """An elastic training of `NUM_STEPS` steps.
+
+    Attributes:
+        rejoins: whether a worker that the others have left behind joins again by itself.
+        name: of it.
+    """
+
+    rejoins: bool
+    name: str
+
+    def train(self, comm: Communicator, run_dir: Path, notes: Notes, held_at: int) -> None:
+        """Runs a worker.
+
+        Args:
+            comm: all that have started with it.
+            run_dir: on the disk.
+            notes: of each update.
+            held_at: before this step it waits until it may go on.
+        """
+
+    def undisturbed(self, run_dir: Path) -> None:
+        """Runs one worker that nobody disturbs, from the newest checkpoint if there is one."""
+
+    def check(self, run_dir: Path, undisturbed: Path, notes: Path, *, was_resumed: bool) -> None:
+        """Whether what is left of a run has an undisturbed one's bits.
+
+        Args:
+            run_dir, undisturbed: folders of runs.
+            notes: the folder of `Notes`.
+            was_resumed: whether the run was undisturbed from its newest checkpoint on.
+
+        Raises:
+            AssertionError: else.
+        """
+
+
+def work(
+    workload: Workload,
+    host: Host,
+    run_dir: Path,
+    notes: Path,
+    held_at: int,
+    clock: Path | None,
+) -> None:
+    """What each worker runs.
 
     Args:
+        workload, run_dir, held_at: see `Workload.train`.
         host: where it lives.
-        run_dir: on the disk.
         notes: the folder of `Notes`.
-        held_at: before this step it waits for the file `goes_on` there.
+        clock: of `build_clock`, for a worker with a clock of its own.
     """
-    host.enter()
+    if not has_own_clock():
+        host.enter()
+        if clock is not None:
+            restart_with_clock(clock, notes)
     with init(device="cpu", timeout_s=_START_S) as comm:
         comm.set_timeout(TIMEOUT_S)
-        membership = Membership(read_launch(), grace_s=TIMEOUT_S)
-        task = _noting(same_model.make_task("sgd"), membership, Notes(notes), held_at)
-        fit_elastic(task, OPTIONS, comm, run_dir, membership)
-
-
-def _noting(task: Task, membership: Membership, notes: Notes, held_at: int) -> Task:
-    """The task, with a note of each update, and held before one."""
-    schedule, make_optimizer = task.schedule, task.optimizer
-    current = [0]
-
-    def stepwise(step: int) -> float:
-        current[0] = step
-        if step == held_at:
-            hold_until(notes.goes_on)
-        return schedule(step)
-
-    def note(*_: Any) -> None:
-        names = [member.name for member in membership.members]
-        notes.add(membership.generation, names, current[0])
-
-    def noted_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        optimizer = make_optimizer(model)
-        optimizer.register_step_post_hook(note)
-        return optimizer
-
-    return Task(**{**vars(task), "schedule": stepwise, "optimizer": noted_optimizer})
-
-
-def undisturbed(run_dir: Path, *, resume: bool = False) -> None:
-    """One worker that nobody disturbs, from the start or from the newest checkpoint."""
-    comm = allstep.Communicator.single_process()
-    how: Any = "auto" if resume else False
-    allstep.fit(same_model.make_task("sgd"), OPTIONS, comm, run_dir, resume=how)
+        workload.train(comm, run_dir, Notes(notes), held_at)
