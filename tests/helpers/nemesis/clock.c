@@ -1,8 +1,11 @@
 /* A wall clock of a process's own: the seconds in the file NEMESIS_CLOCK are added to the machine's.
-   Only what reads the date is replaced; the clocks that nobody can set are the machine's. */
+   Only what reads the date, or waits until one, is replaced; the clocks that nobody can set are the
+   machine's. A wait is as long as at its start: the system would make it longer or shorter when
+   the clock is set meanwhile. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -44,4 +47,15 @@ time_t time(time_t *kept) {
     clock_gettime(CLOCK_REALTIME, &now);
     if (kept != NULL) *kept = now.tv_sec;
     return now.tv_sec;
+}
+
+/* Of a condition that waits by the date, as torch's do; other clocks count from the last boot. */
+int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex,
+                           const struct timespec *restrict until) {
+    static int (*machines)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+    if (machines == NULL) machines = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+    if (machines == NULL) machines = dlsym(RTLD_NEXT, "pthread_cond_timedwait");
+    struct timespec there = *until;
+    if (ahead_s != NULL && there.tv_sec > 1000000000) there.tv_sec -= *ahead_s;
+    return machines(condition, mutex, &there);
 }

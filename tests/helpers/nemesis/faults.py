@@ -83,6 +83,6 @@ class Schedule:
         """Whether something of these kinds happens."""
         return any(fault.kind in kinds for fault in self.faults)
 
-    def victims(self, kind: Kind) -> set[int]:
-        """Whom it happens to."""
-        return {fault.victim for fault in self.faults if fault.kind == kind}
+    def victims(self, kind: Kind, least_s: float = 0.0) -> set[int]:
+        """Whom it happens to, for so long."""
+        return {f.victim for f in self.faults if f.kind == kind and f.for_s >= least_s}

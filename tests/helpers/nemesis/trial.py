@@ -18,7 +18,7 @@ from tests.helpers.nemesis.clock import build_clock
 from tests.helpers.nemesis.disturb import Scene, Undo, disturb
 from tests.helpers.nemesis.faults import CLOCKS, CUTS, Fault, Schedule
 from tests.helpers.nemesis.hosts import Host, two_hosts
-from tests.helpers.nemesis.workload import Notes, Workload, work
+from tests.helpers.nemesis.workload import TIMEOUT_S, Notes, Workload, work
 from tests.helpers.processes import Workers
 
 _LOOK_S = 0.02
@@ -196,7 +196,8 @@ def _may_end_so(
         return True
     if code != 1:
         return False
-    is_left = (schedule.has(*CUTS, "slow link") and joins) or number in schedule.victims("stop")
+    is_cut = joins and schedule.has(*CUTS, "slow link")
+    is_left = is_cut or number in schedule.victims("stop", TIMEOUT_S)
     expected = [
         (joins, TOO_LATE),
         (is_left, _DOCUMENTED),
