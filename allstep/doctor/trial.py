@@ -215,6 +215,7 @@ def steps_under(
     if exchange is not None:
         for _ in exchange.flush():
             pass
+        exchange.sync_buffers()
         exchange.detach()
 
 

@@ -206,8 +206,8 @@ class RunningStatistics:
         if any(t.is_local and (in_training or not t.module.training) for t in self._tracked):
             self._has_warned = True
             warnings.warn(
-                "Batch norm statistics that differ between workers are evaluated, frozen or saved;"
-                " call `exchange.sync_buffers()` on every worker first.",
+                "Batch norm statistics that differ between workers are evaluated, frozen, saved or"
+                " detached; call `exchange.sync_buffers()` on every worker first.",
                 stacklevel=2,
             )
 

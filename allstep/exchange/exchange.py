@@ -484,8 +484,10 @@ class Exchange(ABC):
     def detach(self) -> None:
         """Removes all hooks; the model is as it was before `attach`. May be called again.
 
-        In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it.
+        In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it. Call
+        it first, too, where batch norm's running statistics are to be all workers'.
         """
+        self.statistics.warn_if_local(in_training=True)
         self.is_attached = False
         self._give_back()
         self._hooks.remove()

@@ -91,6 +91,7 @@ def test_detach_leaves_the_model_as_it_was(policy: ExchangePolicy) -> None:
         exchange = attach(model, comm, policy)
         assert list(model.state_dict()) == keys
         model(torch.ones(4, 5)).sum().backward()
+        exchange.sync_buffers()
         exchange.detach()
         for module in model.modules():
             assert not module._forward_pre_hooks and not module._forward_hooks
@@ -114,6 +115,7 @@ def test_nothing_is_exchanged_after_detach(size: int, policy: ExchangePolicy) ->
         exchange = attach(model, comm, policy)
         model(torch.ones(4, 5)).sum().backward()
         state = exchange.state_dict()
+        exchange.sync_buffers()
         for _ in range(2):
             exchange.detach()
         assert exchange.stats().num_exchanges == exchange.num_exchanges

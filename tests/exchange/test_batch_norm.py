@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from allstep.comm import Communicator
 from allstep.errors import UsageError
 from allstep.exchange import Exchange, attach
+from allstep.exchange.exchange import exchanges_of
 from tests.exchange.nets import assert_same, blocks, clone, differs, states
 from tests.helpers.ranks import run_ranks
 
@@ -344,6 +345,11 @@ def save(model: nn.Module) -> None:
     model.state_dict()
 
 
+def detach(model: nn.Module) -> None:
+    for _, exchange in exchanges_of(model):
+        exchange.detach()
+
+
 def freeze_first_norm(model: nn.Module) -> None:
     model[1].eval()
 
@@ -353,8 +359,8 @@ def freeze_and_take_step(model: nn.Module) -> None:
     model(torch.randn(4, 2, 6, 6)).mean().backward()
 
 
-@pytest.mark.parametrize("use", [save, freeze_and_take_step])
-def test_warns_of_unsummed_statistics_that_are_saved_or_frozen(
+@pytest.mark.parametrize("use", [save, freeze_and_take_step, detach])
+def test_warns_of_unsummed_statistics_that_are_saved_frozen_or_detached(
     use: Callable[[nn.Module], None],
 ) -> None:
     def worker(comm: Communicator) -> None:
@@ -370,7 +376,7 @@ def test_warns_of_unsummed_statistics_that_are_saved_or_frozen(
         comm.barrier()
         use(model)
 
-    with pytest.warns(UserWarning, match=r"frozen or saved; call `exchange\.sync_bu") as caught:
+    with pytest.warns(UserWarning, match=r"saved or detached; call `exchange\.sync_bu") as caught:
         run_ranks(2, worker)
     assert len(caught) == 2  # once on each worker
 
@@ -384,6 +390,7 @@ def test_does_not_warn_when_synced_alone_or_without_batch_norm() -> None:
             exchange.sync_buffers()
         model.eval()(torch.randn(4, 2, 6, 6))
         save(model)
+        exchange.detach()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
