@@ -644,8 +644,11 @@ class Exchange(ABC):
             else:
                 self.statistics.warn_if_local()
         self._divided.follow()
-        if torch.is_grad_enabled() and self._parameters.has_joined():
-            self.sync_parameters()
+        if torch.is_grad_enabled():
+            if self._parameters.has_joined():
+                self.sync_parameters()
+            if not self._hooks.are_newest():  # others' come before
+                self._hooks.follow_gradients(self._parameters.trained, self._hook)
 
     def _before_state_dict(self, *_: Any) -> None:
         self.statistics.warn_if_local(in_training=True)

@@ -31,6 +31,7 @@ class ModelHooks:
         self._of_model: list[Removable] = []
         self._of_lazy_modules: list[Removable] = []
         self._of_parameters: dict[nn.Parameter, list[Removable]] = {}
+        self._newest: list[tuple[Mapping[int, object], int]] = []  # hooks, and which is ours
         # The mark is on an event that costs nothing in a step.
         hook = FunctionHook(exchange, before_state_dict)
         self._hook_model(model.register_state_dict_pre_hook, hook)
@@ -85,12 +86,19 @@ class ModelHooks:
             self._of_parameters[p] = hook(name, p)
         for handles in old.values():
             _remove_all(handles)
+        by_number = [p._post_accumulate_grad_hooks for p in self._of_parameters]
+        self._newest = [(hooks, next(reversed(hooks))) for hooks in by_number]
+
+    def are_newest(self) -> bool:
+        """Whether nobody has hooked a gradient since, to change it after it was sent; cheap."""
+        return all(next(reversed(hooks)) == number for hooks, number in self._newest)
 
     def remove(self) -> None:
         """Leaves the model as it was."""
         for handles in (self._of_model, self._of_lazy_modules, *self._of_parameters.values()):
             _remove_all(handles)
         self._of_parameters.clear()
+        self._newest.clear()
 
     def _hook_model(self, register: Callable[..., Any], hook: Hook) -> None:
         self._of_model.append(ModuleHook(self._model, register, hook))

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -482,6 +483,49 @@ class Twice(nn.Module):
             else:
                 x = self.shared(x)
         return x
+
+
+def double_in_place(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(2)
+
+
+def double_anew(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 2
+
+
+@pytest.mark.parametrize("double", [double_in_place, double_anew])
+@pytest.mark.parametrize(("width", "bucket_bytes"), [(8, 1), (8, 8 << 20), (160, 1)])
+def test_hooks_of_after_attach_change_what_is_sent(
+    double: Callable[[Tensor], None], width: int, bucket_bytes: int
+) -> None:
+    """As those of before `attach` do; the widest layer's gradient is scaled in place."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(2, 3, width, generator=generator, dtype=torch.float64)
+
+    def worker(comm: Communicator, policy: Synchronous | None) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)).double()
+        with torch.no_grad():
+            for number, p in enumerate(model.parameters()):
+                p.copy_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p) * (number + 1))
+        if policy is not None:
+            attach(model, comm, policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / width)
+        for step in range(6):
+            if step == 2:
+                for p in model.parameters():
+                    p.register_post_accumulate_grad_hook(double)
+            x = inputs[comm.rank] if policy is not None else inputs.flatten(0, 1)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    whole = worker(Communicator.single_process(), None)
+    for found in run_ranks(2, lambda comm: worker(comm, Synchronous(bucket_bytes=bucket_bytes))):
+        for p, expected in zip(found, whole, strict=True):
+            torch.testing.assert_close(p, expected, rtol=0, atol=1e-12)
 
 
 def test_reentrant_checkpointing_sends_whole_gradients() -> None:
