@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import allstep
 from allstep import Communicator, UsageError
+from allstep.comm import Mesh
 from allstep.nn import Chain
 from examples import seq2seq
 from tests.helpers.compare import state_difference
@@ -63,19 +64,25 @@ def alone(**changes: Any) -> Chain:
     return seq2seq.model_of(seq2seq.mesh_of(Communicator.single_process()), options)
 
 
+def trained(
+    comm: Communicator, words: TensorDataset, options: seq2seq.Options
+) -> tuple[Mesh[Communicator], Chain]:
+    """A model that drops by the thread's own random numbers, as ranks are threads."""
+    mesh = seq2seq.mesh_of(comm)
+    parts = seq2seq.parts_of(options, mesh["model"].size)
+    names = {"inputs": ("letters", "said"), "outputs": ("answer",)}
+    model = Chain(parts, mesh, **names, seeded=seeded_thread)
+    seq2seq.train(mesh, model, words, options)
+    return mesh, model
+
+
 def test_seq2seq_is_the_same_on_any_number_of_workers(
     thread_generators: type[ThreadGenerator],  # noqa: F811
     words: TensorDataset,
 ) -> None:
     def work(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, float]]:
-        mesh = seq2seq.mesh_of(comm)
-        parts = seq2seq.parts_of(OPTIONS, mesh["model"].size)
         with thread_generators():
-            model = Chain(
-                parts, mesh, inputs=("letters", "said"), outputs=("answer",),
-                seeded=seeded_thread,
-            )  # fmt: skip
-            seq2seq.train(mesh, model, words, OPTIONS)
+            mesh, model = trained(comm, words, OPTIONS)
             return model.state_dict(), seq2seq.test(mesh, model, words)
 
     [(lone, rates)] = run_ranks(1, work)

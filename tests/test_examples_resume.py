@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from allstep import Communicator
-from allstep.nn import Chain
 from examples import dcgan, dynamic_net, seq2seq, speech
 from tests import test_example_of_seq2seq, test_example_of_speech, test_examples_of_models
 from tests.helpers.compare import differing_names, state_difference
-from tests.helpers.generators import ThreadGenerator, seeded_thread, thread_generators  # noqa: F401
+from tests.helpers.generators import ThreadGenerator, thread_generators  # noqa: F401
 from tests.helpers.ranks import run_ranks
 from tests.test_example_of_speech import generators  # noqa: F401
 
@@ -125,14 +124,8 @@ def test_seq2seq_that_crashed_ends_with_the_same_bits(
     def lives(num_workers: int, run_dir: Path | None) -> State:
         def life(comm: Communicator) -> State:
             options = replace(test_example_of_seq2seq.OPTIONS, run_dir=run_dir)
-            mesh = seq2seq.mesh_of(comm)
-            parts = seq2seq.parts_of(options, mesh["model"].size)
             with generators():
-                model = Chain(
-                    parts, mesh, inputs=("letters", "said"), outputs=("answer",),
-                    seeded=seeded_thread,
-                )  # fmt: skip
-                seq2seq.train(mesh, model, words, options)
+                _, model = test_example_of_seq2seq.trained(comm, words, options)
                 return model.state_dict()
 
         return {name: x for state in run_ranks(num_workers, life) for name, x in state.items()}
