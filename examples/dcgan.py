@@ -117,7 +117,7 @@ def train(comm: allstep.Communicator, images: Tensor, options: Options) -> Gan:
         for _ in checkpoint.epochs(options.epochs):
             for batch in allstep.steps(loader, *gan.exchanges, checkpoint=checkpoint):
                 for (pictures,) in batch:
-                    add_gradients(gan, batch, pictures.to(options.dtype) / 127.5 - 1)
+                    add_gradients(gan, batch, pictures, options)
                 gan.update()
     if checkpoint.interrupted:
         sys.exit(128 + checkpoint.interrupted)
@@ -126,9 +126,10 @@ def train(comm: allstep.Communicator, images: Tensor, options: Options) -> Gan:
     return gan
 
 
-def add_gradients(gan: Gan, batch: Batch, real: Tensor) -> None:
+def add_gradients(gan: Gan, batch: Batch, pictures: Tensor, options: Options) -> None:
     """The critic's, of real pictures and drawn ones, and the generator's, of the drawn ones."""
-    noise = torch.randn(len(real), gan.draw[0].in_features, dtype=real.dtype, device=real.device)
+    real = pictures.to(options.dtype) / 127.5 - 1
+    noise = torch.randn(len(real), options.noise, dtype=real.dtype, device=real.device)
     drawn = gan.draw(noise)
     judged = softplus(-gan.judge(real)) + softplus(gan.judge(drawn.detach()))
     batch.backward(judged.mean())

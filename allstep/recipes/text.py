@@ -163,10 +163,9 @@ class Text(TokenRecipe):
             allstep.train.check_sharded(self, reason)
         if self.tensor_parallel > 1 and self.pipeline == 1:
             for name in ("vocab_size", "sequence_length", "second_sequence_length"):
-                length = getattr(self, name)
-                if length is not None:
-                    parts = "tensor_parallel", self.tensor_parallel
-                    allstep.errors.check_multiple(name, length, *parts)
+                if (length := getattr(self, name)) is not None:
+                    workers = self.tensor_parallel
+                    allstep.errors.check_multiple(name, length, "tensor_parallel", workers)
         if self.pipeline > 1 and self.samples == "paragraphs":
             raise UsageError(
                 f"`samples` (={self.samples!r}) have another length in each micro-batch, and those"
