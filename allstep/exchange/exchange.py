@@ -84,7 +84,7 @@ class Exchange(ABC):
         self._num_suspended = 0
         self._is_left_out = False
         self._backward_pass = BackwardPass(self._begin_backward, self._finish_backward)
-        self._hooks = ModelHooks(self, model, self._before_state_dict)
+        self._hooks = ModelHooks(self, model, self._warn_if_local)
         self.num_exchanges = 0
         self._num_no_sync = 0  # since the last exchange
         self.has_gradients = True
@@ -487,7 +487,7 @@ class Exchange(ABC):
         In a round of local SGD each worker keeps its own parameters; `sync_buffers` ends it. Call
         it first, too, where batch norm's running statistics are to be all workers'.
         """
-        self.statistics.warn_if_local(in_training=True)
+        self._warn_if_local()
         self.is_attached = False
         self._give_back()
         self._hooks.remove()
@@ -650,8 +650,10 @@ class Exchange(ABC):
             if not self._hooks.are_newest():  # others' come before
                 self._hooks.follow_gradients(self._parameters.trained, self._hook)
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _warn_if_local(self, *_: Any) -> None:
         self.statistics.warn_if_local(in_training=True)
+        if self.averaging is not None:
+            self.averaging.warn_if_local()
 
     def _refuse_capture(self) -> None:
         """A replayed graph would not ask whether all workers came for the same thing."""

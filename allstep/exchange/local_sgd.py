@@ -1,5 +1,6 @@
 """Local SGD: workers train alone for some steps, then take the mean of their parameters."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,6 +73,7 @@ class ParameterAveraging:
         own = policy.algorithm if isinstance(policy.algorithm, str) else default_algorithm(comm)
         self.algorithm_for = algorithm or (lambda num_bytes: own)
         self._is_driven = False  # whether somebody calls `count_batch`
+        self._has_warned = False
         self._num_averaged = 0  # batches whose updates are in everyone's parameters
         self._in_round: set[str] = set()  # parameters that were trained in this round
         self._anchors: dict[str, Tensor] = {}
@@ -118,6 +120,18 @@ class ParameterAveraging:
         if not self.is_synchronized:
             self._average()
 
+    def warn_if_local(self) -> None:
+        """Warns once if parameters are used amid a round, when each worker has its own."""
+        if self._has_warned or self._comm.size == 1 or self.is_synchronized:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "Parameters are evaluated, saved or detached amid a round of local SGD, when each"
+            " worker has its own; call `exchange.sync_buffers()` (`flush()` of a"
+            " ParameterAveraging) on every worker first.",
+            stacklevel=2,
+        )
+
     def detach(self) -> None:
         """Removes the hooks from model and optimizer."""
         for hook in self._hooks:
@@ -153,8 +167,11 @@ class ParameterAveraging:
     # -- hooks ---------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.average_if_due()
+        if torch.compiler.is_compiling():
+            return
+        self.average_if_due()
+        if not self._model.training:
+            self.warn_if_local()
 
     def _before_step(self, *_: Any) -> None:
         if self.is_local(self.num_batches - int(self._is_driven)):

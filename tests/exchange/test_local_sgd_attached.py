@@ -186,6 +186,30 @@ def test_layers_that_are_frozen_stay_equal(outer: Nesterov | None, frozen_at: in
             assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("use", ["state_dict", "evaluate", "detach"])
+@pytest.mark.parametrize("num_steps", [4, 5])
+def test_using_parameters_amid_a_round_warns(num_steps: int, use: str) -> None:
+    def worker(comm: Communicator) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = attach(model, comm, LocalSGD(sync_every=4), optimizer=optimizer)
+        for _ in range(num_steps):
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+        uses = {
+            "state_dict": model.state_dict,
+            "evaluate": lambda: model.eval()(torch.randn(4, 5)),
+            "detach": exchange.detach,
+        }
+        uses[use]()
+
+    if num_steps == 4:
+        run_ranks(2, worker)  # the round has ended: a warning would be an error
+    else:
+        with pytest.warns(UserWarning, match=r"amid a round of local SGD, .*sync_buffers\(\)`"):
+            run_ranks(2, worker)
+
+
 def test_the_first_timeout_is_not_that_of_later_rounds() -> None:
     def worker(comm: Communicator) -> None:
         model = mlp()

@@ -64,6 +64,7 @@ def test_an_evaluation_names_the_tensors_and_ranks_that_differ() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Batch norm statistics that differ")
+@pytest.mark.filterwarnings("ignore:Parameters are evaluated, saved or detached amid a round")
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_round_of_local_sgd_ends_before_an_evaluation_or_a_checkpoint(
     is_saved: bool, tmp_path: Path
